@@ -14,12 +14,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(VENV)/.ready
-	@$(RUN) examples/demo.py
+# STORE=s3: with a real server, which this installs and starts.
+WITH_STORE := $(if $(STORE),-m tests.stores.with_server $(STORE))
+
+demo: $(VENV)/.ready $(if $(STORE),servers)
+	@$(RUN) $(WITH_STORE) examples/demo.py
 
 # 4 ranks, then 2, then 3, then 1: the losses equal those of an undisturbed training.
-demo-elastic: $(VENV)/.ready
-	@$(RUN) examples/elastic.py
+demo-elastic: $(VENV)/.ready $(if $(STORE),servers)
+	@$(RUN) $(WITH_STORE) examples/elastic.py
 
 # A few tests need more than Python. Where this cannot be installed, those tests are skipped with the reason.
 tools:
@@ -59,7 +62,7 @@ servers:
 
 # A server that cannot be installed is skipped, with a message. STORES=--require-servers: it fails instead.
 test-stores: $(VENV)/.ready servers
-	$(RUN) -m pytest -q -m stores tests/stores --durations=10 $(STORES)
+	$(RUN) -m pytest -q -n 2 --dist worksteal -m stores tests/stores --durations=10 $(STORES)
 
 # What CI runs.
 ci: test test-chaos lint

@@ -26,13 +26,16 @@ from demo_common import (
     CheckFailed,
     CheckLog,
     TrainingSize,
+    files_of,
     kill_in_save,
+    name_of,
     run_training,
     step_of,
+    unfinished_shards,
     version_folders,
     written_bytes,
 )
-from demo_compare import compare_runs, compare_savers, flip_bit
+from demo_compare import compare_runs, compare_savers, flip_stored_bit
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -42,7 +45,7 @@ import holdfast
 from holdfast.errors import HoldfastError, NotFound
 
 
-def run_uninterrupted(log: CheckLog, size: TrainingSize, run: Path) -> None:
+def run_uninterrupted(log: CheckLog, size: TrainingSize, run: str) -> None:
     result = run_training(log, size, run)
     first, last = result.find_line("step"), result.lines[-2] if len(result.lines) > 1 else ""
     log.write(f"{first}")
@@ -51,40 +54,45 @@ def run_uninterrupted(log: CheckLog, size: TrainingSize, run: Path) -> None:
     log.check(result.code == 0, f"run-a reached step {size.steps}", required=True)
 
 
-def run_killed(log: CheckLog, size: TrainingSize, run: Path) -> Path:
-    """Train and kill until a kill hits the middle of a save; return the folder of that version."""
+def run_killed(log: CheckLog, size: TrainingSize, run: str) -> str:
+    """Train and kill until a kill hits the middle of a save; return the name of that version."""
     after = size.kill_after
     for attempt in range(1, MAX_ATTEMPTS + 1):
         result = run_training(log, size, run, kill_in_save(run, after))
-        uncommitted = [f for f in version_folders(run) if not (f / "manifest.json").exists()]
-        shards = [p for f in uncommitted for p in f.iterdir() if "shard-" in p.name]
+        committed = {str(s.version) for s in holdfast.Run(run).snapshots()}
+        uncommitted = [f for f in version_folders(run) if f not in committed]
+        shards = unfinished_shards(run)
         if result.code == -signal.SIGKILL and shards:
             break
         log.write(f"[yellow]the save finished before the kill (attempt {attempt}); trying again")
         after = max(map(step_of, version_folders(run)))
         if after >= size.steps:
-            shutil.rmtree(run)
+            remove_run(run)
             after = size.kill_after
     else:
         raise CheckFailed(f"a save was killed in the middle within {MAX_ATTEMPTS} attempts")
     folder = uncommitted[-1]
     log.write(f"{result.lines[-1]}")
-    log.write(f"[bold red]SIGKILL[/] while {folder.name} was being written. It now contains:")
-    for path in sorted(folder.iterdir()):
-        log.write(escape(path.name), 4)
-        log.write(f"[dim]{written_bytes(path):,} of {path.stat().st_size:,} bytes written", 4)
+    log.write(f"[bold red]SIGKILL[/] while {folder} was being written. It now contains:")
+    for key in sorted([*files_of(run, folder), *shards]):
+        log.write(escape(name_of(key)), 4)
+        if "://" in run:
+            log.write("[dim]an upload in parts that was not completed", 4)
+        else:
+            path = Path(run, key)
+            log.write(f"[dim]{written_bytes(path):,} of {path.stat().st_size:,} bytes written", 4)
     log.check(result.code == -signal.SIGKILL, "the process was ended by signal 9")
     log.check(
-        bool(shards) and not (folder / "manifest.json").exists(),
-        f"{folder.name} has a partial shard and no manifest, so it is not a version",
+        bool(shards) and f"{folder}/manifest.json" not in files_of(run, folder),
+        f"{folder} has a partial shard and no manifest, so it is not a version",
         required=True,
     )
     try:
-        holdfast.open(folder)
+        holdfast.open(f"{run}/{folder}")
         opened = True
     except NotFound:
         opened = False
-    log.check(not opened, f"holdfast.open({folder.name!r}) raises NotFound")
+    log.check(not opened, f"holdfast.open({folder!r}) raises NotFound")
     newest = holdfast.Run(run).latest()
     log.check(
         newest is not None and newest.step == step_of(folder) - size.every and newest.verify().ok,
@@ -94,7 +102,13 @@ def run_killed(log: CheckLog, size: TrainingSize, run: Path) -> Path:
     return folder
 
 
-def run_resumed(log: CheckLog, size: TrainingSize, a: Path, b: Path, folder: Path) -> None:
+def remove_run(run: str) -> None:
+    store = holdfast.open_store(run)
+    for stat in [*store.list(""), *store.partials("")]:
+        store.delete(stat.key)
+
+
+def run_resumed(log: CheckLog, size: TrainingSize, a: str, b: str, folder: str) -> None:
     result = run_training(log, size, b)
     log.write(f"{escape(result.find_line('resuming'))}")
     log.write(result.lines[-2] if len(result.lines) > 1 else "")
@@ -104,11 +118,11 @@ def run_resumed(log: CheckLog, size: TrainingSize, a: Path, b: Path, folder: Pat
     compare_runs(log, a, b)
 
 
-def run_damaged(log: CheckLog, size: TrainingSize, a: Path, b: Path) -> None:
+def run_damaged(log: CheckLog, size: TrainingSize, a: str, b: str) -> None:
     newest = f"version_{size.steps}"
-    shard = next((b / newest).glob("shard-*.safetensors"))
-    log.write(f"{newest}/{shard.name}")
-    log.write(flip_bit(shard))
+    shard = next(key for key in files_of(b, newest) if key.endswith(".safetensors"))
+    log.write(shard)
+    log.write(flip_stored_bit(b, shard))
     result = run_training(log, size, b)
     warning = next((s for s in result.warnings.splitlines() if "SkippedVersion" in s), "")
     log.write(f"[yellow]{escape(warning[warning.find('SkippedVersion') :])}")
@@ -117,20 +131,22 @@ def run_damaged(log: CheckLog, size: TrainingSize, a: Path, b: Path) -> None:
     log.check(result.code == 0, f"training reached step {size.steps} again", required=True)
     log.check(f"{newest} is skipped" in warning, f"resume() reported that {newest} is damaged")
     log.check(result.find_line("resuming").endswith(previous), f"it resumed from {previous}")
-    path = b / "branch-1.json"
-    record = json.loads(path.read_bytes()) if path.exists() else {}
+    try:
+        record = json.loads(holdfast.open_store(b).get("branch-1.json", 1 << 20))
+    except NotFound:
+        record = {}
     log.check(
         previous in record.values(), f"branch-1.json records that branch 1 starts at {previous}"
     )
     log.check(
-        holdfast.open(b / f"{newest}.1").manifest.branch == 1 and shard.exists(),
+        holdfast.open(f"{b}/{newest}.1").manifest.branch == 1 and shard in files_of(b, newest),
         f"the new version is {newest}.1; the damaged version is unchanged",
     )
     compare_runs(log, a, b)
 
 
 def run_command(
-    log: CheckLog, work: Path, arguments: list[str], exit_code: int, max_lines: int = 16
+    log: CheckLog, root: str, arguments: list[str], exit_code: int, max_lines: int = 16
 ) -> None:
     """Run the installed ``holdfast`` command, and print its output."""
     terminal = log.console.is_terminal
@@ -139,7 +155,7 @@ def run_command(
         environment |= {"FORCE_COLOR": "1"}
     result = subprocess.run(
         [COMMAND, *arguments],
-        cwd=work,
+        cwd=None if "://" in root else root,
         env=environment,
         capture_output=True,
         text=True,
@@ -155,8 +171,9 @@ def run_command(
     log.console.print()
 
 
-def run_demo(log: CheckLog, size: TrainingSize, work: Path) -> None:
-    a, b = work / "run-a", work / "run-b"
+def run_demo(log: CheckLog, size: TrainingSize, root: str, work: Path) -> None:
+    a, b = f"{root}/run-a", f"{root}/run-b"
+    shown = b if "://" in root else "run-b"
     with log.section(
         "Uninterrupted",
         f"A run of {size.steps} steps that saves every {size.every} steps while training continues."
@@ -177,18 +194,18 @@ def run_demo(log: CheckLog, size: TrainingSize, work: Path) -> None:
         run_resumed(log, size, a, b, folder)
     with log.section(
         "Damaged",
-        "One bit of the newest version is flipped on disk. resume() reports the damage and uses"
-        " the previous version, on a new branch.",
+        "One bit of the newest version is flipped where it is stored. resume() reports the damage"
+        " and uses the previous version, on a new branch.",
     ):
         run_damaged(log, size, a, b)
     with log.section(
         "Inspected",
         "The commands show the second run. The last command removes the files of the killed save.",
     ):
-        run_command(log, work, ["ls", "run-b"], 0)
-        run_command(log, work, ["show", f"run-b/version_{size.steps}.1"], 0)
-        run_command(log, work, ["verify", "run-b"], 3)
-        run_command(log, work, ["sweep", "run-b", "--grace", "0s"], 0)
+        run_command(log, root, ["ls", shown], 0)
+        run_command(log, root, ["show", f"{shown}/version_{size.steps}.1"], 0)
+        run_command(log, root, ["verify", shown], 3)
+        run_command(log, root, ["sweep", shown, "--grace", "0s"], 0)
     with log.section("Compared", "The same state saved with torch.save and with safetensors."):
         compare_savers(log, size, a, work)
 
@@ -197,6 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", action="store_true", help="keep the folder with the two runs")
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    parser.add_argument("--root", help="folder or URL for the two runs, which are kept there")
     options = parser.parse_args()
     console = Console(highlight=False)
     console.width = min(console.width, 100)
@@ -206,7 +224,7 @@ def main() -> int:
     log.write(f"[bold]Holdfast {version('holdfast')}[/], {machine}", 0)
     work = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
     try:
-        run_demo(log, QUICK if options.quick else TrainingSize(), work)
+        run_demo(log, QUICK if options.quick else TrainingSize(), options.root or str(work), work)
     except (CheckFailed, HoldfastError) as e:
         if str(e) not in log.failed:
             log.check(False, escape(str(e)))

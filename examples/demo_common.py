@@ -19,6 +19,9 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+import holdfast
+from holdfast.errors import NotFound
+
 EXAMPLES = Path(__file__).parent
 COMMAND = Path(sys.executable).with_name("holdfast")
 MAX_ATTEMPTS = 5
@@ -114,11 +117,11 @@ class TrainingResult:
 def run_training(
     log: CheckLog,
     size: TrainingSize,
-    run: Path,
+    run: str,
     watch: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> TrainingResult:
     """Run ``train.py`` until it ends, with a progress bar; ``watch`` may end it earlier."""
-    command = [sys.executable, str(EXAMPLES / "train.py"), "--run", run.name, "--log", "2"]
+    command = [sys.executable, str(EXAMPLES / "train.py"), "--run", run, "--log", "2"]
     command += ["--steps", str(size.steps), "--every", str(size.every), *size.model]
     columns = (TextColumn("  {task.description}"), BarColumn(40), TextColumn("{task.fields[loss]}"))
     result = TrainingResult()
@@ -131,11 +134,9 @@ def run_training(
             disable=not log.console.is_terminal,
         ) as bar,
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, cwd=run.parent, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
-        task = bar.add_task(f"training {run.name}", total=size.steps, loss="")
+        task = bar.add_task(f"training {name_of(run)}", total=size.steps, loss="")
 
         def read_output() -> None:
             for line in process.stdout or ():
@@ -162,12 +163,12 @@ def run_training(
     return result
 
 
-def kill_in_save(run: Path, after: int) -> Callable[[subprocess.Popen[str]], None]:
+def kill_in_save(run: str, after: int) -> Callable[[subprocess.Popen[str]], None]:
     """Return a watcher that sends SIGKILL while a shard of a later step is being written."""
 
     def watch(process: subprocess.Popen[str]) -> None:
         while process.poll() is None:
-            if any(step_of(f) > after and is_shard_partial(f) for f in version_folders(run)):
+            if any(step_of(key.partition("/")[0]) > after for key in unfinished_shards(run)):
                 process.send_signal(signal.SIGKILL)
                 return
             time.sleep(0.0005)
@@ -175,15 +176,23 @@ def kill_in_save(run: Path, after: int) -> Callable[[subprocess.Popen[str]], Non
     return watch
 
 
-def is_shard_partial(folder: Path) -> bool:
-    """Return True if a shard is being written: its temporary file has its first bytes."""
-    for path in folder.glob(".shard-*.safetensors.*.partial"):
-        try:
-            with path.open("rb") as file:
-                return any(file.read(8))
-        except FileNotFoundError:  # the file has been renamed in the meantime
-            return False
-    return False
+def unfinished_shards(run: str) -> list[str]:
+    """Return the keys of the shards that are being written. In a folder, these are temporary files,
+    which count once they have their first bytes; in S3, unfinished uploads."""
+    try:
+        keys = [stat.key for stat in holdfast.open_store(run).partials("")]
+    except NotFound:
+        return []
+    shards = [key for key in keys if key.startswith("version_") and "shard-" in key]
+    return [key for key in shards if "://" in run or has_data(Path(run, key))]
+
+
+def has_data(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return any(file.read(8))
+    except FileNotFoundError:  # the file has been renamed in the meantime
+        return False
 
 
 def written_bytes(path: Path) -> int:
@@ -196,9 +205,22 @@ def written_bytes(path: Path) -> int:
     return min(int(blocks.any(axis=1).sum()) * 4096, path.stat().st_size)
 
 
-def version_folders(run: Path) -> list[Path]:
-    return sorted(run.glob("version_*"), key=step_of) if run.exists() else []
+def version_folders(run: str) -> list[str]:
+    """Return the names of the versions and of the saves that never became one, oldest first."""
+    store = holdfast.open_store(run)
+    keys = [stat.key for stat in (*store.list(""), *store.partials(""))]
+    return sorted({k.partition("/")[0] for k in keys if k.startswith("version_")}, key=step_of)
 
 
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("version_").partition(".")[0])
+def step_of(folder: str) -> int:
+    return int(folder.removeprefix("version_").partition(".")[0])
+
+
+def name_of(run: str) -> str:
+    """Return the last level of a path or URL."""
+    return run.rpartition("/")[2]
+
+
+def files_of(run: str, folder: str) -> list[str]:
+    """Return the keys of the files of a version."""
+    return [stat.key for stat in holdfast.open_store(run).list(folder)]

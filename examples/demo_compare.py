@@ -55,7 +55,7 @@ class Comparison:
                 self.differences.append(f"{key}: {a!r} and {b!r}")
 
 
-def compare_runs(log: CheckLog, a: Path, b: Path) -> None:
+def compare_runs(log: CheckLog, a: str, b: str) -> None:
     """Load the newest version of both runs, and compare everything in them."""
     newest = [holdfast.Run(run).latest() for run in (a, b)]
     if newest[0] is None or newest[1] is None:
@@ -101,6 +101,22 @@ def flip_bit(path: Path) -> str:
         file.seek(at)
         file.write(bytes([old ^ 0x10]))
     return f"byte {at:,} of {path.stat().st_size:,}: {old:08b} is now {old ^ 0x10:08b}"
+
+
+def flip_stored_bit(run: str, key: str) -> str:
+    """Flip one bit in the middle of a file of a run; return a description."""
+    if "://" not in run:
+        return flip_bit(Path(run, key))
+    store = holdfast.open_store(run)
+    length = store.stat(key).length
+    data, at = bytearray(store.get(key, length)), length // 2
+    old = data[at]
+    data[at] ^= 0x10
+    store.delete(key)
+    with store.put(key, length) as upload:
+        upload.write_at(0, memoryview(data))
+        upload.commit()
+    return f"byte {at:,} of {length:,}: {old:08b} is now {data[at]:08b}"
 
 
 def fsync_file(path: Path) -> None:
@@ -156,7 +172,7 @@ SAVERS: dict[str, tuple[Callable[[dict[str, Any], Path], Path], Callable[[Path],
 }
 
 
-def compare_savers(log: CheckLog, size: TrainingSize, run: Path, work: Path) -> None:
+def compare_savers(log: CheckLog, size: TrainingSize, run: str, work: Path) -> None:
     """Time each way to save, and check if loading detects a flipped bit."""
     newest = holdfast.Run(run).latest()
     if newest is None:

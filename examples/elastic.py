@@ -45,7 +45,7 @@ QUICK = TrainingSize(steps=24, every=4, stops=(7, 12, 18))
 
 
 def train_on_ranks(
-    count: int, run: Path, size: TrainingSize, *, steps: int = 0, kill_at: int = 0
+    count: int, run: str, size: TrainingSize, *, steps: int = 0, kill_at: int = 0
 ) -> Iterator[str]:
     """Train on ``count`` ranks, and yield the lines that rank 0 prints.
 
@@ -53,11 +53,10 @@ def train_on_ranks(
     killed and torchrun stops the others (0: none).
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    command += [str(EXAMPLES / "fsdp.py"), run.name, "--every", str(size.every)]
+    command += [str(EXAMPLES / "fsdp.py"), run, "--every", str(size.every)]
     command += ["--steps", str(steps or size.steps)]
     with subprocess.Popen(
         command,
-        cwd=run.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -114,8 +113,8 @@ def compare_curves(log: CheckLog, size: TrainingSize, uninterrupted: Curve, elas
     log.check(uninterrupted[size.steps] < uninterrupted[1] - 1, "the loss decreases")
 
 
-def run_demo(log: CheckLog, size: TrainingSize, folder: Path) -> None:
-    uninterrupted_run, elastic_run = folder / "uninterrupted", folder / "elastic"
+def run_demo(log: CheckLog, size: TrainingSize, root: str) -> None:
+    uninterrupted_run, elastic_run = f"{root}/uninterrupted", f"{root}/elastic"
     first, second, third = size.stops
     saved = first // size.every * size.every
     with log.section("Uninterrupted", f"4 ranks, {size.steps} steps, parameters sharded by FSDP2."):
@@ -125,7 +124,7 @@ def run_demo(log: CheckLog, size: TrainingSize, folder: Path) -> None:
         "Four ranks", f"One rank is killed at step {first}; torchrun stops the others."
     ):
         elastic.update(read_losses(log, train_on_ranks(4, elastic_run, size, kill_at=first)))
-        newest = holdfast.Run(str(elastic_run)).latest()
+        newest = holdfast.Run(elastic_run).latest()
         log.check(
             newest is not None and newest.step == saved, f"the newest version is of step {saved}"
         )
@@ -139,7 +138,7 @@ def run_demo(log: CheckLog, size: TrainingSize, folder: Path) -> None:
         "Comparison", "Steps that were lost with a rank were repeated after resuming."
     ):
         compare_curves(log, size, uninterrupted, elastic)
-        newest = holdfast.Run(str(elastic_run)).latest()
+        newest = holdfast.Run(elastic_run).latest()
         log.check(
             newest is not None and newest.verify().ok,
             "every byte of the newest version matches its digest",
@@ -149,12 +148,14 @@ def run_demo(log: CheckLog, size: TrainingSize, folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps")
-    size = QUICK if parser.parse_args().quick else TrainingSize()
+    parser.add_argument("--root", help="folder or URL for the two runs, which are kept there")
+    options = parser.parse_args()
+    size = QUICK if options.quick else TrainingSize()
     log = CheckLog(Console(highlight=False, width=None if sys.stdout.isatty() else 100))
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run_demo(log, size, Path(folder))
+            run_demo(log, size, options.root or folder)
         except CheckFailed as e:
             log.write(f"[bold red]{e}")
             return 1

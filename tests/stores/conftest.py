@@ -38,14 +38,7 @@ def ceph(request):
 @pytest.fixture
 def s3(ceph, monkeypatch):
     """Point the environment variables of the AWS tools to Ceph. The value is a new bucket's URL."""
-    values = {
-        "AWS_ENDPOINT_URL": ceph.endpoint,
-        "AWS_ACCESS_KEY_ID": ceph.key,
-        "AWS_SECRET_ACCESS_KEY": ceph.secret,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    for name, value in values.items():
+    for name, value in ceph.environment().items():
         monkeypatch.setenv(name, value)
     bucket = f"b-{uuid.uuid4()}"
     boto3.client("s3").create_bucket(Bucket=bucket)

@@ -133,6 +133,16 @@ class Ceph(Daemons):
         self._spawn_ceph("rgw", "radosgw", "-n", "client.rgw")
         self.wait_until(lambda: answers_http(self.port))
 
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables with which the AWS tools use this server."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
     def _spawn_ceph(self, name: str, program: str, *arguments: str) -> None:
         self.spawn(name, program, "-f", *arguments, "-c", self.configuration)
 
