@@ -25,8 +25,8 @@ class Clock:
         self.pauses.append(seconds)
         self.now += seconds
 
-    def throttle(self, concurrency=8, uniform=lambda low, high: high):
-        return Throttle(concurrency, clock=self, sleep=self.sleep, uniform=uniform)
+    def throttle(self, concurrency=8, uniform=lambda low, high: high, patience=math.inf):
+        return Throttle(concurrency, patience, clock=self, sleep=self.sleep, uniform=uniform)
 
     def deadline(self, seconds):
         return Deadline.after(seconds, "the test", self)
@@ -133,13 +133,31 @@ def test_the_deadline_ends_the_tries(clock):
     began = clock.now
     request = Failing(*(Unavailable("no answer", key="v/m") for _ in range(99)))
     with pytest.raises(
-        Unavailable, match=r"no answer.*Gave up after 6 tries .* the test"
+        Unavailable, match=r"no answer.*Gave up after 6 tries in .* s \(the test\)"
     ) as caught:
         throttle.call("Get", clock.deadline(30), request)
     assert clock.now - began <= 30
     assert (caught.value.key, caught.value.tries) == ("v/m", 6)
     assert not caught.value.is_outcome_unknown
     assert isinstance(caught.value.__cause__, Unavailable)
+
+
+def test_a_server_that_is_away_is_waited_for_once(clock):
+    """A save that fails makes several calls: the one that fails, and those that clean up."""
+    throttle = clock.throttle(patience=60)
+    began = clock.now
+    requests = [Failing(*(Unavailable("no answer") for _ in range(99))) for _ in range(5)]
+    for request in requests:
+        with pytest.raises(Unavailable, match="Gave up after"):
+            throttle.call("Put", clock.deadline(300), request)
+    assert 30 < clock.now - began <= 60
+    assert requests[0].calls >= 5
+    assert requests[-1].calls == 1  # it is not waited for again
+    throttle.call("Get", clock.deadline(300), Failing())  # it is back
+    began = clock.now
+    with pytest.raises(Unavailable):
+        throttle.call("Put", clock.deadline(300), requests[0])
+    assert 30 < clock.now - began <= 60
 
 
 def test_one_unknown_outcome_makes_the_outcome_unknown(clock):

@@ -187,6 +187,22 @@ def test_a_save_fails_in_time(s3, proxy, request_name, action):
     check_nothing(store)
 
 
+def test_a_server_that_goes_away_during_a_save_is_waited_for_once(s3, proxy):
+    """The failed save also aborts its upload and removes its pin; these calls try once."""
+    store = open_run(s3, proxy, timeout=6)
+    proxy.inject(Fault("stall", skip=8, count=-1, seconds=40))
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="Gave up after"):
+        save(store)
+    assert time.monotonic() - began < 6 + 3 * 4 + 2  # patience, and three requests of 4 s
+    proxy.inject()
+    run = holdfast.Run(open_run(s3, proxy))
+    assert run.snapshots() == []
+    save(run.store, 2)
+    run.sweep(grace=0, now=time.time() + 8 * 24 * 3600)  # what could not be aborted
+    check_intact(run.store, [2])
+
+
 def test_a_stopped_server_holds_no_call_up(s3, proxy, ceph):
     store = open_run(s3, proxy, timeout=3)
     save(store)

@@ -9,6 +9,7 @@ between the tries have full jitter, so that many clients do not return at the sa
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -70,18 +71,23 @@ def store_statistics(store: object) -> dict[str, float]:
 class Throttle:
     """The limit of the requests to one server, and their statistics.
 
-    ``concurrency``: the largest number of requests in progress.
+    ``concurrency``: the largest number of requests in progress. ``patience``: seconds after the
+    last success from which on a request is no longer repeated. Without it, each call of a save, and
+    of the cleanup after its failure, would wait anew for a server that is away.
     """
 
     def __init__(
         self,
         concurrency: int,
+        patience: float = math.inf,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._max_limit = self._limit = concurrency
+        self._patience = patience
+        self._failing_since: float | None = None
         self._clock, self._sleep, self._uniform = clock, sleep, uniform
         self._lock = Lock()
         self._running: set[object] = set()
@@ -107,8 +113,9 @@ class Throttle:
         ``retry_after``, the pause that the server asked for, in seconds; ``outcome``, "unknown" if
         the request may have had an effect.
 
-        Raises the last error, with the number of tries, when the deadline does not leave the time
-        for another one. Its outcome is unknown if that of any try was.
+        Raises the last error, with the number of tries, when the deadline, or the patience with a
+        server that has not done anything since, does not leave the time for another one. Its
+        outcome is unknown if that of any try was.
         """
         began, tries, is_unknown = self._clock(), 0, False
         while True:
@@ -120,6 +127,7 @@ class Throttle:
                     return result
                 except Unavailable as e:
                     error = e
+            since = self._note_failure()
             is_unknown |= error.is_outcome_unknown
             pause = self._uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 20)))
             if error.fields.get("throttled"):
@@ -127,7 +135,7 @@ class Throttle:
                 least = MIN_PAUSE if asked is None else float(asked)
                 pause = max(pause, least)
                 self._slow_down(least)
-            if deadline.seconds_left <= pause:
+            if min(deadline.seconds_left, since + self._patience - self._clock()) <= pause:
                 raise _gave_up(error, tries, self._clock() - began, deadline, is_unknown) from error
             self._pause(pause, is_retry=True)
 
@@ -166,8 +174,16 @@ class Throttle:
                 self._limit = max(1, self._limit // 2)
                 self._changed_at = now
 
+    def _note_failure(self) -> float:
+        """Return the time of the first failure since the last success."""
+        with self._lock:
+            if self._failing_since is None:
+                self._failing_since = self._clock()
+            return self._failing_since
+
     def _recover(self) -> None:
         with self._lock:
+            self._failing_since = None
             now = self._clock()
             if self._limit < self._max_limit and now - self._changed_at >= RECOVERY:
                 self._limit += 1
@@ -180,7 +196,7 @@ def _gave_up(
     how_often = "1 try" if tries == 1 else f"{tries} tries"
     fields = {"outcome": "unknown"} if is_unknown else {}
     return error.with_advice(  # type: ignore[return-value]
-        f"Gave up after {how_often} in {seconds:.1f} s, the deadline of {deadline.purpose}."
+        f"Gave up after {how_often} in {seconds:.1f} s ({deadline.purpose})."
         " Check the network and the server, then try again",
         tries=tries,
         **fields,

@@ -372,7 +372,7 @@ class S3Bucket:
         deadline = self.deadline
         if deadline is None:
             seconds = self.options.timeout
-            deadline = Deadline.after(seconds, f"{seconds:g} s to {action} {key}")
+            deadline = Deadline.after(seconds, f"at most {seconds:g} s to {action} {key}")
 
         def attempt() -> T:
             try:

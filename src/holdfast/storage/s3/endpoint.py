@@ -90,7 +90,7 @@ class Endpoint:
 
     def __init__(self, options: S3Options) -> None:
         self.options = options
-        self.throttle = Throttle(options.concurrency)
+        self.throttle = Throttle(options.concurrency, options.timeout)
         self.known_buckets: set[str] = set()
         self.conditional_buckets: set[str] = set()
         self.checks_crc: bool | None = None
