@@ -48,6 +48,7 @@ def test_a_mistyped_url_is_refused(url, message):
     [
         ({"acces_key_id": "x"}, "Unknown option 'acces_key_id' of an S3 store. Expected endpoint"),
         ({"part_size": 1 << 20}, "part_size=. Expected at least 5242880 bytes, found 1048576"),
+        ({"part_size": "16M"}, "part_size=. Expected at least 5242880 bytes, found '16M'"),
         ({"concurrency": 0}, "concurrency=. Expected 1 to 1024"),
         ({"timeout": 0}, "timeout="),
         ({"checksum": "crc"}, "Expected auto or crc32c or md5 or none, found 'crc'"),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import contextmanager
+from pathlib import Path
 
 import boto3
 import pytest
 
 from tests.stores.servers import Ceph, Missing, server_folder
 
+FOLDER = Path(__file__).parent
+
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        item.add_marker(pytest.mark.stores)
+    for item in items:  # those of all folders
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.stores)
 
 
 def skip_unless_required(request, error):
@@ -22,17 +27,23 @@ def skip_unless_required(request, error):
     pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session")
-def ceph(request):
+@contextmanager
+def running_ceph(request, objectstore="memstore"):
     with server_folder("ceph") as folder:
         try:
-            server = Ceph(folder)
+            server = Ceph(folder, objectstore)
         except Missing as e:
             skip_unless_required(request, e)
         try:
             yield server
         finally:
             server.stop()
+
+
+@pytest.fixture(scope="session")
+def ceph(request):
+    with running_ceph(request) as server:
+        yield server
 
 
 @pytest.fixture

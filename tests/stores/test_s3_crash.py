@@ -15,9 +15,8 @@ import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.testing.contract import partial_keys
 from holdfast.types import MIB
-from tests.stores.conftest import skip_unless_required
+from tests.stores.conftest import running_ceph
 from tests.stores.fault_proxy import Fault, FaultProxy
-from tests.stores.servers import Ceph, Missing, server_folder
 
 STATE = {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}
 
@@ -25,15 +24,8 @@ STATE = {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}
 @pytest.fixture(scope="module")
 def durable_ceph(request):
     """A Ceph whose data is in files, so that it survives the end of its processes."""
-    with server_folder("bluestore") as folder:
-        try:
-            server = Ceph(folder, "bluestore")
-        except Missing as e:
-            skip_unless_required(request, e)
-        try:
-            yield server
-        finally:
-            server.stop()
+    with running_ceph(request, "bluestore") as server:
+        yield server
 
 
 @pytest.mark.parametrize(

@@ -100,27 +100,27 @@ class S3Bucket:
     def create_object(self, key: str, data: bytes | bytearray, *, accept_equal: bool) -> None:
         """Create an object with one conditional PUT.
 
-        If a reply is lost, the next try finds the object. ``accept_equal``: succeed if it has
-        exactly these bytes. Raises ``AlreadyExists``.
+        If a reply is lost, the next try finds the object, and this succeeds if it has exactly these
+        bytes. ``accept_equal``: the same for an object that was there before. Raises
+        ``AlreadyExists``.
         """
-        refusals = 0
+        may_be_own = accept_equal
 
         def put(client: Any) -> bool:
-            nonlocal refusals
+            nonlocal may_be_own
             try:
                 self._send_object(client, key, data)
             except StoreError as e:
+                may_be_own |= e.is_outcome_unknown
                 if e.fields.get("status") != 412:
                     raise
-                refusals += 1
                 return False
             return True
 
         if self.call("PutObject", "write", key, put):
             return
-        # another writer's object, or that of an earlier try whose reply was lost
         try:
-            if accept_equal and self._object_equals(key, data):
+            if may_be_own and self._object_equals(key, data):
                 return
         except NotFound as e:  # it was deleted meanwhile
             raise Unavailable(

@@ -26,6 +26,7 @@ MIN_PART = 5 * MIB
 """The least length of a part other than the last one."""
 
 CHECKSUMS = ("auto", "crc32c", "md5", "none")
+_ADDRESSING = (None, "path", "virtual")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +68,18 @@ class S3Options:
                     f"Unknown option {name!r} of an S3 store", expected=" or ".join(known)
                 )
         result = cls(**options)
-        for name, is_valid, expected in (
-            ("part_size", result.part_size >= MIN_PART, f"at least {MIN_PART} bytes"),
-            ("concurrency", 1 <= result.concurrency <= 1024, "1 to 1024"),
-            ("timeout", result.timeout > 0, "a number of seconds greater than 0"),
-            ("checksum", result.checksum in CHECKSUMS, " or ".join(CHECKSUMS)),
-            ("addressing", result.addressing in (None, "path", "virtual"), "'path' or 'virtual'"),
+        whole, number = int, (int, float)
+        for name, kind, is_valid, expected in (
+            ("part_size", whole, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
+            ("concurrency", whole, lambda n: 1 <= n <= 1024, "1 to 1024"),
+            ("timeout", number, lambda n: n > 0, "a number of seconds greater than 0"),
+            ("checksum", str, CHECKSUMS.__contains__, " or ".join(CHECKSUMS)),
+            ("addressing", (str, type(None)), _ADDRESSING.__contains__, "'path' or 'virtual'"),
         ):
-            if not is_valid:
-                value = to_repr(getattr(result, name))
-                raise StoreError(f"Invalid value for {name}=", expected=expected, found=value)
+            value = getattr(result, name)
+            if not (isinstance(value, kind) and is_valid(value)):
+                found = to_repr(value)
+                raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
         return result
 
 
