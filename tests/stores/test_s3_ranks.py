@@ -1,0 +1,81 @@
+"""Two ranks save to S3. A fault of one of them fails both, in time, with the rank and the cause."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import holdfast
+from holdfast.testing.contract import partial_keys
+from tests.stores.fault_proxy import Fault, FaultProxy
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist, holdfast
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+store = holdfast.open_store(sys.argv[1], timeout=4)
+state = {"own": holdfast.PerRank(torch.arange(9 << 18) + rank), "same": torch.arange(1000)}
+for step in (1, 2):
+    began = time.monotonic()
+    try:
+        holdfast.save(store.at(f"version_{step}"), state, step=step)
+        print(f"rank {rank} step {step} saved", flush=True)
+    except holdfast.errors.HoldfastError as e:
+        took = time.monotonic() - began
+        print(f"rank {rank} step {step} failed in {took:.0f} s: {e}", flush=True)
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def proxy(ceph):
+    proxy = FaultProxy(ceph.port)
+    yield proxy
+    proxy.stop()
+
+
+@pytest.mark.parametrize("action", ["status", "reset"])
+def test_all_ranks_fail_when_one_cannot_write(s3, proxy, action, tmp_path):
+    # no try of rank 1 to write its shard of version 1 succeeds
+    path = r"version_1/shard-00001-of-00002\.[^.]*\.safetensors.*partNumber"
+    proxy.inject(Fault(action, "PUT", path, count=-1))
+    script = tmp_path / "save.py"
+    script.write_text(SCRIPT)
+    lines = run_script(script, f"{s3}/run", proxy)
+    for line in (lines[0], lines[2]):
+        assert "step 1 failed in" in line
+        assert int(line.split(" failed in ")[1].split()[0]) < 20
+    assert "rank 1" in lines[0].partition(":")[2].lower()
+    assert "shard-00001-of-00002" in lines[0]
+    assert "Gave up after" in lines[0]
+    assert "Gave up after" in lines[2]
+    assert lines[1] == "rank 0 step 2 saved"
+    assert lines[3] == "rank 1 step 2 saved"
+    run = holdfast.Run(f"{s3}/run")
+    assert [s.step for s in run.snapshots()] == [2]
+    assert run.latest().verify().ok
+    assert partial_keys(run.store) == []
+
+
+def run_script(script, url, proxy):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    environment = {
+        **os.environ,
+        "AWS_ENDPOINT_URL": proxy.endpoint,
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
+    done = subprocess.run(
+        [*command, script, url],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert len(lines) == 4, done.stdout + done.stderr
+    return lines
