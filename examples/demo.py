@@ -74,7 +74,8 @@ def run_killed(log: CheckLog, size: TrainingSize, run: str) -> str:
     folder = uncommitted[-1]
     log.write(f"{result.lines[-1]}")
     log.write(f"[bold red]SIGKILL[/] while {folder} was being written. It now contains:")
-    for key in sorted([*files_of(run, folder), *shards]):
+    files = files_of(run, folder)
+    for key in sorted([*files, *shards]):
         log.write(escape(name_of(key)), 4)
         if "://" in run:
             log.write("[dim]an upload in parts that was not completed", 4)
@@ -83,7 +84,7 @@ def run_killed(log: CheckLog, size: TrainingSize, run: str) -> str:
             log.write(f"[dim]{written_bytes(path):,} of {path.stat().st_size:,} bytes written", 4)
     log.check(result.code == -signal.SIGKILL, "the process was ended by signal 9")
     log.check(
-        bool(shards) and f"{folder}/manifest.json" not in files_of(run, folder),
+        bool(shards) and f"{folder}/manifest.json" not in files,
         f"{folder} has a partial shard and no manifest, so it is not a version",
         required=True,
     )

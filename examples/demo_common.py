@@ -20,7 +20,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 import holdfast
-from holdfast.errors import NotFound
 
 EXAMPLES = Path(__file__).parent
 COMMAND = Path(sys.executable).with_name("holdfast")
@@ -179,10 +178,7 @@ def kill_in_save(run: str, after: int) -> Callable[[subprocess.Popen[str]], None
 def unfinished_shards(run: str) -> list[str]:
     """Return the keys of the shards that are being written. In a folder, these are temporary files,
     which count once they have their first bytes; in S3, unfinished uploads."""
-    try:
-        keys = [stat.key for stat in holdfast.open_store(run).partials("")]
-    except NotFound:
-        return []
+    keys = [stat.key for stat in holdfast.open_store(run).partials("")]
     shards = [key for key in keys if key.startswith("version_") and "shard-" in key]
     return [key for key in shards if "://" in run or has_data(Path(run, key))]
 

@@ -7,8 +7,10 @@ from threading import Event
 import pytest
 
 from holdfast.errors import HoldfastError, NotFound, Unavailable
-from holdfast.storage.deadline import NO_DEADLINE, Deadline
+from holdfast.storage.deadline import Deadline
 from holdfast.storage.throttle import MIN_PAUSE, RECOVERY, Throttle
+
+NO_DEADLINE = Deadline("", math.inf)
 
 
 class Clock:

@@ -105,9 +105,17 @@ def test_no_permission(saved, monkeypatch, ceph):
         holdfast.save(f"{saved}/version_2", {"n": 1})
 
 
-def test_missing_credentials(saved, monkeypatch, tmp_path):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+def remove_credentials(monkeypatch):
+    """Remove the credentials from the environment, and return them."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    values = [os.environ[name] for name in names]
+    for name in names:
         monkeypatch.delenv(name)
+    return values
+
+
+def test_missing_credentials(saved, monkeypatch, tmp_path):
+    remove_credentials(monkeypatch)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     tried = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "~/.aws/credentials", "metadata services")
@@ -116,9 +124,7 @@ def test_missing_credentials(saved, monkeypatch, tmp_path):
 
 def test_credentials_that_are_set_later_are_found(saved, monkeypatch, tmp_path):
     """A notebook: the first cell fails, the second writes the file, the first is run again."""
-    key, secret = (os.environ[n] for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
+    key, secret = remove_credentials(monkeypatch)
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     with pytest.raises(Denied, match="no credentials"):
@@ -128,9 +134,7 @@ def test_credentials_that_are_set_later_are_found(saved, monkeypatch, tmp_path):
 
 
 def test_a_profile_and_a_missing_profile(saved, monkeypatch, tmp_path):
-    key, secret = (os.environ[n] for n in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
+    key, secret = remove_credentials(monkeypatch)
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     file.write_text(f"[team]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import StoreError
+from holdfast.errors import AlreadyExists, StoreError
 
 
 class WrittenRanges:
@@ -105,3 +105,34 @@ def contended_error(key: str, store: str) -> StoreError:
         key=key,
         store=store,
     )
+
+
+def is_partial(name: str) -> bool:
+    """Return True if a file or an object with this name is an unfinished upload."""
+    return name.startswith(".") and name.endswith(".partial")
+
+
+def refuse_partial(key: str, store: str) -> None:
+    """Raise ``StoreError`` if an object with this key would look like an unfinished upload."""
+    if is_partial(key.rpartition("/")[2]):
+        raise StoreError(
+            f"Cannot write {key} to {store}: the name is reserved for unfinished uploads",
+            key=key,
+            store=store,
+        )
+
+
+def exists_error(key: str, store: str) -> AlreadyExists:
+    return AlreadyExists(f"{key} is already in {store}; nothing was changed", key=key, store=store)
+
+
+def check_written_length(key: str, store: str, expected: int, found: int) -> None:
+    """Raise ``StoreError`` if an object has another length than what was written."""
+    if found != expected:
+        raise StoreError(
+            f"The length of {key} in {store} differs from the bytes written",
+            expected=f"{expected} bytes",
+            found=f"{found} bytes",
+            key=key,
+            store=store,
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +41,3 @@ class Deadline:
     def earlier(self, other: Deadline | None) -> Deadline:
         """Return the earlier one of two deadlines."""
         return self if other is None or self.at <= other.at else other
-
-
-NO_DEADLINE = Deadline("", math.inf)
-"""Never passes."""

@@ -18,8 +18,9 @@ from typing import Literal
 
 from holdfast.errors import NotFound, StoreError
 from holdfast.storage import local_files
+from holdfast.storage.checks import is_partial
 from holdfast.storage.local_files import NOT_FOUND_ERRORS, LocalFiles
-from holdfast.storage.local_upload import LocalUpload, is_partial
+from holdfast.storage.local_upload import LocalUpload
 from holdfast.storage.store import Entry, Stat, Traits, Upload, check_key
 from holdfast.types import ALIGNMENT
 

@@ -11,7 +11,7 @@ from threading import Lock
 
 from holdfast.buffers import address_of, as_byte_view, direct_io_length
 from holdfast.errors import StoreError
-from holdfast.storage.checks import WrittenRanges
+from holdfast.storage.checks import WrittenRanges, check_written_length, refuse_partial
 from holdfast.storage.local_files import LocalFiles
 from holdfast.storage.os_calls import INVALID_OR_UNSUPPORTED, UNSUPPORTED
 from holdfast.storage.store import Stat, Upload
@@ -19,11 +19,6 @@ from holdfast.types import ALIGNMENT
 
 _MAX_TRIES = 16
 _LINK_UNSUPPORTED = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
-
-
-def is_partial(name: str) -> bool:
-    """Return True if a file with this name is an unfinished upload."""
-    return name.startswith(".") and name.endswith(".partial")
 
 
 class LocalUpload(Upload):
@@ -41,12 +36,7 @@ class LocalUpload(Upload):
         self._length = length
         self._path = files.path(key, to_change=True)
         self._folder, name = os.path.split(self._path)
-        if is_partial(name):
-            raise StoreError(
-                f"Cannot write {key} to {files.url}: the name is reserved for unfinished uploads",
-                key=key,
-                store=files.url,
-            )
+        refuse_partial(key, files.url)
         self._temp_path = f"{self._folder}/.{name[:48]}.{secrets.token_hex(8)}.partial"
         self._lock = Lock()
         self._closed = False  # for new calls; active calls may still use the descriptors
@@ -180,14 +170,7 @@ class LocalUpload(Upload):
         """
         self._fs.fsync(self._fd)
         file_stat = self._fs.fstat(self._fd)
-        if file_stat.size != self._length:
-            raise StoreError(
-                f"The length of {self._key} in {self._files.url} differs from the bytes written",
-                expected=f"{self._length} bytes",
-                found=f"{file_stat.size} bytes",
-                key=self._key,
-                store=self._files.url,
-            )
+        check_written_length(self._key, self._files.url, self._length, file_stat.size)
         self._descriptors.close()
         return file_stat.modified
 

@@ -9,9 +9,9 @@ from copy import copy
 from threading import Lock
 
 from holdfast.buffers import as_byte_view
-from holdfast.errors import AlreadyExists, NotFound, StoreError
+from holdfast.errors import NotFound, StoreError
 from holdfast.storage.buffered_upload import BufferedUpload
-from holdfast.storage.checks import check_range, short_read_error, too_long_error
+from holdfast.storage.checks import check_range, exists_error, short_read_error, too_long_error
 from holdfast.storage.store import Entry, Stat, Traits, Upload, check_key
 
 Objects = dict[str, tuple[bytes, float]]
@@ -125,11 +125,7 @@ class MemoryStore:
             new = (data, time.time())
             existing = self._objects.setdefault(path, new)
             if existing is not new and not (accept_existing and existing[0] == data):
-                raise AlreadyExists(
-                    f"{key} is already in {self.url}; nothing was changed",
-                    key=key,
-                    store=self.url,
-                )
+                raise exists_error(key, self.url)
         return Stat(key, len(data), existing[1])
 
 

@@ -15,8 +15,14 @@ from copy import copy
 from typing import Any, Self, TypeVar
 
 from holdfast.buffers import as_byte_view
-from holdfast.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from holdfast.storage.checks import check_range, short_read_error, too_long_error
+from holdfast.errors import Denied, NotFound, StoreError, Unavailable
+from holdfast.storage.checks import (
+    check_range,
+    check_written_length,
+    exists_error,
+    short_read_error,
+    too_long_error,
+)
 from holdfast.storage.deadline import Deadline
 from holdfast.storage.s3.endpoint import TIMEOUTS, Endpoint, S3Options, shared_endpoint
 from holdfast.storage.s3.failures import has_other_md5, no_tag_error, require_field, translate
@@ -109,13 +115,10 @@ class S3Bucket:
         def put(client: Any) -> bool:
             nonlocal may_be_own
             try:
-                self._send_object(client, key, data)
+                return self._try_to_create(client, key, data)
             except StoreError as e:
                 may_be_own |= e.is_outcome_unknown
-                if e.fields.get("status") != 412:
-                    raise
-                return False
-            return True
+                raise
 
         if self.call("PutObject", "write", key, put):
             return
@@ -130,11 +133,10 @@ class S3Bucket:
                 store=self.url,
             ) from e
         self.endpoint.conditional_buckets.add(self.bucket)
-        raise AlreadyExists(
-            f"{key} is already in {self.url}; nothing was changed", key=key, store=self.url
-        )
+        raise exists_error(key, self.url)
 
-    def _send_object(self, client: Any, key: str, data: bytes | bytearray) -> None:
+    def _try_to_create(self, client: Any, key: str, data: bytes | bytearray) -> bool:
+        """Send one conditional PUT. Return False if the server refuses it: the object exists."""
         checksum = hashlib.md5(data, usedforsecurity=False).digest()
         try:
             reply = client.put_object(
@@ -145,9 +147,13 @@ class S3Bucket:
                 IfNoneMatch="*",
             )
         except Exception as e:
-            raise self.translate(e, "write", key) from e
+            error = self.translate(e, "write", key)
+            if error.fields.get("status") == 412:
+                return False
+            raise error from e
         if not reply.get("ETag"):
             raise no_tag_error(key, self.url)
+        return True
 
     def require_conditional_put(self, key: str, data: bytes) -> None:
         """Check that the server does not replace an object that this process has created.
@@ -155,16 +161,7 @@ class S3Bucket:
         Repeat the PUT, which must fail. If it succeeds, the object has the same bytes as before.
         """
 
-        def put(client: Any) -> bool:
-            try:
-                self._send_object(client, key, data)
-            except StoreError as e:
-                if e.fields.get("status") != 412:
-                    raise
-                return True
-            return False
-
-        if not self.call("PutObject", "write", key, put):
+        if self.call("PutObject", "write", key, lambda c: self._try_to_create(c, key, data)):
             raise StoreError(
                 f"{self.url} cannot hold a run: {self.endpoint.url} replaces objects there",
                 expected="a server that refuses a PUT with If-None-Match: * if the object exists",
@@ -183,14 +180,7 @@ class S3Bucket:
         """Return the status of an object that was just written. Raises ``StoreError`` if the server
         shows another length."""
         stat = self.stat(key)
-        if stat.length != length:
-            raise StoreError(
-                f"The length of {key} in {self.url} differs from the bytes written",
-                expected=f"{length} bytes",
-                found=f"{stat.length} bytes",
-                key=key,
-                store=self.url,
-            )
+        check_written_length(key, self.url, length, stat.length)
         return stat
 
     def abort_others(self, key: str, upload_id: str) -> None:

@@ -181,4 +181,5 @@ def shared_endpoint(options: S3Options) -> Endpoint:
     except ImportError as e:
         raise StoreError("An s3:// store needs the package boto3", todo=INSTALL) from e
     key = (os.getpid(), options, aws_variables())
-    return _endpoints.setdefault(key, Endpoint(options))
+    found = _endpoints.get(key)  # each request asks for it
+    return _endpoints.setdefault(key, Endpoint(options)) if found is None else found

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast.errors import StoreError
+from holdfast.storage.checks import is_partial, refuse_partial
 from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import S3Options
 from holdfast.storage.s3.failures import require_field
-from holdfast.storage.s3.upload import S3Upload, is_partial, object_of_partial, partial_key
+from holdfast.storage.s3.upload import S3Upload, object_of_partial, partial_key
 from holdfast.storage.store import Entry, Stat, Upload
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
@@ -20,12 +21,12 @@ class S3Store(S3Bucket):
     """A store in a folder of a bucket, or in a whole bucket. Creating it sends no request."""
 
     def put(self, key: str, length: int, head: int = 0) -> Upload:
-        self._refuse_partial(key)
+        refuse_partial(key, self.url)
         self.object_name(key)
         return S3Upload(self, key, length, 0 if self.options.equal_parts else head)
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
-        self._refuse_partial(key)
+        refuse_partial(key, self.url)
         self.create_object(key, data, accept_equal=True)
         if self.bucket not in self.endpoint.conditional_buckets:
             self.require_conditional_put(key, data)
@@ -95,14 +96,6 @@ class S3Store(S3Bucket):
             if not page.get("IsTruncated"):
                 return
             position = {"ContinuationToken": page["NextContinuationToken"]}
-
-    def _refuse_partial(self, key: str) -> None:
-        if is_partial(key.rpartition("/")[2]):
-            raise StoreError(
-                f"Cannot write {key} to {self.url}: the name is reserved for unfinished uploads",
-                key=key,
-                store=self.url,
-            )
 
 
 def open_s3(url: str, **options: Any) -> S3Store:

@@ -15,8 +15,8 @@ from threading import Lock
 from typing import Any
 
 from holdfast.buffers import as_byte_view
-from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
-from holdfast.storage.checks import WrittenRanges
+from holdfast.errors import NotFound, StoreError, Unavailable
+from holdfast.storage.checks import WrittenRanges, exists_error
 from holdfast.storage.deadline import Deadline
 from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import INSTALL, TIMEOUTS
@@ -26,11 +26,6 @@ from holdfast.types import MIB
 
 ABORT_SECONDS = 10.0
 """How long the abort of a failed upload may take. ``sweep`` finds an upload that remains."""
-
-
-def is_partial(name: str) -> bool:
-    """Return True if an object with this name stands for an unfinished upload."""
-    return name.startswith(".") and name.endswith(".partial")
 
 
 def partial_key(key: str, upload_id: str) -> str:
@@ -269,9 +264,7 @@ class S3Upload(Upload):
     def _refused(self, error: StoreError) -> StoreError:
         key, url = self._key, self._store.url
         if error.fields.get("status") == 412:
-            return AlreadyExists(
-                f"{key} is already in {url}; nothing was changed", key=key, store=url
-            )
+            return exists_error(key, url)
         return StoreError(
             f"The upload of {key} to {url} was aborted by another process",
             todo="Check the lifecycle rules of the bucket, and who runs `holdfast sweep`",
