@@ -6,8 +6,7 @@ from collections.abc import Callable
 from threading import Lock
 
 from holdfast.buffers import as_byte_view
-from holdfast.errors import StoreError
-from holdfast.storage.checks import WrittenRanges
+from holdfast.storage.checks import WrittenRanges, ended_error
 from holdfast.storage.store import Stat, Upload
 
 
@@ -50,8 +49,4 @@ class BufferedUpload(Upload):
 
     def _require_open(self) -> None:
         if not self._is_open:
-            raise StoreError(
-                f"The upload of {self._key} is finished: it was committed or aborted",
-                key=self._key,
-                store=self._url,
-            )
+            raise ended_error(self._key, self._url)

@@ -122,6 +122,27 @@ def refuse_partial(key: str, store: str) -> None:
         )
 
 
+def ended_error(key: str, store: str) -> StoreError:
+    """Return the error for a call to an upload that was committed or aborted, or that failed."""
+    return StoreError(
+        f"The upload of {key} is finished: it was committed or aborted, or it failed",
+        key=key,
+        store=store,
+    )
+
+
+def weak_store_error(key: str, store: str, promise: str, found: str) -> StoreError:
+    """Return the error for a write to a store that cannot keep ``promise``: it does ``found``."""
+    return StoreError(
+        f"{store} cannot keep a promise of Holdfast; nothing was written to it",
+        expected=promise,
+        found=found,
+        todo="Use another store, or accept this: holdfast.open_store(URL, allow_weak=True)",
+        key=key,
+        store=store,
+    )
+
+
 def exists_error(key: str, store: str) -> AlreadyExists:
     return AlreadyExists(f"{key} is already in {store}; nothing was changed", key=key, store=store)
 

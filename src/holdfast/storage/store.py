@@ -30,14 +30,20 @@ class Traits:
     ``durable``: the objects survive a crash of the machine, not only the end of the process.
     ``part_size``: the store sends an upload in parts of at least this many bytes, and a
     ``write_at`` of one whole part needs no copy (see ``part_length``); 0: writes of any size are
-    equal. ``retry_after``: the store obeys a server that says how long to wait; otherwise, it waits
-    for at least a second after a server refused a request for its rate.
+    equal. ``ordered``: the store only appends. A ``write_at`` behind what was written before it
+    needs no copy; other bytes wait in memory or in a temporary file (see ``SequentialUpload``), so
+    a save writes with one thread. ``atomic``: of any number of concurrent calls of
+    ``put_if_absent``, at most one creates the object; without it, two trainings can both commit.
+    ``retry_after``: the store obeys a server that says how long to wait; otherwise, it waits for at
+    least a second after a server refused a request for its rate.
     """
 
     name: str
     alignment: int
     durable: bool
     part_size: int = 0
+    ordered: bool = False
+    atomic: bool = True
     retry_after: bool = False
 
 

@@ -117,7 +117,7 @@ def write_shard(
     most = workers.pool.budget // workers.pool.buffer_size
     groups = group_into_parts(pieces, head, traits, most)
     with location.store.put(key, length, *([head] if traits.part_size else [])) as upload:
-        workers.each(groups, write, length)
+        workers.each(groups, write, 0 if traits.ordered else length)  # 0: on this thread
         upload.commit()
         workers.advance()
     return digests

@@ -1,0 +1,208 @@
+"""A store that only appends, and uploads to it that write in any order."""
+
+import itertools
+import os
+import random
+import tempfile
+import threading
+
+import pytest
+
+import holdfast
+from holdfast.engine.snapshot.location import Location
+from holdfast.errors import NoSpace, StoreError
+from holdfast.interop.export import plan_export, write_export
+from holdfast.storage import sequential_upload
+from holdfast.storage.checks import refuse_partial
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.sequential_upload import SequentialUpload
+from holdfast.storage.store import Traits, check_key
+from holdfast.testing import StoreContract
+
+MIB = 1 << 20
+
+
+class ListAppender:
+    """Keeps what is appended, and fails at the append with the number ``fail_at``."""
+
+    def __init__(self, create=None, fail_at=None):
+        self.data, self.calls, self.is_aborted = bytearray(), [], False
+        self.create, self.fail_at = create, fail_at
+
+    def append(self, data):
+        if len(self.calls) == self.fail_at:
+            raise StoreError("the server is gone")
+        self.calls.append(data.obj)
+        self.data += data
+
+    def commit(self):
+        return self.create(bytes(self.data))
+
+    def abort(self):
+        assert not self.is_aborted
+        self.is_aborted = True
+
+
+class AppendOnlyStore(MemoryStore):
+    traits = Traits("appending", 1, durable=False, ordered=True)
+
+    def put(self, key, length):
+        check_key(key, self.url)
+        refuse_partial(key, self.url)
+
+        def create(data):
+            return self._put_object(key, data, accept_existing=False)
+
+        return SequentialUpload(self.url, key, length, ListAppender(create))
+
+
+class TestContract(StoreContract):
+    partials_are_listed = False
+
+    def make_store(self, folder):
+        return AppendOnlyStore(str(folder))
+
+
+def begin(length, **options):
+    appender = ListAppender(lambda data: data, **options)
+    return SequentialUpload("test://", "v/a", length, appender), appender
+
+
+@pytest.fixture
+def temporary_files(tmp_path, monkeypatch):
+    """Count the temporary files, which have no names."""
+    made = []
+    create = tempfile.TemporaryFile
+
+    def create_one(*args, **options):
+        made.append(create(*args, dir=tmp_path, **options))
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", create_one)
+    return made
+
+
+@pytest.mark.parametrize("window", [0, 100_000, 1 << 30])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_gives_the_same_bytes(window, seed, monkeypatch, temporary_files):
+    monkeypatch.setattr(sequential_upload, "WINDOW", window)
+    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
+    rng = random.Random(seed)
+    data = rng.randbytes(500_000)
+    cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(40))})
+    pieces = [*itertools.pairwise(cuts)]
+    rng.shuffle(pieces)
+    upload, appender = begin(len(data))
+    for start, stop in pieces:
+        buffer = bytearray(data[start:stop])
+        upload.write_at(start, memoryview(buffer))
+        buffer[:] = bytes(len(buffer))  # the caller uses its buffer again
+    assert upload.commit() == data
+    assert not appender.is_aborted
+    assert sequential_upload._memory._left == window
+    assert all(file.closed for file in temporary_files)
+    assert len(temporary_files) == (1 if window < 1 << 30 else 0)
+
+
+def test_bytes_in_order_are_not_copied(temporary_files):
+    upload, appender = begin(3 * MIB)
+    buffers = [bytearray(MIB) for _ in range(3)]
+    for i, buffer in enumerate(buffers):
+        upload.write_at(i * MIB, memoryview(buffer))
+    upload.commit()
+    assert [call is buffer for call, buffer in zip(appender.calls, buffers, strict=True)] == [
+        True
+    ] * 3
+    assert temporary_files == []
+
+
+def test_many_uploads_share_the_memory(temporary_files):
+    uploads = [begin(64 * MIB)[0] for _ in range(4)]
+    for upload in uploads:
+        upload.write_at(MIB, memoryview(bytes(30 * MIB)))
+    assert sequential_upload._memory._left == 4 * MIB
+    assert len(temporary_files) == 2
+    assert sum(os.fstat(file.fileno()).st_blocks for file in temporary_files) * 512 >= 60 * MIB
+    for upload in uploads:
+        upload.abort()
+    assert sequential_upload._memory._left == 64 * MIB
+    assert all(file.closed for file in temporary_files)
+
+
+def test_a_failed_append_ends_the_upload():
+    upload, appender = begin(30, fail_at=1)
+    upload.write_at(10, memoryview(bytes(10)))
+    with pytest.raises(StoreError, match="the server is gone"):
+        upload.write_at(0, memoryview(bytes(10)))
+    for call in (upload.commit, lambda: upload.write_at(20, memoryview(bytes(10)))):
+        with pytest.raises(StoreError, match="it failed"):
+            call()
+    upload.abort()
+    upload.abort()
+    assert appender.is_aborted
+    assert sequential_upload._memory._left == 64 * MIB
+
+
+@pytest.mark.parametrize("twice", [(0, 10), (5, 10), (15, 2), (20, 10)])
+def test_bytes_that_are_written_twice_are_refused(twice):
+    offset, size = twice
+    upload, appender = begin(30)
+    upload.write_at(0, memoryview(bytes(20)))
+    upload.write_at(offset, memoryview(bytes(size)))
+    if offset != 20:
+        upload.write_at(20, memoryview(bytes(10)))
+    else:
+        upload.write_at(25, memoryview(bytes(5)))
+    with pytest.raises(StoreError, match="twice"):
+        upload.commit()
+    assert appender.is_aborted
+
+
+def test_a_full_disk_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(sequential_upload, "WINDOW", 0)
+    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    upload, appender = begin(30)
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(NoSpace, match="TMPDIR"):
+        upload.write_at(10, memoryview(bytes(10)))
+    upload.abort()
+    assert appender.is_aborted
+
+
+def test_a_save_appends_in_order(monkeypatch, temporary_files):
+    kept, threads = [], set()
+    keep, append = SequentialUpload._keep, ListAppender.append
+    monkeypatch.setattr(SequentialUpload, "_keep", lambda *a: (kept.append(1), keep(*a)))
+    monkeypatch.setattr(
+        ListAppender, "append", lambda *a: (threads.add(threading.get_ident()), append(*a))
+    )
+    torch = pytest.importorskip("torch")
+    state = {str(i): torch.randn(1 << 20) for i in range(10)}
+    store = AppendOnlyStore("runs")
+    holdfast.save(store.at("version_1"), state, step=1)
+    holdfast.save_async(store.at("version_2"), state, step=2).wait()
+    assert kept == []
+    assert len(threads) == 2  # one per save
+    for version in ("version_1", "version_2"):
+        loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        holdfast.load(store.at(version), loaded)
+        assert all(torch.equal(loaded[key], state[key]) for key in state)
+
+
+def test_code_that_writes_headers_last_works(monkeypatch, temporary_files, tmp_path):
+    monkeypatch.setattr(sequential_upload, "WINDOW", MIB)
+    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
+    torch = pytest.importorskip("torch")
+    state = {"model": {str(i): torch.randn(300_000) for i in range(8)}}
+    snapshot = holdfast.save(tmp_path / "version_1", state, step=1)
+    store = AppendOnlyStore("exports")
+    plan = plan_export(snapshot, "torch", file_name="copy.pt")
+    write_export(snapshot, plan, Location(store, ""))
+    (tmp_path / "copy.pt").write_bytes(store.get("copy.pt", 1 << 30))
+    loaded = torch.load(tmp_path / "copy.pt", weights_only=True)
+    assert torch.equal(loaded["model"]["3"], state["model"]["3"])
+    assert len(temporary_files) == 1
