@@ -53,12 +53,11 @@ test: $(VENV)/.ready tools
 test-chaos: $(VENV)/.ready
 	$(RUN) -m pytest -q -s -m chaos tests/crash/test_chaos.py
 
-# Real storage servers on loopback: Ceph's S3 gateway. As root, this installs it.
+# Real storage servers on loopback: what is missing of them. Debian packages need root; the rest goes to .servers.
 servers:
-	@command -v radosgw >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
-		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-			radosgw ceph-mon ceph-osd ceph-common) >/dev/null 2>&1; } || \
-		echo "Ceph is not installed: its tests are skipped"
+	@$(PYTHON) -m tests.stores.install $(SERVERS)
+
+demo demo-elastic: SERVERS := ceph
 
 # A server that cannot be installed is skipped, with a message. STORES=--require-servers: it fails instead.
 test-stores: $(VENV)/.ready servers
@@ -84,4 +83,4 @@ bench: .venv-bench/.ready
 	.venv-bench/bin/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-bench build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .servers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

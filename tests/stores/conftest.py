@@ -9,7 +9,9 @@ from pathlib import Path
 import boto3
 import pytest
 
-from tests.stores.servers import Ceph, Missing, server_folder
+from tests.stores.hdfs_server import Hdfs
+from tests.stores.install import Missing
+from tests.stores.servers import Ceph, server_folder
 
 FOLDER = Path(__file__).parent
 
@@ -28,10 +30,11 @@ def skip_unless_required(request, error):
 
 
 @contextmanager
-def running_ceph(request, objectstore="memstore"):
-    with server_folder("ceph") as folder:
+def running(request, kind, *arguments, **options):
+    """Start a server, or skip the test if it is not installed."""
+    with server_folder(kind.__name__.lower()) as folder:
         try:
-            server = Ceph(folder, objectstore)
+            server = kind(folder, *arguments, **options)
         except Missing as e:
             skip_unless_required(request, e)
         try:
@@ -40,9 +43,24 @@ def running_ceph(request, objectstore="memstore"):
             server.stop()
 
 
+def running_ceph(request, objectstore="memstore"):
+    return running(request, Ceph, objectstore)
+
+
+def running_hdfs(request, datanodes=1, replication=None):
+    return running(request, Hdfs, datanodes, replication)
+
+
 @pytest.fixture(scope="session")
 def ceph(request):
     with running_ceph(request) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def hdfs(request):
+    """One NameNode and one DataNode. To kill one, start your own with ``running_hdfs``."""
+    with running_hdfs(request) as server:
         yield server
 
 

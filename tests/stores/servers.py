@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -16,15 +17,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-
-class Missing(Exception):
-    """A program of a server is not installed."""
+from tests.stores.install import require
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Return a port below those that Linux gives to connections, which could take it before the
+    server starts, or while it is down."""
+    while True:
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
+            return int(s.getsockname()[1])
 
 
 def answers_http(port: int) -> bool:
@@ -71,8 +73,8 @@ class Daemons:
 
     def kill(self, *names: str) -> None:
         self.send(signal.SIGKILL, *names)
-        for name in names or self.processes:
-            self.processes[name].wait(30)
+        for name in names or [*self.processes]:
+            self.processes.pop(name).wait(30)
 
     def stop(self) -> None:
         self.send(signal.SIGCONT)
@@ -104,9 +106,7 @@ class Ceph(Daemons):
 
     def __init__(self, folder: Path, objectstore: str = "memstore") -> None:
         super().__init__(folder)
-        for program in ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph"):
-            if shutil.which(program) is None:
-                raise Missing(f"{program} is not installed (Debian: radosgw ceph-mon ceph-osd)")
+        require("ceph")
         self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.configuration = str(folder / "ceph.conf")

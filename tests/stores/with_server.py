@@ -12,7 +12,8 @@ import sys
 
 import boto3
 
-from tests.stores.servers import Ceph, Missing, server_folder
+from tests.stores.install import Missing
+from tests.stores.servers import Ceph, server_folder
 
 BUCKET = "demo"
 
