@@ -9,9 +9,10 @@ from pathlib import Path
 import boto3
 import pytest
 
+from tests.stores.emulators import Azurite, LocalStack
 from tests.stores.hdfs_server import Hdfs
 from tests.stores.install import Missing
-from tests.stores.servers import Ceph, server_folder
+from tests.stores.servers import Ceph, running
 
 FOLDER = Path(__file__).parent
 
@@ -30,25 +31,28 @@ def skip_unless_required(request, error):
 
 
 @contextmanager
-def running(request, kind, *arguments, **options):
-    """Start a server, or skip the test if it is not installed."""
-    with server_folder(kind.__name__.lower()) as folder:
-        try:
-            server = kind(folder, *arguments, **options)
-        except Missing as e:
-            skip_unless_required(request, e)
-        try:
+def running_or_skip(request, kind, *arguments):
+    try:
+        with running(kind, *arguments) as server:
             yield server
-        finally:
-            server.stop()
+    except Missing as e:
+        skip_unless_required(request, e)
 
 
 def running_ceph(request, objectstore="memstore"):
-    return running(request, Ceph, objectstore)
+    return running_or_skip(request, Ceph, objectstore)
 
 
 def running_hdfs(request, datanodes=1, replication=None):
-    return running(request, Hdfs, datanodes, replication)
+    return running_or_skip(request, Hdfs, datanodes, replication)
+
+
+def running_azurite(request):
+    return running_or_skip(request, Azurite)
+
+
+def running_localstack(request):
+    return running_or_skip(request, LocalStack)
 
 
 @pytest.fixture(scope="session")
@@ -64,11 +68,34 @@ def hdfs(request):
         yield server
 
 
-@pytest.fixture
-def s3(ceph, monkeypatch):
-    """Point the environment variables of the AWS tools to Ceph. The value is a new bucket's URL."""
-    for name, value in ceph.environment().items():
+@pytest.fixture(scope="session")
+def azurite(request):
+    with running_azurite(request) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def localstack(request):
+    with running_localstack(request) as server:
+        yield server
+
+
+def use_new_bucket(server, monkeypatch):
+    """Point the environment variables of the AWS tools to a server. Return a new bucket's URL."""
+    for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     bucket = f"b-{uuid.uuid4()}"
     boto3.client("s3").create_bucket(Bucket=bucket)
     return f"s3://{bucket}"
+
+
+@pytest.fixture
+def s3(ceph, monkeypatch):
+    """The URL of a new bucket of Ceph."""
+    return use_new_bucket(ceph, monkeypatch)
+
+
+@pytest.fixture
+def localstack_s3(localstack, monkeypatch):
+    """The URL of a new bucket of LocalStack."""
+    return use_new_bucket(localstack, monkeypatch)

@@ -21,16 +21,21 @@ class Hdfs(Daemons):
     def __init__(self, folder: Path, datanodes: int = 1, replication: int | None = None) -> None:
         super().__init__(folder)
         self._jars = require("hdfs")
+        self.replication = replication or datanodes
+        self.configuration = folder / "conf"
         self.port = free_port()
         self.url = f"hdfs://127.0.0.1:{self.port}"
         self.datanodes = [f"datanode{number + 1}" for number in range(datanodes)]
+
+    def start(self) -> None:
+        folder = self.folder
         for name in ("hdfs", "datanode"):  # the web pages, which are not among the jars
             (folder / "web" / "webapps" / name / "WEB-INF").mkdir(parents=True)
             (folder / "web" / "webapps" / name / "WEB-INF" / "web.xml").write_text("<web-app/>")
         properties = {
             "fs.defaultFS": self.url,
             "hadoop.tmp.dir": f"{folder}/tmp",
-            "dfs.replication": replication or datanodes,
+            "dfs.replication": self.replication,
             "dfs.namenode.name.dir": f"file://{folder}/namenode",
             "dfs.namenode.rpc-address": f"127.0.0.1:{self.port}",
             # DataNodes report the ports that they get. Nobody needs those of the web pages.
@@ -54,7 +59,6 @@ class Hdfs(Daemons):
             f"<property><name>{name}</name><value>{value}</value></property>\n"
             for name, value in properties.items()
         )
-        self.configuration = folder / "conf"
         self.configuration.mkdir()
         for file in ("core-site.xml", "hdfs-site.xml"):
             (self.configuration / file).write_text(f"<configuration>\n{text}</configuration>\n")

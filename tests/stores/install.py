@@ -93,6 +93,28 @@ def _fill_hdfs(folder: Path) -> None:
                         shutil.copyfileobj(source, out)
 
 
+# -- Azurite and LocalStack --------------------------------------------------------------------
+
+_AZURITE = "azurite@3.35.0"
+"""The last release that runs on the Node.js 18 of Debian 12."""
+
+_LOCALSTACK = (
+    "localstack-core[runtime]==4.7.0",
+    *("cbor2<5.8", "pyopenssl<25", "cryptography<45", "service_identity<25", "joserfc<1.7"),
+)
+"""An emulator that needs no account, and its dependencies where newer ones break it."""
+
+
+def _fill_azurite(folder: Path) -> None:
+    quiet = ("--no-audit", "--no-fund", "--loglevel=error")
+    run("npm", "install", *quiet, "--prefix", folder, _AZURITE)
+
+
+def _fill_localstack(folder: Path) -> None:
+    run(sys.executable, "-m", "venv", folder / "venv")
+    run(folder / "venv" / "bin" / "pip", "install", "--quiet", *_LOCALSTACK)
+
+
 RECIPES = {
     "ceph": Recipe(
         ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph"),
@@ -101,6 +123,8 @@ RECIPES = {
     "hdfs": Recipe(
         ("java",), ("openjdk-17-jre-headless",), f"{_PYSPARK}: {' '.join(_JARS)}", _fill_hdfs
     ),
+    "azurite": Recipe(("node", "npm"), ("nodejs", "npm"), _AZURITE, _fill_azurite),
+    "localstack": Recipe((), (), " ".join(_LOCALSTACK), _fill_localstack),
 }
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TypeVar
 
 from tests.stores.install import require
 
@@ -49,11 +50,18 @@ def server_folder(name: str) -> Iterator[Path]:
 
 
 class Daemons:
-    """The processes of one server, by name. Each is stopped by its process id."""
+    """The processes of one server, by name. Each is stopped by its process id.
+
+    The constructor raises ``Missing`` if a program is not installed. ``start`` may fail halfway, so
+    ``stop`` follows it in any case: see ``running``.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        raise NotImplementedError
 
     def spawn(self, name: str, *command: str, **env: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
@@ -96,25 +104,61 @@ def run(*command: str, seconds: float = 60) -> None:
         raise RuntimeError(f"{command}: {done.stdout.decode()}{done.stderr.decode()}")
 
 
-class Ceph(Daemons):
+Server = TypeVar("Server", bound=Daemons)
+
+
+@contextmanager
+def running(kind: Callable[..., Server], *arguments: object) -> Iterator[Server]:
+    """Start a server in a folder of its own. At the end, neither it nor the folder is left."""
+    with server_folder(kind.__name__.lower()) as folder:
+        server = kind(folder, *arguments)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
+
+
+class S3Server(Daemons):
+    """A server with the API of S3 on a free port."""
+
+    key, secret = "test", "testtest"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables with which the AWS tools use this server."""
+        return {
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+
+class Ceph(S3Server):
     """Ceph's S3 gateway with one monitor and one storage daemon.
 
     ``objectstore``: "memstore" (fast), or "bluestore" (survives ``kill``).
     """
 
-    key, secret = "test", "testtest"
-
     def __init__(self, folder: Path, objectstore: str = "memstore") -> None:
         super().__init__(folder)
         require("ceph")
-        self.port = free_port()
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.objectstore = objectstore
         self.configuration = str(folder / "ceph.conf")
+
+    def start(self) -> None:
+        folder = self.folder
         cluster, mon = str(uuid.uuid4()), f"v2:127.0.0.1:{free_port()}"
         for name in ("mon", "osd", "rgw", "run", "log"):
             (folder / name).mkdir()
         text = _CEPH_CONF.format(
-            folder=folder, fsid=cluster, mon=mon, port=self.port, objectstore=objectstore
+            folder=folder, fsid=cluster, mon=mon, port=self.port, objectstore=self.objectstore
         )
         Path(self.configuration).write_text(text)
         monmap = str(folder / "monmap")
@@ -132,16 +176,6 @@ class Ceph(Daemons):
         )
         self._spawn_ceph("rgw", "radosgw", "-n", "client.rgw")
         self.wait_until(lambda: answers_http(self.port))
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables with which the AWS tools use this server."""
-        return {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_ACCESS_KEY_ID": self.key,
-            "AWS_SECRET_ACCESS_KEY": self.secret,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
 
     def _spawn_ceph(self, name: str, program: str, *arguments: str) -> None:
         self.spawn(name, program, "-f", *arguments, "-c", self.configuration)

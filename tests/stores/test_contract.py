@@ -18,3 +18,11 @@ class TestCephBucket(StoreContract):
     @pytest.fixture
     def store(self, s3):
         return holdfast.open_store(s3, equal_parts=True, checksum="md5", part_size=5 << 20)
+
+
+class TestLocalStack(StoreContract):
+    """A server that verifies CRC-32C, and honors the condition of CompleteMultipartUpload."""
+
+    @pytest.fixture
+    def store(self, localstack_s3):
+        return holdfast.open_store(f"{localstack_s3}/a/folder", part_size=8 << 20)

@@ -13,21 +13,17 @@ import sys
 import boto3
 
 from tests.stores.install import Missing
-from tests.stores.servers import Ceph, server_folder
+from tests.stores.servers import Ceph, running
 
 BUCKET = "demo"
 
 
 def run_with_ceph(command: list[str]) -> int:
-    with server_folder("ceph") as folder:
-        ceph = Ceph(folder)
-        try:
-            os.environ |= ceph.environment()
-            boto3.client("s3").create_bucket(Bucket=BUCKET)
-            print(f"Ceph's S3 gateway is running at {ceph.endpoint}", flush=True)
-            return subprocess.call([*command, "--root", f"s3://{BUCKET}/runs"])
-        finally:
-            ceph.stop()
+    with running(Ceph) as ceph:
+        os.environ |= ceph.environment()
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        print(f"Ceph's S3 gateway is running at {ceph.endpoint}", flush=True)
+        return subprocess.call([*command, "--root", f"s3://{BUCKET}/runs"])
 
 
 def main() -> int:
