@@ -87,6 +87,10 @@ class Hdfs(Daemons):
             lambda: all(text in self._log(name)[seen[name] :] for name, text in awaited.items())
         )
 
+    def admin(self, *arguments: str) -> None:
+        """Run `hdfs dfsadmin`."""
+        run(*self._java(256), "org.apache.hadoop.hdfs.tools.DFSAdmin", *arguments)
+
     def _runs(self, name: str) -> bool:
         return name in self.processes and self.processes[name].poll() is None
 

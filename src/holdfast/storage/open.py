@@ -20,7 +20,10 @@ OpenStore = Callable[..., Store]
 """A function that returns the store at a URL: ``open(url, **options)``."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_BUILT_IN = {"s3": "holdfast.storage.s3.store:open_s3"}
+_BUILT_IN = {
+    "hdfs": "holdfast.storage.hdfs.store:open_hdfs",
+    "s3": "holdfast.storage.s3.store:open_s3",
+}
 _memory_stores: dict[str, MemoryStore] = {}
 
 
@@ -29,7 +32,8 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
 
     A path (see ``expand_home``) or ``file:///path`` is a local folder. ``memory://NAME`` is one
     store per name in this process, and ``memory://NAME/folder`` is a view of a folder in it.
-    ``s3://BUCKET/folder`` is a folder in a bucket; its options are those of ``S3Options``. A
+    ``s3://BUCKET/folder`` is a folder in a bucket; its options are those of ``S3Options``.
+    ``hdfs://NAMENODE:PORT/folder`` is a folder in HDFS; see ``HdfsOptions``. A
     ``Store`` object is returned unchanged. ``register_store`` and packages with an entry point in
     the group ``holdfast.stores`` add other kinds.
 

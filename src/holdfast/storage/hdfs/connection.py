@@ -1,0 +1,194 @@
+"""The connections of this process to HDFS, and a limit of the time of each call.
+
+If a NameNode is away, hdfs-native waits for minutes, and no call of it has a timeout. So each call
+runs in a thread of its own, which is abandoned if the call takes too long. It ends when hdfs-native
+gives up. (The asynchronous client can be cancelled, but version 0.14.7 panics when it has to wait
+before it connects again.)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+from holdfast.errors import StoreError
+from holdfast.storage.throttle import Throttle
+from holdfast.text import to_repr
+from holdfast.threads import Latch, start_thread
+
+T = TypeVar("T")
+
+INSTALL = "Install it: pip install 'holdfast[hdfs]'"
+
+LONGEST_CALL = 60.0
+"""Seconds after which a call is abandoned, and repeated where this is possible."""
+
+_READER_SECONDS = 5.0
+"""Seconds for which the places of a file's blocks are used without asking the NameNode again."""
+
+_MAX_READERS = 64
+
+_DEFAULTS = {
+    # go on with the remaining DataNodes if one fails and there is no other one
+    "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HdfsOptions:
+    """The options of ``holdfast.open_store("hdfs://...", **options)``.
+
+    What is not given comes from the files ``core-site.xml`` and ``hdfs-site.xml`` in the folder
+    that ``HADOOP_CONF_DIR`` or ``HADOOP_HOME`` names. ``config``: properties of Hadoop that take
+    precedence over them. ``replication``: the number of copies of a block. ``block_size``: in
+    bytes. ``concurrency``: the largest number of calls of this process in progress. ``timeout``:
+    seconds for which a call is repeated while HDFS is unreachable or busy. ``allow_weak``: write
+    even if HDFS cannot make the bytes durable.
+    """
+
+    config: tuple[tuple[str, str], ...] = ()
+    replication: int | None = None
+    block_size: int | None = None
+    concurrency: int = 32
+    timeout: float = 300.0
+    allow_weak: bool = False
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> HdfsOptions:
+        """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise StoreError(
+                    f"Unknown option {name!r} of an HDFS store", expected=" or ".join(known)
+                )
+        values = dict(options)
+        config = values.get("config", {})
+        if isinstance(config, Mapping):
+            values["config"] = tuple(sorted((str(k), str(v)) for k, v in config.items()))
+        result = cls(**values)
+        whole, number = int, (int, float)
+        for name, kind, is_valid, expected in (
+            ("config", tuple, lambda c: True, "a dict of properties of Hadoop"),
+            ("replication", (int, type(None)), lambda n: n is None or n >= 1, "at least 1"),
+            ("block_size", (int, type(None)), lambda n: n is None or n >= 1 << 20, "1 MiB or more"),
+            ("concurrency", whole, lambda n: 1 <= n <= 1024, "1 to 1024"),
+            ("timeout", number, lambda n: n > 0, "a number of seconds greater than 0"),
+            ("allow_weak", bool, lambda b: True, "True or False"),
+        ):
+            value = getattr(result, name)
+            if not (isinstance(value, kind) and is_valid(value)):
+                found = to_repr(value)
+                raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
+        return result
+
+
+def _call_in_time(call: Callable[[], T], seconds: float) -> T:
+    """Return what ``call()`` returns. Raises its error, or ``TimeoutError`` if it takes longer."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = Latch()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as e:  # noqa: BLE001  (the caller raises it)
+            errors.append(e)
+        finally:
+            done.set()
+
+    if not start_thread(Thread(target=run, name="holdfast-hdfs", daemon=True)):
+        raise OSError("cannot start a thread: raise the limit (ulimit -u)")
+    if not done.wait(seconds):
+        raise TimeoutError
+    if errors and not isinstance(errors[0], Exception):
+        raise RuntimeError(str(errors[0])) from errors[0]  # a panic in hdfs-native
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+class Readers:
+    """The readers of files, which know where the blocks of the files are.
+
+    Without them, each read of 4 MiB would ask the NameNode.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._readers: OrderedDict[str, tuple[Any, float]] = OrderedDict()
+
+    def forget(self, path: str) -> None:
+        with self._lock:
+            self._readers.pop(path, None)
+
+    def read(self, client: Any, path: str, offset: int, length: int) -> tuple[bytes | None, int]:
+        """Return bytes of a file, None if it is too short for them, and its length."""
+        reader, opened_at = self._readers.get(path, (None, 0.0))
+        if reader is None or time.monotonic() - opened_at > _READER_SECONDS:
+            reader = client.read(path)
+            with self._lock:
+                self._readers[path] = reader, time.monotonic()
+                while len(self._readers) > _MAX_READERS:
+                    self._readers.popitem(last=False)
+        file_length = len(reader)
+        if file_length < offset + length:
+            self.forget(path)  # it may have grown
+            return None, file_length
+        try:
+            return reader.read_range(offset, length), file_length
+        except BaseException:
+            self.forget(path)
+            raise
+
+
+class Connection:
+    """The client of one HDFS with certain options, and the throttle of its calls."""
+
+    def __init__(self, server: str, options: HdfsOptions) -> None:
+        self.server = server
+        self.options = options
+        self.throttle = Throttle(options.concurrency, options.timeout)
+        self.readers = Readers()
+        self._lock = Lock()
+        self._client: Any = None
+
+    def call(self, request: Callable[[Any], T], seconds: float) -> T:
+        """Return what ``request(client)`` returns, in at most ``seconds``.
+
+        Raises ``TimeoutError`` and the errors of hdfs-native.
+        """
+        if self._client is None:
+            with self._lock:
+                if self._client is None:
+                    self._client = self._create_client()
+        client = self._client
+        return _call_in_time(lambda: request(client), seconds)
+
+    def _create_client(self) -> Any:
+        from hdfs_native import Client
+
+        config = {**_DEFAULTS, **dict(self.options.config)}
+        return Client(self.server, config)
+
+
+_connections: dict[tuple[int, str, HdfsOptions], Connection] = {}
+
+
+def shared_connection(server: str, options: HdfsOptions) -> Connection:
+    """Return the connection with these options that all stores of this process share.
+
+    Raises ``StoreError`` if hdfs-native is not installed.
+    """
+    try:
+        import hdfs_native  # noqa: F401
+    except ImportError as e:
+        raise StoreError("An hdfs:// store needs the package hdfs-native", todo=INSTALL) from e
+    key = (os.getpid(), server, options)
+    found = _connections.get(key)
+    return _connections.setdefault(key, Connection(server, options)) if found is None else found

@@ -1,0 +1,68 @@
+"""Converts the errors of hdfs-native to those of a ``Store``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
+from holdfast.storage.checks import exists_error
+
+_REMOTE = re.compile(r'(?:Fatal)?RPCError\("([\w.$]+)", "(.*)"\)', re.DOTALL)
+_NOT_FOUND = {"FileNotFoundException", "ParentNotDirectoryException"}
+_DENIED = {"AccessControlException", "AuthorizationException", "InvalidToken"}
+_NO_SPACE = {"DSQuotaExceededException", "NSQuotaExceededException", "QuotaExceededException"}
+_TRY_AGAIN = {
+    "SafeModeException", "StandbyException", "RetriableException", "RetryStartFileException",
+    "NotReplicatedYetException", "ServerTooBusyException",
+}  # fmt: skip
+_REPLICAS = ("could only be replicated to", "could only be written to")
+"""The beginning of the message of a NameNode that knows no DataNode with space for a block."""
+
+
+def translate(error: BaseException, action: str, key: str, url: str) -> StoreError:
+    """Return the error of the store for an error of hdfs-native, or for a call that was too slow.
+
+    ``action``: "read", for the message. If it is "commit", the outcome of a failure may be unknown.
+    Stack traces of the server are left out.
+    """
+    what = f"Cannot {action} {key or 'the folder'} in {url}"
+    fields: dict[str, Any] = {"key": key, "store": url}
+    unknown = {"outcome": "unknown"} if action == "commit" else {}
+    missing = f"There is no {key} in {url}"
+    if isinstance(error, TimeoutError):
+        todo = "Check that the NameNode and the DataNodes run"
+        return Unavailable(f"{what}: no answer", todo=todo, **unknown, **fields)
+    if isinstance(error, FileNotFoundError | IsADirectoryError):
+        return NotFound(missing, **fields)
+    if isinstance(error, FileExistsError):
+        return exists_error(key, url)
+    if isinstance(error, OSError):
+        return Unavailable(f"{what}: {error}", **unknown, **fields)
+    text = str(error)
+    if (remote := _REMOTE.search(text)) is None:
+        if text.startswith(("InvalidArgument", "UrlParseError", "InvalidPath")):
+            todo = "Check the URL, and that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
+            return StoreError(f"{what}: {text}", todo=todo, **fields)
+        if text.startswith(("SASL", "GSSAPI", "NoSASL")):
+            todo = "Renew the Kerberos ticket (kinit)"
+            return Denied(f"{what}: {text}", todo=todo, **fields)
+        return Unavailable(f"{what}: {text[:300]}", **unknown, **fields)
+    name = remote[1].rpartition(".")[2].rpartition("$")[2]
+    message = remote[2].partition("\\n")[0]
+    what = f"{what}: {name}: {message}"
+    if name in _NOT_FOUND:
+        return NotFound(missing, **fields)
+    if name == "FileAlreadyExistsException":
+        return exists_error(key, url)
+    if name in _DENIED:
+        todo = "Check the owner and permissions of the folder, and HADOOP_USER_NAME"
+        return Denied(what, todo=todo, **fields)
+    if name in _NO_SPACE:
+        return NoSpace(what, todo="Raise the quota of the folder, or save elsewhere", **fields)
+    if name in _TRY_AGAIN:
+        return Unavailable(what, **fields)
+    if any(text in message for text in _REPLICAS):
+        todo = "Check that the DataNodes run, and that they have space"
+        return Unavailable(what, todo=todo, **fields)
+    return StoreError(what, **fields)

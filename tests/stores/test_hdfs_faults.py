@@ -1,0 +1,421 @@
+"""Failures of HDFS: calls that fail or whose replies are lost, stopped and killed daemons."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.errors import (
+    AlreadyExists,
+    HoldfastError,
+    NotFound,
+    StoreError,
+    Unavailable,
+)
+from holdfast.storage.hdfs import connection
+from holdfast.storage.hdfs.connection import Connection
+from holdfast.testing.contract import partial_keys, put
+from holdfast.types import MIB
+from tests.stores.conftest import running_hdfs
+
+STATE = {"w": np.arange(3 * MIB, dtype=np.int32), "n": 3}
+
+
+class Faults:
+    """Wraps the client of hdfs-native. Each of its calls is one in ``log``.
+
+    ``fail(number, when, error, count)``: the calls from ``number`` on raise ``error`` "before" they
+    do anything, or "after" (the reply is lost).
+    """
+
+    def __init__(self):
+        self.log, self.plan = [], None
+
+    def fail(self, number, when, error, count=1, name=None):
+        self.log.clear()
+        self.plan = (number, when, error, count, name)
+
+    def heal(self):
+        self.fail(0, "before", None, 0)
+
+    def wrap(self, inner):
+        return _Wrapped(inner, self)
+
+    def _hits(self, name):
+        self.log.append(name)
+        if self.plan is None:
+            return None
+        first, when, error, count, only = self.plan
+        number = self.log.count(name) - 1 if only else len(self.log) - 1
+        is_hit = first <= number < first + count and only in (None, name)
+        return (when, error) if is_hit else None
+
+
+class _Wrapped:
+    def __init__(self, inner, faults):
+        self._inner, self._faults = inner, faults
+
+    def __getattr__(self, name):
+        inner, faults = getattr(self._inner, name), self._faults
+
+        def call(*args, **options):
+            hit = faults._hits(name)
+            if hit is not None and hit[0] == "before":
+                raise hit[1]
+            result = inner(*args, **options)
+            if hit is not None:
+                raise hit[1]
+            return faults.wrap(result) if name == "create" else result
+
+        return inner if name in ("list_status", "read_range") else call
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    result = Faults()
+    create = Connection._create_client
+    monkeypatch.setattr(Connection, "_create_client", lambda c: result.wrap(create(c)))
+    monkeypatch.setattr(connection, "_connections", {})
+    return result
+
+
+@pytest.fixture
+def run_url(hdfs):
+    return f"{hdfs.url}/{uuid.uuid4().hex}"
+
+
+def versions(store):
+    return [s.step for s in holdfast.Run(store).snapshots()]
+
+
+def check_run(store, expected):
+    run = holdfast.Run(store)
+    assert [s.step for s in run.snapshots()] == expected
+    assert all(s.verify().ok for s in run.snapshots())
+    run.sweep(grace=0, now=time.time() + 8 * 24 * 3600)
+    assert partial_keys(store) == []
+    assert {stat.key.partition("/")[0] for stat in store.list("")} == {
+        f"version_{step}" for step in expected
+    }
+
+
+def calls_of_a_save(faults, store):
+    faults.heal()
+    holdfast.save(store.at("version_1"), STATE, step=1)
+    return [*faults.log]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_save_survives_or_raises_whichever_call_fails_once(run_url, faults, when):
+    store = holdfast.open_store(run_url, timeout=60)
+    calls = calls_of_a_save(faults, store)
+    assert {"create", "write", "hsync", "close", "rename", "get_file_info"} <= {*calls}
+    steps, outcomes = [1], set()
+    for number, name in enumerate(calls):
+        step = number + 2
+        faults.fail(number, when, ConnectionResetError("lost"))
+        try:
+            holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+            steps.append(step)
+        except StoreError as e:
+            # a shard is a stream, of which this step cannot be repeated
+            assert name == "hsync", (number, e)  # noqa: PT017
+            assert not e.is_outcome_unknown  # noqa: PT017
+            outcomes.add(type(e))
+        faults.heal()
+    assert outcomes == {Unavailable}
+    check_run(store, steps)
+
+
+@pytest.mark.parametrize("name", ["create", "write", "hsync", "close", "rename", "get_file_info"])
+def test_a_call_that_fails_for_ever_ends_the_save(run_url, faults, name):
+    store = holdfast.open_store(run_url, timeout=2)
+    calls_of_a_save(faults, store)
+    faults.fail(0, "before", ConnectionRefusedError("no server"), 1 << 30, name)
+    begin = time.monotonic()
+    with pytest.raises(StoreError, match="no server"):
+        holdfast.save(store.at("version_2"), STATE, step=2)
+    assert time.monotonic() - begin < 30
+    faults.heal()
+    holdfast.save(store.at("version_3"), STATE, step=3)
+    check_run(store, [1, 3])
+
+
+def test_a_lost_reply_of_the_commit(run_url, faults):
+    store = holdfast.open_store(run_url, timeout=30)
+    faults.fail(0, "after", ConnectionResetError("lost"), name="rename")
+    assert store.put_if_absent("m", b"own").length == 3
+    for foreign in (b"foreign", b"oth"):
+        faults.fail(0, "before", ConnectionResetError("lost"), name="rename")
+        with pytest.raises(AlreadyExists):
+            store.put_if_absent("m", foreign)
+    assert store.get("m", 9) == b"own"
+    faults.fail(0, "after", ConnectionResetError("lost"), 1 << 30, "rename")
+    late = holdfast.open_store(run_url, timeout=0.5)
+    with pytest.raises(StoreError) as caught:
+        late.put_if_absent("n", b"unknown")
+    assert not isinstance(caught.value, AlreadyExists)
+    faults.heal()
+    assert store.put_if_absent("n", b"unknown").length == 7
+    assert partial_keys(store) == []
+
+
+def test_a_lost_reply_of_close_ends_the_lease(run_url, faults):
+    store = holdfast.open_store(run_url, timeout=60)
+    data = np.random.default_rng(0).bytes(9 * MIB)
+    for when in ("before", "after"):
+        faults.fail(0, when, TimeoutError(), name="close")
+        assert put(store, f"{when}/x", data).length == len(data)
+        assert "recover_lease" in faults.log
+        assert store.get(f"{when}/x", len(data)) == data
+
+
+def test_a_file_that_was_shortened_by_the_server_is_not_committed(run_url, faults, monkeypatch):
+    store = holdfast.open_store(run_url)
+
+    def lose(*_):
+        return None
+
+    with store.put("v/a", 3) as upload:
+        upload.write_at(0, memoryview(b"abc"))
+        writer = upload._appender._writer
+        monkeypatch.setattr(writer, "hsync", lose, raising=False)
+        monkeypatch.setattr(writer, "close", lose, raising=False)  # the file stays open
+        with pytest.raises(StoreError, match="differs from the bytes written"):
+            upload.commit()
+    assert [*store.list("")] == []
+    assert partial_keys(store) == []
+
+
+def test_without_hsync_nothing_is_committed(run_url, faults):
+    faults.fail(0, "before", NotImplementedError("erasure coding"), 1 << 30, "hsync")
+    with pytest.raises(StoreError, match="allow_weak=True"):
+        holdfast.save(f"{run_url}/version_1", STATE, step=1)
+    assert versions(holdfast.open_store(run_url)) == []
+    weak = holdfast.open_store(run_url, allow_weak=True)
+    assert not weak.traits.durable
+    assert holdfast.open_store(run_url).traits.durable
+    holdfast.save(weak.at("version_2"), STATE, step=2)
+    check_run(weak, [2])
+
+
+SAVER = """
+import sys, time
+import hdfs_native, numpy as np, holdfast
+from holdfast.storage.hdfs import upload
+url, place, name, key = sys.argv[1:]
+owners = [upload.HdfsAppender, upload, hdfs_native.FileWriter]
+owner = owners[["HdfsAppender", "upload", "writer"].index(place)]
+step = getattr(owner, name)
+def stop(*args):
+    if key in str([getattr(arg, "key", arg) for arg in args]):
+        print("here", flush=True)
+        time.sleep(60)
+    return step(*args)
+setattr(owner, name, stop)
+holdfast.save(url, {"w": np.arange(3 << 20, dtype=np.int32)}, step=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "key"),
+    [
+        ("HdfsAppender", "append", ""),
+        ("upload", "_sync", "safetensors"),
+        ("writer", "close", ""),
+        ("upload", "_rename", "safetensors"),
+        ("upload", "_rename", "manifest.json"),
+    ],
+)
+def test_a_killed_save_leaves_nothing_that_sweep_does_not_find(run_url, place, name, key):
+    store = holdfast.open_store(run_url)
+    holdfast.save(store.at("version_1"), STATE, step=1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVER, f"{run_url}/version_2", place, name, key],
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"here\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    process.stdout.close()
+    assert versions(store) == [1]
+    holdfast.save(store.at("version_3"), STATE, step=3)
+    check_run(store, [1, 3])
+
+
+def test_an_unclosed_file_is_not_taken_for_a_whole_one(run_url, faults):
+    """HDFS renames a file that is being written; its length is that of the last sync."""
+    store = holdfast.open_store(run_url)
+    upload = store.put("version_1/x", 4 * MIB)
+    upload.write_at(0, memoryview(bytes(MIB)))
+    path = upload._appender._files.paths[0]
+    target = store.path("version_1/manifest.json")
+    store.call("rename", "commit", "x", lambda client: client.rename(path, target, overwrite=False))
+    assert store.stat("version_1/manifest.json").length == 0
+    with pytest.raises(StoreError, match="too short"):
+        store.get_range("version_1/manifest.json", 0, 5, memoryview(bytearray(5)))
+    with pytest.raises(holdfast.errors.NoSnapshot, match=r"manifest\.json is damaged"):
+        holdfast.Run(store).latest()
+
+
+@pytest.fixture(scope="module")
+def cluster(request):
+    """An HDFS with three DataNodes, and two copies of each block."""
+    with running_hdfs(request, 3, 2) as server:
+        yield server
+
+
+def test_a_datanode_is_killed_during_a_write(cluster):
+    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", block_size=8 * MIB)
+    data = memoryview(np.random.default_rng(1).bytes(40 * MIB))
+    with store.put("v/a", len(data)) as upload:
+        for at in range(0, len(data), MIB):
+            upload.write_at(at, data[at : at + MIB])
+            if at == 3 * MIB:
+                cluster.kill("datanode1")
+            if at == 20 * MIB:
+                cluster.resume("datanode1")
+                cluster.kill("datanode2")
+        upload.commit()
+    assert store.get("v/a", len(data)) == data
+    cluster.resume("datanode2")
+
+
+def test_all_daemons_are_killed_during_a_save_and_come_back(cluster, monkeypatch):
+    url = f"{cluster.url}/{uuid.uuid4().hex}"
+    monkeypatch.setattr(connection, "_connections", {})
+    store = holdfast.open_store(url, timeout=4)
+    holdfast.save(store.at("version_1"), STATE, step=1)
+    with store.put("version_2/x", 8 * MIB) as upload:
+        upload.write_at(0, memoryview(bytes(4 * MIB)))
+        cluster.kill()
+        begin = time.monotonic()
+        with pytest.raises(StoreError):
+            upload.write_at(4 * MIB, memoryview(bytes(4 * MIB)))
+            upload.commit()
+    with pytest.raises(HoldfastError):
+        holdfast.save(store.at("version_3"), STATE, step=3)
+    assert time.monotonic() - begin < 60
+    cluster.resume()
+    patient = holdfast.open_store(url, timeout=60)
+    assert versions(patient) == [1]
+    holdfast.save(patient.at("version_4"), STATE, step=4)
+    check_run(patient, [1, 4])
+
+
+@pytest.mark.parametrize("stopped", ["namenode", "all"])
+def test_every_call_ends_although_the_server_never_answers(cluster, stopped, monkeypatch):
+    url = f"{cluster.url}/{uuid.uuid4().hex}"
+    store = holdfast.open_store(url, timeout=2)
+    store.put_if_absent("v/a", b"1234")
+    open_upload = store.put("v/open", 8 * MIB)
+    open_upload.write_at(0, memoryview(bytes(MIB)))
+    calls = [
+        lambda: store.put_if_absent("v/b", b"1"),
+        lambda: store.get("v/a", 9),
+        lambda: store.stat("v/a"),
+        lambda: [*store.list("")],
+        lambda: store.delete("v/a"),
+        lambda: (
+            open_upload.write_at(MIB, memoryview(bytes(7 * MIB))),
+            open_upload.commit(),
+        ),
+    ]
+    names = ["namenode"] if stopped == "namenode" else []
+    cluster.send(signal.SIGSTOP, *names)
+    seconds, errors = [], []
+
+    def measure(call):
+        begin = time.monotonic()
+        try:
+            call()
+        except StoreError as e:
+            errors.append(e)
+        seconds.append(time.monotonic() - begin)
+
+    threads = [threading.Thread(target=measure, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    cluster.send(signal.SIGCONT, *names)
+    assert len(errors) == len(calls)
+    assert max(seconds) < 30
+    assert {type(e) for e in errors} == {Unavailable}
+    patient = holdfast.open_store(url, timeout=60)
+    assert patient.get("v/a", 9) == b"1234"
+    open_upload.abort()
+
+
+def test_a_namenode_in_safe_mode_is_waited_for(cluster):
+    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=60)
+    store.put_if_absent("a", b"1")
+    cluster.admin("-safemode", "enter")
+    quick = holdfast.open_store(store.url, timeout=1)
+    with pytest.raises(Unavailable, match="SafeModeException"):
+        quick.put_if_absent("b", b"1")
+    leave = threading.Timer(1, cluster.admin, ("-safemode", "leave"))
+    leave.start()
+    store.put_if_absent("c", b"1")
+    leave.join()
+    assert [stat.key for stat in store.list("")] == ["a", "c"]
+
+
+def test_a_full_quota(cluster):
+    folder = uuid.uuid4().hex
+    store = holdfast.open_store(f"{cluster.url}/{folder}")
+    store.put_if_absent("a", b"1")
+    cluster.admin("-setQuota", "3", f"/{folder}")
+    store.put_if_absent("b", b"1")
+    with pytest.raises(StoreError, match="quota") as caught:
+        store.put_if_absent("c", b"1")
+    assert isinstance(caught.value, holdfast.errors.NoSpace)
+
+
+def test_what_people_get_wrong(hdfs, monkeypatch, tmp_path):
+    for url in ("hdfs://user@host/x", "hdfs://host?a=b"):
+        with pytest.raises(StoreError, match="hdfs://NAMENODE:PORT/folder"):
+            holdfast.open_store(url)
+    with pytest.raises(StoreError, match="Unknown option 'user'"):
+        holdfast.open_store(hdfs.url, user="me")
+    for options in ({"timeout": 0}, {"replication": 0}, {"concurrency": "8"}, {"config": 3}):
+        with pytest.raises(StoreError, match=f"Invalid value for {next(iter(options))}="):
+            holdfast.open_store(hdfs.url, **options)
+    with pytest.raises(StoreError, match="HADOOP_CONF_DIR"):
+        holdfast.open_store("hdfs:///runs").stat("x")
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(hdfs.configuration))
+    monkeypatch.setattr(connection, "_connections", {})
+    with pytest.raises(NotFound):
+        holdfast.open_store("hdfs:///runs").stat("x")
+    wrong = holdfast.open_store(f"hdfs://127.0.0.1:{hdfs.port + 1}/x", timeout=1)
+    with pytest.raises(Unavailable, match="no answer"):
+        wrong.stat("x")
+    store = holdfast.open_store(f"{hdfs.url}/{uuid.uuid4().hex}")
+    with pytest.raises(StoreError, match="Invalid path name"):
+        store.put_if_absent("a:b", b"1")
+    store.put_if_absent("a/b", b"1")
+    for key in ("a", "a/b/c"):
+        with pytest.raises(StoreError) as caught:
+            store.put_if_absent(key, b"1")
+        assert not isinstance(caught.value, AlreadyExists | Unavailable)
+    monkeypatch.setitem(sys.modules, "hdfs_native", None)
+    with pytest.raises(StoreError, match=r"pip install 'holdfast\[hdfs\]'"):
+        holdfast.open_store("hdfs://other/x")
+
+
+def test_another_process_after_a_fork(run_url):
+    store = holdfast.open_store(run_url, timeout=30)
+    store.put_if_absent("a", b"1")
+    pid = os.fork()
+    if not pid:
+        ok = store.get("a", 1) == b"1" and store.put_if_absent("b", b"2").length == 1
+        os._exit(0 if ok else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert store.get("b", 1) == b"2"
