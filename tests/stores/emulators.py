@@ -69,7 +69,8 @@ class LocalStack(S3Server):
     """S3 as LocalStack emulates it, in memory: a kill loses everything.
 
     Other than Ceph, it stores, returns, and verifies the checksums of S3, and honors the condition
-    of CompleteMultipartUpload. It does not check signatures.
+    of CompleteMultipartUpload, though not of several at the same moment. It does not check
+    signatures.
     """
 
     def __init__(self, folder: Path) -> None:
