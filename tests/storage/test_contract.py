@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ class TestMemoryFolder(StoreContract):
         store = MemoryStore()
         store.put_if_absent("elsewhere", b"invisible in the folder")
         return store.at("a/b")
+
+
+class _InParts(MemoryStore):
+    @property
+    def traits(self):
+        return replace(super().traits, part_size=5 << 20)
+
+
+class TestMemoryInParts(StoreContract):
+    def make_store(self, folder):
+        return _InParts()
 
 
 class _InFolder(StoreContract):

@@ -116,6 +116,34 @@ def test_a_load_survives_a_fault(store, proxy, request_name, action):
     check_intact(store)
 
 
+@pytest.mark.parametrize("action", ["cut", "truncate"])
+@pytest.mark.parametrize("after", [4 * MIB - 1, 4 * MIB, 5 * MIB])
+def test_a_read_into_several_views_goes_on_behind_what_has_arrived(store, proxy, action, after):
+    data = np.random.default_rng(1).bytes(12 * MIB)
+    with store.put("a", len(data)) as upload:
+        upload.write_at(0, memoryview(data))
+        upload.commit()
+    proxy.inject(Fault(action, "GET", "/a$", after=after), Fault(action, "GET", "/a$"))
+    views = [memoryview(bytearray(4 * MIB)) for _ in range(3)]
+    store.get_range("a", 0, 12 * MIB, *views)
+    assert b"".join(views) == data
+    assert [fault.hits for fault in proxy.faults] == [1, 1]
+    assert len(proxy.targets("GET")) == 3
+
+
+def test_of_a_request_for_several_items_the_damaged_one_is_read_again(store, proxy, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_THREADS", "2")
+    save(store)
+    events = []
+    proxy.inject(Fault("flip_reply", "GET", "safetensors$", skip=2, after=5 * MIB))
+    with holdfast.attach(lambda name, fields: events.append(name)):
+        state = holdfast.load(store.at("version_1"))
+    assert np.array_equal(state["w"], STATE["w"])
+    assert events.count("read_again") == 1
+    # 4 MiB with the header, 16 MiB in pairs, and one block again
+    assert len([t for t in proxy.targets("GET") if "safetensors" in t]) == 4
+
+
 @pytest.mark.parametrize("code", [429, 503])
 def test_a_busy_server_gets_fewer_requests(store, proxy, code):
     proxy.inject(Fault("status", "PUT", "partNumber", count=3, code=code))

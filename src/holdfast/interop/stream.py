@@ -8,6 +8,7 @@ as columns) are assembled in memory, one window at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ from holdfast.engine.snapshot.read import (
     Target,
     check_header,
     execute_read_plan,
-    read_verified_chunks,
+    group_items,
+    read_group,
 )
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
@@ -51,18 +53,26 @@ def stream_leaves(snapshot: Snapshot, keys: Sequence[str], write: WriteLeafBytes
     plan = make_read_plan(indexes, requests, snapshot.checked_headers)
     scattered = {slab.request_id for item in plan.items for slab in item.strided_copies}
 
-    def write_contiguous(item: ReadItem) -> None:
-        rows = [row for row in item.linear_copies.tolist() if row[0] not in scattered]
-        index = indexes[item.shard]
-        if rows:
-            with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
-                for number, offset, at, size in rows:
-                    write(number, at, buffer.view[offset - base : offset - base + size])
-        elif item.first_chunk == 0:
-            check_header(location, index, workers)
+    def rows(item: ReadItem) -> list[list[int]]:
+        return [row for row in item.linear_copies.tolist() if row[0] not in scattered]
 
+    def write_contiguous(group: Sequence[ReadItem]) -> None:
+        index = indexes[group[0].shard]
+        if group[0].end_chunk == 1:
+            check_header(location, index, workers)
+            return
+        with read_group(location, index, group, workers.pool) as verified:
+            for item, buffer, start in verified:
+                for number, offset, at, size in rows(item):
+                    write(number, at, buffer.view[offset - start : offset - start + size])
+
+    items = [
+        item if rows(item) else replace(item, end_chunk=1, stop=indexes[item.shard].header)
+        for item in plan.items
+        if rows(item) or item.first_chunk == 0
+    ]
     with snapshot.not_found_if_deleted():
-        workers.each(plan.items, write_contiguous)
+        workers.each(group_items(location, indexes, items, workers), write_contiguous)
         snapshot.checked_headers.update(plan.headers)
         if scattered:
             _stream_by_window(snapshot, keys, sorted(scattered), write)

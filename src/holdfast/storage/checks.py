@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from holdfast.errors import AlreadyExists, StoreError
@@ -68,6 +68,14 @@ def check_range(key: str, store: str, offset: int, length: int, capacity: int) -
             store=store,
             offset=offset,
         )
+
+
+def take_views(views: Iterable[memoryview], start: int, stop: int) -> Iterator[memoryview]:
+    """Yield the parts of views that hold bytes ``start`` to ``stop`` of what they hold together."""
+    for view in views:
+        if part := view[max(0, start) : max(0, stop)]:
+            yield part
+        start, stop = start - len(view), stop - len(view)
 
 
 def short_read_error(key: str, store: str, offset: int, length: int, found: int) -> StoreError:

@@ -121,7 +121,9 @@ class LocalFiles:
         self.get_range(key, 0, length, memoryview(data))
         return bytes(data)
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+    def get_range(
+        self, key: str, offset: int, length: int, into: memoryview, *_: memoryview
+    ) -> None:
         into = as_byte_view(into)
         check_range(key, self.url, offset, length, len(into))
         if not length:

@@ -11,7 +11,13 @@ from threading import Lock
 from holdfast.buffers import as_byte_view
 from holdfast.errors import NotFound, StoreError
 from holdfast.storage.buffered_upload import BufferedUpload
-from holdfast.storage.checks import check_range, exists_error, short_read_error, too_long_error
+from holdfast.storage.checks import (
+    check_range,
+    exists_error,
+    short_read_error,
+    take_views,
+    too_long_error,
+)
 from holdfast.storage.store import Entry, Stat, Traits, Upload, check_key
 
 Objects = dict[str, tuple[bytes, float]]
@@ -56,13 +62,18 @@ class MemoryStore:
             raise too_long_error(key, self.url, limit, len(data))
         return data
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
-        into = as_byte_view(into)
-        check_range(key, self.url, offset, length, len(into))
+    def get_range(
+        self, key: str, offset: int, length: int, into: memoryview, *more: memoryview
+    ) -> None:
+        views = [*map(as_byte_view, (into, *more))]
+        check_range(key, self.url, offset, length, sum(map(len, views)))
         data = self._find(key)[0][offset : offset + length]
         if len(data) < length:
             raise short_read_error(key, self.url, offset, length, len(data))
-        into[:length] = data
+        done = 0
+        for view in take_views(views, 0, length):
+            view[:] = data[done : done + len(view)]
+            done += len(view)
 
     def stat(self, key: str) -> Stat:
         data, modified = self._find(key)

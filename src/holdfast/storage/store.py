@@ -28,14 +28,15 @@ class Traits:
 
     ``alignment``: reads and writes are fastest at offsets that are multiples of it, in bytes.
     ``durable``: the objects survive a crash of the machine, not only the end of the process.
-    ``part_size``: the store sends an upload in parts of at least this many bytes, and a
-    ``write_at`` of one whole part needs no copy (see ``part_length``); 0: writes of any size are
-    equal. ``ordered``: the store only appends. A ``write_at`` behind what was written before it
-    needs no copy; other bytes wait in memory or in a temporary file (see ``SequentialUpload``), so
-    a save writes with one thread. ``atomic``: of any number of concurrent calls of
-    ``put_if_absent``, at most one creates the object; without it, two trainings can both commit.
-    ``retry_after``: the store obeys a server that says how long to wait; otherwise, it waits for at
-    least a second after a server refused a request for its rate.
+    ``part_size``: the bytes from which on the fixed cost of a request does not matter. The store
+    sends an upload in parts of at least so many bytes, and a ``write_at`` of one whole part needs
+    no copy (see ``part_length``); ``get_range`` reads so many into several views. 0: reads and
+    writes of any size are equal. ``ordered``: the store only appends. A ``write_at`` behind what
+    was written before it needs no copy; other bytes wait in memory or in a temporary file (see
+    ``SequentialUpload``), so a save writes with one thread. ``atomic``: of any number of concurrent
+    calls of ``put_if_absent``, at most one creates the object; without it, two trainings can both
+    commit. ``retry_after``: the store obeys a server that says how long to wait; otherwise, it
+    waits for at least a second after a server refused a request for its rate.
     """
 
     name: str
@@ -146,11 +147,15 @@ class Store(Protocol):
         """
         ...
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+    def get_range(
+        self, key: str, offset: int, length: int, into: memoryview, *more: memoryview
+    ) -> None:
         """Read exactly ``length`` bytes from ``offset`` into the beginning of ``into``.
 
-        ``into`` may be longer; its content after the first ``length`` bytes is then undefined.
-        Raises ``StoreError`` if the object has fewer bytes; a short read never succeeds.
+        With ``more`` views, which only a store with a ``part_size`` gets, the bytes that do not fit
+        into one view go on in the next. The views may be longer in total; their content after the
+        first ``length`` bytes is then undefined. Raises ``StoreError`` if the object has fewer
+        bytes; a short read never succeeds.
         """
         ...
 

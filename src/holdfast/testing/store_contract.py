@@ -94,6 +94,27 @@ class StoreContract(WritingContract):
         with pytest.raises(StoreError):
             store.get_range("a", offset, length, memoryview(bytearray(capacity)))
 
+    @pytest.mark.parametrize("lengths", [(1, 1), (4096, 5000, 3), (0, 7, 0, 9000, 0), (9000, 4096)])
+    @pytest.mark.parametrize("offset", [0, 1, 4096])
+    def test_a_range_into_several_views(
+        self, store: Store, offset: int, lengths: tuple[int, ...]
+    ) -> None:
+        if not store.traits.part_size:
+            pytest.skip("a store without a part_size gets one view")
+        data, total = random_bytes(20_000), sum(lengths)
+        put(store, "a", data)
+        for length in (total, total - 1, 1):
+            views = [Buffer(16_384).view[:n] for n in lengths]
+            store.get_range("a", offset, length, *views)
+            assert b"".join(views)[:length] == data[offset : offset + length]
+        with pytest.raises(StoreError, match=str(total + 1)):
+            store.get_range("a", offset, total + 1, *views)
+        start = 20_001 - total
+        with pytest.raises(StoreError, match="too short") as caught:
+            store.get_range("a", start, total, *views)
+        assert str(start) in str(caught.value)
+        self.assert_names(caught.value, store, "a")
+
     def test_ranges_are_read_by_many_threads(self, store: Store) -> None:
         data, piece = random_bytes(1_000_001), 40_000
         put(store, "v/a", data)

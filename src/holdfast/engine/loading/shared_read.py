@@ -38,7 +38,7 @@ from holdfast.engine.snapshot.read import (
     copy_to_targets,
     execute_read_plan,
     increment_tensor_versions,
-    read_verified_chunks,
+    read_group,
 )
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
@@ -138,9 +138,10 @@ class SharedReader:
         def read(number: int) -> Iterator[MemorySlice]:
             item = shared_items[number]
             index = indexes[item.shard]
-            with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
-                start, stop = item.start - base, item.stop - base
-                yield MemorySlice(buffer.view[start:stop], buffer.address + start)
+            with read_group(location, index, [item], workers.pool) as verified:
+                for _, buffer, base in verified:
+                    start, stop = item.start - base, item.stop - base
+                    yield MemorySlice(buffer.view[start:stop], buffer.address + start)
 
         def consume(number: int, span: MemorySlice) -> None:
             item = shared_items[number]

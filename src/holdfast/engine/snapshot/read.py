@@ -26,8 +26,8 @@ from holdfast.format.index import ShardIndex
 from holdfast.format.names import parse_reference
 from holdfast.lazy_torch import dtype_name
 from holdfast.text import VERIFY_ADVICE, format_list
-from holdfast.threads import Workers
-from holdfast.types import DTYPES
+from holdfast.threads import Workers, no_op
+from holdfast.types import BLOCK_SIZE, DTYPES
 
 
 class MemoryRegion(Protocol):
@@ -81,16 +81,17 @@ def execute_read_plan(
     tensors (``_version``) are incremented.
     """
 
-    def read_item(item: ReadItem) -> None:
-        index = indexes[item.shard]
-        if item.end_chunk == 1:
+    def read(group: Sequence[ReadItem]) -> None:
+        index = indexes[group[0].shard]
+        if group[0].end_chunk == 1:
             check_header(location, index, workers)
             return
-        with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
-            copy_to_targets(item, targets, buffer, base)
+        with read_group(location, index, group, workers.pool) as verified:
+            for item, buffer, start in verified:
+                copy_to_targets(item, targets, buffer, start)
 
     increment_tensor_versions(targets)
-    workers.each(plan.items, read_item)
+    workers.each(group_items(location, indexes, plan.items, workers), read)
 
 
 def increment_tensor_versions(targets: Sequence[Target]) -> None:
@@ -119,35 +120,77 @@ def copy_to_targets(
         _copy_slab(targets[slab.request_id], slab, memory.view[slab.file_offset - buffer_start :])
 
 
+def group_items(
+    location: Location, indexes: Sequence[ShardIndex], items: Sequence[ReadItem], workers: Workers
+) -> list[list[ReadItem]]:
+    """Return groups of items, each of which one request reads: consecutive bytes of one file.
+
+    A group has at most ``part_size`` bytes, each thread gets a group, and the groups of all threads
+    fit into the buffers together. Where there is no ``part_size``, each item is a group.
+    """
+    pool, part_size = workers.pool, location.store.traits.part_size
+    buffers = min(len(items), pool.budget // pool.buffer_size)
+    most = min(part_size // BLOCK_SIZE, buffers // workers.threads)
+    if most < 2:
+        return [[item] for item in items]
+    groups: list[list[ReadItem]] = []
+    next_start = None
+    for item in items:
+        path, offset = indexes[item.shard].locate_chunk(item.first_chunk)
+        size = item.stop - item.start
+        # those that do not fit into a buffer, and headers, are read differently
+        is_alone = size > pool.buffer_size or item.end_chunk == 1
+        if is_alone or (item.shard, path, offset) != next_start or len(groups[-1]) == most:
+            groups.append([])
+        groups[-1].append(item)
+        next_start = None if is_alone else (item.shard, path, offset + size)
+    return groups
+
+
 @contextmanager
-def read_verified_chunks(
-    location: Location, index: ShardIndex, item: ReadItem, pool: BufferPool
-) -> Iterator[tuple[Buffer, int]]:
-    """Read and check the item's chunks; yield a buffer and its start offset in the shard.
+def read_group(
+    location: Location, index: ShardIndex, group: Sequence[ReadItem], pool: BufferPool
+) -> Iterator[Iterator[tuple[ReadItem, Buffer, int]]]:
+    """Read the chunks of a group of items. Yield an iterator, which checks an item, and returns it
+    with a buffer and the buffer's start offset in the shard.
 
     For an incremental shard, offsets refer to the image, of which the shard has a part. Raises
     ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
     """
+    first, last = group[0], group[-1]
     # start the read before the chunk, aligned in its file, if that fits into a buffer
-    leading_bytes = index.locate_chunk(item.first_chunk)[1] % location.store.traits.alignment
-    length = item.stop - item.start
+    leading_bytes = index.locate_chunk(first.first_chunk)[1] % location.store.traits.alignment
+    length = first.stop - first.start
     if length <= pool.buffer_size < leading_bytes + length:
         leading_bytes = 0
+    starts = [first.start - leading_bytes, *(item.start for item in group[1:])]
     # the chunks of Holdfast's writer fit into a pooled buffer; those of another writer may not
     is_pooled = leading_bytes + length <= pool.buffer_size
-    buffer = pool.acquire() if is_pooled else Buffer(leading_bytes + length)
+    buffers = pool.acquire_many(len(group)) if is_pooled else [Buffer(leading_bytes + length)]
+
+    def check_items() -> Iterator[tuple[ReadItem, Buffer, int]]:
+        for item, buffer, start in zip(group, buffers, starts, strict=True):
+            _check_item(location, index, item, buffer.view, start)
+            yield item, buffer, start
+
     try:
-        read_chunks_into(location, index, item, leading_bytes, buffer.view)
-        yield buffer, item.start - leading_bytes
+        # all views but the last are filled; the last may be longer, for direct I/O
+        views = [b.view[: item.stop - n] for item, b, n in zip(group, buffers, starts, strict=True)]
+        views[-1] = buffers[-1].view
+        _read_range(
+            location, index, first.first_chunk, -leading_bytes, last.stop - starts[0], *views
+        )
+        yield check_items()
     finally:
         if is_pooled:
-            pool.release(buffer)
+            for buffer in buffers:
+                pool.release(buffer)
 
 
 def check_header(location: Location, index: ShardIndex, workers: Workers) -> None:
     """Read a shard's header, which may be longer than a buffer, and check its digest.
 
-    Raises the same errors as ``read_verified_chunks``.
+    Raises the same errors as ``read_group``.
     """
     with workers.buffer() as buffer:
 
@@ -161,53 +204,55 @@ def check_header(location: Location, index: ShardIndex, workers: Workers) -> Non
             actual = digest_parts(parts())
             return None if actual == index.chunk_digest(0) else (0, actual)
 
-        _check_twice(location, index, find_damage)
+        _check_twice(location, index, find_damage, no_op)
 
 
-def read_chunks_into(
-    location: Location, index: ShardIndex, item: ReadItem, leading_bytes: int, view: memoryview
+def _check_item(
+    location: Location, index: ShardIndex, item: ReadItem, view: memoryview, start: int
 ) -> None:
-    """Read the item's chunks, with ``leading_bytes`` bytes before them, and check them.
-
-    Raises the same errors as ``read_verified_chunks``.
-    """
-    buffer_start = item.start - leading_bytes
+    """Check the item's chunks in a view that begins at offset ``start`` of the shard."""
 
     def find_damage() -> tuple[int, str] | None:
         stop = item.start
-        length = item.stop - buffer_start
-        _read_range(location, index, item.first_chunk, -leading_bytes, length, view)
         for c in range(item.first_chunk, item.end_chunk):
-            start, stop = stop, int(index.cuts[c])
-            actual = digest(view[start - buffer_start : stop - buffer_start])
+            begin, stop = stop, int(index.cuts[c])
+            actual = digest(view[begin - start : stop - start])
             if actual != index.chunk_digest(c):
                 return c, actual
         return None
 
-    _check_twice(location, index, find_damage)
+    def read_again() -> None:
+        length = item.stop - start
+        _read_range(location, index, item.first_chunk, start - item.start, length, view)
+
+    _check_twice(location, index, find_damage, read_again)
 
 
 def _check_twice(
-    location: Location, index: ShardIndex, find_damage: Callable[[], tuple[int, str] | None]
+    location: Location,
+    index: ShardIndex,
+    find_damage: Callable[[], tuple[int, str] | None],
+    read_again: Callable[[], object],
 ) -> None:
-    """Call ``find_damage``, which reads chunks and returns the first damaged one with its digest.
-    If there is one, call it again: bytes can change on their way, and be right in the store."""
+    """Call ``find_damage``, which returns the first damaged chunk with its digest. If there is one,
+    read again, and call it again: bytes can change on their way, and be right in the store."""
     if (damage := find_damage()) is None:
         return
     error = make_damage_error(location, index, *damage)
+    read_again()
     if (damage := find_damage()) is not None:
         raise make_damage_error(location, index, *damage)
     events.emit("read_again", store=location.store.url, error=error)
 
 
 def _read_range(
-    location: Location, index: ShardIndex, chunk: int, start: int, length: int, view: memoryview
+    location: Location, index: ShardIndex, chunk: int, start: int, length: int, *views: memoryview
 ) -> None:
     """Read ``length`` bytes of a shard, from byte ``start`` of a chunk. Raises ``StoreError``."""
     path, offset = index.locate_chunk(chunk)
     key = file_key(location, path)
     try:
-        location.store.get_range(key, offset + start, length, view)
+        location.store.get_range(key, offset + start, length, *views)
     except StoreError as e:
         first = start + (int(index.cuts[chunk - 1]) if chunk else 0)
         leaves = leaves_between(index, first, first + length)

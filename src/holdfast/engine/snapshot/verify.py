@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from holdfast.engine.planning.read_plan import (
     ReadItem,
     ReadRequest,
@@ -21,7 +23,7 @@ from holdfast.engine.planning.shard_layout import (
 )
 from holdfast.engine.snapshot.index_files import check_length, file_key, read_index
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.read import make_damage_error, read_verified_chunks
+from holdfast.engine.snapshot.read import group_items, make_damage_error, read_group
 from holdfast.errors import DigestMismatch, FormatError, HoldfastError, ManifestInvalid, StoreError
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Manifest, Shard
@@ -119,35 +121,61 @@ def _verify_shard(
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, file))
             unusable_paths.add(referred.path)
-    workers = Workers.create()
-
-    def check(item: ReadItem) -> None:
-        path, offset = index.locate_chunk(item.first_chunk)
-        if path in unusable_paths:
-            return
-        chunk = (file_key(location, path), offset, index.chunk_digest(item.first_chunk))
-        error = checked_chunks.get(chunk)
-        if chunk not in checked_chunks:
-            try:
-                with read_verified_chunks(location, index, item, workers.pool):
-                    pass
-            except (FormatError, StoreError) as e:
-                error = e
-            checked_chunks[chunk] = error
-            advance(item.stop - item.start)
+    unread: list[int] = []
+    for chunk in range(len(index.cuts)):
+        if index.locate_chunk(chunk)[0] in unusable_paths:
+            continue
+        known = _identify(location, index, chunk)
+        error = checked_chunks.get(known)
+        if known not in checked_chunks:
+            unread.append(chunk)
         elif isinstance(error, DigestMismatch):
-            error = make_damage_error(location, index, item.first_chunk, str(error.found))
+            error = make_damage_error(location, index, chunk, str(error.found))
         if error is not None:
             problems.append(_as_problem(error, file))
-
-    # one chunk per item, so that every damaged chunk is reported
-    ranges = chunk_read_items(0, index.cuts, index.chunk_refs)
-    workers.each([item for r in ranges for item in _split_by_chunk(r, index)], check)
+    for chunk, error in _check_chunks(location, index, unread, advance).items():
+        checked_chunks[_identify(location, index, chunk)] = error
+        if error is not None:
+            problems.append(_as_problem(error, file))
     if not any(p.file == file for p in problems):
         try:
             _check_header(location, index)
         except (FormatError, StoreError) as e:
             problems.append(_as_problem(e, file))
+
+
+def _identify(location: Location, index: ShardIndex, chunk: int) -> tuple[str, int, str]:
+    path, offset = index.locate_chunk(chunk)
+    return file_key(location, path), offset, index.chunk_digest(chunk)
+
+
+def _check_chunks(
+    location: Location, index: ShardIndex, chunks: Sequence[int], advance: Callable[[int], None]
+) -> dict[int, HoldfastError | None]:
+    """Read chunks of a shard in several threads, and return the error of each, or None."""
+    workers = Workers.create()
+    checked: dict[int, HoldfastError | None] = {}
+
+    def check(group: Sequence[ReadItem]) -> None:
+        error = None
+        try:
+            with read_group(location, index, group, workers.pool) as verified:
+                for _ in verified:
+                    pass
+        except (FormatError, StoreError) as e:
+            parts = group if len(group) > 1 else _split_by_chunk(group[0], index)
+            if len(parts) > 1:  # find every damaged chunk
+                for part in parts:
+                    check([part])
+                return
+            error = e
+        for item in group:
+            checked.update(dict.fromkeys(range(item.first_chunk, item.end_chunk), error))
+            advance(item.stop - item.start)
+
+    items = chunk_read_items(0, index.cuts, index.chunk_refs, np.array(chunks, np.int64))
+    workers.each(group_items(location, [index], items, workers), check)
+    return checked
 
 
 def _split_by_chunk(item: ReadItem, index: ShardIndex) -> list[ReadItem]:

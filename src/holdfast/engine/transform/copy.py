@@ -12,7 +12,7 @@ not harm each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from holdfast.engine.planning.shard_layout import full_shard_entries, leaf_boxes
 from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.read import read_verified_chunks
+from holdfast.engine.snapshot.read import group_items, read_group
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, DigestMismatch, FormatError, NotFound
 from holdfast.format import names
@@ -219,8 +219,10 @@ def _read_shard(
     """Read a whole shard in several threads, check it, and pass its parts to ``consume``."""
     workers = Workers.create()
 
-    def read_item(item: ReadItem) -> None:
-        with read_verified_chunks(location, index, item, workers.pool) as (buffer, base):
-            consume(item, buffer.view[item.start - base : item.stop - base])
+    def read(group: Sequence[ReadItem]) -> None:
+        with read_group(location, index, group, workers.pool) as verified:
+            for item, buffer, start in verified:
+                consume(item, buffer.view[item.start - start : item.stop - start])
 
-    workers.each(chunk_read_items(0, index.cuts, index.chunk_refs), read_item)
+    items = chunk_read_items(0, index.cuts, index.chunk_refs)
+    workers.each(group_items(location, [index], items, workers), read)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from copy import copy
 from typing import Any, Self, TypeVar
@@ -21,6 +21,7 @@ from holdfast.storage.checks import (
     check_written_length,
     exists_error,
     short_read_error,
+    take_views,
     too_long_error,
 )
 from holdfast.storage.deadline import Deadline
@@ -28,6 +29,7 @@ from holdfast.storage.s3.endpoint import TIMEOUTS, Endpoint, S3Options, shared_e
 from holdfast.storage.s3.failures import has_other_md5, no_tag_error, require_field, translate
 from holdfast.storage.store import Stat, Traits, check_key
 from holdfast.storage.throttle import Statistics
+from holdfast.threads import no_op
 from holdfast.types import MIB
 
 T = TypeVar("T")
@@ -215,7 +217,7 @@ class S3Bucket:
                 if length > limit:
                     raise too_long_error(key, self.url, limit, length)
                 data = bytearray(length)
-                self._read_body(body, memoryview(data), key, lambda count: None)
+                self._read_body(body, [memoryview(data)], key, no_op)
             if has_other_md5(reply, data):
                 raise Unavailable(
                     f"{key} changed on its way from {self.url}",
@@ -227,9 +229,11 @@ class S3Bucket:
 
         return self.call("GetObject", "read", key, read)
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
-        into = as_byte_view(into)
-        check_range(key, self.url, offset, length, len(into))
+    def get_range(
+        self, key: str, offset: int, length: int, into: memoryview, *more: memoryview
+    ) -> None:
+        views = [*map(as_byte_view, (into, *more))]
+        check_range(key, self.url, offset, length, sum(map(len, views)))
         name, done = self.object_name(key), 0
         tag: dict[str, str] = {}  # a replaced object is an error
         if not length:
@@ -256,7 +260,7 @@ class S3Bucket:
                 if done + found != length:
                     raise short_read_error(key, self.url, offset, length, done + found)
                 tag.update({"IfMatch": reply["ETag"]} if reply.get("ETag") else {})
-                self._read_body(body, into[done:length], key, advance)
+                self._read_body(body, take_views(views, done, length), key, advance)
 
         self.call("GetObject", "read", key, read)
 
@@ -274,22 +278,23 @@ class S3Bucket:
             )
 
     def _read_body(
-        self, body: Any, into: memoryview, key: str, advance: Callable[[int], None]
+        self, body: Any, views: Iterable[memoryview], key: str, advance: Callable[[int], object]
     ) -> None:
-        """Read exactly the bytes of ``into``. Raises ``Unavailable`` if the reply ends before."""
-        done = 0
-        while done < len(into):
-            if self.deadline is not None and not self.deadline.seconds_left:
-                raise Unavailable(
-                    f"Reading {key} in {self.url} is too slow", store=self.url, key=key
-                )
-            count = body.readinto(into[done : done + MIB])
-            if not count:
-                raise Unavailable(
-                    f"The reply for {key} in {self.url} is incomplete", store=self.url
-                )
-            done += count
-            advance(count)
+        """Fill the views, one behind the other. Raises ``Unavailable`` if the reply ends before."""
+        for view in views:
+            done = 0
+            while done < len(view):
+                if self.deadline is not None and not self.deadline.seconds_left:
+                    raise Unavailable(
+                        f"Reading {key} in {self.url} is too slow", store=self.url, key=key
+                    )
+                count = body.readinto(view[done : done + MIB])
+                if not count:
+                    raise Unavailable(
+                        f"The reply for {key} in {self.url} is incomplete", store=self.url
+                    )
+                done += count
+                advance(count)
 
     def stat(self, key: str) -> Stat:
         name = self.object_name(key)
