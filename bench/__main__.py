@@ -14,7 +14,7 @@ from bench import disk, report
 
 TOPICS = (
     "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "code_path",
-    "incremental", "step", "growth", "distributed",
+    "incremental", "step", "growth", "distributed", "s3",
 )  # fmt: skip
 
 

@@ -1,0 +1,233 @@
+"""Topic: S3. The client's own cost on a server that discards, and the speed of a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+from bench import fresh_process
+from bench.report import Options, Section, Verdict, judge
+from bench.s3_sink import running_sink
+from bench.s3_transfer import Connection
+
+_MIB = 1 << 20
+_PRICE_WRITE, _PRICE_READ = 0.005 / 1000, 0.0004 / 1000
+"""USD per request: AWS S3 Standard, us-east-1 list price of November 2026. Lists count as writes;
+deletions and aborts are free."""
+
+_FREE = ("DeleteObject", "AbortMultipartUpload")
+_READS = ("GetObject", "HeadObject")
+_BUCKET = "holdfast-bench"
+
+
+@contextmanager
+def _ceph() -> Iterator[Connection]:
+    """Start Ceph, and yield how to connect to it. Raises ``Missing`` if it is not installed."""
+    import boto3
+    from tests.stores.servers import Ceph, server_folder
+
+    with server_folder("ceph") as folder:
+        server = Ceph(folder)
+        try:
+            connection = _connection(server.endpoint, server.key, server.secret)
+            boto3.client(
+                "s3",
+                endpoint_url=server.endpoint,
+                aws_access_key_id=server.key,
+                aws_secret_access_key=server.secret,
+                region_name="us-east-1",
+            ).create_bucket(Bucket=_BUCKET)
+            yield connection
+        finally:
+            server.stop()
+
+
+def _connection(endpoint: str, key: str = "bench", secret: str = "bench") -> Connection:
+    return {
+        "endpoint": endpoint,
+        "access_key_id": key,
+        "secret_access_key": secret,
+        "region": "us-east-1",
+    }
+
+
+def _call(name: str, **arguments: object) -> dict[str, list[float]]:
+    return fresh_process.call(f"bench.s3_transfer:{name}", timeout=400, **arguments)
+
+
+def _compare(found: dict[str, list[float]], ours: str, bare: str, judged: bool) -> list[Verdict]:
+    """Return the ratios of one direction."""
+
+    def ratios(suffix: str, *, invert: bool = False) -> list[float]:
+        pairs = zip(found.get(ours + suffix, []), found.get(bare + suffix, []), strict=True)
+        return [b / a if invert else a / b for a, b in pairs]
+
+    least, most = (0.9, 1.2) if judged else (None, None)
+    return [
+        judge(f"{ours}: speed / {bare} with boto3", ratios("", invert=True), least=least),
+        judge(f"{ours}: CPU time of the client / {bare} with boto3", ratios(" cpu"), most=most),
+    ]
+
+
+def _rows(found: dict[str, list[float]], size: int) -> list[list[str]]:
+    gib = size / 2**30
+    rows = []
+    for name in ("save", "upload", "load", "download"):
+        if name in found:
+            seconds, cpu = found[name], found[f"{name} cpu"]
+            rows.append(
+                [
+                    f"{name} with {'Holdfast' if name in ('save', 'load') else 'boto3'}",
+                    f"{gib / median(seconds):.2f}",
+                    f"{gib / max(seconds):.2f} to {gib / min(seconds):.2f}",
+                    f"{median(cpu) / gib:.2f}",
+                    f"{min(cpu) / gib:.2f} to {max(cpu) / gib:.2f}",
+                ]
+            )
+    return rows
+
+
+_COLUMNS = ["", "GiB/s", "range", "client CPU s/GiB", "range"]
+_METHOD = (
+    " boto3 alone moves the same bytes with 8 threads and parts of 16 MiB, from and to the memory"
+    " of the state, and computes one XXH3-128 pass over them. The two take turns in one process."
+    " The CPU time is that of the client's process."
+)
+
+
+def _transfers_on_sink(options: Options, endpoint: str) -> Section:
+    size, rounds = options.medium, 1 if options.quick else 5
+    connection = _connection(endpoint)
+    title = f"S3: the client's own cost, {size // _MIB} MiB"
+    text = (
+        "The server is a loopback server in another process. It discards the parts of uploads in"
+        " the kernel, and returns them from memory for downloads. It accepts CRC-32C, which"
+        f" Holdfast computes in addition, as on AWS.{_METHOD}"
+    )
+    found: dict[str, list[float]] = {}
+    missing = []
+    for bucket, names in (("discard", ("save", "upload")), ("keep", ("load", "download"))):
+        try:
+            taken = _call(
+                "measure_transfers",
+                connection=connection,
+                bucket=bucket,
+                size=size,
+                rounds=rounds,
+                load=bucket == "keep",
+            )
+        except fresh_process.MeasurementFailed as failure:
+            missing.append(f"{names[0]}: {failure}")
+            continue
+        found |= {k: v for k, v in taken.items() if k.partition(" ")[0] in names}
+    verdicts = [
+        *_compare(found, "save", "upload", True),
+        *_compare(found, "load", "download", True),
+    ]
+    for kind in ("save", "load"):
+        try:
+            peaks = [
+                _call("measure_memory", connection=connection, bucket="keep", size=size, kind=kind)
+            ]
+        except fresh_process.MeasurementFailed as failure:
+            missing.append(f"memory of a {kind}: {failure}")
+            continue
+        values = [peak["peak"] / _MIB for peak in peaks]  # type: ignore[operator]
+        label = f"{kind}: peak memory beyond the state"
+        verdicts.append(judge(label, values, most=64, unit="MiB", digits=0))
+    return Section(title, text, verdicts, _COLUMNS, _rows(found, size), missing)
+
+
+def _transfers_on_ceph(options: Options) -> Section:
+    size, rounds = options.medium // 4, 1 if options.quick else 5
+    title = f"S3: Ceph on the same machine, {size // _MIB} MiB"
+    text = (
+        "Ceph 16 with its data in memory, on the same two cores, which limits the speed. It ignores"
+        " CRC-32C, so Holdfast has each part checked by MD5; the bare client has nothing checked."
+        f"{_METHOD}"
+    )
+    try:
+        with _ceph() as connection:
+            found = _call(
+                "measure_transfers",
+                connection=connection,
+                bucket=_BUCKET,
+                size=size,
+                rounds=rounds,
+                load=True,
+            )
+    except Exception as failure:  # noqa: BLE001  (reported: Ceph is not installed, or failed)
+        return Section(title, text, [], missing=[f"{type(failure).__name__}: {failure}"])
+    verdicts = [
+        *_compare(found, "save", "upload", False),
+        *_compare(found, "load", "download", False),
+    ]
+    return Section(title, text, verdicts, _COLUMNS, _rows(found, size))
+
+
+def _requests(options: Options, endpoint: str) -> Section:
+    title = f"S3: requests and their price, {options.medium // _MIB} MiB"
+    text = (
+        "Requests of a run with one rank, in parts of 16 MiB, by store.statistics(). AWS S3"
+        " Standard, us-east-1 list price of November 2026: 0.005 USD per 1,000 writes and lists,"
+        " 0.0004 USD per 1,000 reads; deletions are free. Storage and transfer are not included."
+        " The first save of a process also checks the server. Retention deletes one version."
+    )
+    connection = _connection(endpoint)
+    try:
+        found: dict[str, dict[str, int]] = fresh_process.call(
+            "bench.s3_transfer:count_requests",
+            connection=connection,
+            bucket=_BUCKET,
+            size=options.medium,
+        )
+    except fresh_process.MeasurementFailed as failure:
+        return Section(title, text, [], missing=[str(failure)])
+    rows = []
+    for name, requests in found.items():
+        free = sum(requests.get(operation, 0) for operation in _FREE)
+        reads = sum(requests.get(operation, 0) for operation in _READS)
+        writes = sum(requests.values()) - reads - free
+        price = writes * _PRICE_WRITE + reads * _PRICE_READ
+        counts = [str(writes), str(reads), str(free)]
+        rows.append([name, *counts, f"{1000 * price:.2f}", _describe(requests)])
+    columns = ["", "writes, lists", "reads", "free", "USD per 1,000 times", "by operation"]
+    return Section(title, text, [], columns, rows)
+
+
+def _describe(requests: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(requests.items()))
+
+
+def _overlap(options: Options, endpoint: str) -> Section:
+    size = options.medium // 4
+    title = f"S3: training during a save of {size // _MIB} MiB"
+    text = (
+        "A background save to the discarding server, which uses the same cores as the training. A"
+        " training step consists of two 1024 x 1024 float32 matrix products on all cores."
+    )
+    try:
+        found = _call(
+            "measure_overlap", connection=_connection(endpoint), bucket="discard", size=size
+        )
+    except fresh_process.MeasurementFailed as failure:
+        return Section(title, text, [], missing=[str(failure)])
+    ratios = [a / b for a, b in zip(found["save"], found["quiet"], strict=True)]
+    verdicts = [
+        judge("training step without a save", [1000 * n for n in found["quiet"]], unit="ms"),
+        judge("training step during a save / without", ratios),
+        judge("duration of step() that saves", [1000 * n for n in found["step"]], unit="ms"),
+        judge("duration of a save during training", found["save took"], unit="s"),
+    ]
+    return Section(title, text, verdicts)
+
+
+def sections(options: Options) -> list[Section]:
+    with running_sink() as endpoint:
+        found = [
+            _transfers_on_sink(options, endpoint),
+            _requests(options, endpoint),
+            _overlap(options, endpoint),
+        ]
+    return [*found, _transfers_on_ceph(options)]

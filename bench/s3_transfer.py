@@ -1,0 +1,260 @@
+"""Save and load with Holdfast, and move the same bytes with boto3 alone. Runs in a child process.
+
+What boto3 does here is the least that a program with digests must do: 8 threads, parts of 16 MiB
+from and to the memory of the state, and one XXH3-128 pass over the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+PART = 16 << 20
+THREADS = 8
+_BLOCK = 1 << 20
+
+Connection = dict[str, str]
+"""The options of ``holdfast.open_store``: endpoint, access_key_id, secret_access_key, region."""
+
+
+class _Body:
+    """A part as a file whose blocks are views of memory. The bare client copies nothing."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    def read(self, size: int = -1) -> memoryview | bytes:
+        block = self._view[self._at : self._at + _BLOCK]
+        self._at += len(block)
+        return block or b""
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, len(self._view))[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+
+class BareClient:
+    """boto3 with threads, without signatures and checksums of the payload."""
+
+    def __init__(self, connection: Connection, bucket: str) -> None:
+        import boto3
+        from botocore.config import Config
+
+        self._bucket = bucket
+        self.client = boto3.client(
+            "s3",
+            endpoint_url=connection["endpoint"],
+            aws_access_key_id=connection["access_key_id"],
+            aws_secret_access_key=connection["secret_access_key"],
+            region_name=connection["region"],
+            config=Config(
+                max_pool_connections=THREADS,
+                s3={"addressing_style": "path", "payload_signing_enabled": False},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+        )
+
+    def upload(self, key: str, data: memoryview) -> list[str]:
+        """Upload in parts, and return the digests of the parts."""
+        place = {"Bucket": self._bucket, "Key": key}
+        upload_id = self.client.create_multipart_upload(**place)["UploadId"]
+
+        def send(at: int) -> tuple[dict[str, Any], str]:
+            view, number = data[at : at + PART], at // PART + 1
+            found = xxh3_128_hexdigest(view)
+            reply = self.client.upload_part(
+                **place, UploadId=upload_id, PartNumber=number, Body=_Body(view)
+            )
+            return {"PartNumber": number, "ETag": reply["ETag"]}, found
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            parts = [*threads.map(send, range(0, len(data), PART))]
+        self.client.complete_multipart_upload(
+            **place, UploadId=upload_id, MultipartUpload={"Parts": [part for part, _ in parts]}
+        )
+        return [found for _, found in parts]
+
+    def download(self, key: str, into: memoryview) -> list[str]:
+        """Download with one request per part, and return the digests of the parts."""
+
+        def read(at: int) -> str:
+            view = into[at : at + PART]
+            reply = self.client.get_object(
+                Bucket=self._bucket, Key=key, Range=f"bytes={at}-{at + len(view) - 1}"
+            )
+            with reply["Body"] as body:
+                done = 0
+                while done < len(view):
+                    count = body.readinto(view[done : done + _BLOCK])
+                    if not count:
+                        raise OSError("the reply is incomplete")
+                    done += count
+            return xxh3_128_hexdigest(view)
+
+        with ThreadPoolExecutor(THREADS) as threads:
+            return [*threads.map(read, range(0, len(into), PART))]
+
+
+def measure_transfers(
+    connection: Connection, bucket: str, size: int, rounds: int, load: bool
+) -> dict[str, list[float]]:
+    """Return the seconds and CPU seconds of each round, of Holdfast and of the bare client.
+
+    ``load``: also read both objects of the round back, and compare them. Each round deletes what
+    it has written.
+    """
+    import torch
+
+    import holdfast
+
+    flat = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    state = {f"w{i:02}": part for i, part in enumerate(flat.split(32 << 20))}
+    live = torch.zeros_like(flat)
+    live_state = {f"w{i:02}": part for i, part in enumerate(live.split(32 << 20))}
+    source, target = memoryview(flat.numpy()), memoryview(live.numpy())
+    client = BareClient(connection, bucket)
+    store = holdfast.open_store(f"s3://{bucket}/bench", **connection)
+    found: dict[str, list[float]] = {}
+    digests: list[str] = []
+
+    def taken(name: str, work: Callable[[], object]) -> None:
+        cpu, start = _cpu_seconds(), time.perf_counter()
+        result = work()
+        found.setdefault(name, []).append(time.perf_counter() - start)
+        found.setdefault(f"{name} cpu", []).append(_cpu_seconds() - cpu)
+        if isinstance(result, list):
+            digests[:] = digests or result
+            if result != digests:
+                raise RuntimeError(f"{name}: other digests")
+
+    def steps(place: Any, key: str) -> dict[str, Callable[[], object]]:
+        writes = {
+            "save": lambda: holdfast.save(place, state, step=1),
+            "upload": lambda: client.upload(key, source),
+        }
+        reads = {
+            "load": lambda: holdfast.load(place, into=live_state),
+            "download": lambda: client.download(key, target),
+        }
+        return {**writes, **(reads if load else {})}
+
+    for number in range(rounds + 1):
+        place, key = store.at(f"version_{number + 1}"), f"bare/{number}"
+        for name, work in steps(place, key).items():
+            live.zero_()
+            taken(name, work)
+            if name in ("load", "download") and not torch.equal(live, flat):
+                raise RuntimeError(f"{name}: other bytes")
+        for stat in list(place.list("")):
+            place.delete(stat.key)
+        client.client.delete_object(Bucket=bucket, Key=key)
+        if not number:  # it also creates the connections and buffers
+            found.clear()
+        elif bucket != "discard" and load:
+            time.sleep(1)  # Ceph removes deleted objects in the background
+    return found
+
+
+def measure_memory(connection: Connection, bucket: str, size: int, kind: str) -> dict[str, float]:
+    """Return the peak memory, in bytes, of a save or load beyond the process with its state."""
+    import holdfast
+    from bench import resource_usage, states
+
+    store = holdfast.open_store(f"s3://{bucket}/memory", **connection)
+    state = states.large_state(size)
+    tiny = store.at(f"tiny-{kind}")
+    holdfast.save(tiny, states.small_state(2), step=1)
+    holdfast.load(tiny, into=states.small_state(2))
+    with resource_usage.PeakMemory() as memory:
+        if kind == "save":
+            holdfast.save(store.at("one"), state, step=1)
+        else:
+            holdfast.load(store.at("one"), into=state)
+        return {"peak": memory.peak_bytes()}
+
+
+def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, dict[str, int]]:
+    """Return the requests by operation of each operation on a run."""
+    import holdfast
+    from bench import states
+
+    store = holdfast.open_store(f"s3://{bucket}/requests", **connection)
+    state = states.large_state(size)
+    found: dict[str, dict[str, int]] = {}
+    last: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        now = store.statistics().requests
+        found[name] = {k: n - last.get(k, 0) for k, n in now.items() if n > last.get(k, 0)}
+        last.update(now)
+
+    with holdfast.Checkpointer(
+        store, {"model": state}, save=holdfast.Never(), keep=holdfast.KeepLast(2)
+    ) as checkpointer:
+        for name in ("first save", "save", "save with retention"):
+            checkpointer.step()
+            note("")
+            checkpointer.save()
+            note(name)
+    note("")
+    holdfast.load(store.at("version_3"), into={"model": state})
+    note("load")
+    found.pop("")
+    return found
+
+
+def measure_overlap(connection: Connection, bucket: str, size: int) -> dict[str, list[float]]:
+    """Return the seconds of a training step, without a save and during one in the background."""
+    import torch
+
+    import holdfast
+    from bench import states
+
+    store = holdfast.open_store(f"s3://{bucket}/overlap", **connection)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    weights, found = torch.randn(1024, 1024), dict[str, list[float]]()
+
+    def train(name: str, going: Callable[[], bool]) -> None:
+        taken = []
+        while going():
+            start = time.perf_counter()
+            weights @ weights @ weights
+            taken.append(time.perf_counter() - start)
+        found.setdefault(name, []).append(median(taken))
+        found.setdefault(f"{name} took", []).append(sum(taken))
+
+    with holdfast.Checkpointer(
+        store,
+        {"model": states.large_state(size)},
+        save=holdfast.EverySteps(1),
+        keep=holdfast.KeepLast(2),
+    ) as checkpointer:
+        checkpointer.step()
+        checkpointer.wait()
+        for _ in range(5):
+            end = time.perf_counter() + 1.5
+            train("quiet", lambda end=end: time.perf_counter() < end)  # type: ignore[misc]
+            start = time.perf_counter()
+            checkpointer.step()
+            found.setdefault("step", []).append(time.perf_counter() - start)
+            waiter = threading.Thread(target=checkpointer.wait)
+            waiter.start()
+            train("save", waiter.is_alive)
+    return found
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
