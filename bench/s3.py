@@ -125,17 +125,24 @@ def _transfers_on_sink(options: Options, endpoint: str) -> Section:
         *_compare(found, "save", "upload", True),
         *_compare(found, "load", "download", True),
     ]
-    for kind in ("save", "load"):
+    peaks: dict[str, list[float]] = {"save": [], "load": []}
+    for kind in ["save", "load"] * min(rounds, 3):
         try:
-            peaks = [
-                _call("measure_memory", connection=connection, bucket="keep", size=size, kind=kind)
-            ]
+            peak: dict[str, float] = fresh_process.call(
+                "bench.s3_transfer:measure_memory",
+                connection=connection,
+                bucket="keep",
+                size=size,
+                kind=kind,
+            )
         except fresh_process.MeasurementFailed as failure:
             missing.append(f"memory of a {kind}: {failure}")
-            continue
-        values = [peak["peak"] / _MIB for peak in peaks]  # type: ignore[operator]
-        label = f"{kind}: peak memory beyond the state"
-        verdicts.append(judge(label, values, most=64, unit="MiB", digits=0))
+            break
+        peaks[kind].append(peak["peak"] / _MIB)
+    verdicts += [
+        judge(f"{kind}: peak memory beyond the state", each, most=64, unit="MiB", digits=0)
+        for kind, each in peaks.items()
+    ]
     return Section(title, text, verdicts, _COLUMNS, _rows(found, size), missing)
 
 

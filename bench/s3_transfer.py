@@ -168,21 +168,27 @@ def measure_transfers(
 
 
 def measure_memory(connection: Connection, bucket: str, size: int, kind: str) -> dict[str, float]:
-    """Return the peak memory, in bytes, of a save or load beyond the process with its state."""
+    """Return the peak memory, in bytes, of a save or load beyond the process with its state.
+
+    The load reads what the save has written, and then deletes it.
+    """
     import holdfast
     from bench import resource_usage, states
 
     store = holdfast.open_store(f"s3://{bucket}/memory", **connection)
-    state = states.large_state(size)
-    tiny = store.at(f"tiny-{kind}")
-    holdfast.save(tiny, states.small_state(2), step=1)
+    state, tiny, place = states.large_state(size), store.at("tiny"), store.at("one")
+    if kind == "save":
+        holdfast.save(tiny, states.small_state(2), step=1)
+        with resource_usage.PeakMemory() as memory:
+            holdfast.save(place, state, step=1)
+            return {"peak": memory.peak_bytes()}
     holdfast.load(tiny, into=states.small_state(2))
     with resource_usage.PeakMemory() as memory:
-        if kind == "save":
-            holdfast.save(store.at("one"), state, step=1)
-        else:
-            holdfast.load(store.at("one"), into=state)
-        return {"peak": memory.peak_bytes()}
+        holdfast.load(place, into=state)
+        peak = memory.peak_bytes()
+    for stat in list(store.list("")):
+        store.delete(stat.key)
+    return {"peak": peak}
 
 
 def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, dict[str, int]]:
