@@ -222,7 +222,10 @@ def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, 
 
 
 def measure_overlap(connection: Connection, bucket: str, size: int) -> dict[str, list[float]]:
-    """Return the seconds of a training step, without a save and during one in the background."""
+    """Return the seconds of a training step, without a save and during one in the background.
+
+    "save lost": the time of the steps during a save, minus that of as many steps without one.
+    """
     import torch
 
     import holdfast
@@ -240,6 +243,8 @@ def measure_overlap(connection: Connection, bucket: str, size: int) -> dict[str,
             taken.append(time.perf_counter() - start)
         found.setdefault(name, []).append(median(taken))
         found.setdefault(f"{name} took", []).append(sum(taken))
+        lost = sum(taken) - found["quiet"][-1] * len(taken)
+        found.setdefault(f"{name} lost", []).append(lost)
 
     with holdfast.Checkpointer(
         store,
