@@ -133,17 +133,19 @@ def group_items(
     most = min(part_size // BLOCK_SIZE, buffers // workers.threads)
     if most < 2:
         return [[item] for item in items]
+    # by file: an incremental snapshot takes the chunks of its image from several files in turn
+    places = [(i.shard, *indexes[i.shard].locate_chunk(i.first_chunk)) for i in items]
     groups: list[list[ReadItem]] = []
-    next_start = None
-    for item in items:
-        path, offset = indexes[item.shard].locate_chunk(item.first_chunk)
+    next_place = None
+    for n in sorted(range(len(items)), key=places.__getitem__):
+        item, (shard, path, offset) = items[n], places[n]
         size = item.stop - item.start
         # those that do not fit into a buffer, and headers, are read differently
         is_alone = size > pool.buffer_size or item.end_chunk == 1
-        if is_alone or (item.shard, path, offset) != next_start or len(groups[-1]) == most:
+        if is_alone or places[n] != next_place or len(groups[-1]) == most:
             groups.append([])
         groups[-1].append(item)
-        next_start = None if is_alone else (item.shard, path, offset + size)
+        next_place = None if is_alone else (shard, path, offset + size)
     return groups
 
 
@@ -157,7 +159,7 @@ def read_group(
     For an incremental shard, offsets refer to the image, of which the shard has a part. Raises
     ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
     """
-    first, last = group[0], group[-1]
+    first = group[0]
     # start the read before the chunk, aligned in its file, if that fits into a buffer
     leading_bytes = index.locate_chunk(first.first_chunk)[1] % location.store.traits.alignment
     length = first.stop - first.start
@@ -175,11 +177,10 @@ def read_group(
 
     try:
         # all views but the last are filled; the last may be longer, for direct I/O
-        views = [b.view[: item.stop - n] for item, b, n in zip(group, buffers, starts, strict=True)]
+        ranges = [(start, item.stop) for item, start in zip(group, starts, strict=True)]
+        views = [b.view[: stop - n] for b, (n, stop) in zip(buffers, ranges, strict=True)]
         views[-1] = buffers[-1].view
-        _read_range(
-            location, index, first.first_chunk, -leading_bytes, last.stop - starts[0], *views
-        )
+        _read_ranges(location, index, first.first_chunk, ranges, *views)
         yield check_items()
     finally:
         if is_pooled:
@@ -197,7 +198,7 @@ def check_header(location: Location, index: ShardIndex, workers: Workers) -> Non
         def parts() -> Iterator[memoryview]:
             for start in range(0, index.header, buffer.size):
                 length = min(buffer.size, index.header - start)
-                _read_range(location, index, 0, start, length, buffer.view)
+                _read_ranges(location, index, 0, [(start, start + length)], buffer.view)
                 yield buffer.view[:length]
 
         def find_damage() -> tuple[int, str] | None:
@@ -222,8 +223,7 @@ def _check_item(
         return None
 
     def read_again() -> None:
-        length = item.stop - start
-        _read_range(location, index, item.first_chunk, start - item.start, length, view)
+        _read_ranges(location, index, item.first_chunk, [(start, item.stop)], view)
 
     _check_twice(location, index, find_damage, read_again)
 
@@ -245,17 +245,23 @@ def _check_twice(
     events.emit("read_again", store=location.store.url, error=error)
 
 
-def _read_range(
-    location: Location, index: ShardIndex, chunk: int, start: int, length: int, *views: memoryview
+def _read_ranges(
+    location: Location,
+    index: ShardIndex,
+    chunk: int,
+    ranges: Sequence[tuple[int, int]],
+    *views: memoryview,
 ) -> None:
-    """Read ``length`` bytes of a shard, from byte ``start`` of a chunk. Raises ``StoreError``."""
+    """Read ranges of a shard, from one byte to another, that are consecutive in the file of a
+    chunk. The chunk begins in the first range. Raises ``StoreError``."""
     path, offset = index.locate_chunk(chunk)
-    key = file_key(location, path)
+    key, chunk_start = file_key(location, path), int(index.cuts[chunk - 1]) if chunk else 0
+    length = sum(stop - start for start, stop in ranges)
     try:
-        location.store.get_range(key, offset + start, length, *views)
+        location.store.get_range(key, offset + ranges[0][0] - chunk_start, length, *views)
     except StoreError as e:
-        first = start + (int(index.cuts[chunk - 1]) if chunk else 0)
-        leaves = leaves_between(index, first, first + length)
+        found = [leaves_between(index, start, stop) for start, stop in ranges]
+        leaves = [*dict.fromkeys(leaf for part in found for leaf in part)]
         raise e.with_advice(
             f"The bytes belong to {', '.join(leaves[:5]) or 'the header'}",
             file=key,
