@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from holdfast.interop.stream import stream_leaves
 from holdfast.interop.torch_pickle import build_torch_pickle
 from holdfast.text import format_list
 from holdfast.threads import no_op
+from holdfast.types import MIB
 
 SUFFIXES = {
     "safetensors": (".safetensors",),
@@ -50,6 +51,11 @@ MODEL_KEY = "model"
 
 MAX_SHARD_SIZE = 5 * 10**9
 """Maximum bytes of tensors in one Hugging Face file: the default of its libraries."""
+
+SEGMENT = 64 * MIB
+"""How many bytes of a file are exported before the next ones, to a store that uploads parts. The
+leaves come in the order in which a shard has them, so a part may have to wait for its last bytes:
+this bounds the parts that wait in memory."""
 
 MAX_LISTED = 20
 
@@ -273,21 +279,46 @@ def _refuse_existing(location: Location, plan: ExportPlan) -> None:
 
 
 def _write_file(snapshot: Snapshot, file: OutputFile, location: Location, advance: Advance) -> None:
-    """Write one file: the leaves, then all other bytes. Raises as ``write_export`` does."""
+    """Write one file, in ascending order as far as possible. Raises as ``write_export`` does.
+
+    A store that uploads parts keeps incomplete parts in memory, and a store that can only append
+    keeps everything that comes too early.
+    """
     checksums: list[list[tuple[int, int, int]]] = [[] for _ in file.keys]
+    store = location.store
 
-    def write(number: int, at: int, data: memoryview) -> None:
-        upload.write_at(file.offsets[number] + at, data)
-        if file.needs_crc:
-            checksums[number].append((at, len(data), zlib.crc32(data)))
-        advance(len(data))
-
-    with location.store.put(location.key(file.name), file.length) as upload:
-        if file.keys:
-            stream_leaves(snapshot, file.keys, write)
-        leaf_checksums = [
-            torchzip.combine_crc32((n, crc) for _, n, crc in sorted(parts)) for parts in checksums
-        ]
+    def write_framing(leaf_checksums: Sequence[int]) -> None:
         for at, raw in file.build_framing(leaf_checksums):
             upload.write_at(at, memoryview(raw))
+
+    with store.put(location.key(file.name), file.length) as upload:
+        if not file.needs_crc:
+            write_framing(())
+        for numbers in _split_by_offset(file, SEGMENT if store.traits.part_size else file.length):
+
+            def write(i: int, at: int, data: memoryview, numbers: list[int] = numbers) -> None:
+                upload.write_at(file.offsets[numbers[i]] + at, data)
+                if file.needs_crc:
+                    checksums[numbers[i]].append((at, len(data), zlib.crc32(data)))
+                advance(len(data))
+
+            stream_leaves(snapshot, [file.keys[n] for n in numbers], write)
+        if file.needs_crc:
+            write_framing(
+                [torchzip.combine_crc32((n, crc) for _, n, crc in sorted(p)) for p in checksums]
+            )
         upload.commit()
+
+
+def _split_by_offset(file: OutputFile, nbytes: int) -> Iterator[list[int]]:
+    """Yield the numbers of the leaves in the order of their offsets, in groups that begin within
+    ``nbytes`` bytes of the file. A leaf is in one group, whatever its size."""
+    in_order = sorted(range(len(file.keys)), key=file.offsets.__getitem__)
+    start = 0
+    while start < len(in_order):
+        end = file.offsets[in_order[start]] + nbytes
+        stop = start + 1
+        while stop < len(in_order) and file.offsets[in_order[stop]] < end:
+            stop += 1
+        yield in_order[start:stop]
+        start = stop

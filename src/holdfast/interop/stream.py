@@ -36,8 +36,8 @@ read twice, so a larger window reads less."""
 WriteLeafBytes = Callable[[int, int, memoryview], None]
 """Called as ``write(n, offset, data)`` with row-major bytes of the n-th leaf, from byte ``offset``.
 
-``data`` is valid only during the call. Several threads call it, in any order, and pass each byte
-exactly once.
+``data`` is valid only during the call. Several threads call it, in about the order of the leaves
+and their offsets, and pass each byte exactly once.
 """
 
 
@@ -72,10 +72,20 @@ def stream_leaves(snapshot: Snapshot, keys: Sequence[str], write: WriteLeafBytes
         if rows(item) or item.first_chunk == 0
     ]
     with snapshot.not_found_if_deleted():
-        workers.each(group_items(location, indexes, items, workers), write_contiguous)
+        groups = group_items(location, indexes, items, workers)
+        workers.each(sorted(groups, key=lambda g: min(map(_first_byte, g))), write_contiguous)
         snapshot.checked_headers.update(plan.headers)
         if scattered:
             _stream_by_window(snapshot, keys, sorted(scattered), write)
+
+
+def _first_byte(item: ReadItem) -> tuple[int, int]:
+    """Return the first leaf whose bytes an item has, and the least offset in it."""
+    if not len(item.linear_copies):
+        return (-1, 0)
+    leaf_numbers, offsets = item.linear_copies[:, 0], item.linear_copies[:, 2]
+    first = int(leaf_numbers.min())
+    return first, int(offsets[leaf_numbers == first].min())
 
 
 class _ContiguousBox(NamedTuple):
