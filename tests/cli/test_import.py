@@ -173,7 +173,8 @@ def test_missing_files(folder: Path) -> None:
     check_error_line(
         run_cli("import", "step_8.pt", "run"), 4, "nothing at step_8.pt", "you meant step_7.pt"
     )
-    check_error_line(run_cli("import", "s3://b/x.pt", "run"), 6, "not on a local disk")
+    check_error_line(run_cli("import", "memory://b/x.pt", "run"), 4, "nothing at memory://b/x.pt")
+    check_error_line(run_cli("import", "s3://b/x.pt", "run"), 5, "does not name a bucket")
     check_error_line(run_cli("import", "", "run"), 4)
     assert run_cli("import", "step_7.pt").code == 2
 

@@ -21,7 +21,7 @@ from holdfast.engine.snapshot.location import Location, path_advice, suggest_sim
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.errors import HoldfastError, NotFound, Unsupported
-from holdfast.format.names import MANIFEST, is_shard_name, parse_version
+from holdfast.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from holdfast.format.strict_json import unique_members
 from holdfast.interop import read_dcp, read_safetensors
 from holdfast.interop.arrange import step_from_name, step_from_state
@@ -29,8 +29,15 @@ from holdfast.interop.mmap_files import Advance, MappedFile
 from holdfast.interop.read_dcp import TensorBoxes, load_dcp
 from holdfast.interop.read_safetensors import load_huggingface_folder, load_safetensors
 from holdfast.interop.read_torch import load_torch_file
-from holdfast.storage.store import Store
-from holdfast.threads import no_op
+from holdfast.interop.stored_files import (
+    ForeignFile,
+    ForeignFolder,
+    StoredFile,
+    StoredTensor,
+    locate_foreign,
+)
+from holdfast.storage.store import Store, list_level
+from holdfast.threads import Workers, no_op
 
 SUPPORTED_FORMATS = (
     "a file of torch.save, Lightning, or safetensors, a folder of Hugging Face"
@@ -58,7 +65,7 @@ class ForeignCheckpoint:
     ``kind``: ``torch``, ``lightning``, ``safetensors``, ``huggingface``, or ``dcp``. ``value``: the
     content, with mapped tensors unless ``mapped`` is False. ``step``: the step of the checkpoint,
     if known. ``left_out``: files with weights in the same folder that are not part of the
-    checkpoint.
+    checkpoint. ``stored``: the files in a store that were opened.
     """
 
     path: str
@@ -67,58 +74,93 @@ class ForeignCheckpoint:
     step: int | None = None
     mapped: bool = True
     left_out: tuple[str, ...] = ()
+    stored: tuple[StoredFile, ...] = ()
 
 
-def size_on_disk(path: str) -> int:
-    """Return the bytes of a file, or of the files directly in a folder."""
+def size_of_foreign(path: str) -> int:
+    """Return the bytes of the file at a path or URL, or of the files directly in a folder.
+
+    A file that is not fetched, but read while it is saved, has 0. Raises ``StoreError``.
+    """
+    path, location = locate_foreign(path)
+    if location is not None:
+        with suppress(NotFound):
+            file = StoredFile(location)
+            return 0 if read_safetensors.is_safetensors(file) else file.length
+        found = (e.stat for e in list_level(location.store, location.folder))
+        return sum(s.length for s in found if s and not s.key.endswith(".safetensors"))
     if not os.path.isdir(path):
         return os.path.getsize(path) if os.path.exists(path) else 0
     with os.scandir(path) as entries:
         return sum(e.stat().st_size for e in entries if e.is_file())
 
 
-def read_foreign_checkpoint(path: str, advance: Advance = no_op) -> ForeignCheckpoint:
-    """Read the checkpoint in the file or folder ``path``.
+def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> ForeignCheckpoint:
+    """Read the checkpoint in the file or folder at a path, a URL, or a location.
 
     ``advance(nbytes)`` is called from several threads as bytes are read and checked, up to
-    ``size_on_disk`` in total.
+    ``size_of_foreign`` in total. The tensors of a safetensors file in a store are not read yet, and
+    files of the other formats are fetched into temporary files: see ``stored_files``.
 
     Raises ``NotFound``; ``Unsupported`` for an unknown format and for a file that would have to run
-    code; ``FormatError`` for a damaged or incomplete checkpoint; ``OSError``; and ``HoldfastError``
-    if PyTorch is not installed.
+    code; ``FormatError`` for a damaged or incomplete checkpoint; ``NoSpace`` if it cannot be
+    fetched; ``StoreError``; ``OSError``; and ``HoldfastError`` if PyTorch is not installed.
     """
     try:
         import torch  # noqa: F401
     except ImportError as e:
         raise HoldfastError("Importing a checkpoint needs PyTorch", found="no torch package") from e
-    path = path.rstrip("/") or path
-    if "://" in path:
-        raise Unsupported(
-            f"{path} is not on a local disk",
-            todo="Copy it to a local disk first, because import maps files into memory",
-        )
-    if not os.path.lexists(path):
+    path, location = locate_foreign(path)
+    if location is not None:
+        checkpoint = _read_stored(location, advance)
+    elif not os.path.lexists(path):
         todo = path_advice(suggest_similar_path(path))
-        raise NotFound(f"There is nothing at {path}", todo=todo, key=path)
-    read = _read_folder if os.path.isdir(path) else _read_file
-    checkpoint = read(path, advance)
-    parent, name = os.path.split(os.path.abspath(path))
-    steps = (checkpoint.step, step_from_name(name), step_from_name(os.path.basename(parent)))
+        raise _nothing_error(path, todo)
+    elif os.path.isdir(path):
+        checkpoint = _read_folder(ForeignFolder(path, None), advance)
+    else:
+        _refuse_shard(path)
+        checkpoint = _read_file(MappedFile(path), advance)
+    names = (path if location else os.path.abspath(path)).split("/")[-1:-3:-1]
+    steps = (checkpoint.step, *map(step_from_name, names))
     return replace(checkpoint, step=next((s for s in steps if s is not None), None))
 
 
-def _read_file(path: str, advance: Advance) -> ForeignCheckpoint:
+def _read_stored(location: Location, advance: Advance) -> ForeignCheckpoint:
+    """Read the checkpoint at a location in a store: an object, or a folder."""
+    _refuse_shard(location.url)
+    if location.folder:
+        with suppress(NotFound):
+            file = StoredFile(location)
+            return replace(_read_file(file, advance), stored=(file,))
+    folder = ForeignFolder(location.url, location)
+    if not folder.names():
+        raise _nothing_error(location.url, "Check the URL")
+    checkpoint = _read_folder(folder, advance)
+    return replace(checkpoint, stored=tuple(folder.opened))
+
+
+def _nothing_error(path: str, todo: str) -> NotFound:
+    if split_address(path)[1] is not None:
+        todo = f"If it is a version of a run, use `holdfast copy`. {todo}"
+    return NotFound(f"There is nothing at {path}", todo=todo, key=path)
+
+
+def _refuse_shard(path: str) -> None:
     if is_shard_name(os.path.basename(path)):
         raise Unsupported(
             f"{path} is a shard of a Holdfast snapshot",
             todo="`holdfast copy` copies whole snapshots",
         )
-    file = MappedFile(path)
+
+
+def _read_file(file: ForeignFile, advance: Advance) -> ForeignCheckpoint:
+    path = file.path
     if read_safetensors.is_safetensors(file):
         return ForeignCheckpoint(path, "safetensors", load_safetensors(file))
     loaded = load_torch_file(file, advance)
     if loaded is None:
-        head = bytes(file.view[:16])
+        head = file.read(0, 16)
         formats = (name for magic, name in _MAGIC_BYTES if head.startswith(magic))
         found = next(formats, f"a file that begins with {head!r}" if head else "an empty file")
         raise Unsupported(
@@ -132,8 +174,8 @@ def _read_file(path: str, advance: Advance) -> ForeignCheckpoint:
     return ForeignCheckpoint(path, kind, value, step_from_state(value), mapped)
 
 
-def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
-    names = sorted(os.listdir(path))
+def _read_folder(folder: ForeignFolder, advance: Advance) -> ForeignCheckpoint:
+    path, names = folder.path, folder.names()
     weights = [n for n in names if n.endswith(_WEIGHT_SUFFIXES)]
     model = read_safetensors.find_model_file(set(names))
     if MANIFEST in names or any(map(parse_version, names)):
@@ -149,7 +191,7 @@ def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
             todo=f"Move one of them elsewhere, or import the file: {os.path.join(path, model)}",
         )
     if read_dcp.METADATA_FILE in names:
-        value = load_dcp(path, advance)
+        value = load_dcp(folder, advance)
         other = tuple(n for n in weights if not n.endswith(".distcp"))
         return ForeignCheckpoint(path, "dcp", value, step_from_state(value), left_out=other)
     if model is None:
@@ -159,16 +201,17 @@ def _read_folder(path: str, advance: Advance) -> ForeignCheckpoint:
             found=f"{', '.join(names[:5])}{' ...' if names[5:] else ''}" or "an empty folder",
             todo=f"Import a file in it: {os.path.join(path, weights[0])}" if weights else None,
         )
-    value, files, mapped = load_huggingface_folder(path, model, advance)
+    value, files, mapped = load_huggingface_folder(folder, model, advance)
     other = tuple(n for n in weights if n not in files)
-    return ForeignCheckpoint(path, "huggingface", value, _read_trainer_step(path), mapped, other)
+    return ForeignCheckpoint(path, "huggingface", value, _read_trainer_step(folder), mapped, other)
 
 
-def _read_trainer_step(folder: str) -> int | None:
+def _read_trainer_step(folder: ForeignFolder) -> int | None:
     """Return the step that the Trainer of Transformers recorded next to the model, if any."""
     with suppress(OSError, HoldfastError, ValueError, RecursionError):
-        file = MappedFile(os.path.join(folder, _TRAINER_STATE_FILE))
-        return step_from_state(json.loads(bytes(file.view), object_pairs_hook=unique_members))
+        file = folder.open(_TRAINER_STATE_FILE)
+        raw = file.read(0, file.length)
+        return step_from_state(json.loads(raw, object_pairs_hook=unique_members))
     return None
 
 
@@ -181,26 +224,30 @@ def flatten_foreign_state(state: dict[Any, Any]) -> FlatState:
     A tensor that was read as several boxes stays several boxes and is never assembled. Raises
     ``Unsupported``, with the key, for a value that cannot be saved.
     """
-    placeholders: dict[int, tuple[Any, TensorBoxes]] = {}
+    placeholders: dict[int, tuple[Any, TensorBoxes | StoredTensor]] = {}
     flat = flatten(_insert_placeholders(state, placeholders))
     leaves = []
     for leaf in flat.leaves:
-        if id(leaf.source) in placeholders:
-            boxes = placeholders[id(leaf.source)][1].boxes
+        _, source = placeholders.get(id(leaf.source), (None, None))
+        if isinstance(source, TensorBoxes):
+            boxes = source.boxes
             leaves += [structs.replace(leaf, source=b.tensor, box=b.box) for b in boxes]
         else:
-            leaves.append(leaf)
+            leaves.append(leaf if source is None else structs.replace(leaf, source=source))
     flat.leaves[:] = leaves
     return flat
 
 
-def _insert_placeholders(value: Any, placeholders: dict[int, tuple[Any, TensorBoxes]]) -> Any:
-    """Replace each ``TensorBoxes`` by a tensor of its shape that stores a single element."""
+def _insert_placeholders(
+    value: Any, placeholders: dict[int, tuple[Any, TensorBoxes | StoredTensor]]
+) -> Any:
+    """Replace each ``TensorBoxes`` and ``StoredTensor`` by a tensor of its shape with one element
+    in memory."""
     if type(value) is dict:
         return {k: _insert_placeholders(v, placeholders) for k, v in value.items()}
     if type(value) is list:
         return [_insert_placeholders(v, placeholders) for v in value]
-    if not isinstance(value, TensorBoxes):
+    if not isinstance(value, TensorBoxes | StoredTensor):
         return value
     import torch
 
@@ -221,12 +268,20 @@ def save_foreign_checkpoint(
     """Save a checkpoint, flattened by ``flatten_foreign_state``, as the snapshot at ``location``.
 
     The note of the snapshot records the origin. ``advance(nbytes)`` is called as bytes are written.
-    Raises as ``holdfast.save`` does; if it raises, nothing was committed.
+    Raises as ``holdfast.save`` does, and ``StoreError`` if a file in a store was replaced
+    meanwhile. If it raises, nothing was committed.
     """
-    note = {"imported_from": {"path": os.path.abspath(checkpoint.path), "kind": checkpoint.kind}}
+    path = checkpoint.path
+    path = path if checkpoint.stored else os.path.abspath(path)
+    note = {"imported_from": {"path": path, "kind": checkpoint.kind}}
     metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
     monitored = Location(cast(Store, _ReportingStore(location.store, advance)), location.folder)
-    finish_save(begin_save(monitored, flat, metadata, shared_pool(), stage_now=False))
+
+    def check_source(_: object) -> None:
+        Workers.create().each(checkpoint.stored, StoredFile.require_unchanged)
+
+    job = begin_save(monitored, flat, metadata, shared_pool(), stage_now=False)
+    finish_save(job, fence=check_source)
     return open_location(location)
 
 

@@ -16,13 +16,15 @@ import stat
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from holdfast.errors import FormatError, NotFound, Unsupported
 from holdfast.text import with_article
+from holdfast.threads import no_op
 from holdfast.types import MIB
 
 Advance = Callable[[int], object]
@@ -40,14 +42,17 @@ _LOCAL_HEADER_SIZE = 30
 class MappedFile:
     """A memory-mapped file of ``length`` bytes; ``view`` is its content, read-only.
 
-    The file is unmapped when nothing refers to its memory. Raises ``NotFound``, ``Unsupported`` if
-    the path is not a regular file, and ``OSError``.
+    The file is unmapped when nothing refers to its memory. ``fetched``: a descriptor of the file,
+    which this object owns, if it was fetched from the URL ``path``. Raises ``NotFound``,
+    ``Unsupported`` if the path is not a regular file, and ``OSError``.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fetched: int | None = None) -> None:
         self.path = path
+        self.is_fetched = fetched is not None
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(path, flags) if fetched is None else fetched
         except FileNotFoundError as e:
             raise NotFound(f"There is no file {path}", todo="Check the path", key=path) from e
         try:
@@ -58,9 +63,35 @@ class MappedFile:
             self._memory: Any = (
                 _mmap_readonly(fd, self.length) if self.length else (ctypes.c_ubyte * 0)()
             )
+            if self.is_fetched:
+                # the file has no name, so ``open_path`` needs the descriptor
+                self._fetched = os.fdopen(os.dup(fd), "rb")
         finally:
             os.close(fd)
         self.view = memoryview(self._memory).cast("B").toreadonly()
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes from ``start`` to ``stop``, or to the end of the file."""
+        return bytes(self.view[start:stop])
+
+    def mapped(self, advance: Advance = no_op) -> MappedFile:
+        """Return this file: it is mapped."""
+        return self
+
+    @contextmanager
+    def open_path(self) -> Iterator[str]:
+        """Yield a path from which the file can be opened, and which does not end in a suffix that
+        a reader could take for its format."""
+        if self.is_fetched:
+            yield f"/proc/self/fd/{self._fetched.fileno()}"
+            return
+        with open(self.path, "rb") as opened:
+            yield f"/proc/self/fd/{opened.fileno()}"
+
+    def release_descriptor(self) -> None:
+        """Close the descriptor of a fetched file. The file stays mapped."""
+        if self.is_fetched:
+            self._fetched.close()
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
         """Return the row-major tensor whose bytes begin at offset ``start``.
@@ -78,14 +109,19 @@ class MappedFile:
 
     def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError:
         """Return the error for content that violates the format of the file."""
-        return FormatError(
-            f"{self.path} is damaged or has another format, at offset {offset}",
-            expected=expected,
-            found=found[:300],
-            todo="Use another copy of the file",
-            file=self.path,
-            offset=offset,
-        )
+        return format_error(self.path, expected, found, offset)
+
+
+def format_error(path: str, expected: str, found: str, offset: int = 0) -> FormatError:
+    """Return the error for content that violates the format of the file at a path or URL."""
+    return FormatError(
+        f"{path} is damaged or has another format, at offset {offset}",
+        expected=expected,
+        found=found[:300],
+        todo="Use another copy of the file",
+        file=path,
+        offset=offset,
+    )
 
 
 def _mmap_readonly(fd: int, length: int) -> Any:

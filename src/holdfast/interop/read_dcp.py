@@ -9,7 +9,6 @@ every other name, so no code is run. Each part of a tensor is a separate ``torch
 from __future__ import annotations
 
 import io
-import os
 import pickle
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +16,14 @@ from typing import Any
 from holdfast.engine.planning.global_plan import make_global_plan
 from holdfast.engine.planning.local_plan import make_local_plan
 from holdfast.engine.planning.shard_layout import LeafBox
-from holdfast.errors import FormatError, PlanError, Unsupported
+from holdfast.errors import FormatError, NotFound, PlanError, Unsupported
 from holdfast.format.tree import MAX_DIMENSIONS, is_valid_shape
 from holdfast.interop.extent import check_bytes, check_extent
 from holdfast.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc, read_zip_records
 from holdfast.interop.read_torch import ZIP_MAGIC, torch_load
+from holdfast.interop.stored_files import ForeignFile, ForeignFolder, require_space
 from holdfast.interop.unflatten import unflatten
-from holdfast.threads import Workers
+from holdfast.threads import Workers, no_op
 from holdfast.types import DTYPES, Box
 
 METADATA_FILE = ".metadata"
@@ -161,11 +161,12 @@ class TensorBoxes:
 class _DcpFolder:
     """A folder that is being read: its mapped files, and the locations that DCP recorded."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, folder: ForeignFolder) -> None:
+        self._folder, self.path = folder, folder.path
+        self._opened: dict[str, ForeignFile] = {}
         self.files: dict[str, MappedFile] = {}
         self._parts = 0
-        self.metadata_file = MappedFile(os.path.join(path, METADATA_FILE))
+        self.metadata_file = folder.open(METADATA_FILE).mapped()
         self.nbytes = self.metadata_file.length
         try:
             self.metadata = _RestrictedUnpickler(
@@ -217,12 +218,13 @@ class _DcpFolder:
             raise self.format_error("a file in the folder", f"{name!r:.100}")
         if type(start) is not int or type(length) is not int or min(start, length) < 0:
             raise self.format_error(f"a range of {fqn} in {name}", f"{start!r:.50}, {length!r:.50}")
-        file = self.files.get(name)
+        file = self._opened.get(name)
         if file is None:
-            path = os.path.join(self.path, name)
-            if not os.path.isfile(path):
-                raise self.format_error(f"the file {name} in the same folder", "no such file")
-            file = self.files[name] = MappedFile(path)
+            try:
+                file = self._opened[name] = self._folder.open(name)
+            except NotFound as e:
+                expected = f"the file {name} in the same folder"
+                raise self.format_error(expected, "no such file") from e
             self.nbytes += file.length
         if start + length > file.length:
             raise file.format_error(
@@ -230,8 +232,17 @@ class _DcpFolder:
             )
         return name, start, start + length
 
+    def map_files(self, advance: Advance) -> Advance:
+        """Map all files in which spans were found. Return the function to call for the bytes that
+        are checked, which counts none that were counted here."""
+        require_space([*self._opened.values()])
+        for name, file in self._opened.items():
+            self.files[name] = file.mapped(advance)
+            self.files[name].release_descriptor()
+        return no_op if any(f.is_fetched for f in self.files.values()) else advance
 
-def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
+
+def load_dcp(folder: ForeignFolder, advance: Advance) -> dict[Any, Any]:
     """Return the state in a DCP folder, nested as it was saved.
 
     A tensor that is stored in one piece is mapped; any other tensor is a ``TensorBoxes``. Raises
@@ -240,24 +251,26 @@ def load_dcp(folder: str, advance: Advance) -> dict[Any, Any]:
     opened = _DcpFolder(folder)
     values: dict[str, Any] = {}
     boxes: list[_StoredBox] = []
-    nbytes = 0  # that are read or written: values must not share most of the bytes of the files
+    spans: dict[str, tuple[str, int, int]] = {}
     try:
         for fqn, metadata in opened.metadata.state_dict_metadata.items():
             if hasattr(metadata, "chunks"):
                 values[fqn] = _parse_tensor_metadata(opened, fqn, metadata)
                 boxes += values[fqn].boxes
             else:
-                name, start, stop = opened.find_span(fqn, None)
-                file = opened.files[name]
-                nbytes += stop - start
-                check_bytes(nbytes, opened.nbytes, folder)
-                _read_checked_records(file, fqn, start, stop, advance)
-                origin = f"{file.path} ({fqn})"
-                values[fqn] = torch_load(io.BytesIO(file.view[start:stop]), origin, mmap=False)
-                check_extent(values[fqn], stop - start, origin)
-        nbytes += sum(box.nbytes for box in boxes)
-        check_bytes(nbytes, opened.nbytes, folder)
+                values[fqn], spans[fqn] = None, opened.find_span(fqn, None)
+        # read or written: values must not share most of the bytes of the files
+        nbytes = sum(box.nbytes for box in boxes)
+        nbytes += sum(stop - start for _, start, stop in spans.values())
+        check_bytes(nbytes, opened.nbytes, folder.path)
         _check_coverage(opened, values)
+        advance = opened.map_files(advance)
+        for fqn, (name, start, stop) in spans.items():
+            file = opened.files[name]
+            _read_checked_records(file, fqn, start, stop, advance)
+            origin = f"{file.path} ({fqn})"
+            values[fqn] = torch_load(io.BytesIO(file.view[start:stop]), origin, mmap=False)
+            check_extent(values[fqn], stop - start, origin)
     except _MALFORMED_ERRORS as e:
         raise opened.format_error("a list of tensors and their locations", e) from e
     Workers.create().each(boxes, lambda box: _map_box(opened, box, advance))

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import FormatError, Unsupported
+from holdfast.errors import FormatError, NotFound, Unsupported
 from holdfast.format.safetensors import MAX_HEADER, HeaderEntry, decode_entries
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
 from holdfast.format.tree import is_valid_shape
-from holdfast.interop.mmap_files import Advance, MappedFile
+from holdfast.interop.mmap_files import Advance
 from holdfast.interop.read_torch import LoadedFile, load_torch_file
+from holdfast.interop.stored_files import ForeignFile, ForeignFolder, require_space
 from holdfast.types import DTYPES
 
 SAFE_WEIGHTS_NAME, WEIGHTS_NAME = "model.safetensors", "pytorch_model.bin"
@@ -33,13 +34,14 @@ _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_p
 """The names of dtypes by their safetensors codes."""
 
 
-def is_safetensors(file: MappedFile) -> bool:
+def is_safetensors(file: ForeignFile) -> bool:
     """Return True if a file begins like a safetensors file."""
-    size = int.from_bytes(file.view[:8], "little")
-    return bytes(file.view[8:9]) == b"{" and 2 <= size <= min(MAX_HEADER, file.length - 8)
+    head = file.read(0, 9)
+    size = int.from_bytes(head[:8], "little")
+    return head[8:] == b"{" and 2 <= size <= min(MAX_HEADER, file.length - 8)
 
 
-def load_safetensors(file: MappedFile) -> dict[str, Any]:
+def load_safetensors(file: ForeignFile) -> dict[str, Any]:
     """Return the tensors by name, in the order of the header.
 
     The format has no digests, so damage in the data cannot be detected. Raises ``FormatError``, and
@@ -73,18 +75,18 @@ def load_safetensors(file: MappedFile) -> dict[str, Any]:
     return {name: tensors[name] for name in entries}
 
 
-def _read_header(file: MappedFile) -> tuple[dict[str, HeaderEntry], int]:
+def _read_header(file: ForeignFile) -> tuple[dict[str, HeaderEntry], int]:
     """Return the entries of a file that ``is_safetensors`` by name, and the offset of its data."""
-    begin = 8 + int.from_bytes(file.view[:8], "little")
+    begin = 8 + int.from_bytes(file.read(0, 8), "little")
     try:
-        entries, metadata = decode_entries(bytes(file.view[8:begin]))
+        entries, metadata = decode_entries(file.read(8, begin))
     except DECODE_ERRORS as e:
         raise file.format_error("a JSON header of safetensors", str(e), 8) from e
     _refuse_rank_files(file, metadata)
     return entries, begin
 
 
-def _refuse_rank_files(file: MappedFile, metadata: dict[str, str]) -> None:
+def _refuse_rank_files(file: ForeignFile, metadata: dict[str, str]) -> None:
     """Raise ``Unsupported`` for a file that contains the parts of one rank.
 
     PyTorch's DCP can write the parts of each rank as a safetensors file. The tensors in it have the
@@ -119,7 +121,7 @@ def find_model_file(names: set[str]) -> str | None:
 
 
 def load_huggingface_folder(
-    folder: str, name: str, advance: Advance
+    folder: ForeignFolder, name: str, advance: Advance
 ) -> tuple[dict[str, Any], list[str], bool]:
     """Load the model in a folder. ``name`` is its file or its index.
 
@@ -127,20 +129,25 @@ def load_huggingface_folder(
     Raises ``FormatError`` if a part is missing, or lacks a tensor that the index lists for it.
     """
     if not name.endswith(INDEX_SUFFIX):
-        value, mapped = _load_weights(os.path.join(folder, name), advance)
+        value, mapped = _load_weights(folder.open(name), advance)
         return value, [name], mapped
-    weight_map = _read_index(os.path.join(folder, name))
+    weight_map = _read_index(folder.open(name))
     tensors: dict[str, Any] = {}
     all_mapped = True
     names_by_part: dict[str, list[str]] = {}
     for tensor_name, part in weight_map.items():
         names_by_part.setdefault(part, []).append(tensor_name)
     parts = sorted(names_by_part)
+    files = []
     for part in parts:
-        path = os.path.join(folder, part)
-        if not os.path.isfile(path):
-            raise _incomplete_error(folder, name, f"the part {part}", "no such file")
-        values, mapped = _load_weights(path, advance)
+        try:
+            files.append(folder.open(part))
+        except NotFound as e:
+            expected = f"the part {part}"
+            raise _incomplete_error(folder, name, expected, "no such file") from e
+    require_space([file for file in files if not is_safetensors(file)])
+    for part, file in zip(parts, files, strict=True):
+        values, mapped = _load_weights(file, advance)
         all_mapped = all_mapped and mapped
         missing = [n for n in names_by_part[part] if n not in values]
         if missing:
@@ -152,29 +159,27 @@ def load_huggingface_folder(
     return tensors, [name, *parts], all_mapped
 
 
-def _load_weights(path: str, advance: Advance) -> LoadedFile:
-    file = MappedFile(path)
+def _load_weights(file: ForeignFile, advance: Advance) -> LoadedFile:
     if is_safetensors(file):
         return LoadedFile(load_safetensors(file), True)
     loaded = load_torch_file(file, advance)
     if loaded is None:
-        found = repr(bytes(file.view[:16]))
+        found = repr(file.read(0, 16))
         raise file.format_error("a safetensors file, or a file of torch.save", found)
     if not isinstance(loaded.value, dict):
         raise file.format_error("a dict of tensors by name", type(loaded.value).__name__)
     return loaded
 
 
-def _read_index(path: str) -> dict[str, str]:
+def _read_index(file: ForeignFile) -> dict[str, str]:
     """Return the part of each tensor by name.
 
     Parts are in the same folder as the index. Raises ``FormatError`` for a name outside of it.
     """
-    file = MappedFile(path)
     try:
         if file.length > _MAX_INDEX_SIZE:
             raise ValueError(f"{file.length} bytes")
-        weight_map = _INDEX.decode(bytes(file.view)).get("weight_map")
+        weight_map = _INDEX.decode(file.read(0, file.length)).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ValueError("no weight_map")
         for part in weight_map.values():
@@ -185,11 +190,11 @@ def _read_index(path: str) -> dict[str, str]:
     return weight_map
 
 
-def _incomplete_error(folder: str, name: str, expected: str, found: str) -> FormatError:
+def _incomplete_error(folder: ForeignFolder, name: str, expected: str, found: str) -> FormatError:
     return FormatError(
-        f"{folder} is not complete, or {name} belongs to another model",
+        f"{folder.path} is not complete, or {name} belongs to another model",
         expected=expected,
         found=found,
         todo="Use another copy of the folder",
-        file=os.path.join(folder, name),
+        file=folder.join(name),
     )

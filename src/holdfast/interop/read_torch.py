@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import FormatError, HoldfastError, Unsupported
 from holdfast.interop.extent import check_extent
-from holdfast.interop.mmap_files import Advance, MappedFile, check_crc, read_zip_records
+from holdfast.interop.mmap_files import Advance, check_crc, read_zip_records
+from holdfast.interop.stored_files import ForeignFile
 from holdfast.text import format_list
-from holdfast.threads import Workers
+from holdfast.threads import Workers, no_op
 
 ZIP_MAGIC = b"PK\3\4"
 _LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
@@ -59,20 +60,26 @@ class LoadedFile(NamedTuple):
     mapped: bool
 
 
-def load_torch_file(file: MappedFile, advance: Advance) -> LoadedFile | None:
+def load_torch_file(foreign: ForeignFile, advance: Advance) -> LoadedFile | None:
     """Load a file of ``torch.save``; return None for any other file.
 
     A zip file is loaded with mapped tensors, after checking every CRC. The format before
     PyTorch 1.6 is loaded into memory; it cannot be mapped. Raises ``FormatError``, and
     ``Unsupported`` for a TorchScript archive and for a pickle that could run code.
     """
-    head = bytes(file.view[:16])
-    if head[:1] == b"\x80" and _LEGACY_MAGIC in head:
-        with open(file.path, "rb") as opened:
+    head = foreign.read(0, 16)
+    is_legacy = head[:1] == b"\x80" and _LEGACY_MAGIC in head
+    if not is_legacy and head[:4] != ZIP_MAGIC:
+        return None
+    file = foreign.mapped(advance)
+    if file.is_fetched:
+        advance = no_op  # its bytes were counted
+    if is_legacy:
+        with file.open_path() as path, open(path, "rb") as opened:
             value = torch_load(opened, file.path, mmap=False)
         check_extent(value, file.length, file.path)
         return LoadedFile(value, False)
-    records = read_zip_records(file) if head[:4] == ZIP_MAGIC else {}
+    records = read_zip_records(file)
     if "data.pkl" not in records:
         return None
     if "constants.pkl" in records:
@@ -81,11 +88,10 @@ def load_torch_file(file: MappedFile, advance: Advance) -> LoadedFile | None:
             todo="Load it with torch.jit.load, and pass its state_dict() to holdfast.save",
         )
     Workers.create().each(list(records.values()), lambda r: check_crc(file, r, advance))
-    # torch.load reads any path that ends in .safetensors as that format, so hide the suffix
-    with open(file.path, "rb") as opened:
-        misleading = file.path.endswith(".safetensors")
-        path = f"/proc/self/fd/{opened.fileno()}" if misleading else file.path
+    # torch.load reads any path that ends in .safetensors as that format
+    with file.open_path() as path:
         value = torch_load(path, file.path, mmap=True)
+    file.release_descriptor()
     check_extent(value, file.length, file.path)
     return LoadedFile(value, True)
 
@@ -104,7 +110,7 @@ def torch_load(file: Any, name: str, *, mmap: bool) -> Any:
         if "unable to mmap" in str(e):
             raise HoldfastError(
                 f"{name} cannot be mapped: it is larger than the memory that the system commits",
-                expected=f"{os.path.getsize(name)} bytes of memory and swap",
+                expected=f"{os.path.getsize(file)} bytes of memory and swap",
                 todo="Allow overcommit (sysctl vm.overcommit_memory=1); this memory is never used",
             ) from e
         message = str(e).strip().partition("\n")[0] or type(e).__name__

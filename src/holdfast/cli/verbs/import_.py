@@ -20,7 +20,7 @@ from holdfast.interop.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
-    size_on_disk,
+    size_of_foreign,
 )
 from holdfast.run.run import Run
 
@@ -59,11 +59,13 @@ def command(
     Supported are files of torch.save, Lightning, and safetensors, and folders of Hugging Face and
     torch.distributed.checkpoint, whatever their names. A dict of dicts, such as
     {"model": ..., "optimizer": ...}, is kept as it is; a bare state dict is stored under "model".
+    FILE_OR_DIR may be a URL. A safetensors file there is not copied to the local disk. The other
+    formats are, temporarily: set TMPDIR to a folder with enough space.
     """
     began = perf_counter()
     target = Run(run)
     check_run_target(target)
-    with progress_bar("checking", size_on_disk(file_or_dir), quiet=as_json) as advance:
+    with progress_bar("checking", size_of_foreign(file_or_dir), quiet=as_json) as advance:
         checkpoint = read_foreign_checkpoint(file_or_dir, advance)
     step = checkpoint.step if step is None else step
     if step is None:

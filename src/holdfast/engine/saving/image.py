@@ -176,6 +176,8 @@ def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset
     ``buffer_offset``."""
     if address := contiguous_address(source):
         ctypes.memmove(buffer.address + buffer_offset, address + start, stop - start)
+    elif hasattr(source, "read_into"):  # an import reads it from a store now
+        source.read_into(start, buffer.view[buffer_offset : buffer_offset + stop - start])
     elif isinstance(source, np.ndarray):
         _copy_strided_array(source, start, stop, buffer.view[buffer_offset:])
     else:

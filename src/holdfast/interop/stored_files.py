@@ -1,0 +1,218 @@
+"""Foreign files in any store: read in ranges, or fetched into an unnamed temporary file.
+
+A safetensors file is read in ranges while it is saved, without a local copy. The other formats need
+a file that can be mapped. Their temporary files have no name, so nothing remains of a process that
+is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+from holdfast.engine.snapshot.location import Location, locate
+from holdfast.errors import FormatError, NoSpace, NotFound, StoreError
+from holdfast.interop.mmap_files import Advance, MappedFile, format_error
+from holdfast.storage.local import LocalStore
+from holdfast.storage.open import expand_home
+from holdfast.storage.store import Stat, list_level
+from holdfast.threads import Workers, no_op
+from holdfast.types import BLOCK_SIZE, DTYPES
+
+
+class ForeignFile(Protocol):
+    """A file of a foreign checkpoint: a ``MappedFile`` or a ``StoredFile``."""
+
+    path: str
+    length: int
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes from ``start`` to ``stop``, or to the end of the file."""
+        ...
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
+        """Return the row-major tensor at byte ``start``. The caller has checked that it is within
+        the file."""
+        ...
+
+    def mapped(self, advance: Advance = no_op) -> MappedFile: ...
+
+    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError: ...
+
+
+class StoredFile:
+    """An object of ``length`` bytes in a store; ``path`` is its URL. Raises ``NotFound``."""
+
+    def __init__(self, location: Location, advance: Advance = no_op) -> None:
+        self.path = location.url
+        self._store, self._key, self._advance = location.store, location.folder, advance
+        self._stat = self._read_stat()
+        self.length = self._stat.length
+
+    def _read_stat(self) -> Stat:
+        try:
+            return self._store.stat(self._key)
+        except NotFound as e:
+            raise NotFound(
+                f"There is no file {self.path}", todo="Check the URL", key=self.path
+            ) from e
+
+    def read(self, start: int, stop: int) -> bytes:
+        data = bytearray(max(0, min(stop, self.length) - start))
+        if data:
+            self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``start``. Raises ``StoreError``."""
+        self._store.get_range(self._key, start, len(view), view)
+        self._advance(len(view))
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
+        """Return a tensor whose bytes are read when they are saved."""
+        if 0 in shape:
+            import torch
+
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        return StoredTensor(self, dtype, shape, start)
+
+    def mapped(self, advance: Advance = no_op) -> MappedFile:
+        """Fetch the whole object into a temporary file, which lasts as long as the result.
+
+        Raises ``NoSpace`` if the disk of the folder for temporary files (``TMPDIR``) is too small,
+        and ``StoreError``. ``advance(nbytes)`` is called from several threads.
+        """
+        require_space([self])
+        with tempfile.TemporaryFile() as file:
+            fd = file.fileno()
+            try:
+                if self.length:
+                    os.posix_fallocate(fd, 0, self.length)
+            except OSError as e:
+                raise self._no_space_error(str(e)) from e
+            workers = Workers.create()
+
+            def fetch(start: int) -> None:
+                with workers.buffer() as buffer:
+                    view = buffer.view[: min(BLOCK_SIZE, self.length - start)]
+                    self._store.get_range(self._key, start, len(view), view)
+                    written = 0
+                    while written < len(view):
+                        written += os.pwrite(fd, view[written:], start + written)
+                    advance(len(view))
+
+            workers.each(range(0, self.length, BLOCK_SIZE), fetch)
+            return MappedFile(self.path, os.dup(fd))
+
+    def _no_space_error(self, found: str) -> NoSpace:
+        return NoSpace(
+            f"{self.path} cannot be fetched into {tempfile.gettempdir()}",
+            expected=f"{self.length} bytes of free space",
+            found=found,
+            todo="Set TMPDIR to a folder on a larger disk",
+        )
+
+    def require_unchanged(self) -> None:
+        """Raise ``StoreError`` if the object was replaced since it was opened."""
+        stat = self._read_stat()
+        if stat != self._stat:
+            raise StoreError(
+                f"{self.path} was replaced while it was imported; nothing was committed",
+                expected=f"{self.length} bytes of {self._stat.modified}",
+                found=f"{stat.length} bytes of {stat.modified}",
+                todo="Import it again",
+                key=self.path,
+            )
+
+    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError:
+        """See ``MappedFile.format_error``."""
+        return format_error(self.path, expected, found, offset)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor in a stored file, with the attributes of a source that a save uses.
+
+    ``dtype``: its name. It is not in the memory of this process.
+    """
+
+    file: StoredFile
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    is_cpu = False
+    is_cuda = False
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of the tensor from ``start``. Raises ``StoreError``."""
+        self.file.read_into(self.start + start, view)
+
+
+def require_space(files: Sequence[ForeignFile]) -> None:
+    """Raise ``NoSpace`` unless the temporary folder has space for all stored files among these."""
+    stored = [f for f in files if isinstance(f, StoredFile)]
+    needed = sum(f.length for f in stored)
+    folder = tempfile.gettempdir()
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    if needed > free:
+        raise NoSpace(
+            f"The files cannot be fetched into {folder}: {stored[0].path}"
+            + (f" and {len(stored) - 1} others" if stored[1:] else ""),
+            expected=f"{needed} bytes of free space",
+            found=f"{free} bytes",
+            todo="Set TMPDIR to a folder on a larger disk, or copy the files there and import them",
+        )
+
+
+class ForeignFolder:
+    """The folder of a foreign checkpoint, local or in a store; ``path`` is its path or URL.
+
+    ``opened``: the stored files that were opened.
+    """
+
+    def __init__(self, path: str, location: Location | None) -> None:
+        self.path, self._location = path, location
+        self.opened: list[StoredFile] = []
+
+    def names(self) -> list[str]:
+        """Return the names directly in the folder, sorted."""
+        if self._location is None:
+            return sorted(os.listdir(self.path))
+        return sorted(e.name for e in list_level(self._location.store, self._location.folder))
+
+    def join(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def open(self, name: str) -> ForeignFile:
+        """Open a file. Raises ``NotFound`` if it does not exist."""
+        if self._location is None:
+            if not os.path.isfile(self.join(name)):
+                raise NotFound(f"There is no file {self.join(name)}", key=name)
+            return MappedFile(self.join(name))
+        file = StoredFile(Location(self._location.store, self._location.key(name)))
+        self.opened.append(file)
+        return file
+
+
+def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
+    """Return the path, and None if it is local; or the URL and the location in a store.
+
+    Raises ``StoreError``.
+    """
+    if isinstance(path, str):
+        if "://" not in path:
+            return path.rstrip("/") or path, None
+        path = locate(path)
+    if isinstance(path.store, LocalStore):
+        return os.path.join(expand_home(path.store.url), path.folder), None
+    return path.url, path
