@@ -556,7 +556,7 @@ def test_missing_and_unusual_paths(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     with pytest.raises(NotFound, match=r"Perhaps you meant .*/model\.pt"):
         read_foreign_checkpoint(str(tmp_path / "modell.pt"))
-    with pytest.raises(NotFound, match="nothing at memory://unused/model.pt"):
+    with pytest.raises(NotFound, match=r"nothing at memory://unused/model\.pt"):
         read_foreign_checkpoint("memory://unused/model.pt")
     (tmp_path / "dangling_link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(NotFound):

@@ -59,13 +59,17 @@ class Archive:
 
         ``checksums``: the CRC-32 of each record.
         """
-        return [
-            *(
-                (r.header_offset, _local_header(*r, crc))
-                for r, crc in zip(self.records, checksums, strict=True)
-            ),
-            (_data_end(self.records), _central_directory(self.records, checksums)),
-        ]
+        headers = [self.encode_header(n, crc) for n, crc in enumerate(checksums)]
+        return [*headers, self.encode_directory(checksums)]
+
+    def encode_header(self, number: int, checksum: int) -> tuple[int, bytes]:
+        """Return the header of a record, with its offset."""
+        record = self.records[number]
+        return record.header_offset, _local_header(*record, checksum)
+
+    def encode_directory(self, checksums: Sequence[int]) -> tuple[int, bytes]:
+        """Return what follows the data of the last record, with its offset."""
+        return _data_end(self.records), _central_directory(self.records, checksums)
 
 
 def plan_archive(records: Iterable[tuple[str, int]]) -> Archive:

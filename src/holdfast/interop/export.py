@@ -284,29 +284,35 @@ def _write_file(snapshot: Snapshot, file: OutputFile, location: Location, advanc
     A store that uploads parts keeps incomplete parts in memory, and a store that can only append
     keeps everything that comes too early.
     """
-    checksums: list[list[tuple[int, int, int]]] = [[] for _ in file.keys]
+    crcs: list[list[tuple[int, int, int]]] = [[] for _ in file.keys]
+    checksums = [0] * len(file.keys)
+    build_header = file.build_leaf_header
     store = location.store
 
-    def write_framing(leaf_checksums: Sequence[int]) -> None:
-        for at, raw in file.build_framing(leaf_checksums):
-            upload.write_at(at, memoryview(raw))
+    def write_piece(at: int, raw: bytes) -> None:
+        upload.write_at(at, memoryview(raw))
 
     with store.put(location.key(file.name), file.length) as upload:
-        if not file.needs_crc:
-            write_framing(())
+        if build_header is None:
+            for at, raw in file.build_framing(()):
+                write_piece(at, raw)
         for numbers in _split_by_offset(file, SEGMENT if store.traits.part_size else file.length):
 
             def write(i: int, at: int, data: memoryview, numbers: list[int] = numbers) -> None:
                 upload.write_at(file.offsets[numbers[i]] + at, data)
-                if file.needs_crc:
-                    checksums[numbers[i]].append((at, len(data), zlib.crc32(data)))
+                if build_header is not None:
+                    crcs[numbers[i]].append((at, len(data), zlib.crc32(data)))
                 advance(len(data))
 
             stream_leaves(snapshot, [file.keys[n] for n in numbers], write)
-        if file.needs_crc:
-            write_framing(
-                [torchzip.combine_crc32((n, crc) for _, n, crc in sorted(p)) for p in checksums]
-            )
+            if build_header is not None:
+                for n in numbers:
+                    found = ((length, crc) for _, length, crc in sorted(crcs[n]))
+                    checksums[n] = torchzip.combine_crc32(found)
+                    write_piece(*build_header(n, checksums[n]))
+        if build_header is not None:
+            for at, raw in file.build_framing(checksums):
+                write_piece(at, raw)
         upload.commit()
 
 

@@ -52,8 +52,10 @@ class OutputTensor:
 class OutputFile:
     """The layout of a file of ``length`` bytes, in which leaf ``keys[i]`` begins at ``offsets[i]``.
 
-    ``build_framing`` returns all other bytes as pairs of an offset and a piece. If ``needs_crc`` is
-    True, it needs the CRC-32 of each leaf; otherwise it ignores its argument.
+    ``build_framing`` returns all other bytes as pairs of an offset and a piece. If
+    ``build_leaf_header`` is not None, the leaves have headers: it returns that of a leaf, given its
+    number and CRC-32. ``build_framing`` then returns all the rest, given the CRC-32 of each leaf,
+    and otherwise ignores its argument.
     """
 
     name: str
@@ -61,7 +63,7 @@ class OutputFile:
     keys: tuple[str, ...]
     offsets: tuple[int, ...]
     build_framing: BuildFraming
-    needs_crc: bool = False
+    build_leaf_header: Callable[[int, int], tuple[int, bytes]] | None = None
 
 
 def plan_safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
@@ -131,8 +133,10 @@ def plan_torch_file(name: str, data_pkl: bytes, tensors: Sequence[OutputTensor])
     offsets = [r.data_offset for r in archive.records]
 
     def build_framing(checksums: Sequence[int]) -> list[tuple[int, bytes]]:
-        contents = list(zip(offsets[: len(small)], small.values(), strict=True))
-        return contents + archive.encode_headers([*map(zlib.crc32, small.values()), *checksums])
+        contents = zip(offsets, small.values(), strict=False)
+        small_checksums = [*map(zlib.crc32, small.values())]
+        headers = [archive.encode_header(n, crc) for n, crc in enumerate(small_checksums)]
+        return [*contents, *headers, archive.encode_directory([*small_checksums, *checksums])]
 
     return OutputFile(
         name,
@@ -140,5 +144,5 @@ def plan_torch_file(name: str, data_pkl: bytes, tensors: Sequence[OutputTensor])
         keys=tuple(t.key for t in tensors),
         offsets=tuple(offsets[len(small) :]),
         build_framing=build_framing,
-        needs_crc=True,
+        build_leaf_header=lambda n, crc: archive.encode_header(len(small) + n, crc),
     )

@@ -167,6 +167,7 @@ class _DcpFolder:
         self.files: dict[str, MappedFile] = {}
         self._parts = 0
         self.metadata_file = folder.open(METADATA_FILE).mapped()
+        self.metadata_file.release_descriptor()
         self.nbytes = self.metadata_file.length
         try:
             self.metadata = _RestrictedUnpickler(

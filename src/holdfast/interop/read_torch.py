@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import FormatError, HoldfastError, Unsupported
 from holdfast.interop.extent import check_extent
-from holdfast.interop.mmap_files import Advance, check_crc, read_zip_records
+from holdfast.interop.mmap_files import Advance, MappedFile, check_crc, read_zip_records
 from holdfast.interop.stored_files import ForeignFile
 from holdfast.text import format_list
 from holdfast.threads import Workers, no_op
@@ -72,8 +72,14 @@ def load_torch_file(foreign: ForeignFile, advance: Advance) -> LoadedFile | None
     if not is_legacy and head[:4] != ZIP_MAGIC:
         return None
     file = foreign.mapped(advance)
-    if file.is_fetched:
-        advance = no_op  # its bytes were counted
+    try:
+        # the bytes of a fetched file were counted
+        return _load_mapped(file, is_legacy, no_op if file.is_fetched else advance)
+    finally:
+        file.release_descriptor()
+
+
+def _load_mapped(file: MappedFile, is_legacy: bool, advance: Advance) -> LoadedFile | None:
     if is_legacy:
         with file.open_path() as path, open(path, "rb") as opened:
             value = torch_load(opened, file.path, mmap=False)
@@ -91,7 +97,6 @@ def load_torch_file(foreign: ForeignFile, advance: Advance) -> LoadedFile | None
     # torch.load reads any path that ends in .safetensors as that format
     with file.open_path() as path:
         value = torch_load(path, file.path, mmap=True)
-    file.release_descriptor()
     check_extent(value, file.length, file.path)
     return LoadedFile(value, True)
 

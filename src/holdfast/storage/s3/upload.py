@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import reduce
@@ -57,7 +58,7 @@ class S3Upload(Upload):
         self._lock = Lock()
         self._is_open = True
         self._active = 0
-        self._collected: dict[int, tuple[bytearray, int]] = {}
+        self._collected: dict[int, tuple[memoryview, int]] = {}
         self._parts: dict[int, dict[str, Any]] = {}
         self._upload_id = "" if length <= head + self._part else self._create()
 
@@ -99,7 +100,8 @@ class S3Upload(Upload):
             count = min(len(view), stop - offset)
             with self._lock:
                 if number not in self._collected:
-                    self._collected[number] = (bytearray(stop - start), 0)
+                    # not a bytearray: the allocator would keep its memory, once per thread
+                    self._collected[number] = (memoryview(mmap.mmap(-1, stop - start)), 0)
                 buffer = self._collected[number][0]
             buffer[offset - start : offset - start + count] = view[:count]
             with self._lock:
@@ -109,7 +111,7 @@ class S3Upload(Upload):
                 if is_complete:
                     del self._collected[number]
             if is_complete:
-                self._send(number, [memoryview(buffer)])
+                self._send(number, [buffer])
             offset, view = offset + count, view[count:]
 
     def _send(self, number: int, views: Sequence[memoryview]) -> None:
@@ -161,7 +163,7 @@ class S3Upload(Upload):
             if self._upload_id:
                 self._complete()
             else:
-                data = self._collected[0][0] if self._collected else b""
+                data = bytes(self._collected[0][0]) if self._collected else b""
                 self._store.create_object(self._key, data, accept_equal=False)
             stat = self._store.require_stat(self._key, self._length)
             self._upload_id = ""

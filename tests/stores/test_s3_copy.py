@@ -1,0 +1,193 @@
+"""Copies from, to, and within S3: killed and repeated, damaged on the way, and at the source."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.engine.snapshot.location import Location, locate
+from holdfast.engine.transform.copy import copy_snapshot
+from holdfast.errors import FormatError
+from holdfast.testing.contract import partial_keys
+from holdfast.types import MIB
+from tests.cli.invoke import run_cli
+from tests.engine.snapshot.manual_shards import split_rows, write_resharded
+from tests.stores.fault_proxy import Fault, FaultProxy
+from tests.trainings import flip_bit
+
+STATE = {"w": np.arange(12 * MIB, dtype=np.int32).reshape(12, -1), "b": np.ones(5)}  # 48 MiB
+
+
+@pytest.fixture
+def proxy(ceph):
+    proxy = FaultProxy(ceph.port)
+    yield proxy
+    proxy.stop()
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A local run whose version has two shards of 24 MiB, each of which is two parts."""
+    whole = holdfast.save(tmp_path / "whole" / "version_1", STATE, step=1)
+    return write_resharded(whole, locate(tmp_path / "run" / "version_1"), split_rows(2), 2)
+
+
+def check_copy(run, steps=(1,)):
+    assert [s.step for s in run.snapshots()] == [*steps]
+    for snapshot in run.snapshots():
+        assert snapshot.verify().ok
+        loaded = holdfast.load(snapshot.url)
+        assert np.array_equal(loaded["w"], STATE["w"])
+
+
+KILLS = {  # the request that is in progress, and the files that the repeated copy writes again
+    "first shard": ("partNumber=2", "shard-00000", {"shard-00000", "shard-00001"}),
+    "second shard": ("partNumber=2", "shard-00001", {"shard-00001"}),
+    "completion": ("uploadId=", "shard-00001", {"shard-00001"}),
+    "index": ("index.json$", "shard-00000", set()),
+    "manifest": ("manifest.json$", "", set()),
+}
+
+
+@pytest.mark.parametrize("point", KILLS)
+def test_a_copy_that_was_killed_is_repeated(s3, proxy, source, point):
+    request, shard, written = KILLS[point]
+    method = "POST" if point == "completion" else "PUT"
+    proxy.inject(Fault("stall", method, f"{shard}.*{request}", count=-1, seconds=60))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli", "copy", source.url, f"{s3}/copy/version_1"],
+        env={**os.environ, "AWS_ENDPOINT_URL": proxy.endpoint},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 60
+    while not any(r.action for r in proxy.log):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.5)  # the other requests end
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    run = holdfast.Run(f"{s3}/copy")
+    assert run.snapshots() == []
+    proxy.inject()
+    began = time.monotonic()
+    store = holdfast.open_store(f"{s3}/copy", endpoint=proxy.endpoint)
+    copy_snapshot(source, Location(store, "version_1"))
+    assert time.monotonic() - began < 20
+    sent = [r.target for r in proxy.log if r.method == "PUT" and ".safetensors" in r.target]
+    assert {re.search("shard-[0-9]{5}", target)[0] for target in sent} == written
+    check_copy(run)
+    run.sweep(grace=0, now=time.time() + 8 * 24 * 3600)  # what the killed copy has left
+    assert partial_keys(run.store) == []
+    check_copy(run)
+
+
+def test_copies_to_s3_within_s3_and_back(s3, tmp_path):
+    """A run with incremental versions, by the command."""
+    state = {"w": STATE["w"].copy(), "epoch": 0}
+    with holdfast.Checkpointer(
+        tmp_path / "run", state, save=holdfast.EverySteps(1), incremental=True
+    ) as ckpt:
+        for epoch in range(3):
+            state["epoch"] = epoch
+            state["w"][0, :100] += 1
+            ckpt.step()
+    hops = [str(tmp_path / "run"), f"{s3}/a", f"{s3}/folder/b", str(tmp_path / "back")]
+    expected = [holdfast.load(s.url) for s in holdfast.Run(hops[0]).snapshots()]
+    assert any(s.bases for s in holdfast.Run(hops[0]).snapshots())
+    for a, b in pairwise(hops):
+        result = run_cli("copy", a, b)
+        assert result.code == 0, result
+        assert "all checked" in result.out
+        again = run_cli("copy", a, b)
+        assert "Nothing copied" in again.out
+        snapshots = holdfast.Run(b).snapshots()
+        assert [s.step for s in snapshots] == [1, 2, 3]
+        assert not any(s.bases for s in snapshots)
+        for snapshot, value in zip(snapshots, expected, strict=True):
+            assert snapshot.verify().ok
+            loaded = holdfast.load(snapshot.url)
+            assert np.array_equal(loaded["w"], value["w"])
+            assert loaded["epoch"] == value["epoch"]
+
+
+def test_a_bit_that_flips_on_the_way_is_read_again(s3, proxy, tmp_path):
+    holdfast.save(f"{s3}/run/version_1", STATE, step=1)
+    store = holdfast.open_store(f"{s3}/run", endpoint=proxy.endpoint)
+    snapshot = holdfast.Run(store).latest()
+    proxy.inject(Fault("flip_reply", "GET", r"\.safetensors$", skip=2, after=1000))
+    copy_snapshot(snapshot, locate(tmp_path / "copy" / "version_1"))
+    assert proxy.faults[0].hits == 1
+    check_copy(holdfast.Run(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("to", ["s3", "local"])
+def test_a_damaged_source_is_refused_and_nothing_is_committed(s3, tmp_path, to):
+    holdfast.save(f"{s3}/run/version_1", STATE, step=1)
+    run = holdfast.Run(f"{s3}/run")
+    [shard] = [s.key for s in run.store.list("") if s.key.endswith(".safetensors")]
+    flip_bit(run.store, shard, byte=-1)
+    target = f"{s3}/copy" if to == "s3" else str(tmp_path / "copy")
+    with pytest.raises(FormatError, match="is damaged between bytes"):
+        copy_snapshot(run.latest(), locate(f"{target}/version_1"))
+    copied = holdfast.Run(target)
+    assert copied.snapshots() == []
+    assert [s.key for s in copied.store.list("")] == []
+    assert partial_keys(copied.store) == []
+    assert run_cli("copy", f"{s3}/run", target).code == 3
+    assert copied.snapshots() == []
+
+
+COPY = """
+import sys, numpy as np, torch, holdfast
+from holdfast.engine.snapshot.location import locate
+from holdfast.engine.transform.copy import copy_snapshot
+from holdfast.interop.export import locate_export, plan_export, write_export
+from tests.memory_peak import print_peak_memory
+verb, a, b = sys.argv[1:]
+holdfast.save(f"{b}-warm/version_1", {"model": {"x": np.ones(3)}})
+snapshot = holdfast.open(a)
+snapshot.indexes()
+with print_peak_memory():
+    if verb == "copy":
+        copy_snapshot(snapshot, locate(f"{b}/version_1"))
+    else:
+        location, _ = locate_export(b, verb)
+        write_export(snapshot, plan_export(snapshot, verb), location)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["copy", "safetensors", "torch"])
+def test_the_memory_of_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
+    """A copy and an export of many leaves, small and large, whose order differs in the target."""
+    model = {f"layer.{i}.w": np.full(1 << 20, i, np.int32) for i in range(240)}
+    model |= {f"layer.{i}.norm": np.full(1000, i, np.float32) for i in range(240)}
+    model["head"] = np.zeros((1 << 14, 1 << 10), np.float32)
+    source = holdfast.save(tmp_path / "run" / "version_1", {"model": model}, step=1)
+    length = source.nbytes
+    assert length > 1 << 30
+    del model
+    done = subprocess.run(
+        [sys.executable, "-c", COPY, verb, source.url, f"{s3}/out"],
+        env={**os.environ, "AWS_ENDPOINT_URL": proxy.endpoint},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout)
+    print(verb, peak >> 20, "MiB")
+    assert peak < 256 * MIB
+    parts = [t for t in proxy.targets("PUT") if "partNumber" in t]
+    assert len(parts) == len({re.search("partNumber=[0-9]+", t)[0] for t in parts})  # once each
