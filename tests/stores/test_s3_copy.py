@@ -190,4 +190,7 @@ def test_the_memory_of_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
     print(verb, peak >> 20, "MiB")
     assert peak < 256 * MIB
     parts = [t for t in proxy.targets("PUT") if "partNumber" in t]
-    assert len(parts) == len({re.search("partNumber=[0-9]+", t)[0] for t in parts})  # once each
+    numbers = {re.search("partNumber=[0-9]+", target)[0] for target in parts}
+    assert len(numbers) == -(-length // (16 * MIB))
+    # Ceph 16 ignores CRC-32C, so the first part of each thread is sent again with MD5
+    assert len(parts) <= len(numbers) + 8

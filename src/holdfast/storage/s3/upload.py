@@ -101,7 +101,8 @@ class S3Upload(Upload):
             with self._lock:
                 if number not in self._collected:
                     # not a bytearray: the allocator would keep its memory, once per thread
-                    self._collected[number] = (memoryview(mmap.mmap(-1, stop - start)), 0)
+                    memory = mmap.mmap(-1, stop - start, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                    self._collected[number] = (memoryview(memory), 0)
                 buffer = self._collected[number][0]
             buffer[offset - start : offset - start + count] = view[:count]
             with self._lock:
@@ -128,17 +129,20 @@ class S3Upload(Upload):
                 checksum == "auto" and endpoint.checks_crc is False and not endpoint.is_encrypted
             ):
                 sums["ContentMD5"] = _md5(views)
+            body = PartBody(views, store.deadline)
             try:
                 reply = client.upload_part(
                     Bucket=store.bucket,
                     Key=name,
                     UploadId=self._upload_id,
                     PartNumber=number + 1,
-                    Body=PartBody(views, store.deadline),
+                    Body=body,
                     **sums,
                 )
             except Exception as e:
                 raise store.translate(e, "write", self._key) from e
+            finally:
+                body.release()
             if not reply.get("ETag"):
                 raise no_tag_error(self._key, store.url)
             part = {"PartNumber": number + 1, "ETag": reply["ETag"]}
@@ -150,7 +154,10 @@ class S3Upload(Upload):
                     return send(client)  # nobody has checked the bytes: again, with MD5
             return part
 
-        part = store.call("UploadPart", "write", self._key, send)
+        try:
+            part = store.call("UploadPart", "write", self._key, send)
+        finally:
+            views = ()  # ``send`` refers to itself, so it lives until the next garbage collection
         with self._lock:
             self._parts[number] = part
 
@@ -310,6 +317,10 @@ class PartBody:
 
     def tell(self) -> int:
         return self._at
+
+    def release(self) -> None:
+        """Drop the memory: reference cycles of botocore keep this object for a while."""
+        self._views = ()
 
 
 def crc32c(views: Sequence[memoryview]) -> str:
