@@ -194,3 +194,21 @@ def test_the_memory_of_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
     assert len(numbers) == -(-length // (16 * MIB))
     # Ceph 16 ignores CRC-32C, so the first part of each thread is sent again with MD5
     assert len(parts) <= len(numbers) + 8
+
+
+@pytest.mark.parametrize(("kind", "name"), [("safetensors", "m.safetensors"), ("torch", "m.pt")])
+def test_what_the_command_exports_to_s3_it_imports_again(s3, tmp_path, kind, name):
+    state = {"model": {"w": STATE["w"], "b": STATE["b"]}}
+    source = holdfast.save(tmp_path / "run" / "version_1", state, step=1)
+    url = f"{s3}/out/{name}"
+    result = run_cli("export", source.url, "--to", kind, url)
+    assert result.code == 0, result
+    assert url in result.out
+    assert run_cli("export", source.url, "--to", kind, url).code != 0  # overwrites nothing
+    result = run_cli("import", url, f"{s3}/imported", "--step", "5")
+    assert result.code == 0, result
+    snapshot = holdfast.open(f"{s3}/imported/version_5")
+    assert snapshot.verify().ok
+    assert snapshot.metadata["note"]["imported_from"]["path"] == url
+    loaded = holdfast.load(snapshot.url)["model"]
+    assert all(np.array_equal(np.asarray(loaded[k]), state["model"][k]) for k in state["model"])
