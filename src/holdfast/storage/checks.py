@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from holdfast.errors import AlreadyExists, StoreError
+from holdfast.errors import AlreadyExists, Denied, StoreError
 
 
 class WrittenRanges:
@@ -139,9 +139,12 @@ def ended_error(key: str, store: str) -> StoreError:
     )
 
 
-def weak_store_error(key: str, store: str, promise: str, found: str) -> StoreError:
-    """Return the error for a write to a store that cannot keep ``promise``: it does ``found``."""
-    return StoreError(
+def weak_store_error(key: str, store: str, promise: str, found: str) -> Denied:
+    """Return the error for a write to a store that cannot keep ``promise``: it does ``found``.
+
+    It is ``Denied``, as for a read-only folder: nothing was written, and reading goes on.
+    """
+    return Denied(
         f"{store} cannot keep a promise of Holdfast; nothing was written to it",
         expected=promise,
         found=found,

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from threading import Thread
+from typing import TypeVar
 
 from holdfast.errors import HoldfastError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,27 @@ class Deadline:
     def earlier(self, other: Deadline | None) -> Deadline:
         """Return the earlier one of two deadlines."""
         return self if other is None or self.at <= other.at else other
+
+
+def call_within(deadline: Deadline, function: Callable[[], T]) -> T:
+    """Return ``function()``, which runs in a thread that is abandoned when the deadline passes.
+
+    Then, this raises ``TimeoutError``. For libraries whose calls have no timeout.
+    """
+    if not deadline.seconds_left:
+        raise TimeoutError(f"the deadline has passed for: {deadline.purpose}")
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as e:  # noqa: BLE001  (passed on)
+            result.set_exception(e)
+
+    Thread(target=run, daemon=True, name="holdfast-call").start()
+    try:
+        return result.result(deadline.seconds_left)
+    except TimeoutError as e:
+        if result.done():
+            raise
+        raise TimeoutError(f"no answer by the deadline for: {deadline.purpose}") from e

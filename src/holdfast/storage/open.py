@@ -19,10 +19,12 @@ from holdfast.storage.store import Store
 OpenStore = Callable[..., Store]
 """A function that returns the store at a URL: ``open(url, **options)``."""
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_SCHEME = re.compile(r"(fsspec\+[^/]*|[A-Za-z][A-Za-z0-9+.-]*)://")
+_FSSPEC = "fsspec+"  # followed by any protocol of fsspec
 _BUILT_IN = {
     "hdfs": "holdfast.storage.hdfs.store:open_hdfs",
     "s3": "holdfast.storage.s3.store:open_s3",
+    _FSSPEC: "holdfast.storage.fsspec.store:open_fsspec",
 }
 _memory_stores: dict[str, MemoryStore] = {}
 
@@ -33,7 +35,8 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     A path (see ``expand_home``) or ``file:///path`` is a local folder. ``memory://NAME`` is one
     store per name in this process, and ``memory://NAME/folder`` is a view of a folder in it.
     ``s3://BUCKET/folder`` is a folder in a bucket; its options are those of ``S3Options``.
-    ``hdfs://NAMENODE:PORT/folder`` is a folder in HDFS; see ``HdfsOptions``. A
+    ``hdfs://NAMENODE:PORT/folder`` is a folder in HDFS; see ``HdfsOptions``.
+    ``fsspec+PROTOCOL://...`` is any file system of fsspec; see ``open_fsspec`` for its options. A
     ``Store`` object is returned unchanged. ``register_store`` and packages with an entry point in
     the group ``holdfast.stores`` add other kinds.
 
@@ -61,7 +64,8 @@ def register_store(scheme: str, function: OpenStore) -> None:
     package does the same without a call, by an entry point in the group ``holdfast.stores`` whose
     name is the scheme. Raises ``StoreError`` if the scheme is invalid or is one of Holdfast's own.
     """
-    if not _SCHEME.fullmatch(f"{scheme}://") or scheme in (*_BUILT_IN, "file", "memory"):
+    is_own = scheme in (*_BUILT_IN, "file", "memory") or scheme.startswith(_FSSPEC)
+    if not _SCHEME.fullmatch(f"{scheme}://") or is_own:
         raise StoreError(
             f"Cannot register the kind of store {scheme!r}",
             expected="letters, digits, '+', '-', or '.', and not a kind that Holdfast has",
@@ -76,6 +80,7 @@ def has_authority(scheme: str) -> bool:
 
 def _find_function(scheme: str, url: str) -> OpenStore:
     """Return the function that opens URLs with this scheme. Raises ``StoreError``."""
+    scheme = _FSSPEC if scheme.startswith(_FSSPEC) else scheme
     if (function := _functions.get(scheme)) is not None:
         return function
     if scheme in _BUILT_IN:
@@ -97,7 +102,9 @@ def _find_function(scheme: str, url: str) -> OpenStore:
 
 def _supported() -> str:
     added = {e.name for e in entry_points(group="holdfast.stores")} | {*_functions}
-    return "a path or " + " or ".join(f"{s}://" for s in sorted(added | {*_BUILT_IN}))
+    return "a path or " + " or ".join(
+        f"{s}PROTOCOL://" if s == _FSSPEC else f"{s}://" for s in sorted(added | {*_BUILT_IN})
+    )
 
 
 def _open_file(url: str, **options: Any) -> LocalStore:

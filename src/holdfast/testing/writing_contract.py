@@ -288,8 +288,9 @@ class WritingContract(Contract):
         for _ in range(3):
             with ThreadPoolExecutor(16) as threads:
                 winners = [n for n in threads.map(race, range(10, 26)) if n is not None]
-            assert len(winners) == 1
-            assert store.get("v/m", 2000) == b"%d" % winners[0] * 1000
+            if store.traits.atomic:
+                assert len(winners) == 1
+            assert store.get("v/m", 2000) in [b"%d" % number * 1000 for number in winners]
             assert partial_keys(store) == []
             store.delete("v/m")
 

@@ -1,0 +1,180 @@
+"""The files of one file system of fsspec. Each call is bounded, and fails with a ``StoreError``."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from datetime import UTC, datetime
+from typing import Any, Self, TypeVar
+
+from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
+from holdfast.storage.checks import weak_store_error
+from holdfast.storage.deadline import Deadline, call_within
+from holdfast.storage.store import Stat, check_key
+
+T = TypeVar("T")
+
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "modificationTime")
+_RMDIR_KEEPS_FILES = {f"fsspec.implementations.{n}" for n in ("local", "memory", "sftp", "ftp")}
+"""The modules whose ``rmdir`` refuses a folder with files. Others delete the files, too."""
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_AWAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENOTCONN}
+
+
+class FsspecFiles:
+    """The files of the file system that ``connect`` returns, in the folder ``root``.
+
+    Many file systems use one connection that serves one call at a time, so each call borrows its
+    own. Each call ends within ``timeout`` seconds.
+    """
+
+    def __init__(
+        self, url: str, root: str, connect: Callable[[], Any], allow_weak: bool, timeout: float
+    ) -> None:
+        self.url = url if url.endswith("://") else url.rstrip("/")
+        self._root = root if not root else root.rstrip("/") + "/"
+        self._connect = connect
+        self._allow_weak = allow_weak
+        self._timeout = timeout
+        self._deadline: Deadline | None = None
+        self._unused: dict[int, list[Any]] = {}  # per process: a fork cannot share connections
+
+    def within(self, deadline: Deadline) -> Self:
+        """Return a view whose calls end by ``deadline``."""
+        view = copy(self)
+        view._deadline = deadline.earlier(self._deadline)
+        return view
+
+    def refuse_weak(self, key: str) -> None:
+        if not self._allow_weak:
+            raise weak_store_error(
+                key,
+                self.url,
+                "files that survive a crash once they are written, that one writer at most can"
+                " create, and that are listed from then on",
+                "a file system behind fsspec, which guarantees none of this",
+            )
+
+    def delete(self, key: str) -> None:
+        path = self.path(key)
+        self.refuse_weak(key)
+
+        def remove(fs: Any) -> None:
+            if fs.info(path)["type"] != "directory":  # some file systems delete a whole folder
+                fs.rm_file(path)
+
+        with suppress(NotFound):
+            self.call("delete", key, remove)
+        with suppress(StoreError):  # an empty folder may remain
+            self.call("delete the empty folder of", key, lambda fs: self._remove_empty(fs, path))
+
+    def _remove_empty(self, fs: Any, path: str) -> None:
+        """Remove the folders of a file up to the first that is not empty."""
+        rmdir = getattr(wrapped_kind(fs), "rmdir", None)
+        if getattr(rmdir, "__module__", None) not in _RMDIR_KEEPS_FILES:
+            return
+        while path := path.rpartition("/")[0]:
+            if not path.startswith(self._root) or fs.ls(path, detail=True):
+                return
+            fs.rmdir(path)
+
+    def stat(self, key: str) -> Stat:
+        path = self.path(key)
+        info = self.call("look up", key, lambda fs: fs.info(path))
+        if info["type"] == "directory":
+            raise NotFound(f"There is no {key} in {self.url}", key=key, store=self.url)
+        return self.stat_of(key, info)
+
+    def stat_of(self, key: str, info: Any) -> Stat:
+        if info.get("size") is None:
+            raise StoreError(f"{self.url} does not tell the length of {key}", key=key)
+        return Stat(key, int(info["size"]), _modified(info))
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def path(self, key: str) -> str:
+        return self._root + check_key(key, self.url)
+
+    def call(self, action: str, key: str, work: Callable[[Any], T]) -> T:
+        """Return ``work(fs)``. Raises ``StoreError``."""
+
+        def work_on_connection() -> T:
+            fs = self.borrow()
+            try:
+                result = work(fs)
+            except (*MISSING, PermissionError):
+                self.give_back(fs)
+                raise  # after another error, the connection may be broken
+            self.give_back(fs)
+            return result
+
+        return self.bounded(action, key, work_on_connection)
+
+    def bounded(self, action: str, key: str, function: Callable[[], T]) -> T:
+        """Return ``function()``. Raises ``Unavailable`` when the deadline passes."""
+        deadline = Deadline.after(self._timeout, f"{action} {key}").earlier(self._deadline)
+        try:
+            return call_within(deadline, function)
+        except StoreError:
+            raise
+        except Exception as e:
+            raise self._translate(e, action, key) from e
+
+    def borrow(self) -> Any:
+        try:
+            fs = self._unused.setdefault(os.getpid(), []).pop()
+        except IndexError:
+            fs = self._connect()
+        fs.invalidate_cache()
+        return fs
+
+    def give_back(self, fs: Any) -> None:
+        self._unused.setdefault(os.getpid(), []).append(fs)
+
+    def _translate(self, error: Exception, action: str, key: str) -> StoreError:
+        """Return the error of this store for an error of a file system."""
+        what = f"Cannot {action} {key} in {self.url}: {type(error).__name__}: {error}"
+        fields = {"key": key, "store": self.url}
+        code = getattr(error, "errno", None)
+        kinds = " ".join(c.__name__ for c in type(error).__mro__)
+        if isinstance(error, MISSING):
+            return NotFound(f"There is no {key} in {self.url}", **fields)
+        if isinstance(error, PermissionError):
+            return Denied(what, todo="Check the permissions and the credentials", **fields)
+        if code in _FULL:
+            return NoSpace(what, todo="Free space or raise the quota, or save elsewhere", **fields)
+        # each file system has errors of its own, such as requests.ConnectionError
+        if code in _AWAY or isinstance(error, EOFError) or "Timeout" in kinds or "Conn" in kinds:
+            return Unavailable(what, outcome="unknown", **fields)
+        return StoreError(what, **fields)
+
+
+def wrapped_kind(fs: Any) -> type:
+    """Return the class of a file system, or of the one that it passes its calls on to ("dir")."""
+    return type(getattr(fs, "fs", fs))
+
+
+def _modified(info: Any) -> float:
+    """Return the time when a file was written, or the current time if that is unknown.
+
+    The current time makes ``sweep`` keep the file.
+    """
+    found = next((info[name] for name in (*_TIMES, "modify", "created") if info.get(name)), None)
+    with suppress(ValueError):
+        if isinstance(found, str):
+            is_ftp = found[:14].isdecimal()
+            found = (
+                datetime.strptime(found[:14], "%Y%m%d%H%M%S")
+                if is_ftp
+                else (datetime.fromisoformat(found))
+            )
+        if isinstance(found, datetime):
+            return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+        if isinstance(found, int | float):
+            return found / 1000 if "modificationTime" in info else float(found)
+    return time.time()

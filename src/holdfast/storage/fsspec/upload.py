@@ -1,0 +1,119 @@
+"""Writes one file, from its first byte to its last, under another name."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from holdfast.errors import NotFound, StoreError, Unavailable
+from holdfast.storage.checks import check_written_length, exists_error, refuse_partial
+from holdfast.storage.fsspec.files import MISSING, FsspecFiles, wrapped_kind
+from holdfast.storage.store import Stat
+from holdfast.types import BLOCK_SIZE
+
+T = TypeVar("T")
+
+_MAX_TRIES = 16
+
+
+class FileAppender:
+    """Writes a file under another name, then moves it to the name of the object.
+
+    File systems without a rename copy it, and few tell whether they have one.
+    """
+
+    def __init__(self, store: FsspecFiles, key: str, length: int) -> None:
+        self._store, self._key, self._length = store, key, length
+        self._path = store.path(key)
+        store.refuse_weak(key)
+        refuse_partial(key, store.url)
+        folder, slash, name = key.rpartition("/")
+        self._partial = f"{folder}{slash}.{name[:48]}.{secrets.token_hex(8)}.partial"
+        self._partial_path = store.path(self._partial)
+        self._fs: Any = None
+        self._file: Any = None
+
+    def append(self, data: memoryview) -> None:
+        self._require_file()
+        for start in range(0, len(data), BLOCK_SIZE):
+            # a copy: some files take nothing else, and a call that is late may still read it
+            block = bytes(data[start : start + BLOCK_SIZE])
+            self._bounded("write", partial(self._file.write, block))
+
+    def commit(self) -> Stat:
+        store, key = self._store, self._key
+        self._require_file()
+        self._bounded("write", self._file.close)
+        check_written_length(key, store.url, self._length, store.stat(self._partial).length)
+        with suppress(NotFound):
+            store.stat(key)
+            raise exists_error(key, store.url)
+        self._move()
+        stat = store.stat(key)
+        check_written_length(key, store.url, self._length, stat.length)
+        store.give_back(self._fs)
+        return stat
+
+    def abort(self) -> None:
+        if self._fs is not None:
+            with suppress(StoreError):
+                self._bounded("close", self._file.close)
+            with suppress(StoreError):  # sweep removes a file that remains
+                self._store.delete(self._partial)
+
+    def _move(self) -> None:
+        store, key = self._store, self._key
+        try:
+            store.call("move", key, lambda fs: _move(fs, self._partial_path, self._path))
+        except StoreError as e:
+            if not isinstance(e, Unavailable):  # else, it may still be going on
+                with suppress(NotFound):
+                    store.stat(key)
+                    raise e.with_advice(outcome="unknown") from e
+                raise
+            raise
+        try:
+            store.stat(self._partial)
+        except NotFound:
+            return
+        with suppress(NotFound):
+            store.stat(key)
+            raise exists_error(key, store.url)
+        raise StoreError(
+            f"{store.url} has not moved a file to {key}, and reported success",
+            key=key,
+            store=store.url,
+        )
+
+    def _require_file(self) -> None:
+        if self._fs is None:
+            self._fs, self._file = self._bounded("create", self._open)
+
+    def _open(self) -> Any:
+        fs = self._store.borrow()
+        folder = self._partial_path.rpartition("/")[0]
+        for last in [False] * _MAX_TRIES + [True]:
+            try:
+                if folder:
+                    fs.makedirs(folder, exist_ok=True)
+                return fs, fs.open(self._partial_path, "wb")
+            except MISSING:  # a delete has removed the empty folder
+                if last:
+                    raise
+        raise AssertionError
+
+    def _bounded(self, action: str, function: Callable[[], T]) -> T:
+        return self._store.bounded(action, self._key, function)
+
+
+def _move(fs: Any, source: str, target: str) -> None:
+    from fsspec import AbstractFileSystem
+
+    if getattr(wrapped_kind(fs), "mv", None) is not AbstractFileSystem.mv:
+        fs.mv(source, target)
+    else:  # the same, but "*" and "?" stand for themselves
+        fs.cp_file(source, target)
+        fs.rm_file(source)
