@@ -1,16 +1,26 @@
 """Stores in the file systems of fsspec, which promise nothing, and which fail."""
 
-import itertools
+import os
+import sys
 import threading
+import time
 import uuid
+from datetime import UTC, datetime
 
 import fsspec
+import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from holdfast.errors import Denied
+import holdfast
+from holdfast.engine.snapshot import pins
+from holdfast.errors import AlreadyExists, Denied, HoldfastError, NoSpace, StoreError, Unavailable
+from holdfast.storage.deadline import Deadline
 from holdfast.storage.open import open_store
+from holdfast.storage.store import within
 from holdfast.testing import StoreContract
+from holdfast.testing.contract import keys, partial_keys, put
+from tests.cli.invoke import run_cli
 
 
 def memory_url():
@@ -31,3 +41,408 @@ class TestDirOfMemory(StoreContract):
     def make_store(self, folder):
         options = {"path": str(folder), "target_protocol": "memory"}
         return open_store("fsspec+dir://", **options, allow_weak=True)
+
+
+# without allow_weak, nothing is written
+
+STATE = {"weights": np.arange(50_000.0), "note": "weak"}
+
+
+@pytest.fixture
+def url():
+    """The URL of a run with versions 1 and 2, in which every file pins a version to read it."""
+    url = f"{memory_url()}/run"
+    store = open_store(url, allow_weak=True)
+    for step in (1, 2):
+        save_version(store, step)
+    return url
+
+
+def save_version(store, step):
+    state = {**STATE, "step": step}
+    with holdfast.Checkpointer(store, state) as checkpointer:
+        checkpointer.resume()
+        state["step"] = step
+        for _ in range(step - checkpointer.current_step):
+            checkpointer.step()
+        checkpointer.save()
+
+
+def files_of(url):
+    return {s.key: s for kind in ("list", "partials") for s in getattr(open_store(url), kind)("")}
+
+
+@pytest.mark.parametrize("how", ["save", "save_async", "checkpointer", "copy", "methods"])
+def test_writing_is_refused(how, tmp_path):
+    url = memory_url()
+    holdfast.save(tmp_path / "version_1", STATE, step=1)
+    with pytest.raises(HoldfastError, match="allow_weak=True") as caught:
+        if how == "save":
+            holdfast.save(f"{url}/version_1", STATE, step=1)
+        elif how == "save_async":
+            holdfast.save_async(f"{url}/version_1", STATE, step=1).wait()
+        elif how == "checkpointer":
+            save_version(url, 1)
+        elif how == "copy":
+            result = run_cli("copy", tmp_path / "version_1", f"{url}/version_1")
+            assert result.code != 0
+            raise HoldfastError(result.err)
+        else:
+            open_store(url).put("a", 1)
+    assert "guarantees none of this" in str(caught.value)
+    assert files_of(url) == {}
+
+
+def test_commands_write_nothing(url, tmp_path):
+    before = files_of(url)
+    holdfast.save(tmp_path / "version_1", STATE, step=1)
+    for command in (
+        ("copy", tmp_path / "version_1", f"{url}/new"),
+        ("pin", url, 1),
+        ("request-save", url),
+        ("sweep", url, "--abandoned"),
+    ):
+        result = run_cli(*command)
+        if command[0] != "sweep":  # there is nothing to remove
+            assert result.code != 0
+            assert "allow_weak=True" in result.err
+    assert files_of(url) == before
+
+
+def test_reading_works_and_writes_nothing(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
+    before, seen = files_of(url), []
+    monkeypatch.setattr(holdfast.events, "emit", lambda name, **_: seen.append(name))
+    loaded = holdfast.load(f"{url}/version_2")
+    assert loaded["step"] == 2
+    assert np.array_equal(loaded["weights"], STATE["weights"])
+    assert [s.step for s in holdfast.Run(url).snapshots()] == [1, 2]
+    state = {**STATE, "weights": np.zeros(50_000), "step": 0}
+    with holdfast.Checkpointer(url, state) as checkpointer:
+        assert checkpointer.resume().step == 2
+    assert np.array_equal(state["weights"], STATE["weights"])
+    for command in (
+        ("ls", url),
+        ("show", f"{url}@2"),
+        ("verify", url),
+        ("verify", f"{url}/version_1"),
+        ("diff", f"{url}/version_1", f"{url}/version_2"),
+        ("copy", f"{url}@1", tmp_path / "version_1"),
+    ):
+        result = run_cli(*command)
+        assert result.code == (7 if command[0] == "diff" else 0), (command, result)
+        assert "allow_weak" not in result.out + result.err
+    assert holdfast.load(tmp_path / "version_1")["step"] == 1
+    assert files_of(url) == before
+    assert "pin_left" not in seen
+
+
+def test_a_training_that_accepts_it(tmp_path):
+    store = open_store(f"fsspec+file://{tmp_path}/run", allow_weak=True)
+    state = {"weights": np.arange(2_000_000.0), "step": 0}
+    for last in (4, 8):
+        with holdfast.Checkpointer(
+            store, state, save=holdfast.EverySteps(1), keep=holdfast.KeepLast(2), incremental=True
+        ) as checkpointer:
+            checkpointer.resume()
+            assert checkpointer.current_step == last - 4 == state["step"]
+            for step in range(last - 3, last + 1):
+                state["weights"][step] = -1
+                state["step"] = step
+                checkpointer.step()
+    run = holdfast.Run(store)
+    assert [s.step for s in run.snapshots()] == [1, 7, 8]  # 1 has most of the bytes
+    assert not (tmp_path / "run" / "version_6").exists()
+    abandoned = tmp_path / "run" / "version_3" / ".shard.1.partial"
+    abandoned.parent.mkdir(exist_ok=True)
+    abandoned.write_bytes(b"1")
+    os.utime(abandoned, (0, 0))
+    run.sweep()
+    assert not abandoned.exists()
+    assert partial_keys(store) == []
+    assert np.array_equal(
+        holdfast.load(f"fsspec+file://{tmp_path}/run/version_8")["weights"], state["weights"]
+    )
+
+
+# a file system that fails
+
+CALLS = ("info", "ls", "makedirs", "_open", "cat_file", "cp_file", "rm_file")
+
+
+@pytest.fixture
+def faulty():
+    """Return the class behind ``faulty://``, whose objects are in memory and which can fail."""
+
+    class Faulty(MemoryFileSystem):
+        protocol = "faulty"
+        store, pseudo_dirs = {}, [""]
+        calls, fail_at, error, connections = 0, 0, OSError("broken"), 0
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            Faulty.connections += 1
+
+        @classmethod
+        def _strip_protocol(cls, path):
+            return MemoryFileSystem._strip_protocol(path.removeprefix("faulty://"))
+
+    def counted(name):
+        method = getattr(MemoryFileSystem, name)
+
+        def call(self, *args, **options):
+            Faulty.calls += 1
+            if Faulty.calls == Faulty.fail_at:
+                raise Faulty.error
+            return method(self, *args, **options)
+
+        return call
+
+    for name in CALLS:
+        setattr(Faulty, name, counted(name))
+    fsspec.register_implementation("faulty", Faulty, clobber=True)
+    return Faulty
+
+
+def open_faulty(**options):
+    return open_store("fsspec+faulty://run", allow_weak=True, **options)
+
+
+@pytest.mark.parametrize("error", [OSError("broken"), ConnectionResetError("gone")])
+def test_a_save_raises_or_commits_at_each_failed_call(faulty, error):
+    faulty.error = error
+    outcomes = {"saved": 0, "nothing": 0, "unknown": 0}
+    for fail_at in range(1, 1000):
+        faulty.store.clear()
+        faulty.calls, faulty.fail_at = 0, fail_at
+        store = open_faulty()
+        failure = None
+        try:
+            holdfast.save(store, STATE, step=1)
+        except HoldfastError as e:
+            failure = e
+        is_done, faulty.fail_at = faulty.calls < fail_at, 0
+        exists = "manifest.json" in keys(store)
+        if failure is None:
+            assert np.array_equal(holdfast.load(store)["weights"], STATE["weights"])
+            outcomes["saved"] += 1
+        elif failure.is_outcome_unknown:
+            outcomes["unknown"] += 1
+        else:
+            assert not exists
+            outcomes["nothing"] += 1
+        if is_done:
+            break
+    assert outcomes["nothing"] > 10
+    assert outcomes["unknown"] <= 24  # up to 8 calls from the move of each of 3 files on
+    assert outcomes["saved"] >= 1  # a failure to delete, or none
+
+
+@pytest.mark.parametrize("fault", ["truncated", "unmoved", "uncopied", "half copied"])
+def test_a_silent_failure_is_found(faulty, fault, monkeypatch):
+    store = open_faulty()
+    if fault == "truncated":
+        open_file = faulty._open
+
+        class Shorter:
+            def __init__(self, file):
+                self.file, self.close = file, file.close
+
+            def write(self, data):
+                self.file.write(data[:-1])
+                return len(data)
+
+        monkeypatch.setattr(
+            faulty,
+            "open",
+            lambda self, path, mode="rb", **_: Shorter(open_file(self, path, mode)),
+        )
+    elif fault == "unmoved":
+        monkeypatch.setattr(faulty, "mv", lambda *_: None)
+    elif fault == "uncopied":
+        monkeypatch.setattr(faulty, "cp_file", lambda *_: None)
+    else:
+        copy = MemoryFileSystem.pipe_file
+        monkeypatch.setattr(faulty, "cp_file", lambda self, _, path: copy(self, path, b"1"))
+    for write in (
+        lambda: put(store, "v/a", b"123"),
+        lambda: store.put_if_absent("v/m", b"123"),
+        lambda: holdfast.save(store, STATE, step=1),
+    ):
+        with pytest.raises(StoreError):
+            write()
+    assert "manifest.json" not in keys(store)
+    if fault != "half copied":
+        assert keys(store) == []
+    monkeypatch.undo()
+
+
+def test_a_move_that_leaves_an_existing_file_is_a_conflict(faulty, monkeypatch):
+    store, other = open_faulty(), open_faulty()
+
+    def overtaken(self, source, target):
+        monkeypatch.undo()
+        other.put_if_absent("m", b"other")
+
+    for data, expected in ((b"mine", AlreadyExists), (b"other", None)):
+        monkeypatch.setattr(faulty, "mv", overtaken)
+        if expected:
+            with pytest.raises(expected):
+                store.put_if_absent("m", data)
+        else:
+            assert store.put_if_absent("m", data).length == 5
+        assert store.get("m", 9) == b"other"
+        assert partial_keys(store) == []
+        store.delete("m")
+
+
+def test_a_replaced_object_is_a_conflict(faulty, monkeypatch):
+    store = open_faulty()
+    copy = MemoryFileSystem.cp_file
+
+    def replaced(self, source, target):
+        copy(self, source, target)
+        self.store[target].seek(0)
+        self.store[target].write(b"late")
+
+    monkeypatch.setattr(faulty, "cp_file", replaced)
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("m", b"mine")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (PermissionError(13, "no"), Denied),
+        (OSError(28, "full"), NoSpace),
+        (OSError(113, "no route"), Unavailable),
+        (TimeoutError("slow"), Unavailable),
+        (BrokenPipeError("gone"), Unavailable),
+        (EOFError(), Unavailable),
+        (NotImplementedError("read-only"), StoreError),
+    ],
+)
+def test_errors_are_translated(faulty, error, expected):
+    faulty.error, faulty.fail_at = error, 1
+    with pytest.raises(StoreError) as caught:
+        list(open_faulty().list(""))
+    assert type(caught.value) is expected
+    assert caught.value.__cause__ is error
+    assert type(error).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"mtime": 1700000000.5},
+        {"mtime": datetime.fromtimestamp(1700000000.5, UTC)},
+        {"mtime": None, "modificationTime": 1700000000500},
+        {"modify": "20231114221320.500"},
+        {"updated": "2023-11-14T22:13:20.5Z", "created": "no"},
+        {"LastModified": datetime(2023, 11, 14, 22, 13, 20)},
+        {"created": datetime.fromtimestamp(1700000000, UTC)},
+    ],
+)
+def test_the_time_of_a_file(faulty, monkeypatch, info):
+    monkeypatch.setattr(faulty, "info", lambda *_: {"type": "file", "size": 1, **info})
+    assert int(open_faulty().stat("a").modified) == 1700000000
+
+
+@pytest.mark.parametrize("info", [{}, {"mtime": "yesterday"}, {"mtime": object()}])
+def test_a_file_of_unknown_age_is_new(faulty, monkeypatch, info):
+    monkeypatch.setattr(faulty, "info", lambda *_: {"type": "file", "size": 1, **info})
+    assert abs(open_faulty().stat("a").modified - time.time()) < 60
+
+
+def test_a_file_of_unknown_length_is_an_error(faulty, monkeypatch):
+    monkeypatch.setattr(faulty, "info", lambda *_: {"type": "file", "size": None})
+    with pytest.raises(StoreError, match="length"):
+        open_faulty().get("a", 100)
+
+
+def test_a_failed_listing_is_not_an_empty_run(faulty):
+    store = open_faulty()
+    store.put_if_absent("version_1/a", b"1")
+    for fail_at in (1, 2):
+        faulty.calls, faulty.fail_at = 0, fail_at
+        with pytest.raises(StoreError, match="broken"):
+            list(store.list(""))
+
+
+def test_a_call_that_never_returns_ends_in_time(faulty, monkeypatch):
+    store, released = open_faulty(timeout=0.2), threading.Event()
+    store.put_if_absent("m", bytes(100))
+    read = MemoryFileSystem.cat_file
+    monkeypatch.setattr(faulty, "cat_file", lambda *a: (released.wait(60), read(*a))[1])
+    into, start = bytearray(b"x" * 100), time.monotonic()
+    with pytest.raises(Unavailable, match="no answer by the deadline"):
+        store.get_range("m", 0, 100, memoryview(into))
+    deadline = Deadline.after(0.1, "a test")
+    with pytest.raises(Unavailable):
+        within(open_faulty(), deadline).get("m", 100)
+    with pytest.raises(Unavailable, match="has passed"):
+        within(open_faulty(), deadline).stat("m")
+    assert time.monotonic() - start < 30
+    released.set()
+    assert into == b"x" * 100  # the late call changes nothing
+
+
+def test_a_forked_process_connects_again(faulty, monkeypatch):
+    store = open_faulty()
+    store.put_if_absent("m", b"1")
+    connections = faulty.connections
+    store.stat("m")
+    assert faulty.connections == connections
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    store.stat("m")
+    assert faulty.connections == connections + 1
+
+
+def test_a_listing_shows_what_others_did(tmp_path):
+    one, two = (open_store(f"fsspec+file://{tmp_path}", allow_weak=True) for _ in range(2))
+    assert keys(one) == []
+    two.put_if_absent("v/a", b"1")
+    assert keys(one) == ["v/a"]
+    (tmp_path / "v" / "b").write_bytes(b"2")
+    assert keys(one) == ["v/a", "v/b"]
+    one.delete("v/a")
+    assert keys(two) == ["v/b"]
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("fsspec+://a", "does not name one file system"),
+        ("fsspec+dir::memory://a", "does not name one file system"),
+        ("fsspec+nonsense://a", "Protocol not known: nonsense"),
+        ("fsspec+smb://a", "smbprotocol"),
+        ("fsspec+ftp://me:secret@host/a", "password"),
+    ],
+)
+def test_bad_urls(url, message):
+    with pytest.raises(StoreError, match=message) as caught:
+        holdfast.Run(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_without_fsspec(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(StoreError, match=r"pip install 'holdfast\[fsspec\]'"):
+        open_store("fsspec+memory://a")
+
+
+def test_bad_options():
+    for timeout in (0, -1, "5", None):
+        with pytest.raises(StoreError, match="timeout="):
+            open_store("fsspec+memory://a", timeout=timeout)
+    store = open_store("fsspec+dir://a", path="/", target_protocol="nonsense")
+    with pytest.raises(StoreError, match="Protocol not known: nonsense"):
+        store.stat("a")
+    with pytest.raises(StoreError, match="Cannot register"):
+        holdfast.register_store("fsspec+memory", open_store)
+    with pytest.raises(StoreError, match=r"fsspec\+PROTOCOL://"):
+        open_store("unknown://a")

@@ -27,8 +27,8 @@ class StoreContract(WritingContract):
     empty folder. ``put_sees_existing`` is True if ``put`` refuses a key that already exists. A
     store that cannot detect this cheaply sets it to False. ``partials_are_listed`` is True if
     ``partials`` shows unfinished uploads. A store in which they end with their process, and leave
-    nothing, sets it to False. Without ``traits.atomic``, several of many racing writers may succeed,
-    but the object must be whole and that of one of them.
+    nothing, sets it to False. Without ``traits.atomic``, several racing writers may succeed;
+    the object must be whole and that of one of them.
     """
 
     # reading

@@ -150,7 +150,7 @@ class FsspecFiles:
             return NoSpace(what, todo="Free space or raise the quota, or save elsewhere", **fields)
         # each file system has errors of its own, such as requests.ConnectionError
         if code in _AWAY or isinstance(error, EOFError) or "Timeout" in kinds or "Conn" in kinds:
-            return Unavailable(what, outcome="unknown", **fields)
+            return Unavailable(what, **fields)
         return StoreError(what, **fields)
 
 
@@ -164,7 +164,8 @@ def _modified(info: Any) -> float:
 
     The current time makes ``sweep`` keep the file.
     """
-    found = next((info[name] for name in (*_TIMES, "modify", "created") if info.get(name)), None)
+    times = (info.get(name) for name in (*_TIMES, "modify", "created"))
+    found = next((time for time in times if time is not None), None)
     with suppress(ValueError):
         if isinstance(found, str):
             is_ftp = found[:14].isdecimal()

@@ -43,15 +43,20 @@ class FsspecStore(FsspecFiles):
         appender = FileAppender(self, key, len(data))
         try:
             appender.append(memoryview(data))
-            stat = appender.commit()
+            appender.commit()
+            error: BaseException = exists_error(key, self.url)  # if another writer replaces it
         except BaseException as e:
             appender.abort()
-            may_exist = isinstance(e, AlreadyExists) or getattr(e, "is_outcome_unknown", False)
-            if may_exist and self._object_equals(key, data):
-                return self.stat(key)
-            raise
-        if not self._object_equals(key, data):  # another writer has replaced it
-            raise exists_error(key, self.url)
+            may_exist = isinstance(e, StoreError) and e.is_outcome_unknown
+            if not may_exist and not isinstance(e, AlreadyExists):
+                raise
+            error = e
+        try:
+            stat = self._stat_if_equal(key, data)
+        except StoreError as e:
+            raise e.with_advice(outcome="unknown") from error
+        if stat is None:
+            raise error
         return stat
 
     # -- reading -------------------------------------------------------------------------------
@@ -129,11 +134,13 @@ class FsspecStore(FsspecFiles):
                 with suppress(NotFound):  # a link to a folder or to nothing
                     yield entry.stat or self.stat(key)
 
-    def _object_equals(self, key: str, data: bytes) -> bool:
+    def _stat_if_equal(self, key: str, data: bytes) -> Stat | None:
+        """Return the status of an object if it has exactly these bytes."""
         try:
-            return self.stat(key).length == len(data) and self.get(key, len(data)) == data
+            stat = self.stat(key)
+            return stat if stat.length == len(data) and self.get(key, len(data)) == data else None
         except NotFound:
-            return False
+            return None
 
 
 def open_fsspec(

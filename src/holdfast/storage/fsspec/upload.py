@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from holdfast.errors import NotFound, StoreError, Unavailable
+from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import check_written_length, exists_error, refuse_partial
 from holdfast.storage.fsspec.files import MISSING, FsspecFiles, wrapped_kind
 from holdfast.storage.store import Stat
@@ -48,12 +48,18 @@ class FileAppender:
         self._require_file()
         self._bounded("write", self._file.close)
         check_written_length(key, store.url, self._length, store.stat(self._partial).length)
-        with suppress(NotFound):
-            store.stat(key)
-            raise exists_error(key, store.url)
-        self._move()
-        stat = store.stat(key)
-        check_written_length(key, store.url, self._length, stat.length)
+        self._require_absent()
+        try:
+            store.call("move", key, lambda fs: _move(fs, self._partial_path, self._path))
+            self._require_moved()
+            stat = store.stat(key)
+            check_written_length(key, store.url, self._length, stat.length)
+        except AlreadyExists:
+            raise
+        except StoreError as e:
+            if not isinstance(e, Unavailable) and self._is_absent():
+                raise
+            raise e.with_advice(outcome="unknown") from e  # the move may still be going on
         store.give_back(self._fs)
         return stat
 
@@ -64,29 +70,31 @@ class FileAppender:
             with suppress(StoreError):  # sweep removes a file that remains
                 self._store.delete(self._partial)
 
-    def _move(self) -> None:
+    def _require_moved(self) -> None:
+        """Check the move: some file systems do not report that it failed."""
         store, key = self._store, self._key
-        try:
-            store.call("move", key, lambda fs: _move(fs, self._partial_path, self._path))
-        except StoreError as e:
-            if not isinstance(e, Unavailable):  # else, it may still be going on
-                with suppress(NotFound):
-                    store.stat(key)
-                    raise e.with_advice(outcome="unknown") from e
-                raise
-            raise
         try:
             store.stat(self._partial)
         except NotFound:
             return
-        with suppress(NotFound):
-            store.stat(key)
-            raise exists_error(key, store.url)
+        self._require_absent()
         raise StoreError(
             f"{store.url} has not moved a file to {key}, and reported success",
             key=key,
             store=store.url,
         )
+
+    def _require_absent(self) -> None:
+        with suppress(NotFound):
+            self._store.stat(self._key)
+            raise exists_error(self._key, self._store.url)
+
+    def _is_absent(self) -> bool:
+        try:
+            self._require_absent()
+        except StoreError:
+            return False
+        return True
 
     def _require_file(self) -> None:
         if self._fs is None:
