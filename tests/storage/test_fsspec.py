@@ -137,6 +137,7 @@ def test_reading_works_and_writes_nothing(url, tmp_path, monkeypatch):
     assert "pin_left" not in seen
 
 
+@pytest.mark.slow
 def test_a_training_that_accepts_it(tmp_path):
     store = open_store(f"fsspec+file://{tmp_path}/run", allow_weak=True)
     state = {"weights": np.arange(2_000_000.0), "step": 0}
@@ -208,6 +209,7 @@ def open_faulty(**options):
     return open_store("fsspec+faulty://run", allow_weak=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError("broken"), ConnectionResetError("gone")])
 def test_a_save_raises_or_commits_at_each_failed_call(faulty, error):
     faulty.error = error
@@ -310,10 +312,15 @@ def test_a_replaced_object_is_a_conflict(faulty, monkeypatch):
         store.put_if_absent("m", b"mine")
 
 
+class AuthenticationException(Exception):
+    """Paramiko's error of this name."""
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
         (PermissionError(13, "no"), Denied),
+        (AuthenticationException("who?"), Denied),
         (OSError(28, "full"), NoSpace),
         (OSError(113, "no route"), Unavailable),
         (TimeoutError("slow"), Unavailable),

@@ -144,11 +144,11 @@ class FsspecFiles:
         kinds = " ".join(c.__name__ for c in type(error).__mro__)
         if isinstance(error, MISSING):
             return NotFound(f"There is no {key} in {self.url}", **fields)
-        if isinstance(error, PermissionError):
+        # each file system has errors of its own, such as requests.ConnectionError
+        if isinstance(error, PermissionError) or "Auth" in kinds:
             return Denied(what, todo="Check the permissions and the credentials", **fields)
         if code in _FULL:
             return NoSpace(what, todo="Free space or raise the quota, or save elsewhere", **fields)
-        # each file system has errors of its own, such as requests.ConnectionError
         if code in _AWAY or isinstance(error, EOFError) or "Timeout" in kinds or "Conn" in kinds:
             return Unavailable(what, **fields)
         return StoreError(what, **fields)
