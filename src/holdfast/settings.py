@@ -71,6 +71,13 @@ def aws_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[s
     return frozenset((n, v) for n, v in environ.items() if n.startswith("AWS_"))
 
 
+def cloud_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:
+    """Return the environment variables that obstore reads: a client is made for their values."""
+    environ = os.environ if environ is None else environ
+    names = ("AZURE_", "AZURITE_", "GOOGLE_")
+    return frozenset((n, v) for n, v in environ.items() if n.startswith(names))
+
+
 def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
     text = environ.get(name, default)
     try:

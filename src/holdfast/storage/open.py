@@ -23,6 +23,8 @@ _SCHEME = re.compile(r"(fsspec\+[^/]*|[A-Za-z][A-Za-z0-9+.-]*)://")
 _FSSPEC = "fsspec+"  # followed by any protocol of fsspec
 _BUILT_IN = {
     "hdfs": "holdfast.storage.hdfs.store:open_hdfs",
+    "az": "holdfast.storage.cloud.store:open_azure",
+    "gs": "holdfast.storage.cloud.store:open_google",
     "s3": "holdfast.storage.s3.store:open_s3",
     _FSSPEC: "holdfast.storage.fsspec.store:open_fsspec",
 }
@@ -34,9 +36,10 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
 
     A path (see ``expand_home``) or ``file:///path`` is a local folder. ``memory://NAME`` is one
     store per name in this process, and ``memory://NAME/folder`` is a view of a folder in it.
-    ``s3://BUCKET/folder`` is a folder in a bucket; its options are those of ``S3Options``.
-    ``hdfs://NAMENODE:PORT/folder`` is a folder in HDFS; see ``HdfsOptions``.
-    ``fsspec+PROTOCOL://...`` is any file system of fsspec; see ``open_fsspec`` for its options. A
+    ``s3://BUCKET/folder`` is a folder in a bucket, with the options ``S3Options``; so is
+    ``az://CONTAINER/folder`` (``AzureOptions``) and ``gs://BUCKET/folder`` (``GoogleOptions``).
+    ``hdfs://NAMENODE:PORT/folder`` is a folder in HDFS (``HdfsOptions``), and
+    ``fsspec+PROTOCOL://...`` is any file system of fsspec (``open_fsspec``). A
     ``Store`` object is returned unchanged. ``register_store`` and packages with an entry point in
     the group ``holdfast.stores`` add other kinds.
 

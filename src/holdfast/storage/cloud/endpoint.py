@@ -1,0 +1,232 @@
+"""The options of ``az://`` and ``gs://``, and the clients of one account or server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from threading import Lock
+from typing import Any, ClassVar, Self
+
+from holdfast.errors import StoreError
+from holdfast.settings import cloud_variables
+from holdfast.storage.cloud.failures import translated
+from holdfast.storage.throttle import Throttle
+from holdfast.text import to_repr
+from holdfast.types import MIB
+from holdfast.version import __version__
+
+INSTALL = "Install it: pip install 'holdfast[cloud]'"
+
+TIMEOUTS = (1, 4, 15, 60)
+"""The timeouts of the clients, in seconds, each for a whole request with its reply. A request uses
+the longest one that its deadline allows."""
+
+MIN_PART = 5 * MIB
+"""The least length of a part other than the last one (the limit of Google)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloudOptions:
+    """The options that ``az://`` and ``gs://`` share.
+
+    ``endpoint``: the URL of another server. ``anonymous``: send no credentials. ``part_size``: the
+    length of the parts in which a large object is sent, in bytes; an upload keeps up to six of
+    them in memory. ``concurrency``: the largest number of requests of this process in progress,
+    other than the parts of uploads, of which each upload sends up to four at once. ``timeout``:
+    seconds for which a call is repeated while the server is unreachable or busy.
+    """
+
+    endpoint: str | None = None
+    anonymous: bool = False
+    part_size: int = 16 * MIB
+    concurrency: int = 32
+    timeout: float = 300.0
+
+    scheme: ClassVar[str] = ""
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise StoreError(
+                    f"Unknown option {name!r} of a {cls.scheme}:// store",
+                    expected=" or ".join(known),
+                )
+        result = cls(**options)
+        for name, is_valid, expected in (
+            ("part_size", lambda n: _is(n, int) and n >= MIN_PART, f"at least {MIN_PART} bytes"),
+            ("concurrency", lambda n: _is(n, int) and 1 <= n <= 1024, "1 to 1024"),
+            ("timeout", lambda n: _is(n, int, float) and n > 0, "seconds greater than 0"),
+            ("endpoint", lambda u: u is None or _is_web(u), "https://HOST or http://HOST"),
+        ):
+            value = getattr(result, name)
+            if not is_valid(value):
+                found = to_repr(value) if name != "endpoint" else None  # it may have a password
+                raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
+        return result
+
+    def config(self) -> dict[str, Any]:
+        """Return the options as obstore names them. What it lacks comes from the environment."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class AzureOptions(CloudOptions):
+    """The options of ``holdfast.open_store("az://...", **options)``. See also ``CloudOptions``.
+
+    What is None comes from the environment variables that begin with ``AZURE_``, the Azure CLI, or
+    a managed identity. ``account``: the name of the storage account. ``account_key`` or
+    ``sas_token``: the credentials.
+    """
+
+    account: str | None = None
+    account_key: str | None = field(default=None, repr=False)
+    sas_token: str | None = field(default=None, repr=False)
+
+    scheme: ClassVar[str] = "az"
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "endpoint": self.endpoint,
+            "account_name": self.account,
+            "account_key": self.account_key,
+            "sas_key": self.sas_token,
+            "skip_signature": self.anonymous or None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GoogleOptions(CloudOptions):
+    """The options of ``holdfast.open_store("gs://...", **options)``. See also ``CloudOptions``.
+
+    What is None comes from the environment variables that begin with ``GOOGLE_``, the file of
+    ``gcloud auth application-default login``, or the metadata service. ``service_account``: the
+    path of a file with a key.
+    """
+
+    service_account: str | None = None
+
+    scheme: ClassVar[str] = "gs"
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "base_url": self.endpoint,
+            "service_account": self.service_account,
+            "skip_signature": self.anonymous or None,
+        }
+
+
+class Endpoint:
+    """The clients with certain options in this process, and the throttle of their requests.
+
+    ``known_containers``: those that have answered. ``conditional_containers``: those in which the
+    server has refused to replace an object.
+    """
+
+    def __init__(self, options: CloudOptions, variables: frozenset[tuple[str, str]]) -> None:
+        self.options = options
+        self.throttle = Throttle(options.concurrency, options.timeout)
+        self.known_containers: set[str] = set()
+        self.conditional_containers: set[str] = set()
+        self._allow_http = any(
+            url.startswith("http://")
+            for url in (options.endpoint or "", *(v for n, v in variables if n in _URL_VARIABLES))
+        )
+        self._clients: dict[tuple[str, int], Any] = {}
+        self._lock = Lock()
+
+    def client(self, container: str, seconds_left: float, longest: int) -> Any:
+        """Return a client whose requests take at most ``seconds_left`` and ``longest``, or 1 s. It
+        repeats nothing."""
+        timeout = max(t for t in TIMEOUTS if t <= max(TIMEOUTS[0], min(seconds_left, longest)))
+        client = self._clients.get((container, timeout))
+        if client is None:
+            with self._lock:
+                client = self._clients.get((container, timeout))
+                if client is None:
+                    client = self._create_client(container, timeout, 0)
+                    self._clients[container, timeout] = client
+        return client
+
+    def streaming_client(self, container: str, seconds: float) -> Any:
+        """Return a client for one upload. It repeats a request for at most ``seconds``."""
+        timeout = max((t for t in TIMEOUTS if t <= seconds / 3), default=TIMEOUTS[0])
+        return self._create_client(container, timeout, max(0.0, seconds - timeout))
+
+    def forget_clients(self) -> None:
+        """Let the next request create a client, which looks for credentials again."""
+        self._clients = {}
+
+    def _create_client(self, container: str, timeout: int, retry_seconds: float) -> Any:
+        from obstore import store
+
+        classes: dict[str, Callable[..., Any]] = {"az": store.AzureStore, "gs": store.GCSStore}
+        options = self.options
+        is_writer, longest_pause = retry_seconds > 0, min(5.0, retry_seconds / 4)
+        with translated("open", "", f"{options.scheme}://{container}"):
+            return classes[options.scheme](
+                container,
+                config={k: v for k, v in options.config().items() if v is not None},
+                client_options={
+                    "timeout": timedelta(seconds=timeout),
+                    "connect_timeout": timedelta(seconds=min(timeout, 15)),
+                    # a stalled read is resumed soon; the writer of a part reads when it has written
+                    "read_timeout": timedelta(
+                        seconds=timeout if is_writer else max(1, timeout / 4)
+                    ),
+                    "allow_http": self._allow_http,
+                    "user_agent": f"holdfast/{__version__}",
+                },
+                retry_config={
+                    "max_retries": 1000 if is_writer else 0,
+                    "retry_timeout": timedelta(seconds=retry_seconds - longest_pause),
+                    "backoff": {
+                        "init_backoff": timedelta(seconds=min(0.1, longest_pause)),
+                        "max_backoff": timedelta(seconds=longest_pause),
+                        "base": 2,
+                    },
+                },
+            )
+
+
+def _is(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _is_web(url: object) -> bool:
+    return isinstance(url, str) and url.startswith(("https://", "http://"))
+
+
+_URL_VARIABLES = {"AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"}
+_endpoints: dict[tuple[CloudOptions, frozenset[tuple[str, str]]], Endpoint] = {}
+_process: list[int] = []  # the first one that used obstore
+
+
+def shared_endpoint(options: CloudOptions) -> Endpoint:
+    """Return the endpoint with these options that all stores of this process share.
+
+    A process that has changed its environment variables gets another one. Raises ``StoreError`` if
+    obstore is not installed, or if the process was forked from one that has used it: the threads of
+    obstore exist only in the parent, and each call would wait for them forever.
+    """
+    try:
+        import obstore  # noqa: F401
+    except ImportError as e:
+        raise StoreError(
+            f"A {options.scheme}:// store needs the package obstore", todo=INSTALL
+        ) from e
+    if not _process:
+        _process.append(os.getpid())
+    if _process[0] != os.getpid():
+        raise StoreError(
+            f"A {options.scheme}:// store cannot be used in a process forked from one that used it",
+            todo="Start the process with the method 'spawn' or 'forkserver' of multiprocessing",
+        )
+    variables = cloud_variables()
+    key = (options, variables)
+    found = _endpoints.get(key)  # each request asks for it
+    return _endpoints.setdefault(key, Endpoint(options, variables)) if found is None else found

@@ -1,0 +1,152 @@
+"""A store in a container of Azure or a bucket of Google.
+
+The commit is one conditional PUT, which never replaces an object. Large objects are streams.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.errors import NotFound, StoreError
+from holdfast.storage.buffered_upload import BufferedUpload
+from holdfast.storage.checks import refuse_partial
+from holdfast.storage.cloud.container import CloudContainer, to_stat
+from holdfast.storage.cloud.endpoint import AzureOptions, CloudOptions, GoogleOptions
+from holdfast.storage.cloud.upload import StreamAppender
+from holdfast.storage.sequential_upload import SequentialUpload
+from holdfast.storage.store import Entry, Stat, Upload
+
+_CONTAINER = re.compile(r"[a-z0-9$][a-z0-9._-]{1,221}")
+
+
+class CloudStore(CloudContainer):
+    """A store in a folder of a container, or in a whole container. Creating it sends no request."""
+
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
+        refuse_partial(key, self.url)
+        self.object_name(key)
+        if length > self.options.part_size:
+            return SequentialUpload(self.url, key, length, StreamAppender(self, key, length))
+
+        def create(data: bytes) -> Stat:
+            self.create_object(key, data, accept_equal=False)
+            return self.require_stat(key, length)
+
+        return BufferedUpload(self.url, key, length, create)
+
+    def put_if_absent(self, key: str, data: bytes) -> Stat:
+        refuse_partial(key, self.url)
+        self.create_object(key, data, accept_equal=True)
+        if self.container not in self.endpoint.conditional_containers:
+            self.require_conditional_put(key, data)
+        return self.require_stat(key, len(data))
+
+    def delete(self, key: str) -> None:
+        import obstore
+
+        name = self.object_name(key)
+        try:
+            self.call("Delete", "delete", key, lambda c: obstore.delete(c, name))
+        except NotFound:
+            return
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        pages = _Pages(self._folder_name(prefix))
+        while (page := self.call("List", "list", prefix, pages.read)) is not None:
+            self.endpoint.known_containers.add(self.container)
+            for found in page:
+                yield self._listed(found)
+        self.endpoint.known_containers.add(self.container)
+
+    def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
+        """See the function."""
+        import obstore
+
+        start = self._folder_name(folder)
+        if "/" in prefix:
+            return
+        reply = self.call("List", "list", folder, lambda c: obstore.list_with_delimiter(c, start))
+        self.endpoint.known_containers.add(self.container)
+        for common in reply["common_prefixes"]:
+            name = common.rstrip("/").rpartition("/")[2]
+            if name.startswith(prefix):
+                yield Entry(name, "folder")
+        for found in reply["objects"]:
+            stat = self._listed(found)
+            name = stat.key.rpartition("/")[2]
+            if name.startswith(prefix):
+                yield Entry(name, "object", stat)
+
+    def partials(self, prefix: str) -> Iterator[Stat]:
+        """Yield nothing: obstore cannot list what an unfinished upload has sent. Azure removes it
+        after 7 days; a bucket of Google needs a lifecycle rule (``docs/stores.md``)."""
+        if prefix:
+            self.object_name(prefix)
+        return iter(())
+
+    def _folder_name(self, folder: str) -> str | None:
+        """Return the name of a folder in the container, as obstore wants it."""
+        name = self.object_name(folder) if folder else self.prefix.rstrip("/")
+        return name or None
+
+    def _listed(self, found: Any) -> Stat:
+        return to_stat(found, found["path"].removeprefix(self.prefix))
+
+
+class _Pages:
+    """The pages of a listing. After a failure, it goes on behind what has arrived."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder
+        self._position: str | None = None
+        self._stream: Iterator[Any] | None = None
+
+    def read(self, client: Any) -> Any:
+        """Return the next page, or None."""
+        import obstore
+
+        stream = self._stream
+        if stream is None:
+            stream = iter(
+                obstore.list(client, self._folder, offset=self._position, chunk_size=1000)
+            )
+        self._stream = None
+        page = next(stream, None)
+        self._stream = stream
+        if page:
+            self._position = page[-1]["path"]
+        return page
+
+
+def open_azure(url: str, **options: Any) -> CloudStore:
+    """Return the store at ``az://CONTAINER/folder``. For the options, see ``AzureOptions``.
+
+    Characters such as ``%`` and ``+`` stand for themselves. Raises ``StoreError`` if the URL or an
+    option is invalid, or if obstore is not installed.
+    """
+    return _open(url, AzureOptions.from_mapping(options))
+
+
+def open_google(url: str, **options: Any) -> CloudStore:
+    """Return the store at ``gs://BUCKET/folder``. For the options, see ``GoogleOptions``.
+
+    Experimental: it is not tested on a server. Otherwise, see ``open_azure``.
+    """
+    return _open(url, GoogleOptions.from_mapping(options))
+
+
+def _open(url: str, options: CloudOptions) -> CloudStore:
+    container, _, folder = url.removeprefix(f"{options.scheme}://").partition("/")
+    if not _CONTAINER.fullmatch(container):
+        raise StoreError(
+            f"{options.scheme}://... does not name a container"
+            if "@" in url
+            else f"{url} does not name a container",
+            expected=f"{options.scheme}://CONTAINER/folder",
+            found=repr(container) if "@" not in url else None,
+            todo="The account, credentials, and other options are not part of the URL: see"
+            " docs/stores.md",
+        )
+    return CloudStore(container, folder.rstrip("/"), options)

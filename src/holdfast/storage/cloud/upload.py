@@ -1,0 +1,149 @@
+"""Streams a large object to a container. It becomes visible as a whole, when it is committed."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from holdfast.errors import NotFound, StoreError, Unavailable
+from holdfast.storage.checks import exists_error
+from holdfast.storage.cloud.container import CloudContainer
+from holdfast.storage.cloud.failures import translate
+from holdfast.storage.store import Stat, part_length
+from holdfast.types import BLOCK_SIZE
+
+PARALLEL_PARTS = 4
+"""How many parts of one upload are sent at once."""
+
+_WAITING = 2
+"""How many pieces of up to ``BLOCK_SIZE`` may wait for the thread that sends them."""
+
+
+class StreamAppender:
+    """Appends to an object by obstore's writer, which sends the bytes in parts.
+
+    A thread calls the writer, so that each call of this class ends by its deadline. (obstore waits
+    without regard to signals, and its own limits of time are those of one request.) The writer
+    repeats a part that fails, because nobody else has the bytes. It ignores ``Retry-After`` and the
+    throttle, and doubles its pauses, up to 5 s.
+
+    An upload that fails leaves parts that nobody sees. obstore cannot delete them.
+    """
+
+    def __init__(self, store: CloudContainer, key: str, length: int) -> None:
+        self._store, self._key, self._length = store, key, length
+        self._part = max(store.options.part_size, part_length(store.traits, length))
+        self._pieces: SimpleQueue[bytes | None] = SimpleQueue()  # None: no more
+        self._replies: SimpleQueue[BaseException | None] = SimpleQueue()  # one per piece
+        self._credit = _WAITING
+        self._is_ended = False
+        self._thread: Thread | None = None
+
+    def append(self, data: memoryview) -> None:
+        """Copy the bytes, because the writer refers to them until they are sent."""
+        for start in range(0, len(data), BLOCK_SIZE):
+            if not self._credit:
+                self._wait("write")
+            self._credit -= 1
+            self._send(bytes(data[start : start + BLOCK_SIZE]))
+
+    def commit(self) -> Stat:
+        """Complete the object, unless the key is taken: the parts themselves have no condition.
+
+        Both clouds accept the completion of a stream only once. If its reply is lost, obstore
+        repeats it and gets an error. So the object is looked up after each failure. The key has no
+        object before, so one of the right length is this one.
+        """
+        store, key = self._store, self._key
+        while self._credit < _WAITING:
+            self._wait("write")
+        if self._length_found() is not None:
+            raise exists_error(key, store.url)
+        self._send(None)
+        try:
+            self._wait("complete")
+        except StoreError as e:
+            if not self._is_visible():
+                is_unknown = {"outcome": "unknown"} if isinstance(e, Unavailable) else {}
+                raise e.with_advice(**is_unknown) from None
+        return store.require_stat(key, self._length)
+
+    def abort(self) -> None:
+        """Let the thread drop the writer when its request in progress has ended."""
+        self._is_ended = True
+        self._pieces.put(None)
+
+    def _length_found(self) -> int | None:
+        with suppress(NotFound):
+            return self._store.stat(self._key).length
+        return None
+
+    def _is_visible(self) -> bool:
+        try:
+            return self._length_found() == self._length
+        except StoreError:  # that of the completion counts
+            return False
+
+    def _send(self, piece: bytes | None) -> None:
+        if self._thread is None:
+            seconds = self._store.deadline_of("write", self._key).seconds_left
+            seconds = min(seconds, self._store.options.timeout)
+            client = self._store.endpoint.streaming_client(self._store.container, seconds)
+            self._thread = Thread(target=self._run, args=(client,), daemon=True)
+            self._thread.start()
+        self._pieces.put(piece)
+
+    def _wait(self, action: str) -> None:
+        """Wait until the thread has passed on a piece, or has completed the object."""
+        store, key = self._store, self._key
+        deadline = store.deadline_of(action, key)
+        try:
+            error = self._replies.get(timeout=deadline.seconds_left)
+        except Empty:
+            raise Unavailable(
+                f"Cannot {action} {key} in {store.url}: the server is too slow",
+                todo=f"Gave up after {deadline.purpose}. Check the network and the server,"
+                " then try again",
+                key=key,
+                store=store.url,
+            ) from None
+        self._credit += 1
+        if error is not None:
+            raise self._explain(error, action)
+
+    def _explain(self, error: BaseException, action: str) -> StoreError:
+        if not isinstance(error, Exception):
+            raise error
+        found = translate(error, action, self._key, self._store.url)
+        if isinstance(found, Unavailable):
+            seconds = self._store.options.timeout
+            advice = f"Gave up after repeating it for up to {seconds:g} s. Check the network and"
+            return found.with_advice(f"{advice} the server, then try again")  # type: ignore[return-value]
+        return found
+
+    def _run(self, client: Any) -> None:
+        """Send the pieces, and answer each. After a failure, only answer."""
+        failure: BaseException | None = None
+        writer: Any = None
+        piece: bytes | None = b""
+        while piece is not None:
+            piece = self._pieces.get()
+            if self._is_ended:
+                return
+            try:
+                if failure is None:
+                    writer = writer or self._open_writer(client)
+                    writer.write(piece) if piece is not None else writer.close()
+            except BaseException as e:  # noqa: BLE001  (raised on the thread that waits)
+                failure = e
+            self._replies.put(failure)
+
+    def _open_writer(self, client: Any) -> Any:
+        import obstore
+
+        name = self._store.object_name(self._key)
+        return obstore.open_writer(
+            client, name, buffer_size=self._part, max_concurrency=PARALLEL_PARTS
+        )
