@@ -99,3 +99,13 @@ def s3(ceph, monkeypatch):
 def localstack_s3(localstack, monkeypatch):
     """The URL of a new bucket of LocalStack."""
     return use_new_bucket(localstack, monkeypatch)
+
+
+@pytest.fixture
+def az(azurite, monkeypatch):
+    """The URL of a new container of Azurite, which the environment variables point to."""
+    for name, value in azurite.environment().items():
+        monkeypatch.setenv(name, value)
+    container = f"c-{uuid.uuid4()}"
+    azurite.create_container(container)
+    return f"az://{container}"

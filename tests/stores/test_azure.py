@@ -1,22 +1,22 @@
-"""``az://`` on Azurite: the Store contract, faults on the way, a whole training, and mistakes."""
+"""``az://`` on Azurite: the Store contract, and faults between a training and the server."""
 
-import uuid
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import obstore
 import pytest
 
 import holdfast
-from holdfast.testing import StoreContract
+from holdfast.errors import AlreadyExists, DigestMismatch, HoldfastError, StoreError, Unavailable
+from holdfast.storage.deadline import Deadline
+from holdfast.testing import StoreContract, contract
+from holdfast.testing.contract import keys
 from holdfast.types import MIB
-
-
-@pytest.fixture
-def az(azurite, monkeypatch):
-    """The URL of a new container of Azurite, which the environment variables point to."""
-    for name, value in azurite.environment().items():
-        monkeypatch.setenv(name, value)
-    container = f"c-{uuid.uuid4()}"
-    azurite.create_container(container)
-    return f"az://{container}"
+from tests.stores.emulators import Azurite
+from tests.stores.fault_proxy import Fault, FaultProxy
 
 
 class TestAzurite(StoreContract):
@@ -25,3 +25,377 @@ class TestAzurite(StoreContract):
     @pytest.fixture
     def store(self, az):
         return holdfast.open_store(f"{az}/a/folder", part_size=5 * MIB)
+
+
+STATE = {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}  # 20 MiB: four parts
+
+SHARD = r"\.safetensors"
+REQUESTS = {
+    "pin": ("PUT", r"/pin-[^?]*$"),
+    "part": ("PUT", r"comp=block&"),
+    "complete": ("PUT", r"comp=blocklist"),
+    "index": ("PUT", r"index\.json$"),
+    "manifest": ("PUT", r"manifest\.json$"),
+    "stat": ("HEAD", SHARD),
+    "unpin": ("POST", r"comp=batch"),
+}
+"""The requests of a save."""
+
+READS = {
+    "list": ("GET", r"comp=list"),
+    "manifest": ("GET", r"manifest\.json$"),
+    "index": ("GET", r"index\.json$"),
+    "shard": ("GET", SHARD),
+    "stat": ("HEAD", SHARD),
+}
+
+
+@pytest.fixture
+def proxy(azurite):
+    proxy = FaultProxy(azurite.port)
+    yield proxy
+    proxy.stop()
+
+
+@pytest.fixture
+def store(az, proxy):
+    """A run behind the proxy. No call takes longer than 20 s."""
+    return open_run(az, proxy)
+
+
+@pytest.fixture(scope="module")
+def saved_container(azurite):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in azurite.environment().items():
+            patch.setenv(name, value)
+        azurite.create_container("saved")
+        save(holdfast.open_store("az://saved/run", part_size=5 * MIB))
+    return "az://saved"
+
+
+@pytest.fixture
+def saved(az, proxy, saved_container):
+    """A run with one version, which nobody changes."""
+    return open_run(saved_container, proxy)
+
+
+def open_run(az, proxy, **options):
+    endpoint = f"{proxy.endpoint}/{Azurite.account}"
+    return holdfast.open_store(
+        f"{az}/run", **{"timeout": 20, "part_size": 5 * MIB, "endpoint": endpoint, **options}
+    )
+
+
+def save(store, step=1):
+    return holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+
+
+def check_intact(store, steps=(1,)):
+    run = holdfast.Run(store)
+    assert [s.step for s in run.snapshots()] == [*steps]
+    assert all(s.verify().ok for s in run.snapshots())
+
+
+def check_nothing(store):
+    """Nothing was committed, and the next save works."""
+    assert holdfast.Run(store).snapshots() == []
+    save(store, 2)
+    check_intact(store, [2])
+
+
+# faults that pass
+
+
+@pytest.mark.parametrize(
+    ("request_name", "action"),
+    [
+        *((name, action) for name in REQUESTS for action in ("reset", "lose_reply")),
+        *((name, "ok_error") for name in REQUESTS if name not in ("part", "complete")),
+        *((name, "status") for name in ("part", "complete", "manifest")),
+    ],
+)
+def test_a_save_survives_a_fault(store, proxy, request_name, action):
+    method, path = REQUESTS[request_name]
+    proxy.inject(Fault(action, method, path))
+    save(store)
+    assert proxy.faults[0].hits == 1
+    proxy.inject()
+    check_intact(store)
+    assert [key for key in keys(store) if key.startswith("pin-")] == []
+
+
+@pytest.mark.parametrize(
+    ("request_name", "action"),
+    [
+        *((name, "reset") for name in READS),
+        *((name, action) for name in READS if name != "stat" for action in ("cut", "truncate")),
+        ("shard", "flip_reply"),  # without TLS, one in a manifest is damage: Azure sends no MD5
+        ("shard", "status"),
+    ],
+)
+def test_a_load_survives_a_fault(saved, proxy, request_name, action):
+    method, path = READS[request_name]
+    proxy.inject(Fault(action, method, path, after=100))
+    assert holdfast.Run(saved).latest() is not None
+    assert np.array_equal(holdfast.load(saved.at("version_1"))["w"], STATE["w"])
+    assert proxy.faults[0].hits == 1
+
+
+def test_a_busy_server_gets_fewer_requests(store, proxy):
+    proxy.inject(Fault("status", "PUT", r"manifest\.json$", count=2, code=429))
+    before = store.statistics()
+    save(store)
+    after = store.statistics()
+    assert after.throttled - before.throttled == 2
+    assert after.concurrency < before.concurrency
+    tries = [r.time for r in proxy.log if r.method == "PUT" and "manifest" in r.target]
+    assert tries[1] - tries[0] >= 1  # obstore does not tell Retry-After
+    check_intact(store)
+
+
+def test_a_read_goes_on_behind_what_has_arrived(store, proxy, monkeypatch):
+    ranges, get = [], obstore.get
+
+    def record(client, name, options):
+        ranges.append(options["range"])
+        return get(client, name, options=options)
+
+    monkeypatch.setattr(obstore, "get", record)
+    data = np.arange(MIB, dtype=np.int32).tobytes()
+    store.put_if_absent("a", data)
+    proxy.inject(Fault("truncate", "GET", after=2 * MIB + 5))
+    assert contract.read(store, "a", 3, len(data) - 3) == data[3:]
+    assert ranges[0] == (3, len(data))
+    assert 3 + MIB <= ranges[1][0] <= 3 + 2 * MIB + 5
+
+
+def test_a_replaced_object_is_an_error(store, proxy, azurite):
+    data = bytes(4 * MIB)
+    store.put_if_absent("a", data)
+    proxy.inject(Fault("cut", "GET", after=2 * MIB + 5))
+    chunks = store._read_body
+
+    def replace(*arguments):
+        try:
+            chunks(*arguments)
+        finally:
+            store.delete("a")
+            store.put_if_absent("a", data[1:] + b"1")
+
+    store._read_body = replace
+    with pytest.raises(StoreError, match="was replaced while it was read"):
+        contract.read(store, "a", 0, len(data))
+
+
+def test_a_stalled_reply_is_abandoned(saved, saved_container, proxy):
+    store = open_run(saved_container, proxy, timeout=15)
+    proxy.inject(Fault("stall_reply", "GET", SHARD, after=MIB, seconds=60))
+    began = time.monotonic()
+    assert np.array_equal(holdfast.load(store.at("version_1"))["w"], STATE["w"])
+    assert time.monotonic() - began < 12
+
+
+# faults that stay
+
+
+@pytest.mark.parametrize(
+    ("request_name", "action"),
+    [
+        *((name, "status") for name in ("pin", "part", "complete", "manifest")),
+        *((name, "reset") for name in ("part", "complete", "index")),
+        *((name, "ok_error") for name in ("complete", "manifest")),
+    ],
+)
+def test_a_save_fails_in_time(az, proxy, request_name, action):
+    store = open_run(az, proxy, timeout=1.5)
+    method, path = REQUESTS[request_name]
+    proxy.inject(Fault(action, method, path, count=-1))
+    began = time.monotonic()
+    with pytest.raises(HoldfastError) as caught:
+        save(store)
+    assert time.monotonic() - began < 8
+    assert store.url in str(caught.value)
+    assert "Gave up after" in str(caught.value)
+    proxy.inject()
+    check_nothing(store)
+
+
+def test_a_part_that_the_server_did_not_keep(store, proxy):
+    """A reply of 200 hides an error. The list of the parts then has one that is missing."""
+    proxy.inject(Fault("ok_error", "PUT", "comp=block&"))
+    with pytest.raises(StoreError, match="400: InvalidBlockList"):
+        save(store)
+    proxy.inject()
+    check_nothing(store)
+
+
+def test_a_stopped_server_holds_no_call_up(az, proxy, azurite):
+    store = open_run(az, proxy, timeout=3)
+    save(store)
+
+    def upload(length):
+        with store.put("y", length) as upload:
+            upload.write_at(0, memoryview(bytes(length)))
+            upload.commit()
+
+    calls = [
+        lambda: store.stat("version_1/manifest.json"),
+        lambda: store.get("version_1/manifest.json", MIB),
+        lambda: contract.read(store, "version_1/manifest.json", 0, 9),
+        lambda: store.put_if_absent("x", b"1"),
+        lambda: upload(6 * MIB),
+        lambda: upload(90 * MIB),
+        lambda: store.delete("z"),
+        lambda: keys(store),
+        lambda: [*store.list_level("")],
+        lambda: store.within(Deadline.after(1, "the test")).stat("x"),
+    ]
+
+    def time_call(call):
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="Gave up after"):
+            call()
+        return time.monotonic() - began
+
+    azurite.send(signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(len(calls)) as threads:
+            seconds = [*threads.map(time_call, calls)]
+    finally:
+        azurite.send(signal.SIGCONT)
+    assert max(seconds) < 4.5
+    assert seconds[-1] < 2.5
+    assert holdfast.Run(open_run(az, proxy)).latest().verify().ok
+
+
+def test_an_upload_obeys_the_deadline_of_its_view(az, proxy):
+    """The writer of obstore would wait for 100 s."""
+    store = open_run(az, proxy, timeout=300)
+    proxy.inject(Fault("stall", "PUT", "comp=block", count=-1, seconds=30))
+    began = time.monotonic()
+    view = store.within(Deadline.after(1, "the save"))
+    upload = view.put("a", 90 * MIB)
+    with pytest.raises(Unavailable, match=r"Gave up after the save"):
+        upload.write_at(0, memoryview(bytes(90 * MIB)))
+    upload.abort()
+    assert time.monotonic() - began < 2.5
+
+
+def test_an_upload_that_nobody_waits_for_ends_its_thread(store):
+    upload = store.put("a", 6 * MIB)
+    upload.write_at(0, memoryview(bytes(MIB)))
+    upload.abort()
+    deadline = time.monotonic() + 5
+    while any(t.name == "holdfast upload of a" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# the commit, and large objects
+
+
+def test_a_lost_commit_whose_outcome_is_unknown_says_so(az, proxy):
+    store = open_run(az, proxy, timeout=2)
+    proxy.inject(
+        Fault("lose_reply", "PUT", "manifest.json$", count=1),
+        Fault("reset", ".*", "manifest.json$", count=-1, skip=1),
+    )
+    with pytest.raises(StoreError) as caught:
+        save(store)
+    assert caught.value.is_outcome_unknown
+    proxy.inject()
+    check_intact(store)
+
+
+@pytest.mark.parametrize("size", [1000, 12 * MIB])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_lost_reply_of_a_shard(store, proxy, size, is_own):
+    """Its own object is found. Another one with the key is refused, and stays."""
+    data = memoryview(np.arange(size // 4, dtype=np.int32)).cast("B")
+    proxy.inject(Fault("lose_reply", "PUT", "a($|.comp=blocklist)"))
+    if is_own:
+        assert contract.put(store, "a", data).length == size
+    else:
+        store.put_if_absent("a", b"foreign")
+        with pytest.raises(AlreadyExists):
+            contract.put(store, "a", data)
+        data = b"foreign"
+    assert store.get("a", 20 * MIB) == data
+
+
+def test_two_writers_of_one_version(store, proxy):
+    """Both replies of the first try are lost, and one of the two commits."""
+    proxy.inject(Fault("lose_reply", "PUT", "manifest.json$", count=2))
+    outcomes = []
+
+    def commit(number):
+        try:
+            store.put_if_absent("version_1/manifest.json", b"%d" % number * 100)
+            outcomes.append(number)
+        except HoldfastError as e:
+            outcomes.append(e)
+
+    threads = [threading.Thread(target=commit, args=(n,)) for n in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [o for o in outcomes if isinstance(o, int)]
+    assert len(winners) == 1
+    assert store.get("version_1/manifest.json", 1000) == b"%d" % winners[0] * 100
+
+
+def test_the_memory_of_a_large_object_may_change_after_each_write(store):
+    """obstore's writer refers to what it got until it is sent."""
+    piece = np.zeros(MIB, np.uint8)
+    with store.put("a", 40 * MIB) as upload:
+        for number in range(40):
+            piece[:] = number
+            upload.write_at(number * MIB, memoryview(piece))
+        piece[:] = 255
+        upload.commit()
+    found = np.frombuffer(store.get("a", 40 * MIB), np.uint8).reshape(40, MIB)
+    assert np.array_equal(found, np.repeat(np.arange(40, dtype=np.uint8)[:, None], MIB, 1))
+
+
+def test_a_large_upload_to_a_slow_server_takes_bounded_memory(store, proxy):
+    proxy.inject(Fault("stall", "PUT", "comp=block&", count=-1, seconds=60))
+    began, piece = resident(), memoryview(bytes(MIB))
+    upload = store.within(Deadline.after(2, "the test")).put("a", 400 * MIB)
+    with pytest.raises(Unavailable):
+        for number in range(400):
+            upload.write_at(number * MIB, piece)
+    # the parts are also in the proxy, which runs in this process
+    assert resident() - began < 2 * 6 * 5 * MIB + 20 * MIB
+    upload.abort()
+
+
+def resident():
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("size", [10, 12 * MIB])
+def test_a_large_object_does_not_replace_another(store, size):
+    store.put_if_absent("a", b"first")
+    with pytest.raises(AlreadyExists):
+        contract.put(store, "a", bytes(size))
+    assert store.get("a", 5) == b"first"
+
+
+def test_wrong_bytes_of_the_store_are_damage(saved, proxy):
+    proxy.inject(Fault("flip_reply", "GET", SHARD, count=-1, after=5 * 1000))
+    with pytest.raises(DigestMismatch, match="is damaged"):
+        holdfast.load(saved.at("version_1"))
+
+
+def test_a_server_that_replaces_objects_is_refused(store, monkeypatch):
+    put = obstore.put
+
+    def overwrite(client, name, data, *, mode, use_multipart):
+        assert mode == "create"
+        return put(client, name, data, use_multipart=use_multipart)
+
+    monkeypatch.setattr(obstore, "put", overwrite)
+    with pytest.raises(StoreError, match="its server replaces objects"):
+        save(store)

@@ -17,7 +17,7 @@ _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})")
 _CODE = re.compile(r"<Code>\s*(\w{1,80})\s*</Code>")
 _MESSAGE = re.compile(r"<Message>\s*([^<\n]{1,200})")
 _SECRET = re.compile(r"sig=|se=|signature=|://|Bearer", re.IGNORECASE)
-_NOT_SENT = re.compile(r"kind: Connect|ConnectError|dns error|tcp connect error")
+_NOT_SENT = re.compile(r"kind: Connect,|ConnectError\(|dns error|tcp connect error")
 _NO_CONTAINER = re.compile(
     r"ContainerNotFound|NoSuchBucket|specified (?:container|bucket) does not exist"
 )

@@ -91,7 +91,8 @@ class StreamAppender:
             seconds = self._store.deadline_of("write", self._key).seconds_left
             seconds = min(seconds, self._store.options.timeout)
             client = self._store.endpoint.streaming_client(self._store.container, seconds)
-            self._thread = Thread(target=self._run, args=(client,), daemon=True)
+            name = f"holdfast upload of {self._key}"
+            self._thread = Thread(target=self._run, args=(client,), name=name, daemon=True)
             self._thread.start()
         self._pieces.put(piece)
 
