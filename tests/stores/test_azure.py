@@ -229,6 +229,19 @@ def test_a_part_that_the_server_did_not_keep(store, proxy):
     check_nothing(store)
 
 
+def test_a_server_that_goes_away_during_a_save_is_waited_for_once(az, proxy):
+    """The failed save also removes its pin, which tries once."""
+    store = open_run(az, proxy, timeout=4)
+    save(store)
+    proxy.inject(Fault("stall", "PUT", "comp=block&"), Fault("stall", skip=1, count=-1))
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="Gave up after"):
+        save(store, 2)
+    assert time.monotonic() - began < 4 + 4 + 1  # timeout, and one request of 4 s
+    proxy.inject()
+    check_intact(store)
+
+
 def test_a_stopped_server_holds_no_call_up(az, proxy, azurite):
     store = open_run(az, proxy, timeout=3)
     save(store)

@@ -127,7 +127,7 @@ class Throttle:
                     return result
                 except Unavailable as e:
                     error = e
-            since = self._note_failure()
+            since = self.note_failure(self._clock())
             is_unknown |= error.is_outcome_unknown
             pause = self._uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 20)))
             if error.fields.get("throttled"):
@@ -174,11 +174,12 @@ class Throttle:
                 self._limit = max(1, self._limit // 2)
                 self._changed_at = now
 
-    def _note_failure(self) -> float:
-        """Return the time of the first failure since the last success."""
+    def note_failure(self, since: float) -> float:
+        """Note that the server has failed since a time of the clock. Return the time of its first
+        failure since the last success. (``call`` notes those of its own requests.)"""
         with self._lock:
             if self._failing_since is None:
-                self._failing_since = self._clock()
+                self._failing_since = since
             return self._failing_since
 
     def _recover(self) -> None:

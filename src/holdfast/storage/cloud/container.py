@@ -113,12 +113,12 @@ class CloudContainer:
         bytes. ``accept_equal``: the same for an object that was there before. Raises
         ``AlreadyExists``.
         """
-        may_be_own = accept_equal
+        name, may_be_own = self.object_name(key), accept_equal
 
         def put(client: Any) -> bool:
             nonlocal may_be_own
             try:
-                return self._try_to_create(client, key, data)
+                return self._try_to_create(client, name, key, data)
             except StoreError as e:
                 may_be_own |= e.is_outcome_unknown
                 raise
@@ -138,14 +138,14 @@ class CloudContainer:
         self.endpoint.conditional_containers.add(self.container)
         raise exists_error(key, self.url)
 
-    def _try_to_create(self, client: Any, key: str, data: bytes) -> bool:
+    def _try_to_create(self, client: Any, name: str, key: str, data: bytes) -> bool:
         """Send one conditional PUT. Return False if the server refuses it: the object exists."""
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
         with translated("write", key, self.url):
             try:
-                obstore.put(client, self.object_name(key), data, mode="create", use_multipart=False)
+                obstore.put(client, name, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
                 return False
         return True
@@ -155,9 +155,12 @@ class CloudContainer:
 
         Repeat the PUT, which must fail. If it succeeds, the object has the same bytes as before.
         """
-        if self.call(
-            "Put", "write", key, lambda c: self._try_to_create(c, key, data), TIMEOUTS[-1]
-        ):
+        name = self.object_name(key)
+
+        def put(client: Any) -> bool:
+            return self._try_to_create(client, name, key, data)
+
+        if self.call("Put", "write", key, put, TIMEOUTS[-1]):
             raise StoreError(
                 f"{self.url} cannot hold a run: its server replaces objects",
                 expected="a server that refuses to create an object that exists",

@@ -62,10 +62,10 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     if isinstance(error, StoreError):
         return error
     scheme = url.partition(":")[0]
-    text, kind = str(error), type(error).__name__
+    text = str(error)
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
-    what = f"Cannot {action} {key or 'the container'} in {url}"
+    what = f"Cannot {action} {key} in {url}" if key else f"Cannot {action} {url}"
     fields: dict[str, Any] = {"key": key, "store": url, "status": status}
     if "token request" in text or "azure cli" in text.lower():
         if status == 429 or status >= 500:
@@ -82,7 +82,7 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     if isinstance(error, ValueError | TypeError):  # raised before a request was sent
         todo = "Use a name without control characters"
         return StoreError(f"{what}: obstore refuses the name", todo=todo, **fields)
-    return StoreError(f"{what}: {kind}: {_first_line(text)}", todo=_CREDENTIALS[scheme], **fields)
+    return StoreError(f"{what}: {_first_line(text)}", todo=_CREDENTIALS[scheme], **fields)
 
 
 def _translate_status(status: int, what: str, text: str, fields: dict[str, Any]) -> StoreError:
@@ -111,7 +111,7 @@ def _reason(status: int, text: str) -> str:
 
 
 def _first_line(text: str) -> str:
-    line = text.partition("\n")[0]
+    line = re.sub(r"^Generic \w+ error: ", "", text.partition("\n")[0])
     return "the reason may contain credentials" if _SECRET.search(line) else line[:200]
 
 

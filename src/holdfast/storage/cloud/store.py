@@ -141,11 +141,9 @@ def _open(url: str, options: CloudOptions) -> CloudStore:
     container, _, folder = url.removeprefix(f"{options.scheme}://").partition("/")
     if not _CONTAINER.fullmatch(container):
         raise StoreError(
-            f"{options.scheme}://... does not name a container"
-            if "@" in url
-            else f"{url} does not name a container",
+            "The URL does not name a container",
             expected=f"{options.scheme}://CONTAINER/folder",
-            found=repr(container) if "@" not in url else None,
+            found=None if "@" in url or "?" in url else repr(url),  # they precede credentials
             todo="The account, credentials, and other options are not part of the URL: see"
             " docs/stores.md",
         )

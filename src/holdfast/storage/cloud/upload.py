@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -39,6 +40,7 @@ class StreamAppender:
         self._replies: SimpleQueue[BaseException | None] = SimpleQueue()  # one per piece
         self._credit = _WAITING
         self._is_ended = False
+        self._seconds = 0.0  # for which a part is repeated
         self._thread: Thread | None = None
 
     def append(self, data: memoryview) -> None:
@@ -88,9 +90,9 @@ class StreamAppender:
 
     def _send(self, piece: bytes | None) -> None:
         if self._thread is None:
-            seconds = self._store.deadline_of("write", self._key).seconds_left
-            seconds = min(seconds, self._store.options.timeout)
-            client = self._store.endpoint.streaming_client(self._store.container, seconds)
+            left = self._store.deadline_of("write", self._key).seconds_left
+            self._seconds = min(left, self._store.options.timeout)
+            client = self._store.endpoint.streaming_client(self._store.container, self._seconds)
             name = f"holdfast upload of {self._key}"
             self._thread = Thread(target=self._run, args=(client,), name=name, daemon=True)
             self._thread.start()
@@ -99,10 +101,11 @@ class StreamAppender:
     def _wait(self, action: str) -> None:
         """Wait until the thread has passed on a piece, or has completed the object."""
         store, key = self._store, self._key
-        deadline = store.deadline_of(action, key)
+        deadline, began = store.deadline_of(action, key), time.monotonic()
         try:
             error = self._replies.get(timeout=deadline.seconds_left)
         except Empty:
+            store.endpoint.throttle.note_failure(began)
             raise Unavailable(
                 f"Cannot {action} {key} in {store.url}: the server is too slow",
                 todo=f"Gave up after {deadline.purpose}. Check the network and the server,"
@@ -119,8 +122,10 @@ class StreamAppender:
             raise error
         found = translate(error, action, self._key, self._store.url)
         if isinstance(found, Unavailable):
-            seconds = self._store.options.timeout
-            advice = f"Gave up after repeating it for up to {seconds:g} s. Check the network and"
+            self._store.endpoint.throttle.note_failure(time.monotonic() - self._seconds)
+            advice = (
+                f"Gave up after repeating it for up to {self._seconds:g} s. Check the network and"
+            )
             return found.with_advice(f"{advice} the server, then try again")  # type: ignore[return-value]
         return found
 

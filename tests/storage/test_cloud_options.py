@@ -1,0 +1,218 @@
+"""What is refused before any request is sent, and what messages show."""
+
+import os
+import sys
+
+import pytest
+
+import holdfast
+from holdfast.engine.snapshot.location import locate
+from holdfast.errors import Denied, NotFound, StoreError, Unavailable
+from holdfast.storage.cloud import endpoint
+from holdfast.storage.cloud.failures import translate
+from holdfast.storage.cloud.upload import StreamAppender
+from holdfast.storage.sequential_upload import SequentialUpload
+
+KEY = "c2VjcmV0LWtleQ=="
+SECRETS = (KEY, "SECRETSIG", "TOKENTOKEN", "hunter2")
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in os.environ:
+        if name.startswith(("AZURE_", "GOOGLE_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("scheme", ["az", "gs"])
+@pytest.mark.parametrize(
+    ("path", "store", "folder"),
+    [
+        ("bucket", "bucket", ""),
+        ("bucket/version_1", "bucket", "version_1"),
+        ("bucket/a/b/version_1/", "bucket/a/b", "version_1"),
+        ("bucket/100%/a b+c/v", "bucket/100%/a b+c", "v"),
+    ],
+)
+def test_a_url_names_a_container_and_a_folder(scheme, path, store, folder):
+    location = locate(f"{scheme}://{path}")
+    assert (location.store.url, location.folder) == (f"{scheme}://{store}", folder)
+    assert holdfast.open_store(f"{scheme}://{path}").url == f"{scheme}://{path}".rstrip("/")
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("az://", "does not name a container.*Expected az://CONTAINER/folder"),
+        ("az:///run", "does not name a container"),
+        ("gs://", "Expected gs://CONTAINER/folder"),
+        ("az://Upper/run", "does not name a container. Expected .*, found 'az://Upper/run'"),
+        ("az://account:hunter2@bucket/run", "credentials, and other options are not part"),
+        ("az://bucket?sig=SECRETSIG/run", "does not name a container"),
+        ("az://bucket//run", "Invalid key"),
+        ("az://bucket/a/../b", "Invalid key"),
+    ],
+)
+def test_a_mistyped_url_is_refused(url, message):
+    with pytest.raises(StoreError, match=message) as caught:
+        holdfast.open_store(url)
+    assert not any(secret in str(caught.value) for secret in SECRETS)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "message"),
+    [
+        ("az://b1b/r", {"acount": "x"}, "Unknown option 'acount' of a az:// store. Expected endp"),
+        ("gs://b1b/r", {"account": "x"}, "Unknown option 'account'.* or service_account"),
+        ("az://b1b/r", {"part_size": 1 << 20}, "part_size=. Expected at least 5242880 bytes"),
+        ("az://b1b/r", {"part_size": "16M"}, "found '16M'"),
+        ("az://b1b/r", {"concurrency": 0}, "concurrency=. Expected 1 to 1024"),
+        ("gs://b1b/r", {"timeout": 0}, "timeout="),
+        ("gs://b1b/r", {"timeout": True}, "timeout="),
+        ("az://b1b/r", {"endpoint": "localhost"}, "endpoint=. Expected https://HOST"),
+    ],
+)
+def test_an_invalid_option_is_refused(url, options, message):
+    with pytest.raises(StoreError, match=message):
+        holdfast.open_store(url, **options)
+
+
+def test_no_message_shows_credentials():
+    secrets = {"account_key": KEY, "sas_token": "sv=1&sig=SECRETSIG"}
+    store = holdfast.open_store("az://bucket/run", account="a", **secrets)
+    shown = [repr(store), repr(store.options), store.url]
+    for options in ({"part_size": 1}, {"endpoint": "ftp://a:hunter2@host"}):
+        with pytest.raises(StoreError) as caught:
+            holdfast.open_store("az://bucket/run", **secrets, **options)
+        shown += [str(caught.value), repr(caught.value.fields)]
+    assert not any(secret in text for text in shown for secret in SECRETS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"),
+        ({"account": "a", "account_key": "-"}, "Invalid Access Key"),
+    ],
+)
+def test_a_client_that_cannot_be_created_says_what_to_do(options, message):
+    with pytest.raises(StoreError, match=message):
+        holdfast.open_store("az://bucket/run", **options).stat("a")
+
+
+def test_a_missing_service_account_is_named():
+    store = holdfast.open_store("gs://bucket/run", service_account="/no/such/file.json")
+    with pytest.raises(StoreError, match=r"/no/such/file.json.*GOOGLE_SERVICE_ACCOUNT"):
+        store.stat("a")
+
+
+def test_the_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(StoreError, match=r"needs the package obstore\. .*'holdfast\[cloud\]'"):
+        holdfast.open_store("az://bucket/run")
+
+
+def test_a_forked_process_is_refused(monkeypatch):
+    """The threads of obstore are those of the parent: each call of the child would hang."""
+    store = holdfast.open_store("az://bucket/run")
+    process = os.getpid()
+    monkeypatch.setattr(endpoint.os, "getpid", lambda: process + 1)
+    for call in (lambda: store.stat("a"), lambda: holdfast.open_store("gs://other")):
+        with pytest.raises(StoreError, match=r"forked.*'spawn' or 'forkserver'"):
+            call()
+
+
+def test_views_share_the_requests():
+    store = holdfast.open_store("az://bucket/run")
+    assert store.at("a/b").url == "az://bucket/run/a/b"
+    assert store.at("a").endpoint is store.endpoint
+    assert holdfast.open_store("az://other").endpoint is store.endpoint
+    assert holdfast.open_store("az://other", concurrency=3).endpoint is not store.endpoint
+    assert holdfast.open_store("gs://bucket").endpoint is not store.endpoint
+
+
+def test_other_variables_are_another_endpoint(monkeypatch):
+    store = holdfast.open_store("az://bucket/run")
+    before = store.endpoint
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+    assert store.endpoint is not before
+
+
+@pytest.mark.parametrize(
+    "key", ["é" * 600, "a\ud800", "a\\b", "a.", "a./b", "a\nb", "a\x01", "a\x7f"]
+)
+def test_a_name_that_the_cloud_changes_or_refuses_is_an_error(key):
+    store = holdfast.open_store("az://bucket/run")
+    with pytest.raises(StoreError, match="Invalid key"):
+        store.put_if_absent(key, b"")
+
+
+def test_a_name_of_an_unfinished_upload_is_refused():
+    with pytest.raises(StoreError, match="reserved for unfinished uploads"):
+        holdfast.open_store("az://bucket/run").put("v/.a.partial", 1)
+
+
+def test_a_large_object_is_a_stream_whose_parts_suffice():
+    store = holdfast.open_store("gs://bucket/run", part_size=5 << 20)
+    assert isinstance(store.put("a", (5 << 20) + 1), SequentialUpload)
+    for length in (1 << 30, 1 << 40):
+        part = StreamAppender(store, "a", length)._part
+        assert part >= 5 << 20
+        assert -(-length // part) <= 10_000
+
+
+REPLY = """Generic MicrosoftAzure error: Error performing GET https://a.net/c/k?sig=SECRETSIG in 2ms
+ - Server returned non-2xx status code: {status}: <?xml version="1.0"?>
+<Error><Code>{code}</Code><Message>{message}
+RequestId:1</Message><AuthenticationErrorDetail>TOKENTOKEN</AuthenticationErrorDetail></Error>
+
+Debug source: uri: https://a.net/c/k?sig=SECRETSIG"""
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "fields"),
+    [
+        ("404 Not Found", "BlobNotFound", NotFound, {}),
+        ("404 Not Found", "ContainerNotFound", StoreError, {}),
+        ("404 Not Found", "NoSuchBucket", StoreError, {}),
+        ("401 Unauthorized", "NoAuth", Denied, {}),
+        ("403 Forbidden", "AuthorizationFailure", Denied, {}),
+        ("429 Too Many", "TooManyRequests", Unavailable, {"throttled": True}),
+        ("503 Service Unavailable", "ServerBusy", Unavailable, {"throttled": True}),
+        ("500 Internal", "InternalError", Unavailable, {"outcome": "unknown"}),
+        ("408 Timeout", "RequestTimeout", Unavailable, {"outcome": "unknown"}),
+        ("501 Not Implemented", "NotImplemented", StoreError, {}),
+        ("400 Bad Request", "InvalidBlockList", StoreError, {}),
+    ],
+)
+@pytest.mark.parametrize("message", ["Sorry.", "Signed sig=SECRETSIG", "see https://a:hunter2@b"])
+def test_a_reply_with_an_error(status, code, kind, fields, message):
+    text = REPLY.format(status=status, code=code, message=message)
+    found = translate(OSError(text), "read", "v/k", "az://c/run")
+    assert type(found) is kind
+    assert {name: found.fields.get(name) for name in ("throttled", "outcome")} == {
+        "throttled": None,
+        "outcome": None,
+        **fields,
+    }
+    assert not any(secret in str(found) for secret in (*SECRETS, "RequestId"))
+    assert "az://c" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "outcome"),
+    [
+        ("HTTP error: error sending request\n kind: Connect,\n ConnectError(", Unavailable, None),
+        ("HTTP error: error sending request\n kind: ConnectionReset", Unavailable, "unknown"),
+        ("HTTP error: request or response body error", Unavailable, "unknown"),
+        ("Last-Modified Header missing from response", Unavailable, "unknown"),
+        ("Error performing token request: GET http://1.2.3.4", Denied, None),
+        ("Something else at https://a:hunter2@host", StoreError, None),
+    ],
+)
+def test_an_error_without_a_reply(text, kind, outcome):
+    found = translate(OSError(text), "write", "v/k", "gs://c/run")
+    assert type(found) is kind
+    assert found.fields.get("outcome") == outcome
+    assert not any(secret in str(found) for secret in SECRETS)
+    assert "http" not in str(found)

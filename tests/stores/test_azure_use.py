@@ -1,0 +1,176 @@
+"""A whole training, all commands, and what people get wrong, with ``az://`` on Azurite."""
+
+import os
+import subprocess
+import sys
+import uuid
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.errors import NotFound, StoreError
+from holdfast.testing.contract import keys
+from holdfast.types import MIB
+from tests.cli.invoke import run_cli
+from tests.stores.emulators import Azurite
+
+COMMANDS = ["ls", "verify", "show", "sweep"]
+
+
+def state_of(step):
+    frozen = np.arange(3 * MIB, dtype=np.int32)  # 12 MiB, which do not change
+    return {"frozen": frozen, "w": np.full(2 * MIB, step, dtype=np.int32), "step": step}
+
+
+def train(store, steps, **options):
+    """Save each step until ``steps``, and return the step at which the training began."""
+    state = state_of(0)
+    with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1), **options) as run:
+        run.resume()
+        began = run.current_step
+        assert np.array_equal(state["w"], state_of(began)["w"])
+        while run.current_step < steps:
+            state.update(state_of(run.current_step + 1))
+            run.step()
+    return began
+
+
+def test_a_training_and_every_command(az, tmp_path):
+    store = holdfast.open_store(f"{az}/runs/a", part_size=5 * MIB)
+    keep = holdfast.KeepLast(2)
+    assert train(store, 3, keep=keep, incremental=True) == 0
+    assert train(store, 5, keep=keep, incremental=True) == 3  # another process would do this
+    run = holdfast.Run(f"{az}/runs/a")
+    assert [s.step for s in run.snapshots()] == [4, 5]
+    assert holdfast.load(f"{az}/runs/a/version_5")["step"] == 5
+    url = f"{az}/runs/a"
+    assert [v["step"] for v in run_cli("ls", url, "--json").json["versions"]][-1] == 5
+    for command in ("show", "verify"):
+        result = run_cli(command, f"{url}/version_5")
+        assert result.code == 0, result
+    assert run_cli("verify", url).code == 0
+    local = tmp_path / "version_5"
+    assert run_cli("copy", f"{url}/version_5", str(local)).code == 0
+    assert np.array_equal(holdfast.load(local)["w"], state_of(5)["w"])
+    assert run_cli("copy", str(local), f"{az}/runs/b/version_5").code == 0
+    assert run_cli("verify", f"{az}/runs/b").code == 0
+    assert run_cli("sweep", url, "--grace", "0").code == 0
+    assert holdfast.load(f"{url}/version_5")["step"] == 5
+    assert not [key for key in keys(store) if "pin-" in key]
+
+
+def check_message(result, *words):
+    assert result.code in (4, 5, 6), result
+    assert result.err.startswith("holdfast: ")
+    assert result.err.count("\n") == 1
+    for word in words:
+        assert word in result.err
+    assert Azurite.key not in result.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_container(az, command):
+    check_message(run_cli(command, "az://no-such-container/run"), "There is no az://", "Create it")
+
+
+def test_a_missing_container_is_not_an_empty_run(az):
+    url = f"az://no-{uuid.uuid4()}/run"
+    store = holdfast.open_store(url)
+    for call in (
+        lambda: holdfast.save(f"{url}/version_1", {"n": 1}),
+        lambda: holdfast.load(f"{url}/version_1"),
+        lambda: holdfast.Run(url).latest(),
+        lambda: holdfast.Checkpointer(url, {"n": 1}).resume(),
+        lambda: store.stat("a"),
+        lambda: store.delete("a"),
+    ):
+        with pytest.raises(StoreError, match=r"There is no az://no-.*Create it") as caught:
+            call()
+        assert not isinstance(caught.value, NotFound)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistyped_folder(az, command):
+    holdfast.save(f"{az}/run/version_1", {"n": 1}, step=1)
+    check_message(run_cli(command, f"{az}/runx"), "There is no", f"{az}/runx")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_wrong_key(az, monkeypatch, command):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "d3Jvbmcta2V5")
+    result = run_cli(command, f"{az}/run")
+    check_message(result, "403", "AuthorizationFailure", "Check the account and its key")
+    assert "d3Jvbmcta2V5" not in result.err
+
+
+def test_a_wrong_sas_token_is_not_shown(az, monkeypatch):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=2021-08-06&sig=SECRETSIG%3D")
+    with pytest.raises(holdfast.errors.Denied) as caught:
+        holdfast.load(f"{az}/run/version_1")
+    assert "SECRETSIG" not in str(caught.value) + repr(caught.value.fields)
+
+
+def test_missing_credentials(az, monkeypatch):
+    """There is no account, and no metadata service at the address that is asked for a token."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_MSI_ENDPOINT", "http://127.0.0.1:9/token")
+    check_message(run_cli("ls", f"{az}/run"), "there are no credentials", "AZURE_CLIENT_SECRET")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    check_message(run_cli("ls", f"{az}/run"), "Account must be specified", "_ACCOUNT_NAME")
+
+
+def test_credentials_that_are_set_later_are_found(az, monkeypatch):
+    """A notebook: the first cell fails, the second sets the variable, the first is run again."""
+    holdfast.save(f"{az}/run/version_1", {"n": 1}, step=1)
+    key = os.environ["AZURE_STORAGE_ACCOUNT_KEY"]
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "d3Jvbmcta2V5")
+    store = holdfast.open_store(f"{az}/run")
+    with pytest.raises(holdfast.errors.Denied):
+        holdfast.load(store.at("version_1"))
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", key)
+    assert holdfast.load(store.at("version_1")) == {"n": 1}
+
+
+@pytest.mark.parametrize("path", ["", "/devstoreaccount1"])
+def test_nobody_listens_at_the_endpoint(az, path):
+    store = holdfast.open_store(f"{az}/run", timeout=1, endpoint=f"http://127.0.0.1:9{path}")
+    for call in (
+        lambda: holdfast.Run(store).latest(),
+        lambda: holdfast.save(store.at("version_1"), {"n": np.zeros(20 * MIB, np.uint8)}),
+    ):
+        with pytest.raises(StoreError, match=r"cannot be reached.*Gave up after"):
+            call()
+
+
+def test_a_forked_process_is_refused(az):
+    """A call of obstore in the child would wait for threads of the parent forever."""
+    script = f"""
+import holdfast, os
+holdfast.save("{az}/run/version_1", {{"n": 1}})
+if pid := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+try:
+    holdfast.load("{az}/run/version_1")
+except holdfast.errors.StoreError as e:
+    print(e, flush=True)
+    os._exit(0)
+os._exit(1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "forked from one that used it" in done.stdout
+
+
+def test_other_objects_of_the_container_are_left_alone(az):
+    """Folders as empty objects, and a run next to another one."""
+    holdfast.save(f"{az}/run/version_1", {"n": 1}, step=1)
+    holdfast.save(f"{az}/run2/version_7", {"n": 7}, step=7)
+    store = holdfast.open_store(az)
+    store.put_if_absent("run/version_9/notes.txt", b"")
+    assert [s.step for s in holdfast.Run(f"{az}/run").snapshots()] == [1]
+    assert run_cli("sweep", f"{az}/run").code == 0
+    assert holdfast.load(f"{az}/run2/version_7") == {"n": 7}
