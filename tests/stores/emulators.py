@@ -53,14 +53,21 @@ class Azurite(Daemons):
 
     def create_container(self, name: str) -> None:
         """Create a container, which obstore cannot. Raises ``HTTPError``."""
+        self._put(f"{name}?restype=container", f"{name}\nrestype:container")
+
+    def create_empty(self, name: str) -> None:
+        """Create an empty object ``CONTAINER/NAME``, also with a name that obstore refuses."""
+        self._put(name, name, **{"x-ms-blob-type": "BlockBlob"})
+
+    def _put(self, target: str, signed_target: str, **headers: str) -> None:
         date = datetime.now(UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
-        headers = {"x-ms-date": date, "x-ms-version": "2021-12-02"}
+        headers |= {"x-ms-date": date, "x-ms-version": "2021-12-02"}
         signed = "PUT" + "\n" * 12  # none of the standard headers
         signed += "".join(f"{header}:{value}\n" for header, value in headers.items())
-        signed += f"/{self.account}/{self.account}/{name}\nrestype:container"
+        signed += f"/{self.account}/{self.account}/{signed_target}"
         digest = hmac.digest(base64.b64decode(self.key), signed.encode(), "sha256")
         headers["Authorization"] = f"SharedKey {self.account}:{base64.b64encode(digest).decode()}"
-        url = f"{self.endpoint}/{name}?restype=container"
+        url = f"{self.endpoint}/{target}"
         request = urllib.request.Request(url, method="PUT", headers=headers)
         urllib.request.urlopen(request, timeout=30).close()
 

@@ -42,7 +42,9 @@ def test_a_training_and_every_command(az, tmp_path):
     assert train(store, 3, keep=keep, incremental=True) == 0
     assert train(store, 5, keep=keep, incremental=True) == 3  # another process would do this
     run = holdfast.Run(f"{az}/runs/a")
-    assert [s.step for s in run.snapshots()] == [4, 5]
+    steps = [s.step for s in run.snapshots()]
+    assert steps[-2:] == [4, 5], steps
+    assert 2 not in steps, steps  # nothing refers to it
     assert holdfast.load(f"{az}/runs/a/version_5")["step"] == 5
     url = f"{az}/runs/a"
     assert [v["step"] for v in run_cli("ls", url, "--json").json["versions"]][-1] == 5
@@ -165,12 +167,22 @@ os._exit(1)
     assert "forked from one that used it" in done.stdout
 
 
-def test_other_objects_of_the_container_are_left_alone(az):
-    """Folders as empty objects, and a run next to another one."""
+def test_the_portal_shows_folders_as_empty_objects(az, azurite):
     holdfast.save(f"{az}/run/version_1", {"n": 1}, step=1)
-    holdfast.save(f"{az}/run2/version_7", {"n": 7}, step=7)
-    store = holdfast.open_store(az)
-    store.put_if_absent("run/version_9/notes.txt", b"")
+    holdfast.open_store(az).put_if_absent("run/version_1/empty", b"")
+    expected = keys(holdfast.open_store(az))
+    for name in ("run/", "run/version_1/", "run/version_9/"):
+        azurite.create_empty(f"{az.removeprefix('az://')}/{name}")
+    assert keys(holdfast.open_store(az)) == expected
+    assert "version_1/empty" in keys(holdfast.open_store(f"{az}/run"))
     assert [s.step for s in holdfast.Run(f"{az}/run").snapshots()] == [1]
+    assert run_cli("ls", f"{az}/run", "--json").json["versions"][0]["step"] == 1
     assert run_cli("sweep", f"{az}/run").code == 0
-    assert holdfast.load(f"{az}/run2/version_7") == {"n": 7}
+    assert holdfast.load(f"{az}/run/version_1") == {"n": 1}
+
+
+def test_an_object_that_obstore_cannot_list_is_named(az, azurite):
+    azurite.create_empty(f"{az.removeprefix('az://')}/run//x")
+    for call in (lambda: keys(holdfast.open_store(az)), lambda: holdfast.Run(f"{az}/run").latest()):
+        with pytest.raises(StoreError, match=r"run//.*Rename or delete that object"):
+            call()

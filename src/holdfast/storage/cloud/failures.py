@@ -62,7 +62,7 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     if isinstance(error, StoreError):
         return error
     scheme = url.partition(":")[0]
-    text = str(error)
+    text, kind = str(error), type(error).__name__
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
     what = f"Cannot {action} {key} in {url}" if key else f"Cannot {action} {url}"
@@ -79,6 +79,9 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
         )
     if _BAD_REPLY.search(text):
         return Unavailable(f"{what}: there is no valid reply", outcome="unknown", **fields)
+    if kind == "InvalidPathError":  # the name of an object of somebody else
+        todo = "Rename or delete that object: its name has an empty or a relative part"
+        return StoreError(f"{what}: {_first_line(text)}", todo=todo, **fields)
     if isinstance(error, ValueError | TypeError):  # raised before a request was sent
         todo = "Use a name without control characters"
         return StoreError(f"{what}: obstore refuses the name", todo=todo, **fields)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from holdfast.errors import NotFound, StoreError
@@ -56,8 +57,7 @@ class CloudStore(CloudContainer):
         pages = _Pages(self._folder_name(prefix))
         while (page := self.call("List", "list", prefix, pages.read)) is not None:
             self.endpoint.known_containers.add(self.container)
-            for found in page:
-                yield self._listed(found)
+            yield from self._stats(page)
         self.endpoint.known_containers.add(self.container)
 
     def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
@@ -73,8 +73,7 @@ class CloudStore(CloudContainer):
             name = common.rstrip("/").rpartition("/")[2]
             if name.startswith(prefix):
                 yield Entry(name, "folder")
-        for found in reply["objects"]:
-            stat = self._listed(found)
+        for stat in self._stats(reply["objects"]):
             name = stat.key.rpartition("/")[2]
             if name.startswith(prefix):
                 yield Entry(name, "object", stat)
@@ -91,8 +90,18 @@ class CloudStore(CloudContainer):
         name = self.object_name(folder) if folder else self.prefix.rstrip("/")
         return name or None
 
-    def _listed(self, found: Any) -> Stat:
-        return to_stat(found, found["path"].removeprefix(self.prefix))
+    def _stats(self, page: Any) -> Iterator[Stat]:
+        """Yield the objects of a page.
+
+        Other tools create "folders" as empty objects whose names end with a slash. obstore leaves
+        out the slash, so an empty object counts only if there is one with exactly its name.
+        """
+        for found in page:
+            path = found["path"]
+            if path.startswith(self.prefix):
+                stat = to_stat(found, path.removeprefix(self.prefix))
+                with suppress(NotFound):
+                    yield stat if stat.length else self.stat(stat.key)
 
 
 class _Pages:

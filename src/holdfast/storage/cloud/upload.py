@@ -54,8 +54,8 @@ class StreamAppender:
     def commit(self) -> Stat:
         """Complete the object, unless the key is taken: the parts themselves have no condition.
 
-        Both clouds accept the completion of a stream only once. If its reply is lost, obstore
-        repeats it and gets an error. So the object is looked up after each failure. The key has no
+        Azure accepts the completion of a stream only once. If its reply is lost, obstore repeats it
+        and gets an error. So the object is looked up after each failure. The key has no
         object before, so one of the right length is this one.
         """
         store, key = self._store, self._key
