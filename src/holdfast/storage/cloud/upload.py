@@ -101,11 +101,10 @@ class StreamAppender:
     def _wait(self, action: str) -> None:
         """Wait until the thread has passed on a piece, or has completed the object."""
         store, key = self._store, self._key
-        deadline, began = store.deadline_of(action, key), time.monotonic()
+        deadline = store.deadline_of(action, key)
         try:
             error = self._replies.get(timeout=deadline.seconds_left)
         except Empty:
-            store.endpoint.throttle.note_failure(began)
             raise Unavailable(
                 f"Cannot {action} {key} in {store.url}: the server is too slow",
                 todo=f"Gave up after {deadline.purpose}. Check the network and the server,"
