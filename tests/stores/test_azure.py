@@ -112,7 +112,7 @@ def check_nothing(store):
         *((name, "lose_reply") for name in REQUESTS),
         *((name, "reset") for name in ("part", "complete", "manifest")),
         *((name, "ok_error") for name in REQUESTS if name not in ("part", "complete")),
-        *((name, "status") for name in ("part", "complete", "manifest")),
+        *((name, "status") for name in ("part", "manifest")),
     ],
 )
 def test_a_save_survives_a_fault(store, proxy, request_name, action):
@@ -129,7 +129,8 @@ def test_a_save_survives_a_fault(store, proxy, request_name, action):
     ("request_name", "action"),
     [
         *((name, action) for name in READS for action in ("reset", "ok_error")),
-        *((name, action) for name in READS if name != "stat" for action in ("cut", "truncate")),
+        *((name, "truncate") for name in READS if name != "stat"),
+        ("shard", "cut"),
         ("shard", "flip_reply"),  # without TLS, one in a manifest is damage: Azure sends no MD5
         ("shard", "status"),
     ],
