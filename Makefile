@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-# STORE=s3: with a real server, which this installs and starts.
+# STORE=s3 or STORE=hdfs: with a real server, which this installs and starts.
 WITH_STORE := $(if $(STORE),-m tests.stores.with_server $(STORE))
 
 demo: $(VENV)/.ready $(if $(STORE),servers)
@@ -57,7 +57,7 @@ test-chaos: $(VENV)/.ready
 servers:
 	@$(PYTHON) -m tests.stores.install $(SERVERS)
 
-demo demo-elastic: SERVERS := ceph
+demo demo-elastic: SERVERS := $(if $(filter hdfs,$(STORE)),hdfs,ceph)
 
 # A server that cannot be installed is skipped, with a message. STORES=--require-servers: it fails instead.
 test-stores: $(VENV)/.ready servers

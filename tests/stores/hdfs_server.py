@@ -52,6 +52,7 @@ class Hdfs(Daemons):
             "dfs.permissions.enabled": "false",
             "dfs.namenode.fs-limits.min-block-size": 0,
             "dfs.namenode.safemode.extension": 0,
+            "ipc.client.connect.max.retries": 1,
             "dfs.heartbeat.interval": 1,
             "dfs.namenode.heartbeat.recheck-interval": 1000,
         }

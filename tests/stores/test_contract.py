@@ -1,5 +1,7 @@
 """Run the store contract with every real server."""
 
+import uuid
+
 import pytest
 
 import holdfast
@@ -26,3 +28,9 @@ class TestLocalStack(StoreContract):
     @pytest.fixture
     def store(self, localstack_s3):
         return holdfast.open_store(f"{localstack_s3}/a/folder", part_size=8 << 20)
+
+
+class TestHdfs(StoreContract):
+    @pytest.fixture
+    def store(self, hdfs):
+        return holdfast.open_store(f"{hdfs.url}/{uuid.uuid4().hex}/a")

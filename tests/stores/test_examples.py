@@ -1,7 +1,8 @@
-"""The examples run unchanged in S3."""
+"""The examples run unchanged in S3 and in HDFS."""
 
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ import holdfast
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize(("example", "run"), [("demo.py", "run-b"), ("elastic.py", "elastic")])
-def test_the_demo_passes(s3, example, run):
-    command = [sys.executable, EXAMPLES / example, "--quick", "--root", f"{s3}/runs"]
+@pytest.mark.parametrize(
+    ("kind", "example", "run"),
+    [("s3", "demo.py", "run-b"), ("s3", "elastic.py", "elastic"), ("hdfs", "demo.py", "run-b")],
+)
+def test_the_demo_passes(request, kind, example, run):
+    server = request.getfixturevalue(kind)
+    root = f"{server}/runs" if kind == "s3" else f"{server.url}/{uuid.uuid4().hex}"
+    command = [sys.executable, EXAMPLES / example, "--quick", "--root", root]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checks passed" in done.stdout
-    assert holdfast.Run(f"{s3}/runs/{run}").latest().verify().ok
+    assert holdfast.Run(f"{root}/{run}").latest().verify().ok

@@ -25,7 +25,7 @@ from holdfast.testing.contract import partial_keys, put
 from holdfast.types import MIB
 from tests.stores.conftest import running_hdfs
 
-STATE = {"w": np.arange(3 * MIB, dtype=np.int32), "n": 3}
+STATE = {"w": np.arange(MIB, dtype=np.int32), "n": 3}
 
 
 class Faults:

@@ -1,5 +1,6 @@
-"""Run a script with a real storage server: ``python -m tests.stores.with_server s3 SCRIPT ...``.
+"""Run a script with a real storage server: ``python -m tests.stores.with_server KIND SCRIPT ...``.
 
+``KIND``: "s3" (Ceph) or "hdfs".
 The script gets ``--root URL``, and environment variables with which the URL works. The server is
 stopped when the script ends.
 """
@@ -12,6 +13,7 @@ import sys
 
 import boto3
 
+from tests.stores.hdfs_server import Hdfs
 from tests.stores.install import Missing
 from tests.stores.servers import Ceph, running
 
@@ -26,13 +28,23 @@ def run_with_ceph(command: list[str]) -> int:
         return subprocess.call([*command, "--root", f"s3://{BUCKET}/runs"])
 
 
+def run_with_hdfs(command: list[str]) -> int:
+    with running(Hdfs) as hdfs:
+        print(f"HDFS is running at {hdfs.url}", flush=True)
+        return subprocess.call([*command, "--root", f"{hdfs.url}/runs"])
+
+
+KINDS = {"s3": run_with_ceph, "hdfs": run_with_hdfs}
+
+
 def main() -> int:
     kind, *arguments = sys.argv[1:] or [""]
-    if kind != "s3":
-        print(f"Unknown kind of store {kind!r}. Expected STORE=s3.", file=sys.stderr)
+    if kind not in KINDS:
+        expected = " or ".join(f"STORE={name}" for name in KINDS)
+        print(f"Unknown kind of store {kind!r}. Expected {expected}.", file=sys.stderr)
         return 2
     try:
-        return run_with_ceph([sys.executable, *arguments])
+        return KINDS[kind]([sys.executable, *arguments])
     except Missing as e:
         print(f"The server cannot be started: {e}", file=sys.stderr)
         return 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 from typing import TypeVar
 
 from holdfast.errors import HoldfastError
+from holdfast.threads import Latch, start_thread
 
 T = TypeVar("T")
 
@@ -51,22 +51,29 @@ class Deadline:
 def call_within(deadline: Deadline, function: Callable[[], T]) -> T:
     """Return ``function()``, which runs in a thread that is abandoned when the deadline passes.
 
-    Then, this raises ``TimeoutError``. For libraries whose calls have no timeout.
+    Then, this raises ``TimeoutError``. It raises ``OSError`` if no thread can be started, and
+    otherwise the error of the function. For libraries whose calls have no timeout.
     """
     if not deadline.seconds_left:
         raise TimeoutError(f"the deadline has passed for: {deadline.purpose}")
-    result: Future[T] = Future()
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = Latch()
 
     def run() -> None:
         try:
-            result.set_result(function())
-        except BaseException as e:  # noqa: BLE001  (passed on)
-            result.set_exception(e)
+            results.append(function())
+        except BaseException as e:  # noqa: BLE001  (the caller raises it)
+            errors.append(e)
+        finally:
+            done.set()
 
-    Thread(target=run, daemon=True, name="holdfast-call").start()
-    try:
-        return result.result(deadline.seconds_left)
-    except TimeoutError as e:
-        if result.done():
-            raise
-        raise TimeoutError(f"no answer by the deadline for: {deadline.purpose}") from e
+    if not start_thread(Thread(target=run, daemon=True, name="holdfast-call")):
+        raise OSError("cannot start a thread: raise the limit (ulimit -u)")
+    if not done.wait(deadline.seconds_left):
+        raise TimeoutError(f"no answer by the deadline for: {deadline.purpose}")
+    if errors and not isinstance(errors[0], Exception):
+        raise RuntimeError(str(errors[0])) from errors[0]  # a panic in a library in Rust
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -13,13 +13,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, TypeVar
 
 from holdfast.errors import StoreError
+from holdfast.storage.deadline import Deadline, call_within
 from holdfast.storage.throttle import Throttle
 from holdfast.text import to_repr
-from holdfast.threads import Latch, start_thread
 
 T = TypeVar("T")
 
@@ -88,31 +88,6 @@ class HdfsOptions:
         return result
 
 
-def _call_in_time(call: Callable[[], T], seconds: float) -> T:
-    """Return what ``call()`` returns. Raises its error, or ``TimeoutError`` if it takes longer."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = Latch()
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as e:  # noqa: BLE001  (the caller raises it)
-            errors.append(e)
-        finally:
-            done.set()
-
-    if not start_thread(Thread(target=run, name="holdfast-hdfs", daemon=True)):
-        raise OSError("cannot start a thread: raise the limit (ulimit -u)")
-    if not done.wait(seconds):
-        raise TimeoutError
-    if errors and not isinstance(errors[0], Exception):
-        raise RuntimeError(str(errors[0])) from errors[0]  # a panic in hdfs-native
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
 class Readers:
     """The readers of files, which know where the blocks of the files are.
 
@@ -158,8 +133,8 @@ class Connection:
         self._lock = Lock()
         self._client: Any = None
 
-    def call(self, request: Callable[[Any], T], seconds: float) -> T:
-        """Return what ``request(client)`` returns, in at most ``seconds``.
+    def call(self, request: Callable[[Any], T], deadline: Deadline) -> T:
+        """Return what ``request(client)`` returns by the deadline.
 
         Raises ``TimeoutError`` and the errors of hdfs-native.
         """
@@ -168,7 +143,7 @@ class Connection:
                 if self._client is None:
                     self._client = self._create_client()
         client = self._client
-        return _call_in_time(lambda: request(client), seconds)
+        return call_within(deadline, lambda: request(client))
 
     def _create_client(self) -> Any:
         from hdfs_native import Client

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import check_written_length, weak_store_error
 from holdfast.storage.deadline import Deadline
+from holdfast.storage.hdfs.files import HdfsFiles
 from holdfast.storage.store import Stat
-
-if TYPE_CHECKING:
-    from holdfast.storage.hdfs.store import HdfsStore
+from holdfast.types import MIB
 
 _PROMISE = "a file whose bytes are on disk when its upload is committed (hsync)"
 
 _CLEANUP_SECONDS = 10.0
 """The longest time for which the temporary file of a failed upload is looked after."""
 
-_RECOVERY_PAUSES = (0.5, 1, 2, 4, 8, 16, 0)
+_IN_FLIGHT = 16 * MIB
+"""A little more than what hdfs-native accepts before a DataNode confirms it, in bytes."""
+
+_RECOVERY_PAUSES = (1, 2, 4, 8, 16, 24, 0)
 """Seconds after each question whether the NameNode has closed a file. Less than a heartbeat of the
 DataNodes (3 s by default) may be too short for them to do it."""
 
@@ -32,11 +35,12 @@ DataNodes (3 s by default) may be too short for them to do it."""
 class HdfsAppender:
     """A large file that is being written under a temporary name, and then renamed to its key."""
 
-    def __init__(self, store: HdfsStore, key: str, length: int) -> None:
+    def __init__(self, store: HdfsFiles, key: str, length: int) -> None:
         self._store, self._key, self._length = store, key, length
         self._files = _TemporaryFiles(store, key)
         self._writer: Any = None
         self._position = 0
+        self._tail: deque[bytes] = deque()  # the last bytes, which no DataNode may have yet
 
     def append(self, data: memoryview) -> None:
         if self._writer is None:
@@ -47,29 +51,36 @@ class HdfsAppender:
         except Unavailable:
             self._go_on(data)
         self._position += len(data)
+        self._tail.append(bytes(data))
+        while sum(map(len, self._tail)) - len(self._tail[0]) >= _IN_FLIGHT:
+            self._tail.popleft()
 
     def _go_on(self, data: memoryview) -> None:
         """Write ``data``, of which DataNodes may have a part, after an error of the writer.
 
         The client replaces a DataNode that fails within a block, but not one that is gone when it
-        begins a block. All blocks before that one are complete.
+        begins a block. Then, the file is closed with the bytes that the DataNodes have, and opened
+        again.
         """
-        store, key, path, begin = self._store, self._key, self._files.paths[-1], self._position
+        store, key, path = self._store, self._key, self._files.paths[-1]
+        rest = b"".join([*self._tail, data])
+        stop = self._position + len(data)
+        begin = stop - len(rest)
 
         def write_rest(client: Any) -> None:
             _recover_lease(client, path)
             length = client.get_file_info(path).length
-            if not begin <= length <= begin + len(data):
+            if not begin <= length <= stop:
                 raise StoreError(
                     f"{store.url} has lost bytes of {key} with the DataNodes that had them",
-                    expected=f"{begin} to {begin + len(data)} bytes",
+                    expected=f"{begin} to {stop} bytes",
                     found=f"{length} bytes",
                     todo="Save again; more copies of each block (replication=) make this rare",
                     key=key,
                     store=store.url,
                 )
             self._writer = writer = client.append(path)
-            writer.write(data[length - begin :])
+            writer.write(rest[length - begin :])
 
         store.call("append", "write", key, write_rest)
 
@@ -94,7 +105,7 @@ class HdfsAppender:
         self._files.delete()
 
 
-def put_small(store: HdfsStore, key: str, data: bytes) -> Stat:
+def put_small(store: HdfsFiles, key: str, data: bytes) -> Stat:
     """Create a small file. All steps are repeated together while HDFS is unavailable.
 
     Raises ``AlreadyExists`` and other kinds of ``StoreError``.
@@ -126,7 +137,7 @@ class _TemporaryFiles:
     earlier try, whose reply was lost, may have had its effect.
     """
 
-    def __init__(self, store: HdfsStore, key: str) -> None:
+    def __init__(self, store: HdfsFiles, key: str) -> None:
         self.store, self.key = store, key
         self.paths: list[str] = []
 
@@ -154,7 +165,7 @@ class _TemporaryFiles:
         self.paths = []
 
 
-def _sync(store: HdfsStore, key: str, writer: Any) -> None:
+def _sync(store: HdfsFiles, key: str, writer: Any) -> None:
     """Make all bytes durable; the client has done that for each completed block.
 
     Raises ``StoreError`` if HDFS cannot do it, and the errors of hdfs-native.
@@ -211,7 +222,7 @@ def _rename(files: _TemporaryFiles, length: int, status: Any) -> Stat:
     return Stat(key, status.length, status.modification_time / 1000)
 
 
-def _deleted_error(store: HdfsStore, key: str) -> StoreError:
+def _deleted_error(store: HdfsFiles, key: str) -> StoreError:
     return StoreError(
         f"The upload of {key} to {store.url} was deleted before its commit",
         todo="Raise the minimum age of `holdfast sweep`, then save again",

@@ -1,0 +1,185 @@
+"""The calls to HDFS for the files of one folder: status, reads, and deletions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any, Self, TypeVar
+
+from holdfast.buffers import as_byte_view
+from holdfast.errors import NotFound, StoreError
+from holdfast.storage.checks import check_range, short_read_error, too_long_error
+from holdfast.storage.deadline import Deadline
+from holdfast.storage.hdfs.connection import (
+    LONGEST_CALL,
+    Connection,
+    HdfsOptions,
+    shared_connection,
+)
+from holdfast.storage.hdfs.failures import translate
+from holdfast.storage.store import Stat, Traits, check_key
+from holdfast.storage.throttle import Statistics
+from holdfast.types import BLOCK_SIZE
+
+T = TypeVar("T")
+
+
+class HdfsFiles:
+    """What ``HdfsStore`` and its uploads share.
+
+    ``at(folder)`` and ``within(deadline)`` return views. All stores of a process with equal options
+    share their connections and the limit of their calls. ``statistics()`` shows these.
+    """
+
+    def __init__(self, server: str, folder: str, options: HdfsOptions) -> None:
+        self.server = server
+        self.options = options
+        self.deadline: Deadline | None = None
+        self._root = "/" + folder.strip("/") if folder.strip("/") else ""
+        self.folder = self._root
+        if self._root:
+            check_key(self._root[1:], server)
+        shared_connection(server, options)  # raises if hdfs-native is missing
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
+    def at(self, folder: str) -> Self:
+        """Return a store for the keys below ``folder``."""
+        view = copy(self)
+        view.folder = f"{self.folder}/{check_key(folder, self.url)}"
+        return view
+
+    def within(self, deadline: Deadline) -> Self:
+        """Return a view whose calls end by ``deadline``."""
+        view = copy(self)
+        view.deadline = deadline.earlier(self.deadline)
+        return view
+
+    def statistics(self) -> Statistics:
+        """Return the statistics of all calls of this process with these options."""
+        return self.connection.throttle.statistics()
+
+    @property
+    def connection(self) -> Connection:
+        return shared_connection(self.server, self.options)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("hdfs", 1, durable=not self.options.allow_weak, ordered=True)
+
+    @property
+    def url(self) -> str:
+        return f"{self.server}{self.folder}"
+
+    def path(self, key: str) -> str:
+        """Return the absolute path of a key. Raises ``StoreError`` for an invalid key."""
+        return f"{self.folder}/{check_key(key, self.url)}"
+
+    def get(self, key: str, limit: int) -> bytes:
+        length = self.stat(key).length
+        if length > limit:
+            raise too_long_error(key, self.url, limit, length)
+        data = bytearray(length)
+        self.get_range(key, 0, length, memoryview(data))
+        return bytes(data)
+
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        into = as_byte_view(into)
+        check_range(key, self.url, offset, length, len(into))
+        path = self.path(key)
+        if not length:
+            self.stat(key)
+        for start in range(0, length, BLOCK_SIZE):
+            size = min(BLOCK_SIZE, length - start)
+            into[start : start + size] = self._read(path, key, offset + start, size)
+
+    def _read(self, path: str, key: str, offset: int, length: int) -> bytes:
+        def read(client: Any) -> Any:
+            return self.connection.readers.read(client, path, offset, length)
+
+        data, file_length = self.call("read", "read", key, read)
+        if data is None:
+            raise short_read_error(key, self.url, offset, length, max(0, file_length - offset))
+        return bytes(data)
+
+    def stat(self, key: str) -> Stat:
+        status = self.look_up(self.path(key), key)
+        if status is None or status.isdir:
+            raise NotFound(f"There is no {key} in {self.url}", key=key, store=self.url)
+        return to_stat(key, status)
+
+    def look_up(self, path: str, key: str) -> Any:
+        """Return the status of a file or folder as hdfs-native has it; None if there is none."""
+        try:
+            return self.call(
+                "get_file_info", "look up", key, lambda client: client.get_file_info(path)
+            )
+        except NotFound:
+            return None
+
+    def delete_file(self, path: str, key: str) -> None:
+        """Delete a file if it exists, and the folders that are then empty."""
+        self.call("delete", "delete", key, lambda client: client.delete(path, recursive=False))
+        folder = path.rpartition("/")[0]
+        while len(folder) > len(self._root) and self._delete_empty(folder, key):
+            folder = folder.rpartition("/")[0]
+
+    def _delete_empty(self, folder: str, key: str) -> bool:
+        """Delete a folder if it is empty, and return whether it was."""
+        try:
+            deleted: bool = self.call(
+                "delete", "delete", key, lambda client: client.delete(folder, recursive=False)
+            )
+            return deleted
+        except StoreError as e:
+            if "PathIsNotEmptyDirectoryException" in e.what:
+                return False
+            raise
+
+    def refuse_folder(self, key: str) -> None:
+        """Raise ``StoreError`` if a folder has the name of an object: it is in the way for ever."""
+        status = self.look_up(self.path(key), key)
+        if status is not None and status.isdir:
+            raise StoreError(
+                f"Cannot create {key} in {self.url}: a folder has this name",
+                todo="Move the folder away, then try again. Nothing was changed",
+                key=key,
+                store=self.url,
+            )
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def deadline_for(self, purpose: str) -> Deadline:
+        """Return the time by which a call has to end."""
+        seconds = self.options.timeout
+        return Deadline.after(seconds, f"at most {seconds:g} s {purpose}").earlier(self.deadline)
+
+    def call(self, operation: str, action: str, key: str, request: Callable[[Any], T]) -> T:
+        """Return what ``request(client)`` returns. Repeat it while HDFS is unavailable.
+
+        Raises ``StoreError``.
+        """
+        deadline = self.deadline_for(f"to {action} {key}")
+
+        def attempt() -> T:
+            limit = Deadline.after(LONGEST_CALL, deadline.purpose).earlier(deadline)
+            return self._try(action, key, request, limit)
+
+        return self.connection.throttle.call(operation, deadline, attempt)
+
+    def call_once(self, action: str, key: str, request: Callable[[Any], T]) -> T:
+        """Return what ``request(client)`` returns. It is a step that cannot be repeated."""
+        return self._try(action, key, request, self.deadline_for(f"to {action} {key}"))
+
+    def _try(self, action: str, key: str, request: Callable[[Any], T], deadline: Deadline) -> T:
+        try:
+            return self.connection.call(request, deadline)
+        except StoreError:
+            raise
+        except Exception as e:
+            raise translate(e, action, key, self.url) from e
+
+
+def to_stat(key: str, status: Any) -> Stat:
+    return Stat(key, status.length, status.modification_time / 1000)
