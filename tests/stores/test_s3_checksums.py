@@ -169,3 +169,17 @@ def test_an_upload_whose_completion_is_repeated_succeeds(open_run, proxy, action
     assert proxy.faults[0].hits >= 1
     assert store.get("v/a", len(data)) == data
     assert partial_keys(store) == []
+
+
+def test_an_object_of_another_writer_is_not_taken_for_the_repeated_upload(open_run, proxy):
+    """Same key, same length: only the upload that is still open shows that it was not completed."""
+    store = open_run()
+    own, foreign = random_bytes(PART + 1000, 1), random_bytes(PART + 1000, 2)
+    upload, other = begin(store, own), begin(store, foreign)
+    other.commit()
+    proxy.inject(Fault("status", "POST", "uploadId=", code=500, reason="InternalError"))
+    with pytest.raises(AlreadyExists):
+        upload.commit()
+    assert proxy.faults[0].hits == 1
+    assert store.get("v/a", len(foreign)) == foreign
+    assert partial_keys(store) == []

@@ -264,9 +264,16 @@ class S3Upload(Upload):
         store.call("CompleteMultipartUpload", "complete", self._key, complete, TIMEOUTS[-1])
 
     def _is_complete(self) -> bool:
-        """Return True if the object exists: the reply to an earlier try was lost."""
+        """Return True if the object is this one: the reply to an earlier try was lost.
+
+        Then, the upload is gone. If it is still there, another writer has created the object.
+        """
+        store = self._store
+        uploads = store.uploads(store.object_name(self._key))
+        if any(upload_id == self._upload_id for _, upload_id, _ in uploads):
+            return False
         try:
-            return self._store.stat(self._key).length == self._length
+            return store.stat(self._key).length == self._length
         except NotFound:
             return False
 
