@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from holdfast.errors import AlreadyExists, Denied, StoreError
+
+T = TypeVar("T")
 
 
 class WrittenRanges:
@@ -55,6 +59,18 @@ class WrittenRanges:
                     **self._fields,
                 )
             end = offset + size
+
+
+def make_options(options_class: Callable[..., T], kind: str, options: Mapping[str, Any]) -> T:
+    """Return the options of a store as an object of a dataclass.
+
+    ``kind``: "an S3 store", for the message. Raises ``StoreError`` for an unknown name.
+    """
+    known = [field.name for field in fields(cast(Any, options_class))]
+    for name in options:
+        if name not in known:
+            raise StoreError(f"Unknown option {name!r} of {kind}", expected=" or ".join(known))
+    return options_class(**options)
 
 
 def check_range(key: str, store: str, offset: int, length: int, capacity: int) -> None:

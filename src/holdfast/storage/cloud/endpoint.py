@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Lock
 from typing import Any, ClassVar, Self
 
 from holdfast.errors import StoreError
 from holdfast.settings import cloud_variables
+from holdfast.storage.checks import make_options
 from holdfast.storage.cloud.failures import translated
 from holdfast.storage.throttle import Throttle
 from holdfast.text import to_repr
@@ -49,14 +50,7 @@ class CloudOptions:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        known = [f.name for f in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise StoreError(
-                    f"Unknown option {name!r} of a {cls.scheme}:// store",
-                    expected=" or ".join(known),
-                )
-        result = cls(**options)
+        result = make_options(cls, f"a {cls.scheme}:// store", options)
         for name, is_valid, expected in (
             ("part_size", lambda n: _is(n, int) and n >= MIN_PART, f"at least {MIN_PART} bytes"),
             ("concurrency", lambda n: _is(n, int) and 1 <= n <= 1024, "1 to 1024"),

@@ -12,11 +12,12 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar
 
 from holdfast.errors import StoreError
+from holdfast.storage.checks import make_options
 from holdfast.storage.deadline import Deadline, call_within
 from holdfast.storage.throttle import Throttle
 from holdfast.text import to_repr
@@ -61,17 +62,11 @@ class HdfsOptions:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> HdfsOptions:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        known = [f.name for f in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise StoreError(
-                    f"Unknown option {name!r} of an HDFS store", expected=" or ".join(known)
-                )
         values = dict(options)
         config = values.get("config", {})
         if isinstance(config, Mapping):
             values["config"] = tuple(sorted((str(k), str(v)) for k, v in config.items()))
-        result = cls(**values)
+        result = make_options(cls, "an HDFS store", values)
         whole, number = int, (int, float)
         for name, kind, is_valid, expected in (
             ("config", tuple, lambda c: True, "a dict of properties of Hadoop"),

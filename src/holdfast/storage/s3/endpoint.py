@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
 from holdfast.errors import StoreError
 from holdfast.settings import aws_variables
+from holdfast.storage.checks import make_options
 from holdfast.storage.throttle import Throttle
 from holdfast.text import to_repr
 from holdfast.types import MIB
@@ -61,13 +62,7 @@ class S3Options:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        known = [f.name for f in fields(cls)]
-        for name in options:
-            if name not in known:
-                raise StoreError(
-                    f"Unknown option {name!r} of an S3 store", expected=" or ".join(known)
-                )
-        result = cls(**options)
+        result = make_options(cls, "an S3 store", options)
         whole, number = int, (int, float)
         for name, kind, is_valid, expected in (
             ("part_size", whole, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
