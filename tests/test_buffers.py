@@ -14,8 +14,8 @@ import pytest
 from holdfast import buffers
 from holdfast.buffers import Buffer, BufferPool, address_of, as_byte_view, direct_io_length
 from holdfast.errors import HoldfastError, StoreError
-from holdfast.storage.local import LocalStore
-from holdfast.storage.os_calls import Fs
+from holdfast.storage.local.os_calls import Fs
+from holdfast.storage.local.store import LocalStore
 
 UNIT = 64 * 1024
 

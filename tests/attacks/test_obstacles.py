@@ -24,11 +24,11 @@ from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
 from holdfast.run.save_request import put_request, request_and_wait
 from holdfast.run.writer_lock import WriterLock
-from holdfast.storage import local_files
 from holdfast.storage.checks import MAX_PUTS
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local import files as local_files
+from holdfast.storage.local.os_calls import Fs
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.storage.os_calls import Fs
 from holdfast.storage.store import Stat
 from tests.cli.invoke import run_cli
 from tests.trainings import initial_state, train, training

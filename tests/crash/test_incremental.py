@@ -23,7 +23,7 @@ from holdfast.format import names
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from holdfast.testing.crashfs import CrashFs

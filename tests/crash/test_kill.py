@@ -18,7 +18,7 @@ import pytest
 
 import holdfast
 from holdfast.run.policy import EverySteps
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from tests.crash.killed_saver import run_when_traced
 from tests.crash.promises import check_promises
 from tests.fork_server import FORK_SERVER

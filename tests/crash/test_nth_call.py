@@ -16,7 +16,7 @@ import holdfast
 from holdfast.errors import HoldfastError, SkippedVersion, StoreError
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import Fault, FaultFs
 from tests.crash.conftest import OpenedStore, PoolTracker

@@ -13,7 +13,7 @@ import holdfast
 from holdfast.format.names import Version
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.testing.crashfs import CrashFs, PowerCut
 from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.promises import check_promises

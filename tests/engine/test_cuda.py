@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.types import MIB
 

@@ -44,7 +44,7 @@ from holdfast.errors import (
 )
 from holdfast.integrations.dcp.reading import StorageReader
 from holdfast.integrations.dcp.writing import StorageWriter
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import Fault, FaultFs

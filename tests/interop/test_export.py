@@ -36,7 +36,7 @@ from holdfast.errors import (
 from holdfast.format import names
 from holdfast.interop.export import ExportPlan, locate_export, plan_export, write_export
 from holdfast.run.policy import EverySteps
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import Fault, FaultFs
 from tests.engine.snapshot.manual_shards import split_columns, split_rows, write_resharded

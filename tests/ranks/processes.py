@@ -24,7 +24,7 @@ import holdfast
 from holdfast import threads
 from holdfast.engine.saving import save, write
 from holdfast.engine.saving.job import SaveJob
-from holdfast.storage.os_calls import Fs
+from holdfast.storage.local.os_calls import Fs
 from tests.ranks.faults import state_of
 from tests.trainings import state_after
 

@@ -14,8 +14,8 @@ import pytest
 from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
 from holdfast.format.names import Version
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
-from holdfast.storage.os_calls import Fs
+from holdfast.storage.local.os_calls import Fs
+from holdfast.storage.local.store import LocalStore
 from holdfast.testing.faults import Fault, FaultFs
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import ThreadedJob, assert_versions_intact

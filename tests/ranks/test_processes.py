@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from tests.ranks.faults import assert_versions_intact
 from tests.ranks.processes import STAGES
 

@@ -32,7 +32,7 @@ from holdfast.engine.planning.read_plan import ReadItem
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import open_location
 from holdfast.errors import DigestMismatch, FormatError, PlanError, RankFailed
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Traits
 from holdfast.types import BLOCK_SIZE, MIB

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import RankFailed
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.types import BLOCK_SIZE, MIB
 from tests.ranks.test_shared_read import (
     CountingStore,

@@ -27,7 +27,7 @@ from holdfast.run import catalog
 from holdfast.run.catalog import VersionRecord
 from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from holdfast.testing.crashfs import CrashFs

@@ -24,9 +24,9 @@ from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from holdfast.run.retention import VERSIONS_PER_SAVE
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.os_calls import FileStat, Fs
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.storage.os_calls import FileStat, Fs
 from tests.trainings import state_after
 
 STATE: dict[str, Any] = {"x": np.arange(3.0)}

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def use_direct_io_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.storage.local_files.DIRECT_MIN_BYTES", 1)
+    monkeypatch.setattr("holdfast.storage.local.files.DIRECT_MIN_BYTES", 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.store_contract import StoreContract

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from holdfast.errors import AlreadyExists
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.testing.contract import keys, put, random_bytes
 from holdfast.testing.crashfs import CrashFs, PowerCut
 

@@ -7,8 +7,8 @@ import pytest
 
 from holdfast.buffers import Buffer
 from holdfast.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
-from holdfast.storage.local import LocalStore
-from holdfast.storage.os_calls import Fs
+from holdfast.storage.local.os_calls import Fs
+from holdfast.storage.local.store import LocalStore
 from holdfast.testing.contract import keys, partial_keys, put, random_bytes
 from holdfast.testing.faults import Fault, FaultFs
 

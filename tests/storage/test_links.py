@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import AlreadyExists, BrokenLink, FormatError, NotFound, StoreError
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.store import list_level
 from holdfast.testing.contract import keys, partial_keys, put, read
 

@@ -7,7 +7,7 @@ import pytest
 import holdfast
 import holdfast.storage.open
 from holdfast.errors import StoreError
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from holdfast.testing.contract import keys

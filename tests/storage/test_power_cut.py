@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError
-from holdfast.storage.local import LocalStore
-from holdfast.storage.os_calls import Fs
+from holdfast.storage.local.os_calls import Fs
+from holdfast.storage.local.store import LocalStore
 from holdfast.testing.contract import keys, put, random_bytes
 from holdfast.testing.crashfs import CrashFs
 

@@ -22,7 +22,7 @@ from holdfast.format.names import split_address
 from holdfast.run.address import ADDRESS_FORMS, open_version
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from holdfast.engine.snapshot.location import Location, locate
 from holdfast.errors import FormatError, NoSpace, NotFound, StoreError
 from holdfast.interop.mmap_files import Advance, MappedFile, format_error
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.open import expand_home
 from holdfast.storage.store import Stat, list_level
 from holdfast.threads import Workers, no_op

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
-from urllib.parse import unquote
 
 from holdfast.errors import StoreError
-from holdfast.settings import read_settings
-from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 
@@ -22,6 +19,7 @@ OpenStore = Callable[..., Store]
 _SCHEME = re.compile(r"(fsspec\+[^/]*|[A-Za-z][A-Za-z0-9+.-]*)://")
 _FSSPEC = "fsspec+"  # followed by any protocol of fsspec
 _BUILT_IN = {
+    "file": "holdfast.storage.local.store:open_local",
     "hdfs": "holdfast.storage.hdfs.store:open_hdfs",
     "az": "holdfast.storage.cloud.store:open_azure",
     "gs": "holdfast.storage.cloud.store:open_google",
@@ -55,8 +53,10 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
         )
     text = os.fspath(url)
     scheme = _SCHEME.match(text) if isinstance(url, str) else None
+    if not text:
+        raise StoreError("The URL does not name a folder", expected=_supported(), found=repr(text))
     if scheme is None:
-        return _open_path(expand_home(text), text, options)
+        return _find_function("file", text)(expand_home(text), **options)
     return _find_function(scheme[1], text)(text, **options)
 
 
@@ -67,7 +67,7 @@ def register_store(scheme: str, function: OpenStore) -> None:
     package does the same without a call, by an entry point in the group ``holdfast.stores`` whose
     name is the scheme. Raises ``StoreError`` if the scheme is invalid or is one of Holdfast's own.
     """
-    is_own = scheme in (*_BUILT_IN, "file", "memory") or scheme.startswith(_FSSPEC)
+    is_own = scheme in (*_BUILT_IN, "memory") or scheme.startswith(_FSSPEC)
     if not _SCHEME.fullmatch(f"{scheme}://") or is_own:
         raise StoreError(
             f"Cannot register the kind of store {scheme!r}",
@@ -110,23 +110,6 @@ def _supported() -> str:
     )
 
 
-def _open_file(url: str, **options: Any) -> LocalStore:
-    host, slash, path = url.removeprefix("file://").partition("/")
-    if host not in ("", "localhost"):
-        raise StoreError(
-            f"The URL {url} names another machine", expected="file:///path", found=host
-        )
-    return _open_path(unquote(slash + path), url, options)
-
-
-def _open_path(path: str, url: str, options: dict[str, Any]) -> LocalStore:
-    if not path:
-        raise StoreError("The URL does not name a folder", expected=_supported(), found=repr(url))
-    if options:
-        raise StoreError(f"A local folder has no options, but got {', '.join(options)}")
-    return LocalStore(path, direct=read_settings().direct)
-
-
 def _open_memory(url: str) -> MemoryStore:
     name, _, folder = url.removeprefix("memory://").strip("/").partition("/")
     if not name:
@@ -135,7 +118,7 @@ def _open_memory(url: str) -> MemoryStore:
     return store.at(folder) if folder else store
 
 
-_functions: dict[str, OpenStore] = {"file": _open_file, "memory": _open_memory}
+_functions: dict[str, OpenStore] = {"memory": _open_memory}
 
 
 def expand_home(path: str) -> str:

@@ -26,7 +26,7 @@ from threading import RLock
 from typing import Concatenate, ParamSpec, TypeVar
 
 from holdfast.buffers import address_of
-from holdfast.storage.os_calls import FileStat, Fs
+from holdfast.storage.local.os_calls import FileStat, Fs
 from holdfast.types import ALIGNMENT
 
 P = ParamSpec("P")

@@ -10,7 +10,7 @@ from functools import wraps
 from threading import Lock
 from typing import Concatenate, ParamSpec, TypeVar
 
-from holdfast.storage.os_calls import Fs
+from holdfast.storage.local.os_calls import Fs
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import os, resource, sys, time
 import numpy as np
 import holdfast
 from holdfast.run.policy import EverySteps
-from holdfast.storage import os_calls as fs
+from holdfast.storage.local import os_calls as fs
 real = fs.Fs.fsync
 def fsync(self, fd):
     time.sleep(0.02)

@@ -29,7 +29,7 @@ from holdfast.errors import CommitError, DigestMismatch, FormatError, StoreError
 from holdfast.format import names
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from tests.engine.unreliable_stores import HookedStore

@@ -19,7 +19,7 @@ from holdfast.errors import CommitError, HoldfastError, StoreError
 from holdfast.format.names import MANIFEST, WRITER_LOCK
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.engine.saving.child_scripts import SAVE, STEP, run_script

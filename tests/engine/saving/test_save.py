@@ -22,7 +22,7 @@ from holdfast.errors import AlreadyExists, CommitError, HoldfastError, StoreErro
 from holdfast.format import names
 from holdfast.format.names import MANIFEST
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from holdfast.testing.crashfs import CrashFs
@@ -262,7 +262,7 @@ from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.buffers import shared_pool
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from tests.trainings import state_after
 store = LocalStore(sys.argv[1])
 location, metadata = Location(store, "version_1"), VersionMetadata(step=1)

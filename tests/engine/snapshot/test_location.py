@@ -14,10 +14,10 @@ import holdfast
 from holdfast.engine.snapshot.location import Location, describe_run, locate, versions_in
 from holdfast.errors import AlreadyExists, Denied, NotFound
 from holdfast.format.names import Version
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.os_calls import Fs
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
-from holdfast.storage.os_calls import Fs
 
 STATE = {"x": np.arange(3)}
 _numbers = count()

@@ -40,7 +40,7 @@ from holdfast.errors import (
 from holdfast.format.names import MANIFEST, parse_attempt, parse_pin
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
-from holdfast.storage.local import LocalStore
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.crashfs import CrashFs, PowerCut
 from holdfast.testing.faults import Fault, FaultFs

@@ -19,7 +19,7 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.storage.checks import check_range, short_read_error, too_long_error
-from holdfast.storage.os_calls import INVALID_OR_UNSUPPORTED, Fs
+from holdfast.storage.local.os_calls import INVALID_OR_UNSUPPORTED, Fs
 from holdfast.storage.store import Stat, check_key
 from holdfast.types import MIB
 

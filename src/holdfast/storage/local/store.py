@@ -14,13 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import unquote
 
 from holdfast.errors import NotFound, StoreError
-from holdfast.storage import local_files
+from holdfast.settings import read_settings
 from holdfast.storage.checks import is_partial
-from holdfast.storage.local_files import NOT_FOUND_ERRORS, LocalFiles
-from holdfast.storage.local_upload import LocalUpload
+from holdfast.storage.local import files as local_files
+from holdfast.storage.local.files import NOT_FOUND_ERRORS, LocalFiles
+from holdfast.storage.local.upload import LocalUpload
 from holdfast.storage.store import Entry, Stat, Traits, Upload, check_key
 from holdfast.types import ALIGNMENT
 
@@ -137,3 +139,20 @@ class LocalStore(LocalFiles):
                 folder = os.path.dirname(folder)
             return _ENTRY_KINDS.get(target.kind, "link")
         return "link"
+
+
+def open_local(url: str, **options: Any) -> LocalStore:
+    """Return the store at a path or at ``file:///path``. Raises ``StoreError`` for any option."""
+    path = url
+    if url.startswith("file://"):
+        host, slash, rest = url.removeprefix("file://").partition("/")
+        if host not in ("", "localhost"):
+            raise StoreError(
+                f"The URL {url} names another machine", expected="file:///path", found=host
+            )
+        path = unquote(slash + rest)
+    if not path:
+        raise StoreError("The URL does not name a folder", expected="file:///path", found=url)
+    if options:
+        raise StoreError(f"A local folder has no options, but got {', '.join(options)}")
+    return LocalStore(path, direct=read_settings().direct)

@@ -12,8 +12,8 @@ from threading import Lock
 from holdfast.buffers import address_of, as_byte_view, direct_io_length
 from holdfast.errors import StoreError
 from holdfast.storage.checks import WrittenRanges, check_written_length, refuse_partial
-from holdfast.storage.local_files import LocalFiles
-from holdfast.storage.os_calls import INVALID_OR_UNSUPPORTED, UNSUPPORTED
+from holdfast.storage.local.files import LocalFiles
+from holdfast.storage.local.os_calls import INVALID_OR_UNSUPPORTED, UNSUPPORTED
 from holdfast.storage.store import Stat, Upload
 from holdfast.types import ALIGNMENT
 
