@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -110,8 +111,8 @@ def run_call(operation: str, url: str, rank: int, size: int, step: int) -> dict[
     return {"digest": pending.wait().digest}
 
 
-def join_process_group(spec: dict[str, Any], rank: int, size: int) -> None:
-    """Join a process group as after a restart by torchrun.
+def join_process_group(spec: dict[str, Any], rank: int, size: int) -> dist.TCPStore:
+    """Join a process group as after a restart by torchrun. Return the store.
 
     The store still holds the keys of the previous start. Only gloo gets a new prefix, because it
     would sometimes read the addresses of processes that have ended.
@@ -123,6 +124,7 @@ def join_process_group(spec: dict[str, Any], rank: int, size: int) -> None:
     dist.init_process_group("gloo", store=gloo_store, rank=rank, world_size=size)
     default_store = dist.PrefixStore("default_pg", store)
     distributed_c10d._get_default_store = lambda: default_store
+    return store
 
 
 def run_rank(spec: dict[str, Any]) -> None:
@@ -135,7 +137,7 @@ def run_rank(spec: dict[str, Any]) -> None:
     def report(**fields: Any) -> None:
         report_file.write(json.dumps({"at": time.time(), **fields}) + "\n")
 
-    join_process_group(spec, rank, size)
+    store = join_process_group(spec, rank, size)
     if spec["fault"]:
         fault = FAULTS[spec["fault"]]
 
@@ -160,8 +162,20 @@ def run_rank(spec: dict[str, Any]) -> None:
                 text=str(e),
             )
     report(ended=True)
+    if spec["host"]:
+        wait_for_ends(store, rank, size)
     if spec["destroy_group"]:
         dist.destroy_process_group()
+
+
+def wait_for_ends(store: dist.TCPStore, rank: int, size: int) -> None:
+    """Keep rank 0, which hosts the store, for up to 30 s, until the other ranks have ended."""
+    with suppress(dist.DistError):  # rank 0 was killed
+        ended = store.add("ended", 1)
+        end = time.monotonic() + 30
+        while rank == 0 and ended < size and time.monotonic() < end:
+            time.sleep(0.02)
+            ended = store.add("ended", 0)
 
 
 def main() -> None:
