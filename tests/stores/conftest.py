@@ -80,25 +80,38 @@ def localstack(request):
         yield server
 
 
-def use_new_bucket(server, monkeypatch):
-    """Point the environment variables of the AWS tools to a server. Return a new bucket's URL."""
+@contextmanager
+def new_bucket(server, monkeypatch):
+    """Point the environment variables of the AWS tools to a server. Yield a new bucket's URL."""
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     bucket = f"b-{uuid.uuid4()}"
-    boto3.client("s3").create_bucket(Bucket=bucket)
-    return f"s3://{bucket}"
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=bucket)
+    yield f"s3://{bucket}"
+    # Ceph's memstore blocks for ever when it is full
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+        for found in page.get("Contents", ()):
+            client.delete_object(Bucket=bucket, Key=found["Key"])
+    for page in client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket):
+        for found in page.get("Uploads", ()):
+            client.abort_multipart_upload(
+                Bucket=bucket, Key=found["Key"], UploadId=found["UploadId"]
+            )
 
 
 @pytest.fixture
 def s3(ceph, monkeypatch):
     """The URL of a new bucket of Ceph."""
-    return use_new_bucket(ceph, monkeypatch)
+    with new_bucket(ceph, monkeypatch) as url:
+        yield url
 
 
 @pytest.fixture
 def localstack_s3(localstack, monkeypatch):
     """The URL of a new bucket of LocalStack."""
-    return use_new_bucket(localstack, monkeypatch)
+    with new_bucket(localstack, monkeypatch) as url:
+        yield url
 
 
 @pytest.fixture
