@@ -95,7 +95,9 @@ def test_a_save_whose_bytes_always_change_fails(open_run, proxy, path):
     proxy.inject(Fault("flip", "PUT", path, count=-1, after=10))
     with pytest.raises(StoreError, match="Gave up after"):
         save(store)
-    assert {*statuses(proxy, path.rstrip("$"))} == {400}
+    found = {*statuses(proxy, path.rstrip("$"))}
+    assert 400 in found
+    assert found <= {400, 0}  # 0: the time was over before the reply
     proxy.inject()
     assert holdfast.Run(store).snapshots() == []
     save(store)
