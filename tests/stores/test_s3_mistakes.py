@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from contextlib import contextmanager
 
 import boto3
 import pytest
@@ -165,21 +166,24 @@ except holdfast.errors.Denied as e:
     assert "The clock of this machine is wrong" in done.stdout
 
 
-@pytest.fixture
-def web_server():
-    """A server that is not S3."""
+@contextmanager
+def serving(answer):
+    """Serve every request with ``answer(request)``: a status, headers, and a body. Yield the URL.
+
+    It is not S3.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
-        def answer(self):
-            body = b"<html><body>Welcome</body></html>"
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.send_header("Content-Length", str(len(body)))
+        def do_GET(self):
+            status, headers, body = answer(self)
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
 
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815
+        do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
 
         def log_message(self, *_):
             pass
@@ -189,6 +193,44 @@ def web_server():
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def web_server():
+    page = b"<html><body>Welcome</body></html>"
+    with serving(lambda _: (200, {"Content-Type": "text/html"}, page)) as url:
+        yield url
+
+
+REDIRECTS = {  # what AWS answers to a request that was signed for another region
+    "PermanentRedirect": (301, {"x-amz-bucket-region": "eu-west-1"}, ""),
+    "AuthorizationHeaderMalformed": (400, {}, "<Region>eu-west-1</Region>"),
+}
+
+
+@pytest.mark.parametrize("code", REDIRECTS)
+def test_a_wrong_region(monkeypatch, code):
+    """boto3 asks the region that the reply names. The message names it if that fails as well."""
+    status, headers, extra = REDIRECTS[code]
+    body = f"<Error><Code>{code}</Code><Message>Wrong region</Message>{extra}</Error>".encode()
+    regions = []
+
+    def answer(request):
+        regions.append(request.headers["Authorization"].split("/")[2])
+        return status, {**headers, "Content-Type": "application/xml"}, body
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", SECRETS[2])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRETS[1])
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    with serving(answer) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        result = run_cli("ls", "s3://bucket-in-europe/run")
+        check_message(result, code, "The bucket is in the region eu-west-1", "region=")
+        assert {*regions} == {"us-east-1", "eu-west-1"}
+        regions.clear()
+        with pytest.raises(StoreError, match="The bucket is in the region eu-west-1"):
+            holdfast.save("s3://bucket-in-europe/run/version_1", {"n": 1})
+        assert len(regions) < 6  # it is not repeated until the deadline
 
 
 def test_an_endpoint_that_is_not_s3(s3, monkeypatch, web_server):
