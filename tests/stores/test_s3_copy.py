@@ -58,13 +58,10 @@ KILLS = {  # the request that is in progress, and the files that the repeated co
 }
 
 
-@pytest.mark.parametrize("point", KILLS)
-def test_a_copy_that_was_killed_is_repeated(s3, proxy, source, point):
-    request, shard, written = KILLS[point]
-    method = "POST" if point == "completion" else "PUT"
-    proxy.inject(Fault("stall", method, f"{shard}.*{request}", count=-1, seconds=60))
+def run_and_kill(proxy, *command):
+    """Run a command of Holdfast, and kill it half a second after its first fault."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli", "copy", source.url, f"{s3}/copy/version_1"],
+        [sys.executable, "-m", "holdfast.cli", *command],
         env={**os.environ, "AWS_ENDPOINT_URL": proxy.endpoint},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -77,6 +74,14 @@ def test_a_copy_that_was_killed_is_repeated(s3, proxy, source, point):
     time.sleep(0.5)  # the other requests end
     process.send_signal(signal.SIGKILL)
     process.wait(30)
+
+
+@pytest.mark.parametrize("point", KILLS)
+def test_a_copy_that_was_killed_is_repeated(s3, proxy, source, point):
+    request, shard, written = KILLS[point]
+    method = "POST" if point == "completion" else "PUT"
+    proxy.inject(Fault("stall", method, f"{shard}.*{request}", count=-1, seconds=60))
+    run_and_kill(proxy, "copy", source.url, f"{s3}/copy/version_1")
     run = holdfast.Run(f"{s3}/copy")
     assert run.snapshots() == []
     proxy.inject()
@@ -90,6 +95,24 @@ def test_a_copy_that_was_killed_is_repeated(s3, proxy, source, point):
     run.sweep(grace=0, now=time.time() + 8 * 24 * 3600)  # what the killed copy has left
     assert partial_keys(run.store) == []
     check_copy(run)
+
+
+@pytest.mark.parametrize("request_name", ["partNumber=2", "uploadId="])
+def test_an_export_that_was_killed_is_repeated(s3, proxy, source, request_name):
+    method = "POST" if request_name == "uploadId=" else "PUT"
+    proxy.inject(Fault("stall", method, request_name, count=-1, seconds=60))
+    url = f"{s3}/out/m.pt"
+    run_and_kill(proxy, "export", source.url, "--to", "torch", url)
+    store = holdfast.open_store(f"{s3}/out")
+    assert [stat.key for stat in store.list("")] == []
+    proxy.inject()
+    result = run_cli("export", source.url, "--to", "torch", url)
+    assert result.code == 0, result
+    result = run_cli("import", url, f"{s3}/imported", "--step", "1")
+    assert result.code == 0, result
+    loaded = holdfast.load(f"{s3}/imported/version_1")["model"]
+    assert np.array_equal(loaded["w"], STATE["w"])
+    assert [stat.key for stat in store.list("")] == ["m.pt"]
 
 
 def test_copies_to_s3_within_s3_and_back(s3, tmp_path):
