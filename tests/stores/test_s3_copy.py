@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 import holdfast
 from holdfast.engine.snapshot.location import Location, locate
@@ -21,6 +22,7 @@ from holdfast.testing.contract import partial_keys
 from holdfast.types import MIB
 from tests.cli.invoke import run_cli
 from tests.engine.snapshot.manual_shards import split_rows, write_resharded
+from tests.interop.checkpoints import write_dcp_as_ranks
 from tests.stores.fault_proxy import Fault, FaultProxy
 from tests.trainings import flip_bit
 
@@ -235,3 +237,31 @@ def test_what_the_command_exports_to_s3_it_imports_again(s3, tmp_path, kind, nam
     assert snapshot.metadata["note"]["imported_from"]["path"] == url
     loaded = holdfast.load(snapshot.url)["model"]
     assert all(np.array_equal(np.asarray(loaded[k]), state["model"][k]) for k in state["model"])
+
+
+def upload_folder(folder, url):
+    store = holdfast.open_store(url)
+    for file in folder.iterdir():
+        store.put_if_absent(file.name, file.read_bytes())
+
+
+def test_folders_of_other_tools_are_imported_from_s3(s3, tmp_path):
+    tensors = {"layer.w": torch.arange(1000.0).reshape(10, 100), "layer.b": torch.ones(7)}
+    source = holdfast.save(tmp_path / "run" / "version_1", {"model": tensors}, step=1)
+    write_dcp_as_ranks(tmp_path / "dcp", 1, lambda rank: {"model": tensors})
+    assert run_cli("export", source.url, "--to", "hf", f"{s3}/hf").code == 0
+    upload_folder(tmp_path / "dcp", f"{s3}/dcp")
+    for kind in ("hf", "dcp"):
+        result = run_cli("import", f"{s3}/{kind}", f"{s3}/run-{kind}", "--step", "3")
+        assert result.code == 0, result
+        found = flatten(holdfast.load(f"{s3}/run-{kind}/version_3"))
+        assert found.keys() == {f"model.{name}" for name in tensors}
+        assert all(torch.equal(found[f"model.{name}"], value) for name, value in tensors.items())
+
+
+def flatten(tree, prefix=""):
+    if not isinstance(tree, dict):
+        return {prefix[:-1]: torch.as_tensor(tree)}
+    return {
+        k: v for name, below in tree.items() for k, v in flatten(below, f"{prefix}{name}.").items()
+    }
