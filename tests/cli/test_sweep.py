@@ -9,6 +9,7 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.format.names import random_id, shard_name
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
+from holdfast.storage.store import Traits
 from tests.cli.invoke import run_cli, train_branch
 from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit
@@ -46,7 +47,20 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
         "removed": [],
         "bytes": 0,
         "kept": [{"key": key, "why": "younger than 5400 s"}],
+        "hidden_uploads": "",
     }
+
+
+def test_what_removes_uploads_that_cannot_be_listed_is_said(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = "add the rule R"
+    monkeypatch.setattr(
+        MemoryStore, "traits", Traits("memory", 1, durable=False, hidden_uploads=rule)
+    )
+    result = run_cli("sweep", store.url)
+    assert f"Unfinished uploads cannot be listed here: {rule}" in result.out
+    assert run_cli("sweep", store.url, "--json").json["hidden_uploads"] == rule
 
 
 def test_a_dry_run_removes_nothing(store: MemoryStore) -> None:

@@ -255,11 +255,13 @@ class SweepResult:
 
     ``removed`` holds the keys of the removed files, and ``nbytes`` their total length in bytes.
     ``kept`` holds pairs of a file's key or a version's name and the reason why it was kept.
+    ``hidden_uploads``: see ``Traits``.
     """
 
     removed: list[str] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
     nbytes: int = 0
+    hidden_uploads: str = ""
 
 
 def sweep(
@@ -299,7 +301,8 @@ def sweep(
     if abandoned:
         state.delete_abandoned()
     nbytes = sum(s.length for s in state.removed)
-    return SweepResult([s.key for s in state.removed], state.kept, nbytes)
+    hidden = catalog.store.traits.hidden_uploads
+    return SweepResult([s.key for s in state.removed], state.kept, nbytes, hidden)
 
 
 def find_orphans(

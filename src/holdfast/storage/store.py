@@ -36,7 +36,8 @@ class Traits:
     ``SequentialUpload``), so a save writes with one thread. ``atomic``: of any number of concurrent
     calls of ``put_if_absent``, at most one creates the object; without it, two trainings can both
     commit. ``retry_after``: the store obeys a server that says how long to wait; otherwise, it
-    waits for at least a second after a server refused a request for its rate.
+    waits for at least a second after a server refused a request for its rate. ``hidden_uploads``:
+    what removes the unfinished uploads that ``partials`` cannot list; empty if it lists all.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Traits:
     ordered: bool = False
     atomic: bool = True
     retry_after: bool = False
+    hidden_uploads: str = ""
 
 
 @dataclass(frozen=True, slots=True)

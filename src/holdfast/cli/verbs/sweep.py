@@ -44,10 +44,14 @@ def command(run: str, grace: float, abandoned: bool, dry_run: bool, as_json: boo
                 "removed": result.removed,
                 "bytes": result.nbytes,
                 "kept": [{"key": key, "why": why} for key, why in result.kept],
+                "hidden_uploads": result.hidden_uploads,
             }
         )
     else:
         render(result, dry_run)
+        if result.hidden_uploads:
+            note = f"Unfinished uploads cannot be listed here: {result.hidden_uploads}"
+            print_line(make_console(), note, "dim")
 
 
 def render(result: SweepResult, dry_run: bool) -> None:

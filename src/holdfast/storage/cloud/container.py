@@ -74,7 +74,10 @@ class CloudContainer:
 
     @property
     def traits(self) -> Traits:
-        return Traits(self.options.scheme, 1, durable=True, ordered=True)
+        options = self.options
+        return Traits(
+            options.scheme, 1, durable=True, ordered=True, hidden_uploads=options.hidden_uploads
+        )
 
     @property
     def url(self) -> str:

@@ -46,6 +46,7 @@ class CloudOptions:
     timeout: float = 300.0
 
     scheme: ClassVar[str] = ""
+    hidden_uploads: ClassVar[str] = ""
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
@@ -82,6 +83,7 @@ class AzureOptions(CloudOptions):
     sas_token: str | None = field(default=None, repr=False)
 
     scheme: ClassVar[str] = "az"
+    hidden_uploads: ClassVar[str] = "Azure deletes them after 7 days"
 
     def config(self) -> dict[str, Any]:
         return {
@@ -105,6 +107,10 @@ class GoogleOptions(CloudOptions):
     service_account: str | None = None
 
     scheme: ClassVar[str] = "gs"
+    hidden_uploads: ClassVar[str] = (
+        'add this rule to the bucket: {"rule": [{"action": {"type":'
+        ' "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]}'
+    )
 
     def config(self) -> dict[str, Any]:
         return {

@@ -29,10 +29,17 @@ from holdfast.storage.store import Entry, Stat, Traits, Upload
 INSTALL = "Install it: pip install 'holdfast[fsspec]'"
 
 
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
+
+
 class FsspecStore(FsspecFiles):
     """A store in a folder of a file system. Creating it connects to nothing."""
 
-    traits = Traits("fsspec", 1, durable=False, ordered=True, atomic=False)
+    @property
+    def traits(self) -> Traits:
+        protocol = self.url.removeprefix("fsspec+").partition(":")[0]
+        hidden = "add a lifecycle rule to the bucket" if protocol in _OBJECT_STORES else ""
+        return Traits("fsspec", 1, durable=False, ordered=True, atomic=False, hidden_uploads=hidden)
 
     # -- writing -------------------------------------------------------------------------------
 
