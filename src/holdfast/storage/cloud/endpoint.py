@@ -13,7 +13,7 @@ from holdfast.errors import StoreError
 from holdfast.settings import cloud_variables
 from holdfast.storage.checks import make_options
 from holdfast.storage.cloud.failures import translated
-from holdfast.storage.throttle import Throttle
+from holdfast.storage.remote import Server
 from holdfast.text import to_repr
 from holdfast.types import MIB
 from holdfast.version import __version__
@@ -120,18 +120,12 @@ class GoogleOptions(CloudOptions):
         }
 
 
-class Endpoint:
-    """The clients with certain options in this process, and the throttle of their requests.
-
-    ``known_containers``: those that have answered. ``conditional_containers``: those in which the
-    server has refused to replace an object.
-    """
+class Endpoint(Server):
+    """The clients with certain options in this process, and what it has learned of the server."""
 
     def __init__(self, options: CloudOptions, variables: frozenset[tuple[str, str]]) -> None:
+        super().__init__(options.concurrency, options.timeout)
         self.options = options
-        self.throttle = Throttle(options.concurrency, options.timeout)
-        self.known_containers: set[str] = set()
-        self.conditional_containers: set[str] = set()
         self._allow_http = any(
             url.startswith("http://")
             for url in (options.endpoint or "", *(v for n, v in variables if n in _URL_VARIABLES))

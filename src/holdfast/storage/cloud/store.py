@@ -37,28 +37,21 @@ class CloudStore(CloudContainer):
 
         return BufferedUpload(self.url, key, length, create)
 
-    def put_if_absent(self, key: str, data: bytes) -> Stat:
-        refuse_partial(key, self.url)
-        self.create_object(key, data, accept_equal=True)
-        if self.container not in self.endpoint.conditional_containers:
-            self.require_conditional_put(key, data)
-        return self.require_stat(key, len(data))
-
     def delete(self, key: str) -> None:
         import obstore
 
         name = self.object_name(key)
         try:
-            self.call("Delete", "delete", key, lambda c: obstore.delete(c, name))
+            self.call("DeleteObject", "delete", key, lambda c: obstore.delete(c, name))
         except NotFound:
             return
 
     def list(self, prefix: str) -> Iterator[Stat]:
         pages = _Pages(self._folder_name(prefix))
-        while (page := self.call("List", "list", prefix, pages.read)) is not None:
-            self.endpoint.known_containers.add(self.container)
+        while (page := self.call("ListObjects", "list", prefix, pages.read)) is not None:
+            self.endpoint.known.add(self.root)
             yield from self._stats(page)
-        self.endpoint.known_containers.add(self.container)
+        self.endpoint.known.add(self.root)
 
     def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
         """See the function."""
@@ -67,8 +60,10 @@ class CloudStore(CloudContainer):
         start = self._folder_name(folder)
         if "/" in prefix:
             return
-        reply = self.call("List", "list", folder, lambda c: obstore.list_with_delimiter(c, start))
-        self.endpoint.known_containers.add(self.container)
+        reply = self.call(
+            "ListObjects", "list", folder, lambda c: obstore.list_with_delimiter(c, start)
+        )
+        self.endpoint.known.add(self.root)
         for common in reply["common_prefixes"]:
             name = common.rstrip("/").rpartition("/")[2]
             if name.startswith(prefix):

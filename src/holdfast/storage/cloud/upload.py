@@ -90,8 +90,7 @@ class StreamAppender:
 
     def _send(self, piece: bytes | None) -> None:
         if self._thread is None:
-            left = self._store.deadline_of("write", self._key).seconds_left
-            self._seconds = min(left, self._store.options.timeout)
+            self._seconds = self._store.deadline_for("write", self._key).seconds_left
             client = self._store.endpoint.streaming_client(self._store.container, self._seconds)
             name = f"holdfast upload of {self._key}"
             self._thread = Thread(target=self._run, args=(client,), name=name, daemon=True)
@@ -101,7 +100,7 @@ class StreamAppender:
     def _wait(self, action: str) -> None:
         """Wait until the thread has passed on a piece, or has completed the object."""
         store, key = self._store, self._key
-        deadline = store.deadline_of(action, key)
+        deadline = store.deadline_for(action, key)
         try:
             error = self._replies.get(timeout=deadline.seconds_left)
         except Empty:

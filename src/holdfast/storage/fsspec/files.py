@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
 from datetime import UTC, datetime
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import weak_store_error
-from holdfast.storage.deadline import Deadline, call_within
+from holdfast.storage.deadline import call_within
+from holdfast.storage.remote import RemoteStore
 from holdfast.storage.store import Stat, check_key
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _AWAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENOTCONN}
 
 
-class FsspecFiles:
+class FsspecFiles(RemoteStore):
     """The files of the file system that ``connect`` returns, in the folder ``root``.
 
     Many file systems use one connection that serves one call at a time, so each call borrows its
@@ -36,19 +36,11 @@ class FsspecFiles:
     def __init__(
         self, url: str, root: str, connect: Callable[[], Any], allow_weak: bool, timeout: float
     ) -> None:
-        self.url = url if url.endswith("://") else url.rstrip("/")
+        super().__init__(url if url.endswith("://") else url.rstrip("/"), "", timeout)
         self._root = root if not root else root.rstrip("/") + "/"
         self._connect = connect
         self._allow_weak = allow_weak
-        self._timeout = timeout
-        self._deadline: Deadline | None = None
         self._unused: dict[int, list[Any]] = {}  # per process: a fork cannot share connections
-
-    def within(self, deadline: Deadline) -> Self:
-        """Return a view whose calls end by ``deadline``."""
-        view = copy(self)
-        view._deadline = deadline.earlier(self._deadline)
-        return view
 
     def refuse_weak(self, key: str) -> None:
         if not self._allow_weak:
@@ -92,13 +84,15 @@ class FsspecFiles:
 
     def stat_of(self, key: str, info: Any) -> Stat:
         if info.get("size") is None:
-            raise StoreError(f"{self.url} does not tell the length of {key}", key=key)
+            raise StoreError(
+                f"{self.url} does not tell the length of {key}", key=key, store=self.url
+            )
         return Stat(key, int(info["size"]), _modified(info))
 
     # -- calls ---------------------------------------------------------------------------------
 
     def path(self, key: str) -> str:
-        return self._root + check_key(key, self.url)
+        return self._root + self.prefix + check_key(key, self.url)
 
     def call(self, action: str, key: str, work: Callable[[Any], T]) -> T:
         """Return ``work(fs)``. Raises ``StoreError``."""
@@ -117,9 +111,8 @@ class FsspecFiles:
 
     def bounded(self, action: str, key: str, function: Callable[[], T]) -> T:
         """Return ``function()``. Raises ``Unavailable`` when the deadline passes."""
-        deadline = Deadline.after(self._timeout, f"{action} {key}").earlier(self._deadline)
         try:
-            return call_within(deadline, function)
+            return call_within(self.deadline_for(action, key), function)
         except StoreError:
             raise
         except Exception as e:

@@ -58,13 +58,7 @@ class FsspecStore(FsspecFiles):
             if not may_exist and not isinstance(e, AlreadyExists):
                 raise
             error = e
-        try:
-            stat = self._stat_if_equal(key, data)
-        except StoreError as e:
-            raise e.with_advice(outcome="unknown") from error
-        if stat is None:
-            raise error
-        return stat
+        return self.require_equal(key, data, error)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -110,7 +104,7 @@ class FsspecStore(FsspecFiles):
         self, folder: str, prefix: str = "", *, partial: bool = False
     ) -> Iterator[Entry]:
         """See the function. ``partial``: return unfinished uploads instead of objects."""
-        path = self.path(folder) if folder else self._root.rstrip("/") or self._root
+        path = self.path(folder) if folder else (self._root + self.prefix).rstrip("/") or self._root
         infos: list[Any] = []
         with suppress(NotFound):
             infos = self.call("list", folder or ".", lambda fs: fs.ls(path, detail=True))
@@ -140,14 +134,6 @@ class FsspecStore(FsspecFiles):
             else:
                 with suppress(NotFound):  # a link to a folder or to nothing
                     yield entry.stat or self.stat(key)
-
-    def _stat_if_equal(self, key: str, data: bytes) -> Stat | None:
-        """Return the status of an object if it has exactly these bytes."""
-        try:
-            stat = self.stat(key)
-            return stat if stat.length == len(data) and self.get(key, len(data)) == data else None
-        except NotFound:
-            return None
 
 
 def open_fsspec(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from holdfast.buffers import as_byte_view
 from holdfast.errors import NotFound, StoreError
@@ -17,44 +16,25 @@ from holdfast.storage.hdfs.connection import (
     shared_connection,
 )
 from holdfast.storage.hdfs.failures import translate
-from holdfast.storage.store import Stat, Traits, check_key
+from holdfast.storage.remote import RemoteStore
+from holdfast.storage.store import Stat, Traits
 from holdfast.storage.throttle import Statistics
 from holdfast.types import BLOCK_SIZE
 
 T = TypeVar("T")
 
 
-class HdfsFiles:
-    """What ``HdfsStore`` and its uploads share.
+class HdfsFiles(RemoteStore):
+    """What ``HdfsStore`` and its uploads share."""
 
-    ``at(folder)`` and ``within(deadline)`` return views. All stores of a process with equal options
-    share their connections and the limit of their calls. ``statistics()`` shows these.
-    """
+    _longest_name = 8000  # the NameNode counts characters
 
     def __init__(self, server: str, folder: str, options: HdfsOptions) -> None:
+        super().__init__(server, folder.strip("/"), options.timeout)
         self.server = server
         self.options = options
-        self.deadline: Deadline | None = None
-        self._root = "/" + folder.strip("/") if folder.strip("/") else ""
-        self.folder = self._root
-        if self._root:
-            check_key(self._root[1:], server)
+        self._root = self.folder
         shared_connection(server, options)  # raises if hdfs-native is missing
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.url}>"
-
-    def at(self, folder: str) -> Self:
-        """Return a store for the keys below ``folder``."""
-        view = copy(self)
-        view.folder = f"{self.folder}/{check_key(folder, self.url)}"
-        return view
-
-    def within(self, deadline: Deadline) -> Self:
-        """Return a view whose calls end by ``deadline``."""
-        view = copy(self)
-        view.deadline = deadline.earlier(self.deadline)
-        return view
 
     def statistics(self) -> Statistics:
         """Return the statistics of all calls of this process with these options."""
@@ -69,12 +49,13 @@ class HdfsFiles:
         return Traits("hdfs", 1, durable=not self.options.allow_weak, ordered=True)
 
     @property
-    def url(self) -> str:
-        return f"{self.server}{self.folder}"
+    def folder(self) -> str:
+        """The absolute path of the folder; "" for the root."""
+        return f"/{self.prefix}"[:-1]
 
     def path(self, key: str) -> str:
         """Return the absolute path of a key. Raises ``StoreError`` for an invalid key."""
-        return f"{self.folder}/{check_key(key, self.url)}"
+        return f"/{self.object_name(key)}"
 
     def get(self, key: str, limit: int) -> bytes:
         length = self.stat(key).length
@@ -150,17 +131,12 @@ class HdfsFiles:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def deadline_for(self, purpose: str) -> Deadline:
-        """Return the time by which a call has to end."""
-        seconds = self.options.timeout
-        return Deadline.after(seconds, f"at most {seconds:g} s {purpose}").earlier(self.deadline)
-
     def call(self, operation: str, action: str, key: str, request: Callable[[Any], T]) -> T:
         """Return what ``request(client)`` returns. Repeat it while HDFS is unavailable.
 
         Raises ``StoreError``.
         """
-        deadline = self.deadline_for(f"to {action} {key}")
+        deadline = self.deadline_for(action, key)
 
         def attempt() -> T:
             limit = Deadline.after(LONGEST_CALL, deadline.purpose).earlier(deadline)
@@ -170,7 +146,7 @@ class HdfsFiles:
 
     def call_once(self, action: str, key: str, request: Callable[[Any], T]) -> T:
         """Return what ``request(client)`` returns. It is a step that cannot be repeated."""
-        return self._try(action, key, request, self.deadline_for(f"to {action} {key}"))
+        return self._try(action, key, request, self.deadline_for(action, key))
 
     def _try(self, action: str, key: str, request: Callable[[Any], T], deadline: Deadline) -> T:
         try:

@@ -30,12 +30,8 @@ class HdfsStore(HdfsFiles):
         refuse_partial(key, self.url)
         try:
             return put_small(self, key, bytes(data))
-        except AlreadyExists:
-            # another writer with the same bytes, or this one, whose reply was lost
-            stat = self.stat(key)
-            if stat.length != len(data) or self.get(key, len(data)) != data:
-                raise
-            return stat
+        except AlreadyExists as e:
+            return self.require_equal(key, data, e)
 
     def delete(self, key: str) -> None:
         path = self.path(key)

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import StoreError
 from holdfast.settings import aws_variables
 from holdfast.storage.checks import make_options
-from holdfast.storage.throttle import Throttle
+from holdfast.storage.remote import Server
 from holdfast.text import to_repr
 from holdfast.types import MIB
 from holdfast.version import __version__
@@ -78,19 +78,15 @@ class S3Options:
         return result
 
 
-class Endpoint:
-    """The clients with certain options in this process, and the throttle of their requests.
+class Endpoint(Server):
+    """The clients with certain options in this process, and what it has learned of the server.
 
-    ``known_buckets``: those that have answered. ``checks_crc``: whether the server checks CRC-32C,
-    None if that is not known yet. ``conditional_buckets``: those in which the server has refused
-    to replace an object.
+    ``checks_crc``: whether the server checks CRC-32C, None if that is not known yet.
     """
 
     def __init__(self, options: S3Options) -> None:
+        super().__init__(options.concurrency, options.timeout)
         self.options = options
-        self.throttle = Throttle(options.concurrency, options.timeout)
-        self.known_buckets: set[str] = set()
-        self.conditional_buckets: set[str] = set()
         self.checks_crc: bool | None = None
         self._clients: dict[int, Any] = {}
         self._session: Any = None

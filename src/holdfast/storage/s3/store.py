@@ -25,13 +25,6 @@ class S3Store(S3Bucket):
         self.object_name(key)
         return S3Upload(self, key, length, 0 if self.options.equal_parts else head)
 
-    def put_if_absent(self, key: str, data: bytes) -> Stat:
-        refuse_partial(key, self.url)
-        self.create_object(key, data, accept_equal=True)
-        if self.bucket not in self.endpoint.conditional_buckets:
-            self.require_conditional_put(key, data)
-        return self.require_stat(key, len(data))
-
     def delete(self, key: str) -> None:
         if is_partial(key.rpartition("/")[2]):
             self._abort_partial(key)
@@ -91,7 +84,7 @@ class S3Store(S3Bucket):
 
             page = self.call("ListObjectsV2", "list", start.rstrip("/"), read)
             require_field(page, "IsTruncated", self.endpoint.url, self.url)
-            self.endpoint.known_buckets.add(self.bucket)
+            self.endpoint.known.add(self.root)
             yield page
             if not page.get("IsTruncated"):
                 return
