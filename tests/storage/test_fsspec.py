@@ -1,5 +1,6 @@
 """Stores in the file systems of fsspec, which promise nothing, and which fail."""
 
+import math
 import os
 import sys
 import threading
@@ -443,7 +444,7 @@ def test_without_fsspec(monkeypatch):
 
 
 def test_bad_options():
-    for timeout in (0, -1, "5", None):
+    for timeout in (0, -1, "5", None, True, math.inf):
         with pytest.raises(StoreError, match="timeout="):
             open_store("fsspec+memory://a", timeout=timeout)
     store = open_store("fsspec+dir://a", path="/", target_protocol="nonsense")

@@ -1,5 +1,6 @@
 """What the stores on a server share: the creation of a small object, and views."""
 
+import math
 import time
 
 import pytest
@@ -245,6 +246,14 @@ def test_a_key_that_no_server_can_have_is_refused_at_once(url):
         assert not isinstance(caught.value, Unavailable)
         assert (caught.value.key, caught.value.store) == ("a\ud800", url)
     assert time.monotonic() - began < 2  # nothing is repeated
+
+
+@pytest.mark.parametrize("name", ["timeout", "concurrency"])
+@pytest.mark.parametrize("value", [True, 0, -1, None, "8", math.nan, math.inf])
+@pytest.mark.parametrize("url", ["s3://bucket", "az://bucket", "gs://bucket", "hdfs://host:1"])
+def test_an_option_that_is_no_valid_number_is_refused(url, name, value):
+    with pytest.raises(StoreError, match=f"Invalid value for {name}="):
+        holdfast.open_store(url, **{name: value})
 
 
 # stores that move a file to its name

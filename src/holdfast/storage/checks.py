@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
 from holdfast.errors import AlreadyExists, Denied, StoreError
+from holdfast.text import to_repr
 
 T = TypeVar("T")
 
@@ -61,16 +63,43 @@ class WrittenRanges:
             end = offset + size
 
 
-def make_options(options_class: Callable[..., T], kind: str, options: Mapping[str, Any]) -> T:
-    """Return the options of a store as an object of a dataclass.
+Rule = tuple[str, type | tuple[type, ...], Callable[[Any], bool], str]
+"""The name of an option, its types, whether a value is valid, and what is, for the message."""
 
-    ``kind``: "an S3 store", for the message. Raises ``StoreError`` for an unknown name.
+TIMEOUT: Rule = (
+    "timeout",
+    (int, float),
+    lambda n: 0 < n < math.inf,
+    "a number of seconds greater than 0",
+)
+CONCURRENCY: Rule = ("concurrency", int, lambda n: 1 <= n <= 1024, "1 to 1024")
+
+
+def make_options(
+    options_class: Callable[..., T], kind: str, options: Mapping[str, Any], rules: Iterable[Rule]
+) -> T:
+    """Return the options of a store on a server as an object of a dataclass.
+
+    ``kind``: "an S3 store", for the message. Raises ``StoreError`` for an unknown name and for a
+    value that ``rules`` do not allow.
     """
     known = [field.name for field in fields(cast(Any, options_class))]
     for name in options:
         if name not in known:
             raise StoreError(f"Unknown option {name!r} of {kind}", expected=" or ".join(known))
-    return options_class(**options)
+    result = options_class(**options)
+    for rule in (CONCURRENCY, TIMEOUT, *rules):
+        check_option(rule, getattr(result, rule[0]))
+    return result
+
+
+def check_option(rule: Rule, value: Any) -> None:
+    """Raise ``StoreError`` unless a value of an option is valid. True is not a number."""
+    name, types, is_valid, expected = rule
+    is_bool = isinstance(value, bool) and types is not bool
+    if is_bool or not isinstance(value, types) or not is_valid(value):
+        found = to_repr(value) if name != "endpoint" else None  # it may have a password
+        raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
 
 
 def check_range(key: str, store: str, offset: int, length: int, capacity: int) -> None:

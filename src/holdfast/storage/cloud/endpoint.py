@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Self
 
 from holdfast.errors import StoreError
 from holdfast.settings import cloud_variables
-from holdfast.storage.checks import make_options
+from holdfast.storage.checks import Rule, make_options
 from holdfast.storage.cloud.failures import translated
 from holdfast.storage.remote import Server
-from holdfast.text import to_repr
 from holdfast.types import MIB
 from holdfast.version import __version__
 
@@ -51,18 +50,11 @@ class CloudOptions:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        result = make_options(cls, f"a {cls.scheme}:// store", options)
-        for name, is_valid, expected in (
-            ("part_size", lambda n: _is(n, int) and n >= MIN_PART, f"at least {MIN_PART} bytes"),
-            ("concurrency", lambda n: _is(n, int) and 1 <= n <= 1024, "1 to 1024"),
-            ("timeout", lambda n: _is(n, int, float) and n > 0, "seconds greater than 0"),
-            ("endpoint", lambda u: u is None or _is_web(u), "https://HOST or http://HOST"),
-        ):
-            value = getattr(result, name)
-            if not is_valid(value):
-                found = to_repr(value) if name != "endpoint" else None  # it may have a password
-                raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
-        return result
+        rules: tuple[Rule, ...] = (
+            ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
+            ("endpoint", (str, type(None)), _is_web, "https://HOST or http://HOST"),
+        )
+        return make_options(cls, f"a {cls.scheme}:// store", options, rules)
 
     def config(self) -> dict[str, Any]:
         """Return the options as obstore names them. What it lacks comes from the environment."""
@@ -187,12 +179,8 @@ class Endpoint(Server):
             )
 
 
-def _is(value: object, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _is_web(url: object) -> bool:
-    return isinstance(url, str) and url.startswith(("https://", "http://"))
+def _is_web(url: str | None) -> bool:
+    return url is None or url.startswith(("https://", "http://"))
 
 
 _URL_VARIABLES = {"AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"}

@@ -15,6 +15,8 @@ from typing import Any
 from holdfast.buffers import as_byte_view
 from holdfast.errors import AlreadyExists, NotFound, StoreError
 from holdfast.storage.checks import (
+    TIMEOUT,
+    check_option,
     check_range,
     exists_error,
     is_partial,
@@ -156,8 +158,7 @@ def open_fsspec(
             f"The URL of a store must not contain a password (fsspec+{protocol}://...)",
             todo="Pass it as an option: holdfast.open_store(URL, password=...)",
         )
-    if not isinstance(timeout, int | float) or not timeout > 0:
-        raise StoreError("Invalid value for timeout=", expected="more than 0 s", found=timeout)
+    check_option(TIMEOUT, timeout)
     try:
         import fsspec
     except ImportError as e:

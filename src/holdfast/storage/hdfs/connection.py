@@ -17,10 +17,9 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from holdfast.errors import StoreError
-from holdfast.storage.checks import make_options
+from holdfast.storage.checks import Rule, make_options
 from holdfast.storage.deadline import Deadline, call_within
 from holdfast.storage.throttle import Throttle
-from holdfast.text import to_repr
 
 T = TypeVar("T")
 
@@ -66,21 +65,13 @@ class HdfsOptions:
         config = values.get("config", {})
         if isinstance(config, Mapping):
             values["config"] = tuple(sorted((str(k), str(v)) for k, v in config.items()))
-        result = make_options(cls, "an HDFS store", values)
-        whole, number = int, (int, float)
-        for name, kind, is_valid, expected in (
+        rules: tuple[Rule, ...] = (
             ("config", tuple, lambda c: True, "a dict of properties of Hadoop"),
             ("replication", (int, type(None)), lambda n: n is None or n >= 1, "at least 1"),
             ("block_size", (int, type(None)), lambda n: n is None or n >= 1 << 20, "1 MiB or more"),
-            ("concurrency", whole, lambda n: 1 <= n <= 1024, "1 to 1024"),
-            ("timeout", number, lambda n: n > 0, "a number of seconds greater than 0"),
             ("allow_weak", bool, lambda b: True, "True or False"),
-        ):
-            value = getattr(result, name)
-            if not (isinstance(value, kind) and is_valid(value)):
-                found = to_repr(value)
-                raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
-        return result
+        )
+        return make_options(cls, "an HDFS store", values, rules)
 
 
 class Readers:

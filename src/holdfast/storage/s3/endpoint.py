@@ -11,9 +11,8 @@ from typing import Any
 
 from holdfast.errors import StoreError
 from holdfast.settings import aws_variables
-from holdfast.storage.checks import make_options
+from holdfast.storage.checks import Rule, make_options
 from holdfast.storage.remote import Server
-from holdfast.text import to_repr
 from holdfast.types import MIB
 from holdfast.version import __version__
 
@@ -62,20 +61,12 @@ class S3Options:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        result = make_options(cls, "an S3 store", options)
-        whole, number = int, (int, float)
-        for name, kind, is_valid, expected in (
-            ("part_size", whole, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
-            ("concurrency", whole, lambda n: 1 <= n <= 1024, "1 to 1024"),
-            ("timeout", number, lambda n: n > 0, "a number of seconds greater than 0"),
+        rules: tuple[Rule, ...] = (
+            ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
             ("checksum", str, CHECKSUMS.__contains__, " or ".join(CHECKSUMS)),
             ("addressing", (str, type(None)), _ADDRESSING.__contains__, "'path' or 'virtual'"),
-        ):
-            value = getattr(result, name)
-            if not (isinstance(value, kind) and is_valid(value)):
-                found = to_repr(value)
-                raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
-        return result
+        )
+        return make_options(cls, "an S3 store", options, rules)
 
 
 class Endpoint(Server):
