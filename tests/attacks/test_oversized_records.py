@@ -82,7 +82,7 @@ def test_a_writer_lock_is_replaced(store: MemoryStore) -> None:
     store.put_if_absent("writer.json", TOO_LONG)
     lock = WriterLock(store)
     lock.acquire()
-    lock.check()
+    lock.check(store)
     assert store.stat("writer.json").length <= MAX_RECORD
 
 

@@ -14,9 +14,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import holdfast
+from holdfast.deadline import Deadline
 from holdfast.engine.snapshot import pins
 from holdfast.errors import AlreadyExists, Denied, HoldfastError, NoSpace, StoreError, Unavailable
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.open import open_store
 from holdfast.storage.store import within
 from holdfast.testing import StoreContract

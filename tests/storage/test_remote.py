@@ -6,8 +6,8 @@ import time
 import pytest
 
 import holdfast
+from holdfast.deadline import Deadline
 from holdfast.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.hdfs import store as hdfs_store
 from holdfast.storage.remote import BucketStore, Server
 from holdfast.storage.store import Stat

@@ -6,8 +6,8 @@ from threading import Event
 
 import pytest
 
+from holdfast.deadline import Deadline
 from holdfast.errors import HoldfastError, NotFound, Unavailable
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.throttle import MIN_PAUSE, RECOVERY, Throttle
 
 NO_DEADLINE = Deadline("", math.inf)

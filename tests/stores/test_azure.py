@@ -10,8 +10,8 @@ import obstore
 import pytest
 
 import holdfast
+from holdfast.deadline import Deadline
 from holdfast.errors import AlreadyExists, DigestMismatch, HoldfastError, StoreError, Unavailable
-from holdfast.storage.deadline import Deadline
 from holdfast.testing import StoreContract, contract
 from holdfast.testing.contract import keys
 from holdfast.types import MIB

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.deadline import Deadline
 from holdfast.errors import Denied, DigestMismatch, HoldfastError, StoreError, Unavailable
-from holdfast.storage.deadline import Deadline
 from holdfast.testing.contract import keys, partial_keys
 from holdfast.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
@@ -274,6 +274,20 @@ def test_a_lost_commit_whose_outcome_is_unknown_says_so(s3, proxy):
     assert caught.value.is_outcome_unknown
     proxy.inject()
     check_intact(store)
+
+
+@pytest.mark.parametrize("path", ["pin-", "partNumber=2", r"index\.json$", r"manifest\.json$"])
+def test_the_deadline_of_a_save_ends_it(s3, proxy, path):
+    """Although each call may take longer. What the save has left is removed."""
+    store = open_run(s3, proxy, timeout=60)
+    proxy.inject(Fault("stall", "PUT", path, count=-1, seconds=60))
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match=r"the save of .*version_1: 3 s") as caught:
+        holdfast.save(store.at("version_1"), STATE, step=1, timeout=3)
+    assert time.monotonic() - began < 8
+    assert caught.value.is_outcome_unknown == ("manifest" in path)
+    proxy.inject()
+    check_nothing(store)
 
 
 def test_credentials_that_expire_during_a_save(store, proxy):

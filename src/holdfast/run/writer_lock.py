@@ -44,7 +44,7 @@ class WriterLock:
         ``FormatTooNew`` if a later format wrote the file, so that its owner is unknown, and
         ``StoreError`` if the run is not writable.
         """
-        owner = None if self._id is None else self._read_owner()
+        owner = None if self._id is None else _read_owner(self._store)
         if owner is not None and owner.attempt == self._id:
             return
         lock = Pin(random_id(), None, machine.utc_now(), *machine.process_identity())
@@ -53,7 +53,7 @@ class WriterLock:
             try:
                 self._store.put_if_absent(WRITER_LOCK, encode_pin(lock))
             except AlreadyExists:
-                previous = self._read_owner()
+                previous = _read_owner(self._store)
                 if (
                     previous is not None
                     and previous.process != lock.process
@@ -84,14 +84,15 @@ class WriterLock:
                     if isinstance(pin, Pin) and (pin.host, pin.boot, pin.process) == identity:
                         pins.remove_pin(Location(self._store, ""), key)
 
-    def check(self) -> None:
+    def check(self, store: Store) -> None:
         """Raise ``HoldfastError`` if another training has taken the lock over.
 
+        ``store``: the run's store, or a view of it whose calls end by a deadline.
         After ``release``, the check always passes, so that a save in flight can complete.
         """
         if self._id is None:
             return
-        owner = self._read_owner()
+        owner = _read_owner(store)
         if owner is None:  # removed by hand, or damaged: no other training holds the lock
             self.acquire()
         elif owner.attempt != self._id:
@@ -103,21 +104,9 @@ class WriterLock:
         if lock_id is None:
             return
         with suppress(StoreError, FormatTooNew):
-            owner = self._read_owner()
+            owner = _read_owner(self._store)
             if owner is not None and owner.attempt == lock_id:
                 self._store.delete(WRITER_LOCK)
-
-    def _read_owner(self) -> Pin | None:
-        """Return the owner of the lock, or None if the file is missing or damaged.
-
-        Raises ``FormatTooNew`` if a later format wrote the file, because it then has an owner.
-        """
-        try:
-            return decode_pin(get_bounded(self._store, WRITER_LOCK, MAX_RECORD), WRITER_LOCK)
-        except FormatTooNew:
-            raise
-        except (NotFound, FormatError):
-            return None
 
     def _lock_error(self, owner: Pin, what: str) -> HoldfastError:
         is_own_process = owner.process == machine.process_identity()[2]
@@ -132,3 +121,16 @@ class WriterLock:
             process=owner.process,
             host=owner.host,
         )
+
+
+def _read_owner(store: Store) -> Pin | None:
+    """Return the owner of the lock, or None if the file is missing or damaged.
+
+    Raises ``FormatTooNew`` if a later format wrote the file, because it then has an owner.
+    """
+    try:
+        return decode_pin(get_bounded(store, WRITER_LOCK, MAX_RECORD), WRITER_LOCK)
+    except FormatTooNew:
+        raise
+    except (NotFound, FormatError):
+        return None

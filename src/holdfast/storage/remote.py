@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from copy import copy
 from typing import Any, ClassVar, Self, TypeVar
 
+from holdfast.deadline import Deadline
 from holdfast.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import check_written_length, exists_error, refuse_partial
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.store import Stat, check_key
 from holdfast.storage.throttle import Statistics, Throttle
 
@@ -63,6 +63,12 @@ class RemoteStore(ABC):
         """Return a view whose calls end by ``deadline``."""
         view = copy(self)
         view.deadline = deadline.earlier(self.deadline)
+        return view
+
+    def for_cleanup(self) -> Self:
+        """Return a view whose calls end within ``CLEANUP_SECONDS`` of the deadline."""
+        view = copy(self)
+        view.deadline = None if self.deadline is None else self.deadline.for_cleanup()
         return view
 
     def deadline_for(self, action: str, key: str) -> Deadline:

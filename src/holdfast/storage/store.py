@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from holdfast.deadline import Deadline
 from holdfast.errors import StoreError
-from holdfast.storage.deadline import Deadline
 from holdfast.types import BLOCK_SIZE
 
 

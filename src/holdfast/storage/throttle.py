@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import TypeVar
 
+from holdfast.deadline import Deadline
 from holdfast.errors import StoreError, Unavailable
-from holdfast.storage.deadline import Deadline
 
 T = TypeVar("T")
 

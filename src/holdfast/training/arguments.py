@@ -24,11 +24,14 @@ def check_arguments(**values: Any) -> dict[str, str]:
     """
     full_every = values["full_every"]
     full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
+    timeout = values["save_timeout"]
+    timeout_valid = timeout is None or (type(timeout) in (int, float) and timeout > 0)
     expected_values = {
         "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
         "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
+        "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
         "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
     }
     for name in ("on_error", "on_unchanged"):

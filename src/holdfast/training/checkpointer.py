@@ -63,7 +63,8 @@ class Checkpointer:
     it. With ``busy="skip"``, due saves are skipped until it is complete. If a save fails in the
     background, the next call of ``step``, ``save``, ``wait``, or ``close`` raises the error. With
     ``on_error="warn"``, a store failure causes only a ``SaveFailed`` warning in ``step`` and
-    ``close``, and training continues.
+    ``close``, and training continues. A save that takes longer than ``save_timeout`` seconds fails,
+    on all ranks.
 
     If an optimizer stepped since the previous save, but no trainable parameter in the state has
     changed, the state is probably a copy that nobody trains. A ``StateUnchanged`` warning names the
@@ -90,6 +91,7 @@ class Checkpointer:
         full_every: int | None = 20,
         overlap: bool = False,
         busy: Literal["wait", "skip"] = "wait",
+        save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         on_unchanged: Literal["raise", "warn"] = "warn",
         group: GroupSpec = None,
@@ -102,6 +104,7 @@ class Checkpointer:
             keep=keep,
             stop=stop,
             busy=busy,
+            save_timeout=save_timeout,
             on_error=on_error,
             on_unchanged=on_unchanged,
             full_every=full_every,
@@ -119,7 +122,8 @@ class Checkpointer:
         self._goodput = Goodput()
         full_every = full_every if incremental else 1
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
-        self._saver = Saver(self.run, self._group, keep, self._goodput, checks, full_every, overlap)
+        options = (full_every, overlap, save_timeout)
+        self._saver = Saver(self.run, self._group, keep, self._goodput, checks, *options)
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
         self._agreed_proposals: frozenset[str] = frozenset()

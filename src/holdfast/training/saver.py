@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from holdfast import events
@@ -65,7 +66,8 @@ class Saver:
     ``newest`` is the version that was saved or resumed last. The next version names it as its
     parent and refers to its chunks, except for every ``full_every``-th version, which is written
     in full (never if ``full_every`` is None). With ``overlap``, parameters and slots are copied
-    during the next step, and an optimizer's step waits for the copy.
+    during the next step, and an optimizer's step waits for the copy. A save of more than
+    ``timeout`` seconds fails.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Saver:
         checks: VersionChecks,
         full_every: int | None,
         overlap: bool,
+        timeout: float | None,
     ) -> None:
         self.run = run
         self.newest: Snapshot | None = None
@@ -89,6 +92,7 @@ class Saver:
         self.writer_lock = WriterLock(run.store)
         self._full_every = full_every
         self._overlap = overlap
+        self._timeout = timeout
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=pin_memory if overlap else None)
         self.reservation = BufferReservation(self._pool)
@@ -148,7 +152,7 @@ class Saver:
             self._guard = StepPreHook(None, self._wait_staged)
         try:
             job = begin_save(
-                self.run.location(spec.version),
+                self.run.location(spec.version).limit("save", self._timeout),
                 state,
                 self._make_metadata(spec),
                 self._pool,
@@ -264,7 +268,7 @@ class Saver:
         """Finish a save in the background: commit it, and then apply retention."""
         began = time.perf_counter()
         try:
-            snapshot = finish_save(job, self._check_before_commit)
+            snapshot = finish_save(job, partial(self._check_before_commit, job))
             self.checks.stale.mark_committed(job)
         except BaseException as e:
             self._record_failure(spec, e)
@@ -304,8 +308,8 @@ class Saver:
         )
         return snapshot
 
-    def _check_before_commit(self, receipts: Sequence[Receipt]) -> None:
-        self.writer_lock.check()
+    def _check_before_commit(self, job: SaveJob, receipts: Sequence[Receipt]) -> None:
+        self.writer_lock.check(job.location.store)
         self.checks.stale.check(receipts)
 
     def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:

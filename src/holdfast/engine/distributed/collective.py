@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed.error_report import Arrival
 from holdfast.engine.distributed.store_collective import StoreCollective
 
@@ -24,6 +25,14 @@ class LocalCollective(nullcontext[None]):
     rank = 0
     size = 1
     first_arrival = Arrival(0, "", "")
+
+    def __init__(self, deadline: Deadline | None = None) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    def advance(self) -> None:
+        if self._deadline is not None:
+            self._deadline.check()
 
     def gather(self, value: T, value_type: type[T]) -> list[T] | None:
         return [value]
@@ -41,9 +50,9 @@ class LocalCollective(nullcontext[None]):
     def wait_for_ranks(
         self, pending_ranks: Callable[[], Sequence[int]], wait_number: int
     ) -> None: ...
-    def advance(self) -> None: ...
+    def begin_commit(self) -> None: ...
 
-    begin_commit = raise_if_aborted = close = advance  # no other rank can fail
+    raise_if_aborted = close = begin_commit  # no other rank can fail
 
     def abort(self, error: BaseException) -> bool:
         return True

@@ -12,6 +12,7 @@ from threading import RLock, current_thread, local
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective, LocalCollective
 from holdfast.engine.distributed.kv import KeyValueStore, KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
@@ -43,9 +44,13 @@ class LocalGroup:
     cache: dict[str, Any] = field(default_factory=dict)
 
     def collective(
-        self, operation: str, timeout: float | None = None, cause: str = ""
+        self,
+        operation: str,
+        timeout: float | None = None,
+        cause: str = "",
+        deadline: Deadline | None = None,
     ) -> Collective:
-        return LocalCollective()
+        return LocalCollective(deadline)
 
 
 class StoreGroup:
@@ -64,20 +69,25 @@ class StoreGroup:
         self._collectives: WeakSet[StoreCollective] = WeakSet()
 
     def collective(
-        self, operation: str, timeout: float | None = None, cause: str = ""
+        self,
+        operation: str,
+        timeout: float | None = None,
+        cause: str = "",
+        deadline: Deadline | None = None,
     ) -> Collective:
         """Start a collective.
 
         ``operation``: a description that is the same on all ranks, such as "the save of
         version_500"; ``timeout``: the maximum duration of each wait in seconds, if it differs from
-        the default; ``cause``: the reason why this rank started the operation.
+        the default; ``cause``: the reason why this rank started the operation; ``deadline``: that
+        of the operation.
         """
         if self.size == 1:
-            return LocalCollective()
+            return LocalCollective(deadline)
         self.kv.start()
         for _ in range(_MAX_MISSED):
             collective = StoreCollective(
-                self.kv, self.size, self.next_sequence_number(), operation, timeout, cause
+                self.kv, self.size, self.next_sequence_number(), operation, timeout, cause, deadline
             )
             try:
                 missed_operation = collective.missed_operation()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.engine.distributed.error_report import (
     ARRIVAL,
     COMMIT_BEGUN,
@@ -24,6 +25,10 @@ from holdfast.engine.distributed.kv import MAX_BATCH_KEYS, KVClient, WaitPositio
 from holdfast.errors import RankFailed
 
 T = TypeVar("T")
+
+LATE_SECONDS = 2 * CLEANUP_SECONDS
+"""Seconds after the deadline of an operation from which on no rank waits for another one. Before, a
+rank that has failed removes its leftovers and reports its error."""
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _decoders_lock = Lock()
@@ -46,7 +51,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     ``sequence_number``: the same on all ranks; ``operation``: a description of the operation, by
     which ranks detect immediately that they run different operations; ``timeout``: the maximum
     duration of each wait in seconds, if it differs from ``Timeouts``; ``cause``: the reason why
-    this rank started the operation, for the other ranks.
+    this rank started the operation, for the other ranks; ``deadline``: the end of all waits, with
+    ``LATE_SECONDS`` for a rank that has failed to say why.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         operation: str,
         timeout: float | None = None,
         cause: str = "",
+        deadline: Deadline | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.rank = kv.rank
@@ -66,6 +73,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self._kv = kv
         self._sequence_number = sequence_number
         self._timeout = timeout
+        self._deadline = deadline
         self._sleep = sleep
         self._op_number = 0
         self._failed = False  # not the error, whose traceback would keep this object alive
@@ -123,7 +131,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             """Read the available values in rank order."""
             while raw_values := self._kv.get_many(keys[len(values) : len(values) + MAX_BATCH_KEYS]):
                 values.extend(map(decoder.decode, raw_values))
-                self.advance()
+                self._kv.advance()
             return len(values) == self.size
 
         self._wait_for_keys(is_done, lambda: range(len(values), self.size), self._key)
@@ -173,7 +181,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             return bool(received)
 
         self._wait_for_keys(is_done, lambda: (0,), lambda rank: key)
-        self.advance()
+        self._kv.advance()
         if self._written_keys:
             self._kv.delete(self._written_keys)
             self._written_keys.clear()
@@ -256,13 +264,20 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
                     ):
                         self._stragglers_reported = True
                         emit_stragglers(stragglers, self.operation, now - started_at, timeout)
-                timed_out = self._timeout is not None and now >= started_at + self._timeout
-                if timed_out and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
-                    raise detector.make_error(
-                        missing, f"it to arrive within {timeout:g} s", "that it has not arrived"
-                    )
+                expected = self._exceeded(now - started_at)
+                if expected and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
+                    raise detector.make_error(missing, expected, "that it has not arrived")
                 (sleep or self._sleep)(delay)
                 delay = min(delay * 1.5, max_delay)
+
+    def _exceeded(self, waited: float) -> str:
+        """Return the limit that a wait of so many seconds exceeds, or an empty string."""
+        deadline = self._deadline
+        if deadline is not None and deadline.clock() >= deadline.at + LATE_SECONDS:
+            return f"it to arrive in the time for {deadline.purpose}"
+        if self._timeout is not None and waited >= self._timeout:
+            return f"it to arrive within {self._timeout:g} s"
+        return ""
 
     def raise_if_aborted(self) -> None:
         """Raise the error of another rank if one has failed."""
@@ -315,8 +330,13 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         return f"{self._sequence_number}/failed", report
 
     def advance(self) -> None:
-        """Record progress, so that other ranks do not consider this rank stuck."""
+        """Record progress, so that other ranks do not consider this rank stuck.
+
+        Raises ``Unavailable`` if the deadline has passed.
+        """
         self._kv.advance()
+        if self._deadline is not None:
+            self._deadline.check()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:

@@ -22,8 +22,8 @@ from holdfast.engine.loading.binding import STRICT, Leniency, warn_of_share
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from holdfast.engine.loading.targets import Finalize, LoadTargets
 from holdfast.engine.planning.select import ABSENT, make_key_filter, prune, rename
-from holdfast.engine.snapshot.location import Url
-from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
+from holdfast.engine.snapshot.location import Url, locate
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.state import modules
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed, RanksChanged
 from holdfast.generators import Isolation
@@ -43,6 +43,7 @@ def load(  # noqa: PLR0913  (the public face)
     rename: Mapping[str, str] | None = None,
     group: GroupSpec = None,
     share: bool | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Load the snapshot at ``url`` and check every byte that is read.
 
@@ -54,20 +55,19 @@ def load(  # noqa: PLR0913  (the public face)
     The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
     ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
     dtypes. ``rename={"model/old": "model/new"}`` renames members of the snapshot, with everything
-    below them, before they are matched with the live state.
+    below them, before they are matched with the live state. A load fails after ``timeout`` seconds.
 
     Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
-    snapshot was saved with. Each rank gets what it needs, and either all ranks succeed or all
-    raise. If several ranks of a host need the same data of a large snapshot, one of them reads it,
-    and passes it on through shared memory (64 MiB per host). ``group="alone"`` loads in this
-    process only, as does every load without ``into``. ``share`` is deprecated and has no effect.
-
-    Raises ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists every
-    difference. If it raises a ``PlanError``, nothing in ``into`` was changed.
+    snapshot was saved with, or all raise. If several ranks of a host need the same data of a large
+    snapshot, one reads it and passes it on through shared memory (64 MiB per host). A load without
+    ``into`` or with ``group="alone"`` concerns this process only. ``share`` is deprecated. Raises
+    ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists all differences,
+    after which ``into`` is unchanged.
     """
     warn_of_share(share)
     leniency = Leniency(missing, unexpected, cast, rename or {})
-    return load_snapshot(open_snapshot(url), into, keys, device, leniency, current_group(group))
+    snapshot = open_location(locate(url).limit("load", timeout))
+    return load_snapshot(snapshot, into, keys, device, leniency, current_group(group))
 
 
 def load_snapshot(
@@ -80,7 +80,8 @@ def load_snapshot(
 ) -> Any:
     """Load an open snapshot, as ``load`` does. Without a ``group``, this process loads alone."""
     group = LocalGroup() if group is None or into is None else group
-    collective = group.collective(f"the load of {snapshot.url}")
+    limit = snapshot.location.deadline
+    collective = group.collective(f"the load of {snapshot.url}", deadline=limit)
     targets = LoadTargets(snapshot, device)
     try:
         # One pin protects all ranks, because no rank reads before the broadcast.

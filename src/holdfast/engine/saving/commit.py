@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from holdfast import events
+from holdfast.deadline import CLEANUP_SECONDS
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning.global_plan import GlobalPlan
 from holdfast.engine.saving.incremental import as_sibling
@@ -51,6 +52,17 @@ class BasePin(msgspec.Struct, frozen=True):
 
 
 @contextmanager
+def before_commit() -> Iterator[None]:
+    """In an error of the ``with`` block, do not leave it open whether the version was committed: it
+    may be unknown whether an object that the block wrote exists, but it is not the manifest."""
+    try:
+        yield
+    except StoreError as e:
+        e.fields.pop("outcome", None)
+        raise
+
+
+@contextmanager
 def pinned_base(
     location: Location, attempt: str, base: Snapshot | None, collective: Collective
 ) -> Iterator[Snapshot | None]:
@@ -71,7 +83,8 @@ def pinned_base(
             versions = [None] if snapshot is None else sorted({snapshot.version, *snapshot.bases})
             keys = []
             for version in versions:
-                keys.append(pins.create_pin(location, attempt, version))
+                with before_commit():
+                    keys.append(pins.create_pin(location, attempt, version))
                 pins_to_remove.callback(pins.remove_pin, location, keys[-1])
             if snapshot is not None:
                 try:
@@ -282,7 +295,7 @@ def commit_collectively(
         if collective.rank == 0 or collective.abort(e):
             raise
         with suppress(FormatError, StoreError):
-            found = open_location(location)
+            found = open_location(location.without_limit().limit("search", CLEANUP_SECONDS))
             if found.manifest.attempt == attempt:
                 return found, CommitResult(found.digest, found.nbytes, found.referred_bytes)
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e.__cause__

@@ -21,9 +21,9 @@ from holdfast.engine.planning.shard_layout import (
     file_order,
     full_shard_entries,
 )
+from holdfast.engine.state.memory_ranges import read_ranges, write_ranges
 from holdfast.format.safetensors import build_header
 from holdfast.lazy_torch import torch_or_none
-from holdfast.memory_ranges import read_ranges, write_ranges
 from holdfast.ragged import Ints, sorted_unique
 from holdfast.types import BLOCK_SIZE
 

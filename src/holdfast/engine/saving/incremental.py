@@ -8,6 +8,7 @@ reference names the file that holds the bytes; references never form chains.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -84,9 +85,14 @@ def as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
     is_other_version = folder and base_run == run and base_folder != folder
     if not is_other_version or base.location.store.url != location.store.url:
         return None
+    sibling = replace(location, folder=base.location.folder)
     if base.location.store is location.store:
         return base
-    return Snapshot(Location(location.store, base.location.folder), base.manifest, base.digest)
+    if base.location.store is not location.unlimited:
+        return Snapshot(sibling, base.manifest, base.digest)
+    same = copy(base)  # with what it has read
+    same.location = sibling
+    return same
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,6 +18,7 @@ from holdfast.buffers import BufferPool, shared_pool
 from holdfast.engine.distributed.group import Group, GroupSpec, LocalGroup, saving_group
 from holdfast.engine.saving.commit import (
     Receipt,
+    before_commit,
     check_receipts,
     commit_collectively,
     pinned_base,
@@ -47,6 +48,7 @@ def save(
     step: int | None = None,
     note: Mapping[str, Any] = {},
     group: GroupSpec = None,
+    timeout: float | None = None,
 ) -> Snapshot:
     """Save ``state`` as the snapshot at ``url``, and return the snapshot once it is committed.
 
@@ -59,6 +61,9 @@ def save(
     them. ``group="alone"`` saves the state of this process only; a ``ProcessGroup`` saves the state
     of its ranks.
 
+    ``timeout``: the seconds after which the save fails, on all ranks. Without it, every call of a
+    store on a server ends in time (see ``docs/stores.md``), but the whole save may take long.
+
     The save uses at most 256 MiB of memory beyond the state. Raises ``AlreadyExists`` if the
     snapshot exists, ``Unsupported`` for a value that cannot be stored faithfully, ``StoreError``,
     or ``CommitError``. If it raises, nothing was committed, unless the error's ``outcome`` is
@@ -66,7 +71,8 @@ def save(
     """
     metadata = VersionMetadata(step=step, note=note)
     ranks = saving_group(group)
-    job = begin_save(locate(url), state, metadata, shared_pool(), group=ranks, stage_now=False)
+    location = locate(url).limit("save", timeout)
+    job = begin_save(location, state, metadata, shared_pool(), group=ranks, stage_now=False)
     return finish_save(job)
 
 
@@ -77,18 +83,21 @@ def save_async(
     step: int | None = None,
     note: Mapping[str, Any] = {},
     group: GroupSpec = None,
+    timeout: float | None = None,
 ) -> Pending:
     """Copy ``state`` into host buffers and return; a background thread finishes the save.
 
     Like ``save``, but the state may change as soon as this returns. The save uses memory for one
     copy of the state plus 256 MiB. ``wait()`` on the result returns the snapshot or raises the
     error of the save. If a save fails and nothing waits for it, the process exits with code 1.
+    ``timeout`` counts from this call.
     """
     metadata = VersionMetadata(step=step, note=note)
+    location = locate(url).limit("save", timeout)
     pool = BufferPool(1 << 50)
     try:
         ranks = saving_group(group)
-        job = begin_save(locate(url), state, metadata, pool, group=ranks, stage_now=True)
+        job = begin_save(location, state, metadata, pool, group=ranks, stage_now=True)
         return finish_in_background(job, finish_save, after=pool.close)
     except BaseException:
         pool.close()
@@ -140,11 +149,12 @@ def begin_save(
     ``base``: a version of the same run; the save refers to the chunks that the base already holds
     instead of writing them. ``overlap``: leave parameters and optimizer slots, which change only
     when an optimizer steps, to ``finish_save``; no optimizer may then step before ``deferred.done``
-    of the returned job is set. ``state`` may already be flattened.
+    of the returned job is set. ``state`` may already be flattened. Both halves end by the
+    deadline of ``location``.
     """
     started_at = time.perf_counter()
     group = group or LocalGroup()
-    collective = group.collective(f"the save of {location.url}")
+    collective = group.collective(f"the save of {location.url}", deadline=location.deadline)
     workers = Workers.create(pool, collective.advance)
     with collective:
         if group.rank == 0:
@@ -203,7 +213,8 @@ def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_
         if job.observer is not None:
             job.observer.on_staged(job.pieces)
         with pinned_base(location, job.partition.attempt, job.base, collective) as base:
-            receipt = write_local_shard(job, base)
+            with before_commit():
+                receipt = write_local_shard(job, base)
 
             def commit(receipts: list[Receipt]) -> Snapshot:
                 shards = check_receipts(location, receipts, collective.size, job.partition.plan)
@@ -211,12 +222,14 @@ def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_
                     shards, 1 if base is None else base.manifest.chain + 1
                 )
                 fence(receipts)
+                collective.advance()  # raises if the deadline has passed
                 collective.begin_commit()  # raises if another rank failed before
                 return put_manifest(location, manifest, job.partition.plan)
 
             snapshot, job.result = commit_collectively(
                 location, job.partition.attempt, collective, receipt, commit
             )
+    snapshot.location = location.without_limit()
     seconds = time.perf_counter() - job.started_at
     events.emit("committed", url=location.url, bytes=job.result.nbytes, seconds=seconds)
     return snapshot

@@ -8,20 +8,41 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from holdfast.deadline import Deadline
 from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.storage.open import expand_home, has_authority, open_store
-from holdfast.storage.store import Store, list_level
+from holdfast.storage.store import Store, list_level, within
 
 Url = str | os.PathLike[str] | Store
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A snapshot's folder in a store. The folder is ``""`` if the store's root is the snapshot."""
+    """A snapshot's folder in a store. The folder is ``""`` if the store's root is the snapshot.
+
+    ``deadline``: the time by which the calls of the store end; ``unlimited``: the store without it.
+    """
 
     store: Store
     folder: str
+    deadline: Deadline | None = None
+    unlimited: Store | None = None
+
+    def limit(self, operation: str, timeout: float | None) -> Location:
+        """Return the same location for an operation of at most ``timeout`` seconds from now. None:
+        without a limit. ``operation``: "save".
+
+        Raises ``HoldfastError`` unless the timeout is positive.
+        """
+        if timeout is None:
+            return self
+        deadline = Deadline.after(timeout, f"the {operation} of {self.url}: {timeout} s")
+        return Location(within(self.store, deadline), self.folder, deadline, self.store)
+
+    def without_limit(self) -> Location:
+        """Return the same location without the deadline."""
+        return self if self.unlimited is None else Location(self.unlimited, self.folder)
 
     def key(self, name: str) -> str:
         """Return the key of a file of the snapshot."""

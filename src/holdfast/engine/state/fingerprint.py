@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdfast import lazy_torch
-from holdfast.memory_ranges import group_ranges, read_ranges
+from holdfast.engine.state.memory_ranges import group_ranges, read_ranges
 
 if TYPE_CHECKING:
     import torch

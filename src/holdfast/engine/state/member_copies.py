@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from holdfast import lazy_torch
 from holdfast.engine.state.copy_pool import CopyPool, is_plain
+from holdfast.engine.state.memory_ranges import read_ranges
 from holdfast.engine.state.walk import storage_address
-from holdfast.memory_ranges import read_ranges
 
 if TYPE_CHECKING:
     import torch

@@ -42,7 +42,9 @@ class CloudStore(CloudContainer):
 
         name = self.object_name(key)
         try:
-            self.call("DeleteObject", "delete", key, lambda c: obstore.delete(c, name))
+            self.for_cleanup().call(
+                "DeleteObject", "delete", key, lambda c: obstore.delete(c, name)
+            )
         except NotFound:
             return
 

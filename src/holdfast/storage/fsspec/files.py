@@ -10,9 +10,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from holdfast.deadline import call_within
 from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import weak_store_error
-from holdfast.storage.deadline import call_within
 from holdfast.storage.remote import RemoteStore
 from holdfast.storage.store import Stat, check_key
 
@@ -61,7 +61,7 @@ class FsspecFiles(RemoteStore):
                 fs.rm_file(path)
 
         with suppress(NotFound):
-            self.call("delete", key, remove)
+            self.for_cleanup().call("delete", key, remove)
         with suppress(StoreError):  # an empty folder may remain
             self.call("delete the empty folder of", key, lambda fs: self._remove_empty(fs, path))
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar
 
+from holdfast.deadline import Deadline, call_within
 from holdfast.errors import StoreError
 from holdfast.storage.checks import Rule, make_options
-from holdfast.storage.deadline import Deadline, call_within
 from holdfast.storage.throttle import Throttle
 
 T = TypeVar("T")

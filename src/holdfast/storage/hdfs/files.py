@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from holdfast.buffers import as_byte_view
+from holdfast.deadline import Deadline
 from holdfast.errors import NotFound, StoreError
 from holdfast.storage.checks import check_range, short_read_error, too_long_error
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.hdfs.connection import (
     LONGEST_CALL,
     Connection,

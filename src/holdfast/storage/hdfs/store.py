@@ -36,10 +36,11 @@ class HdfsStore(HdfsFiles):
     def delete(self, key: str) -> None:
         path = self.path(key)
         self.connection.readers.forget(path)
-        status = self.look_up(path, key)
+        view = self.for_cleanup()
+        status = view.look_up(path, key)
         if status is None or status.isdir:
             return
-        self.delete_file(path, key)
+        view.delete_file(path, key)
 
     def list(self, prefix: str) -> Iterator[Stat]:
         return self._list_files(prefix, partial=False)

@@ -12,17 +12,14 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import check_written_length, weak_store_error
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.hdfs.files import HdfsFiles
 from holdfast.storage.store import Stat
 from holdfast.types import MIB
 
 _PROMISE = "a file whose bytes are on disk when its upload is committed (hsync)"
-
-_CLEANUP_SECONDS = 10.0
-"""The longest time for which the temporary file of a failed upload is looked after."""
 
 _IN_FLIGHT = 16 * MIB
 """A little more than what hdfs-native accepts before a DataNode confirms it, in bytes."""
@@ -157,8 +154,8 @@ class _TemporaryFiles:
 
     def delete(self) -> None:
         """Delete the files, which also ends their leases. ``sweep`` deletes those that remain."""
-        deadline = Deadline.after(_CLEANUP_SECONDS, f"the cleanup of {self.key}")
-        store = self.store.within(deadline)
+        deadline = Deadline.after(CLEANUP_SECONDS, f"the cleanup of {self.key}")
+        store = self.store.for_cleanup().within(deadline)
         for path in self.paths:
             with suppress(StoreError):  # the error of the upload counts
                 store.delete_file(path, self.key)

@@ -14,9 +14,9 @@ from contextlib import closing
 from typing import Any, TypeVar
 
 from holdfast.buffers import as_byte_view
+from holdfast.deadline import Deadline
 from holdfast.errors import Denied, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import check_range, short_read_error, take_views, too_long_error
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.remote import BucketStore
 from holdfast.storage.s3.endpoint import Endpoint, S3Options, shared_endpoint
 from holdfast.storage.s3.failures import has_other_md5, no_tag_error, require_field, translate

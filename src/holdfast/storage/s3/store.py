@@ -30,7 +30,7 @@ class S3Store(S3Bucket):
             self._abort_partial(key)
             return
         name = self.object_name(key)
-        self.call(
+        self.for_cleanup().call(
             "DeleteObject", "delete", key, lambda c: c.delete_object(Bucket=self.bucket, Key=name)
         )
 

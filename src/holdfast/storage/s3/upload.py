@@ -16,17 +16,14 @@ from threading import Lock
 from typing import Any
 
 from holdfast.buffers import as_byte_view
+from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.errors import NotFound, StoreError, Unavailable
 from holdfast.storage.checks import WrittenRanges, exists_error
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import INSTALL, TIMEOUTS
 from holdfast.storage.s3.failures import no_tag_error
 from holdfast.storage.store import Stat, Upload, part_length
 from holdfast.types import MIB
-
-ABORT_SECONDS = 10.0
-"""How long the abort of a failed upload may take. ``sweep`` finds an upload that remains."""
 
 
 def partial_key(key: str, upload_id: str) -> str:
@@ -206,7 +203,7 @@ class S3Upload(Upload):
         self._collected = {}
         if self._upload_id:
             with suppress(StoreError):  # the error of the upload counts
-                self._store.within(_abort_deadline()).abort_upload(self._key, self._upload_id)
+                _cleaning(self._store).abort_upload(self._key, self._upload_id)
 
     def _create(self) -> str:
         store = self._store
@@ -228,7 +225,7 @@ class S3Upload(Upload):
         upload_id = store.call("CreateMultipartUpload", "write", self._key, create)
         if tries > 1:
             with suppress(StoreError):  # ``sweep`` finds what remains
-                store.within(_abort_deadline()).abort_others(self._key, upload_id)
+                _cleaning(store).abort_others(self._key, upload_id)
         return upload_id
 
     def _complete(self) -> None:
@@ -289,8 +286,10 @@ class S3Upload(Upload):
         )
 
 
-def _abort_deadline() -> Deadline:
-    return Deadline.after(ABORT_SECONDS, f"{ABORT_SECONDS:g} s to abort an upload")
+def _cleaning(store: S3Bucket) -> S3Bucket:
+    """Return a view for the abort of an upload. ``sweep`` finds an upload that remains."""
+    deadline = Deadline.after(CLEANUP_SECONDS, f"{CLEANUP_SECONDS:g} s to abort an upload")
+    return store.for_cleanup().within(deadline)
 
 
 class PartBody:

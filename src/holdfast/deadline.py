@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TypeVar
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, Unavailable
 from holdfast.threads import Latch, start_thread
 
 T = TypeVar("T")
+
+CLEANUP_SECONDS = 10.0
+"""Seconds after a deadline in which what a failed operation has left is removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Deadline:
         cls, seconds: float, purpose: str, clock: Callable[[], float] = time.monotonic
     ) -> Deadline:
         """Return the deadline ``seconds`` from now. Raises ``HoldfastError`` unless positive."""
-        if not seconds > 0:
+        if type(seconds) not in (int, float) or not seconds > 0:
             raise HoldfastError(
                 f"Invalid deadline for {purpose}",
                 expected="a number of seconds greater than 0",
@@ -42,6 +45,18 @@ class Deadline:
     def seconds_left(self) -> float:
         """The seconds until the deadline; 0.0 once it has passed."""
         return max(0.0, self.at - self.clock())
+
+    def check(self) -> None:
+        """Raise ``Unavailable`` once the deadline has passed."""
+        if not self.seconds_left:
+            raise Unavailable(
+                f"The time is over for {self.purpose}",
+                todo="Allow more time, or find out what is slow: the store or this machine",
+            )
+
+    def for_cleanup(self) -> Deadline:
+        """Return the deadline of what removes the leftovers of the operation."""
+        return Deadline(f"the cleanup after {self.purpose}", self.at + CLEANUP_SECONDS, self.clock)
 
     def earlier(self, other: Deadline | None) -> Deadline:
         """Return the earlier one of two deadlines."""

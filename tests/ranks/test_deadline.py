@@ -1,0 +1,63 @@
+"""A rank that is too slow for the deadline of a save: all ranks raise, and the next save works."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.engine.distributed import store_collective
+from holdfast.errors import RankFailed, Unavailable
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from tests.ranks.faults import Call, ThreadedJob, state_of
+
+VICTIM = 1
+
+
+def outcomes_of(job: ThreadedJob, seconds: float | None) -> list[Any]:
+    def save(rank: int) -> Any:
+        state = state_of(rank, job.size, 1)
+        return holdfast.save(job.url(rank, 1), state, step=1, timeout=seconds)
+
+    return job.group.outcomes(save)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_all_ranks_raise_when_one_is_too_slow(
+    trial_stores: Any, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """A rank that goes on raises first. For one that hangs, the others wait a little longer."""
+    monkeypatch.setattr(store_collective, "LATE_SECONDS", 0.3 if hangs else 20)
+    inner = MemoryStore()
+    job = ThreadedJob(3, [inner] * 3)
+    released = threading.Event()
+
+    def be_slow(call: Call) -> None:
+        if call.target == "store" and call.method == "write_at":
+            released.wait(30) if hangs else time.sleep(1)
+
+    def release() -> None:
+        time.sleep(2.5)
+        released.set()
+
+    job.ranks[VICTIM].before_call = be_slow
+    threading.Thread(target=release, daemon=True).start()
+    began = time.monotonic()
+    outcomes = outcomes_of(job, 0.5)
+    assert time.monotonic() - began < 8
+    for rank, outcome in enumerate(outcomes):
+        if rank != VICTIM:
+            assert isinstance(outcome, RankFailed)
+            assert outcome.rank == VICTIM
+            expected = "it to arrive in the time for the save of" if hangs else "The time is over"
+            assert expected in str(outcome) or (hangs and rank == 2), str(outcome)
+    assert isinstance(outcomes[VICTIM], Unavailable)
+    assert Run(inner).snapshots() == []
+    job.ranks[VICTIM].before_call = lambda call: None
+    assert all(not isinstance(o, BaseException) for o in outcomes_of(job, 30))
+    assert [s.step for s in Run(inner).snapshots()] == [1]
+    assert Run(inner).snapshots()[0].verify().ok
