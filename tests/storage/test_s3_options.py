@@ -3,11 +3,13 @@
 import sys
 
 import pytest
+from botocore.exceptions import ClientError
 
 import holdfast
 from holdfast.engine.snapshot.location import locate
 from holdfast.errors import StoreError
 from holdfast.storage.s3.endpoint import S3Options
+from holdfast.storage.s3.failures import require_field
 
 
 @pytest.mark.parametrize(
@@ -92,3 +94,44 @@ def test_a_name_that_s3_does_not_allow_is_refused():
             store.put_if_absent(key, b"")
     with pytest.raises(StoreError, match="reserved for unfinished uploads"):
         store.put("v/.a.partial", 1)
+
+
+def test_an_object_that_was_replaced_while_it_was_read_is_named():
+    """The second request for a range has the tag of the first reply as its condition."""
+    reply = {"Error": {"Code": "PreconditionFailed"}, "ResponseMetadata": {"HTTPStatusCode": 412}}
+    store = holdfast.open_store("s3://bucket/run")
+    for operation, action in (("GetObject", "read"), ("PutObject", "write")):
+        error = store.translate(ClientError(reply, operation), action, "v/a")
+        assert ("was replaced while it was read" in str(error)) == (action == "read")
+        assert (error.key, error.store) == ("v/a", store.url)
+    assert error.status == 412  # of which the commit takes care
+
+
+def test_a_reply_that_is_not_that_of_s3_names_the_key():
+    with pytest.raises(StoreError, match="does not answer as S3 does") as caught:
+        require_field({}, "ETag", "https://example.org", "s3://bucket/run", "v/a")
+    assert (caught.value.key, caught.value.store) == ("v/a", "s3://bucket/run")
+
+
+def test_a_server_may_answer_404_to_the_deletion_of_what_is_gone():
+    class Client:
+        def delete_object(self, **arguments):
+            metadata = {"HTTPStatusCode": 404}
+            reply = {"Error": {"Code": self.code}, "ResponseMetadata": metadata}
+            raise ClientError(reply, "DeleteObject")
+
+    client = Client()
+    store = holdfast.open_store("s3://bucket/run", endpoint="https://example.org", region="x")
+    store._send = lambda action, key, request, deadline, longest: call(store, request, client)
+    client.code = "NoSuchKey"
+    store.delete("a")
+    client.code = "NoSuchBucket"
+    with pytest.raises(StoreError, match="NoSuchBucket"):
+        store.delete("a")
+
+
+def call(store, request, client):
+    try:
+        return request(client)
+    except ClientError as e:
+        raise store.translate(e, "delete", "a") from e

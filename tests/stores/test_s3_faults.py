@@ -12,7 +12,7 @@ import pytest
 import holdfast
 from holdfast.deadline import Deadline
 from holdfast.errors import Denied, DigestMismatch, HoldfastError, StoreError, Unavailable
-from holdfast.testing.contract import keys, partial_keys
+from holdfast.testing.contract import keys, partial_keys, read
 from holdfast.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
 
@@ -129,6 +129,24 @@ def test_a_read_into_several_views_goes_on_behind_what_has_arrived(store, proxy,
     assert b"".join(views) == data
     assert [fault.hits for fault in proxy.faults] == [1, 1]
     assert len(proxy.targets("GET")) == 3
+
+
+def test_a_replaced_object_is_an_error(store, proxy):
+    data = bytes(4 * MIB)
+    store.put_if_absent("a", data)
+    proxy.inject(Fault("cut", "GET", after=2 * MIB + 5))
+    read_body = store._read_body
+
+    def replace(*arguments):
+        try:
+            read_body(*arguments)
+        finally:
+            store.delete("a")
+            store.put_if_absent("a", data[1:] + b"1")
+
+    store._read_body = replace
+    with pytest.raises(StoreError, match="was replaced while it was read"):
+        read(store, "a", 0, len(data))
 
 
 def test_of_a_request_for_several_items_the_damaged_one_is_read_again(store, proxy, monkeypatch):

@@ -135,6 +135,16 @@ def short_read_error(key: str, store: str, offset: int, length: int, found: int)
     )
 
 
+def replaced_error(key: str, store: str) -> StoreError:
+    return StoreError(
+        f"{key} in {store} was replaced while it was read",
+        expected="an object that does not change",
+        todo="Find the program that writes there; load another version",
+        key=key,
+        store=store,
+    )
+
+
 def too_long_error(key: str, store: str, limit: int, found: int) -> StoreError:
     return StoreError(
         f"{key} in {store} is too long",

@@ -13,9 +13,14 @@ from typing import Any, TypeVar
 from holdfast.buffers import as_byte_view
 from holdfast.deadline import Deadline
 from holdfast.errors import Denied, StoreError, Unavailable
-from holdfast.storage.checks import check_range, short_read_error, too_long_error
+from holdfast.storage.checks import (
+    check_range,
+    replaced_error,
+    short_read_error,
+    too_long_error,
+)
 from holdfast.storage.cloud.endpoint import TIMEOUTS, CloudOptions, Endpoint, shared_endpoint
-from holdfast.storage.cloud.failures import replaced_error, translated
+from holdfast.storage.cloud.failures import translated
 from holdfast.storage.remote import BucketStore
 from holdfast.storage.store import Stat, Traits
 from holdfast.types import MIB

@@ -116,13 +116,3 @@ def _reason(status: int, text: str) -> str:
 def _first_line(text: str) -> str:
     line = re.sub(r"^Generic \w+ error: ", "", text.partition("\n")[0])
     return "the reason may contain credentials" if _SECRET.search(line) else line[:200]
-
-
-def replaced_error(key: str, url: str) -> StoreError:
-    return StoreError(
-        f"{key} in {url} was replaced while it was read",
-        expected="an object that does not change",
-        todo="Find the program that writes there; load another version",
-        key=key,
-        store=url,
-    )

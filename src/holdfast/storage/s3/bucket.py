@@ -102,7 +102,7 @@ class S3Bucket(BucketStore):
         def read(client: Any) -> bytes:
             reply = client.get_object(Bucket=self.bucket, Key=name)
             with closing(reply["Body"]) as body:
-                require_field(reply, "ETag", self.endpoint.url, self.url)
+                require_field(reply, "ETag", self.endpoint.url, self.url, key)
                 length = int(reply["ContentLength"])
                 if length > limit:
                     raise too_long_error(key, self.url, limit, length)

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
+from holdfast.storage.checks import replaced_error
 
 _THROTTLED = {
     "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
@@ -55,6 +56,9 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
     what = f"Cannot {action} {key or 'the bucket'} in {url}"
     fields: dict[str, Any] = {"key": key, "store": url}
     if isinstance(error, boto.ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if action == "read" and status == 412:
+            return replaced_error(key, url)
         return _translate_reply(error, what, server, fields)
     if isinstance(error, boto.NoCredentialsError | boto.CredentialRetrievalError):
         return Denied(f"{what}: there are no credentials", todo=_CREDENTIALS, **fields)
@@ -150,7 +154,7 @@ def has_other_md5(reply: Any, data: bytearray) -> bool:
     return hashlib.md5(data, usedforsecurity=False).hexdigest() != tag
 
 
-def require_field(reply: Any, name: str, server: str, url: str) -> None:
+def require_field(reply: Any, name: str, server: str, url: str, key: str = "") -> None:
     """Raise ``StoreError`` if a reply lacks what every server with the API of S3 sends.
 
     A web server answers any request, and an empty list of objects would be an empty run.
@@ -160,5 +164,6 @@ def require_field(reply: Any, name: str, server: str, url: str) -> None:
             f"Cannot use {url}: {server} does not answer as S3 does",
             expected=f"a reply with {name}",
             todo="Check the endpoint",
+            key=key,
             store=url,
         )

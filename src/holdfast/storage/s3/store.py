@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
-from holdfast.errors import StoreError
+from holdfast.errors import NotFound, StoreError
 from holdfast.storage.checks import is_partial, refuse_partial
 from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import S3Options
@@ -30,9 +31,12 @@ class S3Store(S3Bucket):
             self._abort_partial(key)
             return
         name = self.object_name(key)
-        self.for_cleanup().call(
-            "DeleteObject", "delete", key, lambda c: c.delete_object(Bucket=self.bucket, Key=name)
-        )
+
+        def delete(client: Any) -> None:
+            client.delete_object(Bucket=self.bucket, Key=name)
+
+        with suppress(NotFound):  # S3 reports success, and some servers that there was none
+            self.for_cleanup().call("DeleteObject", "delete", key, delete)
 
     def _abort_partial(self, key: str) -> None:
         object_key = object_of_partial(key)
