@@ -58,12 +58,18 @@ class HdfsFiles(RemoteStore):
         return f"/{self.object_name(key)}"
 
     def get(self, key: str, limit: int) -> bytes:
-        length = self.stat(key).length
+        # with a reader of its own: another file may have taken the name since the last one was made
+        path = self.path(key)
+        reader = self.call("open", "read", key, lambda client: client.read(path))
+        length = len(reader)
         if length > limit:
             raise too_long_error(key, self.url, limit, length)
-        data = bytearray(length)
-        self.get_range(key, 0, length, memoryview(data))
-        return bytes(data)
+
+        def read(start: int) -> bytes:
+            size = min(BLOCK_SIZE, length - start)
+            return self.call("read", "read", key, lambda _: bytes(reader.read_range(start, size)))
+
+        return b"".join(map(read, range(0, length, BLOCK_SIZE)))
 
     def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
         into = as_byte_view(into)
@@ -101,22 +107,18 @@ class HdfsFiles(RemoteStore):
 
     def delete_file(self, path: str, key: str) -> None:
         """Delete a file if it exists, and the folders that are then empty."""
-        self.call("delete", "delete", key, lambda client: client.delete(path, recursive=False))
-        folder = path.rpartition("/")[0]
-        while len(folder) > len(self._root) and self._delete_empty(folder, key):
-            folder = folder.rpartition("/")[0]
+        while len(path) > len(self._root) and self._delete_one(path, key):
+            path = path.rpartition("/")[0]
 
-    def _delete_empty(self, folder: str, key: str) -> bool:
-        """Delete a folder if it is empty, and return whether it was."""
+    def _delete_one(self, path: str, key: str) -> bool:
+        """Delete a file or an empty folder. Return False if there is a folder that is not empty."""
         try:
-            deleted: bool = self.call(
-                "delete", "delete", key, lambda client: client.delete(folder, recursive=False)
-            )
-            return deleted
+            self.call("delete", "delete", key, lambda c: c.delete(path, recursive=False))
         except StoreError as e:
             if "PathIsNotEmptyDirectoryException" in e.what:
                 return False
             raise
+        return True
 
     def refuse_folder(self, key: str) -> None:
         """Raise ``StoreError`` if a folder has the name of an object: it is in the way for ever."""

@@ -36,11 +36,7 @@ class HdfsStore(HdfsFiles):
     def delete(self, key: str) -> None:
         path = self.path(key)
         self.connection.readers.forget(path)
-        view = self.for_cleanup()
-        status = view.look_up(path, key)
-        if status is None or status.isdir:
-            return
-        view.delete_file(path, key)
+        self.for_cleanup().delete_file(path, key)
 
     def list(self, prefix: str) -> Iterator[Stat]:
         return self._list_files(prefix, partial=False)
