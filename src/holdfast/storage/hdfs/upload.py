@@ -15,6 +15,7 @@ from typing import Any
 from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import check_written_length, weak_store_error
+from holdfast.storage.hdfs.closing import close_file
 from holdfast.storage.hdfs.files import HdfsFiles
 from holdfast.storage.store import Stat
 from holdfast.types import MIB
@@ -90,7 +91,7 @@ class HdfsAppender:
             if self._length:
                 store.call_once("write", key, lambda client: _sync(store, key, writer))
             try:
-                store.call_once("close", key, lambda client: writer.close())
+                store.call_once("close", key, lambda client: close_file(client, path, writer))
             except Unavailable:
                 store.call("recover_lease", "close", key, lambda c: _recover_lease(c, path))
         except NotFound as e:
@@ -114,7 +115,7 @@ def put_small(store: HdfsFiles, key: str, data: bytes) -> Stat:
         if data:
             writer.write(data)
             _sync(store, key, writer)
-        writer.close()
+        close_file(client, files.paths[-1], writer)
         return client.get_file_info(files.paths[-1])
 
     try:

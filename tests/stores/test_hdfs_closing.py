@@ -1,0 +1,145 @@
+"""A file in HDFS is closed as soon as a DataNode has reported its last block."""
+
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from hdfs_native import WriteOptions
+
+import holdfast
+from holdfast.storage.hdfs import connection
+from holdfast.storage.hdfs.closing import close_file
+from holdfast.storage.hdfs.connection import Connection
+from holdfast.types import MIB
+
+
+class Client:
+    """Wraps the client of hdfs-native, whose ``close`` always asks too early and then pauses.
+
+    ``calls`` are those that only the closing of a file makes. ``errors`` are raised by name.
+    """
+
+    def __init__(self, inner, pause):
+        self._inner, self._pause = inner, pause
+        self.calls, self.errors = [], {}
+
+    def create(self, *args):
+        return Writer(self._inner.create(*args), self._pause)
+
+    def get_content_summary(self, path):
+        self.calls.append("get_content_summary")
+        if error := self.errors.get("get_content_summary"):
+            raise error
+        return self._inner.get_content_summary(path)
+
+    def recover_lease(self, path):
+        self.calls.append("recover_lease")
+        return self._inner.recover_lease(path)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+class Writer:
+    def __init__(self, inner, pause):
+        self._inner, self._pause = inner, pause
+
+    def close(self):
+        self._inner.close()
+        time.sleep(self._pause)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+@pytest.fixture
+def use(hdfs, monkeypatch):
+    """Return a function that opens a store with a wrapped client, and returns both."""
+
+    def open_store(pause, **options):
+        create = Connection._create_client
+        clients = []
+
+        def wrap(owner):
+            clients.append(Client(create(owner), pause))
+            return clients[-1]
+
+        monkeypatch.setattr(connection, "_connections", {})
+        monkeypatch.setattr(Connection, "_create_client", wrap)
+        store = holdfast.open_store(f"{hdfs.url}/{uuid.uuid4().hex}", **options)
+        assert [*store.list("")] == []
+        return store, clients[0]
+
+    return open_store
+
+
+def test_small_files_and_shards_do_not_wait_for_the_pause(use):
+    store, client = use(1.5)
+    begin = time.monotonic()
+    holdfast.save(store.at("version_1"), {"w": bytes(5), "n": 3}, step=1)
+    assert time.monotonic() - begin < 1.5
+    assert client.calls.count("recover_lease") == 4  # pin, shard, index, manifest
+    assert holdfast.open(store.at("version_1")).verify().ok
+
+
+def test_without_an_answer_the_end_of_the_pause_is_awaited(use):
+    store, client = use(0.5)
+    client.errors["get_content_summary"] = RuntimeError("AccessControlException")
+    begin = time.monotonic()
+    assert store.put_if_absent("a", b"123").length == 3
+    assert time.monotonic() - begin >= 0.5
+    assert client.calls.count("get_content_summary") > 3
+    assert "recover_lease" not in client.calls
+    assert store.get("a", 3) == b"123"
+
+
+def test_a_lease_is_not_recovered_before_the_last_block_was_reported(use):
+    """That would begin a recovery, which takes seconds."""
+    store, client = use(0, block_size=MIB)
+    for size in (MIB - 1, MIB, 2 * MIB + 1):
+        path = store.path(f"a{size}")
+        writer = client.create(path, WriteOptions(block_size=MIB, create_parent=True))
+        writer.write(bytes(size))
+        writer.hsync()
+        closed = []
+
+        class Stalled:
+            def close(self, writer=writer, closed=closed):
+                time.sleep(0.3)  # longer than it is watched
+                closed.append(len(client.calls))
+                writer.close()
+
+        client.calls.clear()
+        close_file(client, path, Stalled())
+        assert "recover_lease" not in client.calls[: closed[0]]
+        # nothing tells a full block that was reported from one that was not
+        assert ("get_content_summary" in client.calls) == (size != MIB)
+        assert store.stat(f"a{size}").length == size
+
+
+SLOW_EXIT = """
+import sys, time, holdfast
+store = holdfast.open_store(sys.argv[1])
+for i in range(20):
+    store.put_if_absent(str(i), b"1")
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1)
+sys.slow = Slow()  # the interpreter ends, and other threads may still return
+"""
+
+
+def test_the_end_of_a_process_is_not_disturbed(hdfs):
+    """The last files may have been closed while hdfs-native still pauses."""
+    url = f"{hdfs.url}/{uuid.uuid4().hex}"
+    done = subprocess.run(
+        [sys.executable, "-c", SLOW_EXIT, url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len([*holdfast.open_store(url).list("")]) == 20
