@@ -23,6 +23,9 @@ from rich.table import Table
 
 import holdfast
 
+COMMIT_SECONDS = 60.0
+"""Maximum time that the commit of a version may take after its step, on a slow store."""
+
 TOLERANCE = 1e-4
 """Maximum allowed difference of two losses. Sums of float32 depend on the order of addition, which
 causes differences of about 1e-6 here. A batch that is used twice, or an optimizer without its
@@ -40,6 +43,10 @@ class TrainingSize:
     every: int = 10
     stops: tuple[int, int, int] = (27, 45, 63)
 
+    def last_save(self, step: int) -> int:
+        """Return the last step that is saved, up to ``step``."""
+        return step // self.every * self.every
+
 
 QUICK = TrainingSize(steps=24, every=4, stops=(7, 12, 18))
 
@@ -50,7 +57,8 @@ def train_on_ranks(
     """Train on ``count`` ranks, and yield the lines that rank 0 prints.
 
     ``steps``: the last step (0: that of ``size``). ``kill_at``: the step at which one rank is
-    killed and torchrun stops the others (0: none).
+    killed and torchrun stops the others (0: none). On a slow store, the kill waits until the last
+    version before this step, which is saved in the background, is committed.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     command += [str(EXAMPLES / "fsdp.py"), run, "--every", str(size.every)]
@@ -68,6 +76,7 @@ def train_on_ranks(
                 yield line.rstrip()
                 match = LOSS_LINE.match(line)
                 if match and int(match[1]) == kill_at:
+                    wait_for_version(run, size.last_save(kill_at))
                     os.kill(last_rank_process(process.pid), signal.SIGKILL)
             code = process.wait()
         finally:
@@ -75,6 +84,15 @@ def train_on_ranks(
                 os.killpg(process.pid, signal.SIGKILL)
     if not kill_at and code:
         raise CheckFailed(f"{count} ranks exited with code {code}")
+
+
+def wait_for_version(run: str, step: int) -> None:
+    """Wait until a version of this step or of a later one is committed. Raises ``CheckFailed``."""
+    end = time.monotonic() + COMMIT_SECONDS
+    while (newest := holdfast.Run(run).latest()) is None or newest.step < step:
+        if time.monotonic() > end:
+            raise CheckFailed(f"no version of step {step} was committed in {COMMIT_SECONDS:g} s")
+        time.sleep(0.01)
 
 
 def last_rank_process(launcher: int) -> int:
@@ -116,7 +134,7 @@ def compare_curves(log: CheckLog, size: TrainingSize, uninterrupted: Curve, elas
 def run_demo(log: CheckLog, size: TrainingSize, root: str) -> None:
     uninterrupted_run, elastic_run = f"{root}/uninterrupted", f"{root}/elastic"
     first, second, third = size.stops
-    saved = first // size.every * size.every
+    saved = size.last_save(first)
     with log.section("Uninterrupted", f"4 ranks, {size.steps} steps, parameters sharded by FSDP2."):
         uninterrupted = read_losses(log, train_on_ranks(4, uninterrupted_run, size))
     elastic: Curve = {}

@@ -14,7 +14,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.parametrize(
     ("kind", "example", "run"),
-    [("s3", "demo.py", "run-b"), ("s3", "elastic.py", "elastic"), ("hdfs", "demo.py", "run-b")],
+    [
+        (kind, example, run)
+        for kind in ("s3", "hdfs")
+        for example, run in (("demo.py", "run-b"), ("elastic.py", "elastic"))
+    ],
 )
 def test_the_demo_passes(request, kind, example, run):
     server = request.getfixturevalue(kind)
