@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import holdfast
+from holdfast.errors import NotFound
+from holdfast.storage.store import Store
 
 COMMIT_SECONDS = 60.0
 """Maximum time that the commit of a version may take after its step, on a slow store."""
@@ -63,6 +65,7 @@ def train_on_ranks(
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     command += [str(EXAMPLES / "fsdp.py"), run, "--every", str(size.every)]
     command += ["--steps", str(steps or size.steps)]
+    store = holdfast.open_store(run)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -76,7 +79,7 @@ def train_on_ranks(
                 yield line.rstrip()
                 match = LOSS_LINE.match(line)
                 if match and int(match[1]) == kill_at:
-                    wait_for_version(run, size.last_save(kill_at))
+                    wait_for_version(store, size.last_save(kill_at))
                     os.kill(last_rank_process(process.pid), signal.SIGKILL)
             code = process.wait()
         finally:
@@ -86,12 +89,17 @@ def train_on_ranks(
         raise CheckFailed(f"{count} ranks exited with code {code}")
 
 
-def wait_for_version(run: str, step: int) -> None:
-    """Wait until a version of this step or of a later one is committed. Raises ``CheckFailed``."""
+def wait_for_version(store: Store, step: int) -> None:
+    """Wait until the version of a step is committed. Raises ``CheckFailed``."""
     end = time.monotonic() + COMMIT_SECONDS
-    while (newest := holdfast.Run(run).latest()) is None or newest.step < step:
-        if time.monotonic() > end:
-            raise CheckFailed(f"no version of step {step} was committed in {COMMIT_SECONDS:g} s")
+    while True:
+        try:
+            store.stat(f"version_{step}/manifest.json")
+            return
+        except NotFound:
+            if time.monotonic() > end:
+                message = f"version_{step} was not committed within {COMMIT_SECONDS:g} s"
+                raise CheckFailed(message) from None
         time.sleep(0.01)
 
 
