@@ -40,6 +40,12 @@ def answers_http(port: int) -> bool:
     return True
 
 
+def is_stopped(pid: int) -> bool:
+    """Return True if a signal has stopped every thread of a process."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(task.read_text().rpartition(") ")[2].startswith("T") for task in tasks)
+
+
 @contextmanager
 def server_folder(name: str) -> Iterator[Path]:
     folder = Path(mkdtemp(prefix=f"holdfast-{name}-", dir="/var/tmp"))
@@ -78,6 +84,15 @@ class Daemons:
         for name in names or self.processes:
             with suppress(ProcessLookupError):
                 self.processes[name].send_signal(number)
+
+    def pause(self, *names: str) -> None:
+        """Stop processes with SIGSTOP, and return when none of their threads runs any more.
+
+        The signal alone returns earlier: on a busy machine, a server may still answer after it.
+        """
+        self.send(signal.SIGSTOP, *names)
+        pids = [self.processes[name].pid for name in names or self.processes]
+        self.wait_until(lambda: all(map(is_stopped, pids)))
 
     def kill(self, *names: str) -> None:
         self.send(signal.SIGKILL, *names)

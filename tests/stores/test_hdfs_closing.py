@@ -1,10 +1,12 @@
 """A file in HDFS is closed as soon as a DataNode has reported its last block."""
 
+import gc
 import subprocess
 import sys
 import time
 import uuid
 
+import hdfs_native
 import pytest
 from hdfs_native import WriteOptions
 
@@ -117,6 +119,23 @@ def test_a_lease_is_not_recovered_before_the_last_block_was_reported(use):
         # nothing tells a full block that was reported from one that was not
         assert ("get_content_summary" in client.calls) == (size != MIB)
         assert store.stat(f"a{size}").length == size
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_writer_that_is_collected_is_not_closed(hdfs, monkeypatch, append):
+    """It would happen in any thread, and wait for a NameNode that is away."""
+    store = holdfast.open_store(f"{hdfs.url}/{uuid.uuid4().hex}")
+    upload = store.put("a", 2)
+    upload.write_at(0, memoryview(b"1"))
+    if append:
+        upload._appender._go_on(memoryview(b"2"))
+    path, closed = upload._appender._files.paths[0], []
+    monkeypatch.setattr(hdfs_native.FileWriter, "close", lambda writer: closed.append(path))
+    upload._appender._writer = None
+    gc.collect()
+    assert closed == []
+    assert store.look_up(path, "a") is not None
+    upload.abort()
 
 
 SLOW_EXIT = """

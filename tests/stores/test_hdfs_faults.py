@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.storage.hdfs import connection
+from holdfast.storage.hdfs import closing, connection
 from holdfast.storage.hdfs.connection import Connection
 from holdfast.testing.contract import partial_keys, put
 from holdfast.types import MIB
@@ -32,11 +33,12 @@ class Faults:
     """Wraps the client of hdfs-native. Each of its calls is one in ``log``.
 
     ``fail(number, when, error, count)``: the calls from ``number`` on raise ``error`` "before" they
-    do anything, or "after" (the reply is lost).
+    do anything, or "after" (the reply is lost). "late": they return ``error`` seconds later.
     """
 
     def __init__(self):
         self.log, self.plan = [], None
+        self.of_timeouts = {}  # other objects, for the clients with these timeouts
 
     def fail(self, number, when, error, count=1, name=None):
         self.log.clear()
@@ -70,8 +72,10 @@ class _Wrapped:
             if hit is not None and hit[0] == "before":
                 raise hit[1]
             result = inner(*args, **options)
-            if hit is not None:
+            if hit is not None and hit[0] == "after":
                 raise hit[1]
+            if hit is not None:
+                time.sleep(hit[1])
             return faults.wrap(result) if name == "create" else result
 
         return inner if name in ("list_status", "read_range") else call
@@ -81,7 +85,11 @@ class _Wrapped:
 def faults(monkeypatch):
     result = Faults()
     create = Connection._create_client
-    monkeypatch.setattr(Connection, "_create_client", lambda c: result.wrap(create(c)))
+
+    def create_wrapped(owner):
+        return result.of_timeouts.get(owner.options.timeout, result).wrap(create(owner))
+
+    monkeypatch.setattr(Connection, "_create_client", create_wrapped)
     monkeypatch.setattr(connection, "_connections", {})
     return result
 
@@ -113,25 +121,35 @@ def calls_of_a_save(faults, store):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_save_survives_or_raises_whichever_call_fails_once(run_url, faults, when):
-    store = holdfast.open_store(run_url, timeout=60)
-    calls = calls_of_a_save(faults, store)
+def test_a_save_survives_or_raises_whichever_call_fails_once(run_url, faults, monkeypatch, when):
+    """Each save has a client of its own, so that they run at the same time: most of them wait."""
+    monkeypatch.setattr(closing, "_PAUSES", ())  # the number of those looks varies
+    calls = calls_of_a_save(faults, holdfast.open_store(run_url, timeout=60))
     assert {"create", "write", "hsync", "close", "rename", "get_file_info"} <= {*calls}
-    steps, outcomes = [1], set()
-    for number, name in enumerate(calls):
-        step = number + 2
-        faults.fail(number, when, ConnectionResetError("lost"))
+
+    def save(number):
+        """Return the error of the save whose call of this number fails, or None."""
+        step, own = number + 2, Faults()
+        store = holdfast.open_store(run_url, timeout=60 + step)
+        faults.of_timeouts[60 + step] = own
+        own.fail(number, when, ConnectionResetError("lost"))
         try:
             holdfast.save(store.at(f"version_{step}"), STATE, step=step)
-            steps.append(step)
         except StoreError as e:
-            # a shard is a stream, of which this step cannot be repeated
-            assert name == "hsync", (number, e)  # noqa: PT017
-            assert not e.is_outcome_unknown  # noqa: PT017
-            outcomes.add(type(e))
-        faults.heal()
-    assert outcomes == {Unavailable}
-    check_run(store, steps)
+            assert not e.is_outcome_unknown, (number, e)  # noqa: PT017
+            return type(e)
+        finally:
+            assert own.log[number] == calls[number]
+            own.heal()
+        return None
+
+    with ThreadPoolExecutor(16) as threads:
+        errors = [*threads.map(save, range(len(calls)))]
+    # a shard is a stream, of which this step cannot be repeated
+    failed = [number for number, error in enumerate(errors) if error]
+    assert [(calls[number], errors[number]) for number in failed] == [("hsync", Unavailable)]
+    steps = [1, *(number + 2 for number, error in enumerate(errors) if error is None)]
+    check_run(holdfast.open_store(run_url, timeout=60), steps)
 
 
 @pytest.mark.parametrize("name", ["create", "write", "hsync", "close", "rename", "get_file_info"])
@@ -157,11 +175,12 @@ def test_a_lost_reply_of_the_commit(run_url, faults):
         with pytest.raises(AlreadyExists):
             store.put_if_absent("m", foreign)
     assert store.get("m", 9) == b"own"
-    faults.fail(0, "after", ConnectionResetError("lost"), 1 << 30, "rename")
-    late = holdfast.open_store(run_url, timeout=0.5)
-    with pytest.raises(StoreError) as caught:
-        late.put_if_absent("n", b"unknown")
-    assert not isinstance(caught.value, AlreadyExists)
+    faults.fail(0, "late", 2.0, name="rename")
+    with pytest.raises(Unavailable) as caught:
+        holdfast.open_store(run_url, timeout=1).put_if_absent("n", b"unknown")
+    assert caught.value.is_outcome_unknown
+    assert faults.log.count("rename") == 1
+    assert store.stat("n").length == 7
     faults.heal()
     assert store.put_if_absent("n", b"unknown").length == 7
     assert partial_keys(store) == []
@@ -317,38 +336,37 @@ def test_every_call_ends_although_the_server_never_answers(cluster, stopped, mon
     store.put_if_absent("v/a", b"1234")
     open_upload = store.put("v/open", 8 * MIB)
     open_upload.write_at(0, memoryview(bytes(MIB)))
-    calls = [
-        lambda: store.put_if_absent("v/b", b"1"),
-        lambda: store.get("v/a", 9),
-        lambda: store.stat("v/a"),
-        lambda: [*store.list("")],
-        lambda: store.delete("v/a"),
-        lambda: (
+    calls = {
+        "put": lambda: store.put_if_absent("v/b", b"1"),
+        "get": lambda: store.get("v/a", 9),
+        "stat": lambda: store.stat("v/a"),
+        "list": lambda: [*store.list("")],
+        "delete": lambda: store.delete("v/a"),
+        "upload": lambda: (
             open_upload.write_at(MIB, memoryview(bytes(7 * MIB))),
             open_upload.commit(),
         ),
-    ]
+    }
     names = ["namenode"] if stopped == "namenode" else []
-    cluster.send(signal.SIGSTOP, *names)
-    seconds, errors = [], []
+    cluster.pause(*names)
+    seconds, results = {}, {}
 
-    def measure(call):
+    def measure(name):
         begin = time.monotonic()
         try:
-            call()
+            results[name] = calls[name]()
         except StoreError as e:
-            errors.append(e)
-        seconds.append(time.monotonic() - begin)
+            results[name] = type(e)
+        seconds[name] = time.monotonic() - begin
 
-    threads = [threading.Thread(target=measure, args=(call,)) for call in calls]
+    threads = [threading.Thread(target=measure, args=(name,)) for name in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     cluster.send(signal.SIGCONT, *names)
-    assert len(errors) == len(calls)
-    assert max(seconds) < 30
-    assert {type(e) for e in errors} == {Unavailable}
+    assert results == dict.fromkeys(calls, Unavailable), seconds
+    assert max(seconds.values()) < 30
     patient = holdfast.open_store(url, timeout=60)
     assert patient.get("v/a", 9) == b"1234"
     open_upload.abort()

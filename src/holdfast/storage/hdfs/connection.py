@@ -8,6 +8,7 @@ before it connects again.)
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections import OrderedDict
@@ -134,8 +135,25 @@ class Connection:
     def _create_client(self) -> Any:
         from hdfs_native import Client
 
-        config = {**_DEFAULTS, **dict(self.options.config)}
-        return Client(self.server, config)
+        class ClientOfWriters(Client):
+            """Its writers are closed only by a call of ``close``.
+
+            They are Python file objects, which Python closes when nothing refers to them any more.
+            That runs in any thread, such as the training, and waits for a NameNode that is away.
+            """
+
+            def create(self, *args: Any) -> Any:
+                return _without_finalizer(super().create(*args))
+
+            def append(self, *args: Any) -> Any:
+                return _without_finalizer(super().append(*args))
+
+        return ClientOfWriters(self.server, {**_DEFAULTS, **dict(self.options.config)})
+
+
+def _without_finalizer(writer: io.RawIOBase) -> io.RawIOBase:
+    io.RawIOBase.close(writer)  # marks the file object as closed; hdfs-native ignores the mark
+    return writer
 
 
 _connections: dict[tuple[int, str, HdfsOptions], Connection] = {}

@@ -36,7 +36,10 @@ class HdfsStore(HdfsFiles):
     def delete(self, key: str) -> None:
         path = self.path(key)
         self.connection.readers.forget(path)
-        self.for_cleanup().delete_file(path, key)
+        # first a question: of a server that does not answer, nothing is left that deletes it later
+        view = self.for_cleanup()
+        if view.look_up(path, key) is not None:
+            view.delete_file(path, key)
 
     def list(self, prefix: str) -> Iterator[Stat]:
         return self._list_files(prefix, partial=False)
