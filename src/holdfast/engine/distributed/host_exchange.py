@@ -1,8 +1,8 @@
 """Exchange items through the shared memory of a host: one rank reads each, all ranks consume it.
 
-Every thread of a rank takes the next task that is ready: to read an item into private memory, to
-publish it in a slot of this rank, or to consume a slot of another rank. Words in the shared memory
-order the ranks. A rank waits only when none of its tasks is ready.
+Every thread of a rank takes the next task that is ready: to read a group of items into private
+memory, to publish one of them in a slot of this rank, or to consume a slot of another rank. Words
+in the shared memory order the ranks. A rank waits only when none of its tasks is ready.
 
 Items are read into private memory because direct I/O into shared memory, which has no huge pages,
 is slower. So a slot is in use only from the copy into it to the copies out of it.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from threading import Lock
@@ -33,8 +33,8 @@ from holdfast.engine.distributed.host_memory import (
 from holdfast.settings import read_settings
 from holdfast.threads import in_parallel
 
-Read = Callable[[int], AbstractContextManager[MemorySlice]]
-"""Reads the item with this number into memory that is valid in the context."""
+Read = Callable[[Sequence[int]], AbstractContextManager[Iterable[MemorySlice]]]
+"""Reads the items with these numbers into memory that is valid in the context."""
 
 Consume = Callable[[int, MemorySlice], None]
 """Called with the number of an item and its bytes."""
@@ -61,25 +61,35 @@ class HostPeers:
         self.phase = 0
         self._is_usable = True
 
+    def own_items(self, readers: Sequence[int]) -> list[int]:
+        """Return the numbers of the items that this rank reads."""
+        return [item for item, reader in enumerate(readers) if reader == self.peer_index]
+
     def exchange(
-        self, sizes: Sequence[int], readers: Sequence[int], read: Read, consume: Consume
+        self,
+        sizes: Sequence[int],
+        readers: Sequence[int],
+        groups: Sequence[Sequence[int]],
+        read: Read,
+        consume: Consume,
     ) -> bool:
         """Exchange items with these sizes in bytes.
 
-        ``read`` is called on one rank for each item (``readers``: the positions of these ranks),
-        then ``consume`` on all ranks. Several threads make the calls. Returns False on all ranks,
+        Each item is read on one rank (``readers``: the positions of these ranks), and then
+        ``consume`` is called on all ranks. ``groups``: the own items of this rank, in the groups
+        that it calls ``read`` with. Several threads make the calls. Returns False on all ranks,
         without any call, if one of them cannot allocate its window.
         """
         if not sizes or not self._is_usable:
             return self._is_usable
         slot_size, slots = slot_layout(sizes, readers)
-        turns = readers.count(self.peer_index)
+        turns = [readers.count(peer) for peer in range(len(self.ranks))]
         self.barrier()  # no rank reads the previous contents
         own = self.segments[self.peer_index]
         own.control_words[FILLED:] = memoryview(bytes(own.control_words[FILLED:].nbytes)).cast("q")
         reason = ""
         try:
-            own.resize(slot_size * min(slots, turns))
+            own.resize(slot_size * min(slots, turns[self.peer_index]))
         except OSError as e:
             reason = f": {e}"
         own.control_words[WINDOW_STATE] = -1 if reason else 1
@@ -94,11 +104,8 @@ class HostPeers:
             reason = f"rank {failed[0]} cannot allocate shared memory{reason}"
             events.emit("read_alone", url=self.memory.url, reason=reason)
             return False
-        items: list[list[int]] = [[] for _ in self.ranks]
-        for item, reader in enumerate(readers):
-            items[reader].append(item)
-        _Exchange(self, _Layout(sizes, items, slot_size, slots), read, consume).run()
-        self.phase += 2 * max(map(len, items))
+        _Exchange(self, _Layout(sizes, turns, slot_size, slots), groups, read, consume).run()
+        self.phase += 2 * max(turns)
         return True
 
     def barrier(self) -> None:
@@ -116,12 +123,20 @@ class HostPeers:
 
 
 class _Layout(NamedTuple):
-    """The sizes of all items, the items that each rank reads, and the slots of each window."""
+    """The sizes of all items, how many each rank reads, and the slots of each window."""
 
     sizes: Sequence[int]
-    items: Sequence[Sequence[int]]
+    turns: Sequence[int]
     slot_size: int
     slots: int
+
+
+class _Held:
+    """Items that this rank has read at once. ``unpublished``: those that no thread publishes yet;
+    ``in_use``: how many still need the memory, which ``release`` returns."""
+
+    def __init__(self, items: list[tuple[int, MemorySlice]], release: Callable[[], None]) -> None:
+        self.unpublished, self.in_use, self.release = items, len(items), release
 
 
 Task = Callable[[], None]
@@ -132,20 +147,27 @@ class _Exchange:
 
     A rank publishes its items in the order in which they are read. The n-th, from 1, has *turn* n
     and goes to slot ``(n - 1) % slots``. ``_consuming[r]``: the last turn of rank r that this rank
-    has begun to consume; ``_published``: its own last turn; ``_unpublished``: what it has read.
+    has begun to consume; ``_published``: its own last turn; ``_held``: what it has read.
     """
 
-    def __init__(self, peers: HostPeers, layout: _Layout, read: Read, consume: Consume) -> None:
+    def __init__(
+        self,
+        peers: HostPeers,
+        layout: _Layout,
+        groups: Sequence[Sequence[int]],
+        read: Read,
+        consume: Consume,
+    ) -> None:
         self._peers = peers
         self._own = peers.peer_index
         self._words = [segment.control_words for segment in peers.segments]
         self._layout = layout
         self._read, self._consume = read, consume
-        self._unread = iter(layout.items[self._own])
+        self._unread = iter(groups)
         self._reading: set[int] = set()
-        self._unpublished: list[tuple[int, MemorySlice, ExitStack]] = []
+        self._held: list[_Held] = []
         self._published = 0
-        self._consuming = [0] * len(layout.items)
+        self._consuming = [0] * len(layout.turns)
         self._running: set[Task] = set()
         self._failures: list[BaseException] = []
         self._lock = Lock()
@@ -157,8 +179,8 @@ class _Exchange:
         try:
             in_parallel(self._iter_tasks(), self._run_task, self._threads, advance, self._failures)
         finally:
-            for _, _, stack in self._unpublished:  # after an error
-                stack.close()
+            for held in self._held:  # after an error
+                held.release()
 
     def _iter_tasks(self) -> Iterator[Task]:
         """Yield each task of this rank as soon as it is ready."""
@@ -182,14 +204,15 @@ class _Exchange:
     def _next_task(self) -> Task | None:
         # a thread that reads waits for the store, so at least one must be left to copy
         max_reads = max(1, self._threads - 2)
-        if len(self._reading) + len(self._unpublished) < max_reads:
-            item = next(self._unread, None)
-            if item is not None:
-                self._reading.add(item)
-                return partial(self._run_read, item)
-        if self._unpublished and not self._occupants():
+        if len(self._reading) + len(self._held) < max_reads:
+            group = next(self._unread, None)
+            if group is not None:
+                self._reading.add(group[0])
+                return partial(self._run_read, group)
+        if (held := self._next_held()) is not None and not self._occupants():
             self._published += 1
-            return partial(self._run_publish, self._published, *self._unpublished.pop(0))
+            item, span = held.unpublished.pop(0)
+            return partial(self._run_publish, self._published, item, span, held)
         for reader in self._consumable_readers():
             turn = self._consuming[reader] + 1
             if item := self._published_item(reader, turn):
@@ -197,20 +220,27 @@ class _Exchange:
                 return partial(self._run_consume, reader, turn, item - 1)
         return None
 
-    def _run_read(self, item: int) -> None:
+    def _run_read(self, group: Sequence[int]) -> None:
         with ExitStack() as stack:
-            span = stack.enter_context(self._read(item))
-            self._consume(item, span)
-            self._unpublished.append((item, span, stack.pop_all()))
-            self._reading.discard(item)
+            items = []
+            for item, span in zip(group, stack.enter_context(self._read(group)), strict=True):
+                self._consume(item, span)
+                items.append((item, span))
+            self._held.append(_Held(items, stack.pop_all().close))
+            self._reading.discard(group[0])
 
-    def _run_publish(self, turn: int, item: int, span: MemorySlice, stack: ExitStack) -> None:
-        with stack:
-            slot = self._slot(self._own, turn, item)
-            ctypes.memmove(slot.address, span.address, self._layout.sizes[item])
-            self._fence()
-            word = FILLED + (turn - 1) % self._layout.slots
-            self._words[self._own][word] = turn << _ITEM_BITS | item + 1
+    def _run_publish(self, turn: int, item: int, span: MemorySlice, held: _Held) -> None:
+        slot = self._slot(self._own, turn, item)
+        ctypes.memmove(slot.address, span.address, self._layout.sizes[item])
+        self._fence()
+        word = FILLED + (turn - 1) % self._layout.slots
+        self._words[self._own][word] = turn << _ITEM_BITS | item + 1
+        with self._lock:
+            held.in_use -= 1
+            is_last = not held.in_use
+        if is_last:
+            self._held.remove(held)
+            held.release()
 
     def _run_consume(self, reader: int, turn: int, item: int) -> None:
         self._fence()
@@ -218,6 +248,10 @@ class _Exchange:
         self._fence()
         word = CONSUMED + reader * MAX_SLOTS + (turn - 1) % self._layout.slots
         self._words[self._own][word] = turn
+
+    def _next_held(self) -> _Held | None:
+        """Return the items with the next one to publish, if this rank has read it."""
+        return next((held for held in self._held if held.unpublished), None)
 
     def _slot(self, reader: int, turn: int, item: int) -> MemorySlice:
         offset = (turn - 1) % self._layout.slots * self._layout.slot_size
@@ -227,8 +261,8 @@ class _Exchange:
         """Return the other ranks that this rank has not consumed all items of."""
         return [
             reader
-            for reader, items in enumerate(self._layout.items)
-            if reader != self._own and self._consuming[reader] < len(items)
+            for reader, turns in enumerate(self._layout.turns)
+            if reader != self._own and self._consuming[reader] < turns
         ]
 
     def _published_item(self, reader: int, turn: int) -> int:
@@ -254,8 +288,8 @@ class _Exchange:
         for the other, the latter waits at a lower number.
         """
         found = []
-        if self._published < len(self._layout.items[self._own]):
-            ranks = self._occupants() if self._unpublished else []
+        if self._published < self._layout.turns[self._own]:
+            ranks = self._occupants() if self._next_held() else []
             found.append((2 * self._published, ranks))
         for reader in self._consumable_readers():
             turn = self._consuming[reader] + 1

@@ -10,13 +10,12 @@ However a process ends, nothing is left.
 
 from __future__ import annotations
 
-import heapq
 import mmap
 import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import msgspec
@@ -206,14 +205,12 @@ def _share_reason(collective: Collective, first_rank: int, reason: str) -> str:
 
 
 def assign_readers(sizes: Sequence[int], peer_count: int) -> list[int]:
-    """Assign each item, in order, to the reader that has the fewest bytes so far."""
-    heap = [(0, reader) for reader in range(min(peer_count, MAX_READERS))]
-    readers = []
-    for size in sizes:
-        nbytes, reader = heap[0]
-        heapq.heapreplace(heap, (nbytes + size, reader))
-        readers.append(reader)
-    return readers
+    """Assign each item to a reader: consecutive items with an equal part of the bytes to each, so
+    that one request can read several items."""
+    readers, total = min(peer_count, MAX_READERS), sum(sizes) or 1
+    begins = accumulate(sizes, initial=0)
+    middles = (2 * begin + size for begin, size in zip(begins, sizes, strict=False))
+    return [min(readers - 1, readers * middle // (2 * total)) for middle in middles]
 
 
 def max_item_size(peer_count: int) -> int:

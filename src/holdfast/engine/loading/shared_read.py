@@ -6,11 +6,12 @@ need different parts of them. A rank reads a chunk that only it needs by itself.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby, islice
 from threading import Lock
 
 import numpy as np
@@ -37,19 +38,15 @@ from holdfast.engine.snapshot.read import (
     Target,
     copy_to_targets,
     execute_read_plan,
+    group_items,
     increment_tensor_versions,
     read_group,
 )
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import SchemaCache
-from holdfast.ragged import sorted_unique
 from holdfast.threads import Workers, gc_paused, no_op
 from holdfast.types import BLOCK_SIZE, MIB
-
-RankMasks = npt.NDArray[np.uint64]
-"""Sets of ranks, one per chunk: bit ``r`` represents the ``r``-th rank of a host."""
-
 
 MIN_SHARED_BYTES = 16 * MIB
 """Each rank reads a snapshot with fewer bytes by itself, which takes less time than to connect."""
@@ -96,13 +93,15 @@ class SharedReader:
         indexes: dict[int, ShardIndex] = {}
         lock, schema_cache = Lock(), SchemaCache()
 
-        def read(number: int) -> AbstractContextManager[MemorySlice]:
-            i, at, size = blocks[number]
-            raw = memoryview(bytearray(size))
+        def read(group: Sequence[int]) -> AbstractContextManager[Iterable[MemorySlice]]:
+            i, first, _ = blocks[group[0]]
+            parts = [blocks[number] for number in group]
+            raw = memoryview(bytearray(sum(size for _, _, size in parts)))
             snapshot.location.store.get_range(
-                snapshot.location.key(shards[i].index.name), at, size, raw
+                snapshot.location.key(shards[i].index.name), first, len(raw), raw
             )
-            return nullcontext(MemorySlice(raw, address_of(raw)))
+            views = [raw[at - first : at - first + size] for _, at, size in parts]
+            return nullcontext([MemorySlice(view, address_of(view)) for view in views])
 
         def consume(number: int, span: MemorySlice) -> None:
             i, at, size = blocks[number]
@@ -117,7 +116,12 @@ class SharedReader:
         with snapshot.not_found_if_deleted():
             snapshot.check_lengths(shards[peers.peer_index :: len(peers.ranks)])
             sizes = [size for _, _, size in blocks]
-            if peers.exchange(sizes, assign_readers(sizes, len(peers.ranks)), read, consume):
+            readers = assign_readers(sizes, len(peers.ranks))
+            groups = [
+                list(group)
+                for _, group in groupby(peers.own_items(readers), lambda number: blocks[number][0])
+            ]
+            if peers.exchange(sizes, readers, groups, read, consume):
                 snapshot.set_indexes([indexes[i] for i in range(len(shards))])
         return snapshot.indexes()
 
@@ -132,86 +136,97 @@ class SharedReader:
         location, indexes = self._snapshot.location, self._snapshot.indexes()
         checked_headers = self._snapshot.checked_headers
         plan = gc_paused(make_read_plan)(indexes, requests, checked_headers)
-        keys = [(item.shard, item.first_chunk) for item in plan.items]
+        ends = [(item.shard, item.end_chunk) for item in plan.items]
 
         @contextmanager
-        def read(number: int) -> Iterator[MemorySlice]:
-            item = shared_items[number]
-            index = indexes[item.shard]
-            with read_group(location, index, [item], workers.pool) as verified:
-                for _, buffer, base in verified:
-                    start, stop = item.start - base, item.stop - base
-                    yield MemorySlice(buffer.view[start:stop], buffer.address + start)
+        def read(group: Sequence[int]) -> Iterator[Iterable[MemorySlice]]:
+            items = [shared_items[number] for number in group]
+            with read_group(location, indexes[items[0].shard], items, workers.pool) as verified:
+                yield (
+                    MemorySlice(
+                        buffer.view[item.start - base : item.stop - base],
+                        buffer.address + item.start - base,
+                    )
+                    for item, buffer, base in verified
+                )
 
         def consume(number: int, span: MemorySlice) -> None:
             item = shared_items[number]
-            i = bisect_right(keys, (item.shard, item.first_chunk)) - 1
-            if i >= 0 and plan.items[i].shard == item.shard:
-                copy_to_targets(_narrow(plan.items[i], item), targets, span, item.start)
+            first = bisect_left(ends, (item.shard, item.first_chunk + 1))
+            for own in islice(plan.items, first, None):
+                if (own.shard, own.first_chunk) >= (item.shard, item.end_chunk):
+                    break
+                copy_to_targets(_narrow(own, item), targets, span, item.start)
 
         workers = Workers.create(advance=advance)
         with self._snapshot.not_found_if_deleted():
-            masks = self._wanting_ranks(plan, indexes)
+            counts = self._count_requesters(plan, indexes)
             max_length = max_item_size(len(self._peers.ranks))
-            shared_items, unshared = _split_shared(plan, indexes, masks, max_length)
+            shared_items, unshared = _split_shared(plan, indexes, counts, max_length)
             sizes = [item.stop - item.start for item in shared_items]
             readers = assign_readers(sizes, len(self._peers.ranks))
+            groups = self._group_own_items(shared_items, readers, workers)
             increment_tensor_versions(targets)
-            is_shared = self._peers.exchange(sizes, readers, read, consume)
+            is_shared = self._peers.exchange(sizes, readers, groups, read, consume)
             own_plan = ReadPlan(tuple(unshared)) if is_shared else plan
             execute_read_plan(location, own_plan, indexes, targets, workers)
         self._snapshot.checked_headers.update(plan.headers)
 
-    def _wanting_ranks(self, plan: ReadPlan, indexes: Sequence[ShardIndex]) -> list[RankMasks]:
-        """Return, for each shard, the ranks that need each of its chunks."""
+    def _group_own_items(
+        self, items: Sequence[ReadItem], readers: Sequence[int], workers: Workers
+    ) -> list[list[int]]:
+        """Return the numbers of the items that this rank reads, in groups for one request each."""
+        numbers = {items[number]: number for number in self._peers.own_items(readers)}
+        groups = group_items(
+            self._snapshot.location, self._snapshot.indexes(), [*numbers], workers, len(items)
+        )
+        return [[numbers[item] for item in group] for group in groups]
+
+    def _count_requesters(
+        self, plan: ReadPlan, indexes: Sequence[ShardIndex]
+    ) -> list[npt.NDArray[np.uint8]]:
+        """Return, for each shard, how many ranks need each of its chunks."""
         starts = np.cumsum([0, *(len(index.cuts) for index in indexes)])
         own_chunks = np.zeros(starts[-1], bool)
         for item in plan.items:
             start = starts[item.shard]
             own_chunks[start + item.first_chunk : start + item.end_chunk] = True
         packed = np.packbits(own_chunks).tobytes()
-        chunks_by_rank = [np.zeros(len(own_chunks), np.uint64)] * len(self._peers.ranks)
+        counts, lock = np.zeros(len(own_chunks), np.uint8), Lock()
 
-        def read(number: int) -> AbstractContextManager[MemorySlice]:
-            return nullcontext(MemorySlice(memoryview(packed), address_of(memoryview(packed))))
+        def read(group: Sequence[int]) -> AbstractContextManager[Iterable[MemorySlice]]:
+            return nullcontext([MemorySlice(memoryview(packed), address_of(memoryview(packed)))])
 
         def consume(number: int, span: MemorySlice) -> None:
             bits = np.frombuffer(span.view, np.uint8, len(packed))
-            chunks_by_rank[number] = np.unpackbits(bits, count=len(own_chunks)).astype(np.uint64)
+            with lock:
+                np.add(counts, np.unpackbits(bits, count=len(counts)), out=counts)
 
-        every_rank = range(len(chunks_by_rank))
-        self._peers.exchange([len(packed)] * len(every_rank), every_rank, read, consume)
-        masks = np.zeros(len(own_chunks), np.uint64)
-        for number, chunks in enumerate(chunks_by_rank):
-            masks |= chunks << np.uint64(number)
-        return np.split(masks, starts[1:-1])
+        every_rank = range(len(self._peers.ranks))
+        sizes, groups = [len(packed)] * len(every_rank), [[self._peers.peer_index]]
+        self._peers.exchange(sizes, every_rank, groups, read, consume)
+        return np.split(counts, starts[1:-1])
 
 
 def _split_shared(
     plan: ReadPlan,
     indexes: Sequence[ShardIndex],
-    wanting_ranks: Sequence[RankMasks],
+    counts: Sequence[npt.NDArray[np.uint8]],
     max_length: int,
 ) -> tuple[list[ReadItem], list[ReadItem]]:
-    """Return the chunks that several ranks need, and the part of the plan that only this rank
-    needs. The shared chunks are split into ranges of which each rank needs all or nothing. A chunk
-    of more than ``max_length`` bytes is not shared."""
+    """Return the chunks that several ranks need (``counts``: how many need each), and the part of
+    the plan that only this rank needs. A chunk of more than ``max_length`` bytes is not shared."""
     is_shared = [
-        (masks & (masks - np.uint64(1)) != 0) & (np.diff(index.cuts, prepend=0) <= max_length)
-        for index, masks in zip(indexes, wanting_ranks, strict=True)
+        (count > 1) & (np.diff(index.cuts, prepend=0) <= max_length)
+        for index, count in zip(indexes, counts, strict=True)
     ]
-    shared_items: list[ReadItem] = []
-    for shard, (index, masks, shared) in enumerate(
-        zip(indexes, wanting_ranks, is_shared, strict=True)
-    ):
-        shard_items = (
-            item
-            for mask in sorted_unique(masks[shared])
-            for item in chunk_read_items(
-                shard, index.cuts, index.chunk_refs, np.flatnonzero((masks == mask) & shared)
-            )
+    shared_items = [
+        item
+        for shard, index in enumerate(indexes)
+        for item in chunk_read_items(
+            shard, index.cuts, index.chunk_refs, np.flatnonzero(is_shared[shard])
         )
-        shared_items += sorted(shard_items, key=lambda item: item.first_chunk)
+    ]
     unshared: list[ReadItem] = []
     for item in plan.items:
         chunks = item.first_chunk + np.flatnonzero(
@@ -227,7 +242,7 @@ def _split_shared(
 
 
 def _narrow(item: ReadItem, part: ReadItem) -> ReadItem:
-    """Return ``part``, some of the item's chunks, with the item's copies from these chunks."""
+    """Return ``part``, a range of chunks, with the item's copies from these chunks."""
     request_id, offset, at, size = item.linear_copies.T
     start, stop = np.maximum(offset, part.start), np.minimum(offset + size, part.stop)
     rows = np.column_stack([request_id, start, at + start - offset, stop - start])[stop > start]

@@ -121,15 +121,20 @@ def copy_to_targets(
 
 
 def group_items(
-    location: Location, indexes: Sequence[ShardIndex], items: Sequence[ReadItem], workers: Workers
+    location: Location,
+    indexes: Sequence[ShardIndex],
+    items: Sequence[ReadItem],
+    workers: Workers,
+    total: int = 0,
 ) -> list[list[ReadItem]]:
     """Return groups of items, each of which one request reads: consecutive bytes of one file.
 
     A group has at most ``part_size`` bytes, each thread gets a group, and the groups of all threads
-    fit into the buffers together. Where there is no ``part_size``, each item is a group.
+    fit into the buffers together. Where there is no ``part_size``, each item is a group. If several
+    processes divide ``total`` items, they send about as many requests as one process for all.
     """
     pool, part_size = workers.pool, location.store.traits.part_size
-    buffers = min(len(items), pool.budget // pool.buffer_size)
+    buffers = min(total or len(items), pool.budget // pool.buffer_size)
     most = min(part_size // BLOCK_SIZE, buffers // workers.threads)
     if most < 2:
         return [[item] for item in items]

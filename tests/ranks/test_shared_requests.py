@@ -1,0 +1,176 @@
+"""Shared reads from a store with requests of a fixed cost: few requests, and faults of one rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.engine.distributed.kv import Timeouts
+from holdfast.engine.loading import shared_read
+from holdfast.errors import DigestMismatch, RankFailed, StoreError
+from tests.engine.snapshot.test_group_reads import RequestStore, random_state
+from tests.fakegroup import FakeGroup
+from tests.ranks.test_shared_read import without_sharing
+
+RANKS = 4
+
+
+def save(states):
+    """Save the states of as many ranks to a new store."""
+    store = RequestStore()
+    with FakeGroup(len(states)) as group:
+        group.run(lambda rank: holdfast.save(store, states[rank]))
+    store.reads.clear()
+    return store
+
+
+def outcomes(stores, states, timeouts=None):
+    """Load zeros over the states of all ranks. Return the outcomes and the new states."""
+    live = [
+        {key: holdfast.Boxed(np.zeros_like(v.tensor), v.offsets, v.shape)
+         if isinstance(v, holdfast.Boxed) else np.zeros_like(v) for key, v in state.items()}
+        for state in states
+    ]  # fmt: skip
+    with FakeGroup(len(states), *([timeouts] if timeouts else [])) as group:
+        return group.outcomes(lambda rank: holdfast.load(stores[rank], into=live[rank])), live
+
+
+def values(state):
+    return [v.tensor if isinstance(v, holdfast.Boxed) else v for _, v in sorted(state.items())]
+
+
+def load(store, states):
+    """Load on all ranks, compare, and return the number and the bytes of the reads."""
+    store.reads.clear()
+    found, live = outcomes([store] * len(states), states)
+    assert found == live
+    for state, loaded in zip(states, live, strict=True):
+        for a, b in zip(values(state), values(loaded), strict=True):
+            assert np.array_equal(a, b)
+    return len(store.reads), sum(length for _, _, length, _ in store.reads)
+
+
+def rows(rank, ranks, leaves, rows_each=30):
+    """Return one rank's rows of many leaves, of 30 KiB each in total, and 32 MiB of another."""
+
+    def box(name, count, width):
+        whole = np.arange(count * width, dtype=np.uint32).reshape(count, width) * (1 + name)
+        first, last = count * rank // ranks, count * (rank + 1) // ranks
+        return holdfast.Boxed(whole[first:last].copy(), (first, 0), (count, width))
+
+    return {f"l{n}": box(n, rows_each, 256) for n in range(leaves)} | {"big": box(0, 8192, 1024)}
+
+
+@pytest.mark.parametrize(("mib", "most_blocks"), [(32, 1), (160, 4)])
+def test_the_ranks_together_send_as_many_requests_as_one_alone(mib, most_blocks):
+    states = [random_state(mib)] * RANKS
+    store = save(states)
+    with without_sharing():
+        alone, alone_bytes = load(store, states)
+    shared, shared_bytes = load(store, states)
+    assert shared_bytes * RANKS == alone_bytes
+    assert shared <= alone / RANKS + RANKS  # a group ends where another rank goes on
+    assert max(views for _, _, _, views in store.reads) == most_blocks
+
+
+def test_chunks_that_different_ranks_need_are_read_together():
+    """Each of 4 new ranks needs other chunks of the many leaves of 3 old ranks."""
+    store = save([rows(rank, 3, 400) for rank in range(3)])
+    states = [rows(rank, RANKS, 400) for rank in range(RANKS)]
+    with without_sharing():
+        alone, alone_bytes = load(store, states)
+    shared, shared_bytes = load(store, states)
+    assert shared_bytes < alone_bytes
+    assert shared <= alone
+
+
+def test_a_bit_that_flips_on_its_way_is_read_again_once_for_all_ranks():
+    states = [random_state(32)] * RANKS
+    store, events = save(states), []
+    key = max(k for k in store._objects if k.endswith(".safetensors"))
+    store.flips[key, len(store._objects[key][0]) // 2] = 1
+    with holdfast.attach(lambda name, _: events.append(name)):
+        load(store, states)
+    assert events.count("read_again") == 1
+    assert +store.flips == {}
+    store.flips[key, len(store._objects[key][0]) // 2] = 2
+    found, _ = outcomes([store] * RANKS, states)
+    assert {type(error) for error in found} == {DigestMismatch}
+
+
+class FailingStore(RequestStore):
+    """A view of another store whose ``second`` read of a shard calls ``fail``."""
+
+    def __init__(self, inner, fail):
+        super().__init__()
+        self._objects, self.fail = inner._objects, fail
+
+    def get_range(self, key, offset, length, *views):
+        super().get_range(key, offset, length, *views)
+        if len(self.reads) == 2:
+            self.fail()
+
+
+def test_the_server_of_one_rank_stalls_until_its_time_limit():
+    """The others wait for as long as the store does, and name the rank and the file."""
+    states = [random_state(64)] * RANKS
+    store, ended = save(states), threading.Event()
+
+    def stall():
+        ended.wait(1)
+        raise StoreError("no answer for 1 s", key="a shard")
+
+    found, _ = outcomes([store, FailingStore(store, stall), store, store], states)
+    assert type(found[1]) is StoreError
+    for error in (found[0], found[2], found[3]):
+        assert (type(error), error.rank) == (RankFailed, 1)
+        assert "no answer for 1 s" in str(error)
+        assert error.fields["live_state"] == "not valid"
+
+
+@pytest.mark.parametrize("failed", ["silent", "stuck"])
+def test_one_rank_dies_or_hangs_while_the_others_wait_for_its_part(failed):
+    states = [random_state(64)] * RANKS
+    store, ended = save(states), threading.Event()
+    timeouts = Timeouts(silent=1.0, stuck=20.0) if failed == "silent" else Timeouts(5.0, 1.5)
+    group = FakeGroup(RANKS, timeouts)
+
+    def fail():
+        if failed == "silent":
+            group.views[1].disconnect()
+            raise KeyboardInterrupt
+        ended.wait(60)  # until the others have raised
+        raise StoreError("late", key="a shard")
+
+    stores = [store, FailingStore(store, fail), store, store]
+    live = [{key: np.zeros_like(value) for key, value in state.items()} for state in states]
+    began = time.monotonic()
+    waiting = {0, 2, 3}
+
+    def work(rank):
+        try:
+            holdfast.load(stores[rank], into=live[rank])
+        finally:
+            waiting.discard(rank)
+            if not waiting:
+                ended.set()
+
+    with group:
+        found = group.outcomes(work)
+    assert time.monotonic() - began < 15
+    for error in (found[0], found[2], found[3]):
+        assert (type(error), error.rank) == (RankFailed, 1)
+    assert isinstance(
+        found[1], KeyboardInterrupt if failed == "silent" else StoreError | RankFailed
+    )
+
+
+@pytest.fixture(autouse=True)
+def share_small_snapshots():
+    with patch.object(shared_read, "MIN_SHARED_BYTES", 0):
+        yield
