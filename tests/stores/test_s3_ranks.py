@@ -79,3 +79,46 @@ def run_script(script, url, proxy):
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     assert len(lines) == 4, done.stdout + done.stderr
     return lines
+
+
+LOAD = """
+import sys, time
+import torch, torch.distributed as dist, holdfast
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+store = holdfast.open_store(sys.argv[1], timeout=4)
+state = {"same": torch.arange(8 << 20, dtype=torch.int32)}
+for step in (1, 2):
+    holdfast.save(store.at(f"version_{step}"), state, step=step)
+for step in (1, 2):
+    live = {"same": torch.zeros(8 << 20, dtype=torch.int32)}
+    began = time.monotonic()
+    try:
+        holdfast.load(store.at(f"version_{step}"), into=live)
+        print(f"rank {rank} step {step} loaded {torch.equal(live['same'], state['same'])}")
+    except holdfast.errors.HoldfastError as e:
+        took = time.monotonic() - began
+        print(f"rank {rank} step {step} failed in {took:.0f} s: {e}".replace(chr(10), " "))
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_faults_of_what_one_rank_reads_for_both(s3, proxy, tmp_path):
+    """A flipped bit is read again. A stall fails both ranks, which name the rank and the file."""
+    shard = r"shard-00001-of-00002\.[^.]*\.safetensors"
+    flip = Fault("flip_reply", "GET", rf"version_1/{shard}", after=1 << 20)
+    proxy.inject(flip, Fault("stall", "GET", rf"version_2/{shard}", count=-1))
+    script = tmp_path / "load.py"
+    script.write_text(LOAD)
+    lines = run_script(script, f"{s3}/run", proxy)
+    assert flip.hits == 1
+    assert lines[0] == "rank 0 step 1 loaded True"
+    assert lines[2] == "rank 1 step 1 loaded True"
+    read = [t for t in proxy.targets("GET") if "version_1/" in t and t.endswith(".safetensors")]
+    assert len(read) == 8 + 1  # one rank reads each block, and the damaged one again
+    for line in (lines[1], lines[3]):
+        assert "step 2 failed in" in line
+        assert int(line.split(" failed in ")[1].split()[0]) < 25
+        assert "shard-00001-of-00002" in line
+    assert "rank 1" in lines[1].lower()
