@@ -146,6 +146,8 @@ def check_no_orphans(run: Run) -> None:
     """Check promise 6: after a sweep, every file is referenced."""
     listing = run.listing()
     referenced = {names.branch_name(number) for number in listing.branches}
+    if run.spread_folders():
+        referenced.add(names.SPREAD)
     for version in listing.versions:
         snapshot = run.open(version)
         referenced |= {

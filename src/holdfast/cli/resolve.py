@@ -16,6 +16,7 @@ from holdfast.engine.snapshot.location import (
     versions_in,
 )
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
+from holdfast.engine.snapshot.spread import unspread
 from holdfast.errors import AlreadyExists, NoSnapshot, NotFound
 from holdfast.format import names
 from holdfast.format.names import split_address
@@ -54,6 +55,7 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
         run = Run(url)
         listing = run.listing()
         has_files = bool(listing.folders or listing.branches or listing.process_pins)
+        has_files = has_files or bool(run.spread_folders())
         if listing.versions or (
             not require_version
             and (has_files or next(iter(run.store.partials("")), None) is not None)
@@ -177,7 +179,7 @@ def _normalize_path(url: str) -> str:
 
 def _local_path(url: Url) -> str | None:
     """Return the path of a location in a local store; None for other stores."""
-    store = open_store(url)
+    store = unspread(open_store(url))
     return store.url if isinstance(store, LocalStore) else None
 
 
@@ -192,7 +194,8 @@ def _may_be_run(url: str) -> bool:
 
 def _is_run_member(name: str) -> bool:
     parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting_pin)
-    known = name in (names.WRITER_LOCK, names.SAVE_REQUEST) or name.endswith(".partial")
+    known = name in (names.WRITER_LOCK, names.SAVE_REQUEST, names.SPREAD)
+    known = known or name.endswith(".partial") or names.is_spread_folder(name)
     return known or any(parse(name) is not None for parse in parsers)
 
 

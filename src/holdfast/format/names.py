@@ -13,10 +13,13 @@ MANIFEST = "manifest.json"
 MAX_STEP = 10**18 - 1  # 18 digits
 SAVE_REQUEST = "request-save.json"
 WRITER_LOCK = "writer.json"
+SPREAD = "spread.json"
 
 _VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetensors")
 _INDEX = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.index\.json")
+_SPREADABLE = re.compile(rf"{_VERSION.pattern}/(?:{_SHARD.pattern}|{_INDEX.pattern})")
+_SPREAD_FOLDER = re.compile(r"spread-[0-9a-f]{2}")
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
@@ -77,6 +80,20 @@ def parse_attempt(name: str) -> str | None:
 
 def is_shard_name(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
+
+
+def is_spreadable(key: str) -> bool:
+    """Return True for the key, relative to the run, of a shard or an index of a version."""
+    return _SPREADABLE.fullmatch(key) is not None
+
+
+def spread_folder(number: int) -> str:
+    """Return the name of a folder over which a run spreads its shards and indexes."""
+    return f"spread-{number:02x}"
+
+
+def is_spread_folder(name: str) -> bool:
+    return _SPREAD_FOLDER.fullmatch(name) is not None
 
 
 def reference_path(folder: str, shard: str) -> str:

@@ -1,4 +1,5 @@
-"""The small records of a run, with complete validation: branches, pins, and evaluations.
+"""The small records of a run, with complete validation: branches, pins, evaluations, and how shards
+are spread.
 
 See ``docs/format.md``.
 """
@@ -12,13 +13,16 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from holdfast.format.digest import Digest
-from holdfast.format.names import Attempt, EvaluationName, VersionName
+from holdfast.format.digest import Digest, digest
+from holdfast.format.names import Attempt, EvaluationName, VersionName, spread_folder
 from holdfast.format.sealed import Int64, is_utc_time, require, seal, unseal
 from holdfast.format.strict_json import StrictDecoder
 
 MAX_RECORD = 1 << 20
 """The maximum size of a record in bytes. A longer record is rejected before it is read."""
+
+MAX_PREFIXES = 256
+"""The largest number of folders over which a run is spread."""
 
 Metric = (
     Int64
@@ -82,6 +86,24 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
 
 
+class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a run spreads its shards and indexes over ``prefixes`` folders.
+
+    The record has no other field, so that all who create it with one value write the same bytes.
+    """
+
+    hash: Literal["xxh3-128"]
+    prefixes: Annotated[int, Meta(ge=2, le=MAX_PREFIXES)]
+
+    def place(self, key: str) -> str:
+        """Return where the run stores the object that has ``key`` in a run that is not spread."""
+        return f"{spread_folder(int(digest(key.encode()), 16) % self.prefixes)}/{key}"
+
+    @property
+    def folders(self) -> list[str]:
+        return [*map(spread_folder, range(self.prefixes))]
+
+
 _Record = TypeVar("_Record", Branch, Pin, LastingPin, Evaluation)
 
 
@@ -89,6 +111,7 @@ _BRANCH = StrictDecoder(msgspec.json.Decoder(Branch))
 _PIN = StrictDecoder(msgspec.json.Decoder(Pin))
 _LASTING_PIN = StrictDecoder(msgspec.json.Decoder(LastingPin))
 _EVALUATION = StrictDecoder(msgspec.json.Decoder(Evaluation))
+_SPREAD = StrictDecoder(msgspec.json.Decoder(Spread))
 
 
 def _decode(raw: bytes, decoder: StrictDecoder[_Record], file: str) -> _Record:
@@ -133,3 +156,12 @@ def encode_evaluation(evaluation: Evaluation) -> bytes:
 
 def decode_evaluation(raw: bytes, file: str) -> Evaluation:
     return _decode(raw, _EVALUATION, file)
+
+
+def encode_spread(spread: Spread) -> bytes:
+    return seal(spread)[0]
+
+
+def decode_spread(raw: bytes, file: str) -> Spread:
+    """Return a checked record. Raises the same errors as ``decode_manifest``."""
+    return unseal(raw, _SPREAD, file)[0]

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, Protocol
 
 from holdfast.engine.snapshot.location import Location, locate
+from holdfast.engine.snapshot.spread import unspread
 from holdfast.errors import FormatError, NoSpace, NotFound, StoreError
 from holdfast.interop.mmap_files import Advance, MappedFile, format_error
 from holdfast.storage.local.store import LocalStore
@@ -213,6 +214,6 @@ def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
         if "://" not in path:
             return path.rstrip("/") or path, None
         path = locate(path)
-    if isinstance(path.store, LocalStore):
+    if isinstance(unspread(path.store), LocalStore):
         return os.path.join(expand_home(path.store.url), path.folder), None
     return path.url, path

@@ -10,16 +10,15 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 from holdfast import events
 from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.spread import SpreadStore
 from holdfast.errors import BrokenLink, FormatError, HoldfastError, ManifestInvalid, NotFound
 from holdfast.format import names
 from holdfast.format.manifest import MAX_MANIFEST
@@ -32,10 +31,17 @@ from holdfast.format.records import (
     decode_evaluation,
 )
 from holdfast.format.sealed import sealed_digest
-from holdfast.run.listing import FolderFiles, Listing
+from holdfast.run.listing import (
+    FolderFiles,
+    Listing,
+    find_links,
+    list_all_files,
+    list_entries,
+    list_files,
+)
 from holdfast.run.metrics import select_numbers
 from holdfast.run.policy import Record
-from holdfast.storage.store import Entry, Stat, Store, list_level
+from holdfast.storage.store import Stat
 from holdfast.types import MIB
 
 _PART = 4 * MIB
@@ -70,7 +76,7 @@ class Catalog:
     content of a manifest is then unknown, and nothing may be deleted.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: SpreadStore) -> None:
         self.store = store
         self._versions: dict[str, Version] = {}
         self._folders: list[Version] = []
@@ -113,7 +119,7 @@ class Catalog:
         """List the folder of the run, once and not below it."""
         found, linked, branches, pins, lasting = [], [], [], [], []
         known = self._versions
-        for entry in list_level(self.store, ""):
+        for entry in self.store.list_unspread(""):
             name, kind = entry.name, entry.kind
             version = known.get(name)
             if version is None and name.startswith("version_"):
@@ -155,33 +161,17 @@ class Catalog:
         return self._folders
 
     def files(self, version: Version, listing: Listing) -> FolderFiles:
-        """List the folder of a version, and nothing below it."""
-        stats, entries = [], [*self._entries(version)]
-        for entry in entries:
-            if entry.kind != "folder":
-                with suppress(NotFound, BrokenLink):  # deleted meanwhile, or a broken link
-                    stats.append(entry.stat or self.store.stat(f"{version}/{entry.name}"))
-        links = self._links(version, listing, entries)
-        return FolderFiles(sorted(stats, key=attrgetter("key")), links)
+        """List the folder of a version, and nothing below it.
 
-    def _entries(self, version: Version) -> Iterable[Entry]:
-        try:
-            return list_level(self.store, str(version))
-        except BrokenLink:
-            return ()
-
-    def _links(
-        self, version: Version, listing: Listing, entries: Iterable[Entry] | None = None
-    ) -> list[str]:
-        """Return the keys of the symbolic links that a version consists of.
-
-        ``entries``: those of its folder, if they are known.
+        Of the files that are spread, the result has those that the manifest names, as far as it is
+        known, unless the store has links.
         """
-        if not hasattr(self.store, "link_target"):  # most stores have no links
-            return []
-        entries = self._entries(version) if entries is None else entries
-        inner = (f"{version}/{e.name}" for e in entries if e.kind == "link")
-        return [*inner, *([str(version)] if version in listing.linked else [])]
+        record = self._version_records.get(version, VersionRecord())
+        return list_files(self.store, version, listing, record.files)
+
+    def all_files(self, listing: Listing) -> dict[Version, FolderFiles]:
+        """List the folders of all versions, and all files of versions that are spread."""
+        return list_all_files(self.store, listing)
 
     def read_branch(self, number: int) -> Branch:
         """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
@@ -238,7 +228,7 @@ class Catalog:
             self._report(str(version), e)
             older = (v for v in listing.folders if v.step < version.step)
             return VersionRecord(bases=frozenset(older))
-        if links := self._links(version, listing):
+        if links := find_links(self.store, version, listing):
             targets = {names.parse_version(self._target_folder(link)) for link in links}
             needed = frozenset(v for v in targets if v not in (None, version))
             record = replace(record, bases=record.bases | needed)
@@ -264,7 +254,7 @@ class Catalog:
 
     def _target_folder(self, link: str) -> str:
         """Return the first level of the key that a link leads to; empty if it leaves the store."""
-        target: str | None = self.store.link_target(link)  # type: ignore[attr-defined]
+        target = self.store.link_target(link)
         return (target or "").partition("/")[0]
 
     def is_intact(self, record: VersionRecord) -> bool:
@@ -313,7 +303,7 @@ class Catalog:
         and omits the evaluation.
         """
         evaluations: list[Evaluation] = []
-        for entry in self._entries(version):
+        for entry in list_entries(self.store, version, "eval-"):
             name_and_attempt = names.parse_evaluation(entry.name)
             if name_and_attempt is not None and entry.kind != "folder":
                 expected = (*name_and_attempt, str(version), digest)

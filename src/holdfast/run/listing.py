@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
+from typing import Any
 
-from holdfast.format.names import Version
-from holdfast.storage.store import Stat
+from holdfast.engine.snapshot.spread import SpreadStore
+from holdfast.errors import BrokenLink, HoldfastError, NotFound
+from holdfast.format.names import Version, is_spreadable, parse_version
+from holdfast.storage.store import Entry, Stat, list_level
+from holdfast.text import to_repr
 
 
 @dataclass(frozen=True)
@@ -44,3 +51,84 @@ class FolderFiles:
 
     stats: Sequence[Stat] = ()
     links: Sequence[str] = ()
+
+
+def list_entries(store: SpreadStore, version: Version, prefix: str = "") -> Iterable[Entry]:
+    """Return what is directly in the folder of a version and has a name with ``prefix``.
+
+    Shards and indexes that are spread are only included if the store has links, so that the links
+    among them are found. Elsewhere, each folder over which they are spread costs a request.
+    """
+    try:
+        if hasattr(store, "link_target"):
+            return list_level(store, str(version), prefix)
+        return store.list_unspread(str(version), prefix)
+    except BrokenLink:
+        return ()
+
+
+def list_files(
+    store: SpreadStore, version: Version, listing: Listing, named: Mapping[str, int]
+) -> FolderFiles:
+    """List the folder of a version. ``named``: see ``VersionRecord.files``."""
+    stats, entries = dict[str, Stat](), [*list_entries(store, version)]
+    if named and store.spread is not None:
+        own = (key for key in named if key.startswith(f"{version}/"))
+        stats = {key: Stat(key, named[key], 0.0) for key in own}
+    for entry in entries:
+        if entry.kind != "folder":
+            key = f"{version}/{entry.name}"
+            with suppress(NotFound, BrokenLink):  # deleted meanwhile, or a broken link
+                stats[key] = entry.stat or store.stat(key)
+    links = find_links(store, version, listing, entries)
+    return FolderFiles(sorted(stats.values(), key=attrgetter("key")), links)
+
+
+def list_all_files(store: SpreadStore, listing: Listing) -> dict[Version, FolderFiles]:
+    """List the folders of all versions, and the folders over which the run spreads its files.
+
+    A version has no folder of its own if its save ended before it wrote the manifest.
+    """
+    spread: dict[Version, dict[str, Stat]] = {}
+    for stat in store.list_spread():
+        version = parse_version(stat.key.partition("/")[0])
+        if version is not None and is_spreadable(stat.key):
+            spread.setdefault(version, {})[stat.key] = stat
+    found = {}
+    for version in sorted({*listing.folders, *spread}):
+        folder = list_files(store, version, listing, {})
+        stats = {**spread.get(version, {}), **{stat.key: stat for stat in folder.stats}}
+        found[version] = FolderFiles(sorted(stats.values(), key=attrgetter("key")), folder.links)
+    return found
+
+
+def find_links(
+    store: SpreadStore,
+    version: Version,
+    listing: Listing,
+    entries: Iterable[Entry] | None = None,
+) -> list[str]:
+    """Return the keys of the symbolic links that a version consists of.
+
+    ``entries``: those of its folder, if they are known.
+    """
+    if not hasattr(store, "link_target"):  # most stores have no links
+        return []
+    entries = list_entries(store, version) if entries is None else entries
+    inner = (f"{version}/{e.name}" for e in entries if e.kind == "link")
+    return [*inner, *([str(version)] if version in listing.linked else [])]
+
+
+def to_int(number: Any, expected: str) -> int:
+    """Return a whole number of any integer type, such as NumPy's, as an int.
+
+    Raises ``HoldfastError`` for any other value.
+    """
+    if not isinstance(number, bool):
+        with suppress(TypeError):
+            index = operator.index(number)
+            if index.bit_length() <= 64:
+                return index
+    raise HoldfastError(
+        "The argument does not identify a version", expected=expected, found=to_repr(number)[:80]
+    )

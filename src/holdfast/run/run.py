@@ -6,7 +6,6 @@ wrong. ``run/sweep.py`` implements deletion.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from holdfast import events, machine
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location, Url
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.spread import create_spread, spread_store
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
@@ -31,13 +31,12 @@ from holdfast.format.records import (
 from holdfast.format.sealed import check_length
 from holdfast.run import lineage, retention, sweep
 from holdfast.run.catalog import Catalog, VersionRecord
-from holdfast.run.listing import Listing
+from holdfast.run.listing import Listing, to_int
 from holdfast.run.metrics import new_evaluation
 from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
 from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.open import open_store
-from holdfast.text import to_repr
 from holdfast.threads import gc_paused
 
 _STEP, _BRANCH = "a step, a whole number", "a branch, a whole number"
@@ -52,7 +51,7 @@ class Run:
     """
 
     def __init__(self, url: Url) -> None:
-        self.store = open_store(url)
+        self.store = spread_store(open_store(url))
         self.catalog = Catalog(self.store)
 
     def __repr__(self) -> str:
@@ -119,8 +118,8 @@ class Run:
 
         Raises ``NoSnapshot`` if no version qualifies, and ``NotFound`` if there is no such branch.
         """
-        at = None if at is None else _to_int(at, _STEP)
-        branch = None if branch is None else _to_int(branch, _BRANCH)
+        at = None if at is None else to_int(at, _STEP)
+        branch = None if branch is None else to_int(branch, _BRANCH)
         return lineage.find_newest(self.catalog, use, at, branch)
 
     def find(self, step: int, branch: int | None = None) -> Version:
@@ -129,8 +128,8 @@ class Run:
         Raises ``NotFound`` if there is no such version or branch, and ``HoldfastError`` if
         ``step`` or ``branch`` is not a whole number.
         """
-        step = _to_int(step, _STEP)
-        branch = None if branch is None else _to_int(branch, _BRANCH)
+        step = to_int(step, _STEP)
+        branch = None if branch is None else to_int(branch, _BRANCH)
         listing = self.listing()
         folders = lineage.lineage_folders(self.catalog, listing, branch)
         matches = [v for v in folders if v.step == step and listing.exists(v)]
@@ -258,7 +257,7 @@ class Run:
             return at
         if isinstance(at, Snapshot):
             return at.version
-        return self.find(_to_int(at, "a Snapshot, a Version, or a step, a whole number"))
+        return self.find(to_int(at, "a Snapshot, a Version, or a step, a whole number"))
 
     def _read_version(self, at: Snapshot | Version | int) -> tuple[Version, VersionRecord]:
         """Return a version and its record.
@@ -331,6 +330,21 @@ class Run:
         """Return the versions that have a lasting pin, oldest first."""
         return sorted(self.listing().lasting_pins)
 
+    # -- prefixes ------------------------------------------------------------------------------
+
+    def set_spread(self, prefixes: int) -> None:
+        """Spread the shards and indexes of a new run over 2 to 256 hashed prefixes of keys.
+
+        This suits object stores, which limit the rate of requests per prefix. It cannot be changed.
+        Raises ``HoldfastError`` if the run has another number, or has versions and no number.
+        """
+        create_spread(self.store, prefixes, lambda: self.listing().versions)
+
+    def spread_folders(self) -> list[str]:
+        """Return the URLs of the folders over which the run is spread, none if it is not."""
+        spread = self.store.spread
+        return [f"{self.url}/{folder}" for folder in (spread.folders if spread else ())]
+
     # -- deleting ------------------------------------------------------------------------------
 
     def delete(self, version: Version) -> int:
@@ -371,18 +385,3 @@ class Run:
         """
         now = time.time() if now is None else now
         return sweep.sweep(self.catalog, grace=grace, abandoned=abandoned, dry_run=dry_run, now=now)
-
-
-def _to_int(number: Any, expected: str) -> int:
-    """Return a whole number of any integer type, such as NumPy's, as an int.
-
-    Raises ``HoldfastError`` for any other value.
-    """
-    if not isinstance(number, bool):
-        with suppress(TypeError):
-            index = operator.index(number)
-            if index.bit_length() <= 64:
-                return index
-    raise HoldfastError(
-        "The argument does not identify a version", expected=expected, found=to_repr(number)[:80]
-    )

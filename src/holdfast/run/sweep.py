@@ -269,7 +269,7 @@ def sweep(
 ) -> SweepResult:
     """See ``Run.sweep``."""
     listing, partials = catalog.listing(), list(catalog.store.partials(""))
-    files = {version: catalog.files(version, listing) for version in listing.folders}
+    files = catalog.all_files(listing)
     # The roots are read after the listing. A save that has begun since then has none of the listed
     # files, and a save that has ended since then has a manifest.
     roots = find_roots(catalog, now)

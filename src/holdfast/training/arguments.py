@@ -11,9 +11,9 @@ from holdfast.engine.snapshot.location import Location, describe_run, is_snapsho
 from holdfast.engine.state.loadable import find_unsaved_modules, find_unwritable
 from holdfast.errors import HoldfastError, NothingSaved, PlanError
 from holdfast.format.names import parse_version, split_address
+from holdfast.format.records import MAX_PREFIXES
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
-from holdfast.run.writer_lock import WriterLock
 from holdfast.text import MAX_SHOWN, format_list, warn_user, with_article
 
 
@@ -26,6 +26,8 @@ def check_arguments(**values: Any) -> dict[str, str]:
     full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
     timeout = values["save_timeout"]
     timeout_valid = timeout is None or (type(timeout) in (int, float) and timeout > 0)
+    spread = values["spread"]
+    spread_valid = spread is None or (type(spread) is int and 2 <= spread <= MAX_PREFIXES)
     expected_values = {
         "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
@@ -33,6 +35,7 @@ def check_arguments(**values: Any) -> dict[str, str]:
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
         "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
         "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
+        "spread": (spread_valid, f"a number of prefixes from 2 to {MAX_PREFIXES}, or None"),
     }
     for name in ("on_error", "on_unchanged"):
         expected_values[name] = values[name] in ("raise", "warn"), '"raise" or "warn"'
@@ -207,7 +210,7 @@ def check_run_empty(run: Run) -> None:
 def acquire_run(
     run: Run,
     group: Group,
-    writer_lock: WriterLock,
+    acquire_lock: Callable[[], object],
     rank_arguments: Callable[[], dict[str, str]],
     *,
     is_resumed: bool,
@@ -222,7 +225,7 @@ def acquire_run(
         check_ranks_agree(arguments_by_rank)
         if not is_resumed:
             check_run_empty(run)
-        writer_lock.acquire()
+        acquire_lock()
         return True
 
     all_reduce(group, "the first step", rank_arguments, dict[str, str], check_and_lock, bool)

@@ -59,6 +59,9 @@ class Checkpointer:
     and slots of the optimizers in the state during the next forward and backward pass.
     ``optimizer.step`` waits for the copy. Nothing else may change these tensors in the meantime.
 
+    ``spread=16`` creates the run so that its shards have keys under 16 prefixes, for thousands of
+    ranks that save to an object store (see ``Run.set_spread``).
+
     Only one save is in flight at a time. With ``busy="wait"``, the next save that is due waits for
     it. With ``busy="skip"``, due saves are skipped until it is complete. If a save fails in the
     background, the next call of ``step``, ``save``, ``wait``, or ``close`` raises the error. With
@@ -90,6 +93,7 @@ class Checkpointer:
         incremental: bool = False,
         full_every: int | None = 20,
         overlap: bool = False,
+        spread: int | None = None,
         busy: Literal["wait", "skip"] = "wait",
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
@@ -110,9 +114,11 @@ class Checkpointer:
             full_every=full_every,
             incremental=incremental,
             overlap=overlap,
+            spread=spread,
         )
         self.run = Run(run)
         self.state = state
+        self._spread = spread
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
         self._on_error = on_error
@@ -198,8 +204,7 @@ class Checkpointer:
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._ending.discard()
         try:
-            acquire_lock = self._saver.writer_lock.acquire
-            point = resume_run(self.run, self.state, self._group, at, branch, acquire_lock)
+            point = resume_run(self.run, self.state, self._group, at, branch, self._acquire_lock)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:
@@ -413,7 +418,7 @@ class Checkpointer:
         acquire_run(
             self.run,
             self._group,
-            self._saver.writer_lock,
+            self._acquire_lock,
             self._rank_arguments,
             is_resumed=self._lifecycle.is_resumed,
         )
@@ -422,6 +427,11 @@ class Checkpointer:
             self._watcher.start()
         self._lifecycle.is_started = True
         self._ending.warn_if_collected(self)
+
+    def _acquire_lock(self) -> None:
+        if self._spread is not None:
+            self.run.set_spread(self._spread)
+        self._saver.writer_lock.acquire()
 
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state, self._group.rank)

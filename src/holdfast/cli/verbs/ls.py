@@ -112,7 +112,7 @@ def command(run: str, as_json: bool) -> None:
 def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
     """Open every version. A version that is deleted in the meantime is omitted."""
     lineage = set(run.line(listing))
-    files = {version: run.catalog.files(version, listing) for version in listing.folders}
+    files = run.catalog.all_files(listing)
     entries: list[VersionEntry] = []
     for version in listing.versions:
         pinned = version in listing.lasting_pins

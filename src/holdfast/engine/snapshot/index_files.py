@@ -10,6 +10,10 @@ from holdfast.format.index_columns import SchemaCache
 from holdfast.format.manifest import MAX_MANIFEST, Shard
 from holdfast.text import VERIFY_ADVICE
 
+_OPEN_IN_RUN = (
+    "Open the snapshot as RUN/version_N, or make a self-contained copy with `holdfast copy`"
+)
+
 
 def read_index(
     location: Location, shard: Shard, schema_cache: SchemaCache | None = None
@@ -67,8 +71,7 @@ def check_length(location: Location, name: str, length: int) -> None:
             f"{location.url} refers to {name}, which is outside of the store",
             expected="a snapshot that is opened as part of its run",
             found="a store whose root is the snapshot's folder",
-            todo="Open the snapshot as RUN/version_N, or make a self-contained copy with"
-            " `holdfast copy`",
+            todo=_OPEN_IN_RUN,
             file=file,
             offset=0,
         )
@@ -79,7 +82,7 @@ def check_length(location: Location, name: str, length: int) -> None:
             f"{location.url} is damaged: {name} is missing",
             expected=f"{length} bytes",
             found=e.found or "no such file",
-            todo=VERIFY_ADVICE,
+            todo=VERIFY_ADVICE if location.folder else _OPEN_IN_RUN,
             file=file,
             offset=0,
         ) from e

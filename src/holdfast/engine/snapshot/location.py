@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.deadline import Deadline
+from holdfast.engine.snapshot.spread import spread_store, unspread
 from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.storage.open import expand_home, has_authority, open_store
@@ -77,7 +78,7 @@ def locate(url: Url) -> Location:
         )
     if not scheme:
         root = root or ("/" if text.startswith("/") else ".")
-    return Location(open_store(f"{scheme}{separator}{root}"), folder)
+    return Location(spread_store(open_store(f"{scheme}{separator}{root}")), folder)
 
 
 def get_bounded(store: Store, key: str, limit: int) -> bytes:
@@ -111,7 +112,7 @@ def versions_in(location: Location) -> list[Version]:
     """
     if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
-    entries = list_level(location.store, location.folder, "version_")
+    entries = list_level(unspread(location.store), location.folder, "version_")
     versions = [parse_version(entry.name) for entry in entries if entry.kind != "object"]
     return sorted(
         v

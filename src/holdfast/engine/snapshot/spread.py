@@ -1,0 +1,282 @@
+"""The store of a run whose shards and indexes are spread over several folders.
+
+An object store limits the rate of requests per prefix of the keys. In a run that has the record
+``spread.json``, shards and indexes are therefore stored as ``spread-XX/version_N/NAME``, where
+``XX`` depends on a hash. A ``SpreadStore`` gives them their usual keys, so that nothing else has to
+know of it. It reads the record when it needs it, not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from holdfast.errors import AlreadyExists, Denied, HoldfastError, NotFound
+from holdfast.format import names
+from holdfast.format.records import MAX_PREFIXES, MAX_RECORD, Spread, decode_spread, encode_spread
+from holdfast.storage import store as base_store
+from holdfast.storage.deadline import Deadline
+from holdfast.storage.store import Entry, Stat, Store, Traits, Upload
+from holdfast.text import to_repr
+
+T = TypeVar("T")
+
+
+def spread_store(store: Store) -> SpreadStore:
+    """Return the store of a run as a ``SpreadStore``."""
+    return store if isinstance(store, SpreadStore) else SpreadStore(store)
+
+
+def unspread(store: Store) -> Store:
+    """Return the store that shows every object under the key that it has in storage."""
+    inner: Store = getattr(store, "unspread", store)
+    return inner
+
+
+def read_spread(store: Store) -> Spread | None:
+    """Read how a run spreads its files, or return None if it does not.
+
+    Raises ``FormatError`` if the record is damaged or of a later format, and ``StoreError``.
+    """
+    try:
+        raw = store.get(names.SPREAD, MAX_RECORD)
+    except NotFound:
+        return None
+    return decode_spread(raw, names.SPREAD)
+
+
+def create_spread(store: SpreadStore, prefixes: int, has_versions: Callable[[], object]) -> None:
+    """Create the record of a run, or check that it is the one that exists.
+
+    ``has_versions`` returns something true if the run has versions. Raises ``HoldfastError`` if
+    ``prefixes`` is invalid, if the run has a record with another number, or if it has versions and
+    no record, and what ``read_spread`` raises.
+    """
+    if type(prefixes) is not int or not 2 <= prefixes <= MAX_PREFIXES:
+        raise HoldfastError(
+            "Invalid number of prefixes",
+            expected=f"a number from 2 to {MAX_PREFIXES}",
+            found=to_repr(prefixes)[:80],
+        )
+    found = store.look_again()
+    if found is None:
+        if has_versions():
+            raise _other_spread_error(store.url, prefixes, "versions that are not spread")
+        with suppress(AlreadyExists):
+            store.put_if_absent(names.SPREAD, encode_spread(Spread("xxh3-128", prefixes)))
+        found = store.look_again()  # another process may have been faster
+    if found is None or found.prefixes != prefixes:
+        number = "none" if found is None else found.prefixes
+        raise _other_spread_error(store.url, prefixes, f"spread={number}")
+
+
+def _other_spread_error(url: str, prefixes: int, found: str) -> HoldfastError:
+    return HoldfastError(
+        f"{url} does not spread its shards over {prefixes} prefixes",
+        expected=f"an empty run, or one that was created with spread={prefixes}",
+        found=found,
+        todo="Omit spread= to follow the run. To change it, call Run(URL).set_spread on an empty"
+        " location and copy the run there with `holdfast copy`",
+    )
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of a run. All views of one store share it.
+
+    ``spread`` is None if there was no record, or if nobody has ``looked``. ``strays`` maps keys to
+    where a listing found their objects, if that is not where the record says.
+    """
+
+    spread: Spread | None = None
+    looked: bool = False
+    strays: dict[str, str] = field(default_factory=dict)
+
+
+class SpreadStore:
+    """A view of the store ``unspread``, which belongs to a run.
+
+    An object that is not where the record says is looked for at its usual place, and the other way
+    round. So a save that began before the record existed, and a version that another tool copied,
+    can be read.
+    """
+
+    def __init__(self, store: Store, known: _Known | None = None) -> None:
+        self.unspread = store
+        self._known = _Known() if known is None else known
+
+    def __getattr__(self, name: str) -> Any:  # what only some stores have, such as statistics
+        if name == "unspread":  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.unspread, name)
+
+    @property
+    def traits(self) -> Traits:
+        return self.unspread.traits
+
+    @property
+    def url(self) -> str:
+        return self.unspread.url
+
+    @property
+    def spread(self) -> Spread | None:
+        """The record of the run, or None if there was none when it was looked for."""
+        return self._known.spread if self._known.looked else self.look_again()
+
+    def look_again(self) -> Spread | None:
+        """Return the record. It is read if there was none before."""
+        if self._known.spread is None:
+            self._known.spread = read_spread(self.unspread)
+            self._known.looked = True
+        return self._known.spread
+
+    def within(self, deadline: Deadline) -> Store:
+        """See ``holdfast.storage.store.within``."""
+        return type(self)(base_store.within(self.unspread, deadline), self._known)
+
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
+        place = self._place(key)
+        upload = self.unspread.put(place, length, *([head] if self.traits.part_size else []))
+        return upload if place == key else _SpreadUpload(upload, key)
+
+    def put_if_absent(self, key: str, data: bytes) -> Stat:
+        return replace(self.unspread.put_if_absent(self._place(key), data), key=key)
+
+    def get(self, key: str, limit: int) -> bytes:
+        return self._find(key, lambda place: self.unspread.get(place, limit))
+
+    def get_range(
+        self, key: str, offset: int, length: int, into: memoryview, *more: memoryview
+    ) -> None:
+        self._find(key, lambda at: self.unspread.get_range(at, offset, length, into, *more))
+
+    def stat(self, key: str) -> Stat:
+        return replace(self._find(key, self.unspread.stat), key=key)
+
+    def delete(self, key: str) -> None:
+        stray = self._known.strays.pop(key, None)
+        for place in {self._place(key)} | ({stray} if stray is not None else set()):
+            self.unspread.delete(place)
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        return self._list(self.unspread.list, prefix)
+
+    def partials(self, prefix: str) -> Iterator[Stat]:
+        return self._list(self.unspread.partials, prefix)
+
+    def list_level(self, folder: str, prefix: str = "") -> Iterable[Entry]:
+        """See ``holdfast.storage.store.list_level``. It costs one listing per folder of the record,
+        unless a name with ``prefix`` cannot be that of a shard, an index, or a version."""
+        found = {entry.name: entry for entry in self.list_unspread(folder, prefix)}
+        spread = self.spread if self._may_hold(folder, prefix) else None
+        for spread_folder in () if spread is None else spread.folders:
+            start = f"{spread_folder}/{folder}".rstrip("/")
+            for entry in base_store.list_level(self.unspread, start, prefix):
+                stat = None if entry.stat is None else self._rename(entry.stat, spread)
+                found.setdefault(entry.name, Entry(entry.name, entry.kind, stat))
+        return found.values()
+
+    def list_unspread(self, folder: str, prefix: str = "") -> Iterator[Entry]:
+        """Yield what is directly in a folder itself, and not in the folders of the record."""
+        for entry in base_store.list_level(self.unspread, folder, prefix):
+            key = f"{folder}/{entry.name}"
+            if entry.kind != "folder" and self._is_spread(key) and self._place(key) != key:
+                self._known.strays[key] = key
+            if folder or not names.is_spread_folder(entry.name):
+                yield entry
+
+    def list_spread(self) -> Iterator[Stat]:
+        """Yield the objects in the folders of the record, in no order."""
+        spread = self.look_again()
+        for spread_folder in () if spread is None else spread.folders:
+            for stat in self.unspread.list(spread_folder):
+                yield self._rename(stat, spread)
+
+    @property
+    def link_target(self) -> Callable[[str], str | None]:
+        """See ``LocalStore.link_target``. Other stores do not have it."""
+        target_of: Callable[[str], str | None] = self.unspread.link_target  # type: ignore[attr-defined]
+
+        def link_target(key: str) -> str | None:
+            target = target_of(self._known.strays.get(key) or self._place(key))
+            return target if target is None else _usual_key(target)
+
+        return link_target
+
+    @staticmethod
+    def _is_spread(key: str) -> bool:
+        """Return True for a key that a record applies to."""
+        return names.is_spreadable(key)
+
+    @staticmethod
+    def _may_hold(folder: str, prefix: str) -> bool:
+        """Return True if ``_is_spread`` may be true of names in a folder, or of keys below them."""
+        first, begins = folder.partition("/")[0], "shard-" if folder else "version_"
+        is_version = not folder or names.parse_version(first) is not None
+        return is_version and (begins.startswith(prefix) or prefix.startswith(begins))
+
+    def _place(self, key: str) -> str:
+        """Return where the object of a key is, if it is where it should be."""
+        if not self._is_spread(key):
+            return key
+        return key if self.spread is None else self.spread.place(key)
+
+    def _find(self, key: str, read: Callable[[str], T]) -> T:
+        """Read an object where it should be, or else at the other place."""
+        if not self._is_spread(key):
+            return read(key)
+        if (spread := self._known.spread) is not None:
+            try:
+                return read(spread.place(key))
+            except NotFound:
+                with suppress(NotFound):
+                    return read(key)
+                raise
+        try:
+            return read(key)
+        except (NotFound, Denied):  # S3 denies access to what is missing if listing is not allowed
+            with suppress(NotFound, Denied):
+                spread = self.look_again()
+            if spread is None:
+                raise
+        return read(spread.place(key))
+
+    def _list(self, list_objects: Callable[[str], Iterator[Stat]], prefix: str) -> Iterator[Stat]:
+        spread = self.look_again() if self._may_hold(prefix, "") else None
+        if spread is None:
+            return list_objects(prefix)
+        below = [f"{folder}/{prefix}" for folder in spread.folders] if prefix else []
+        found = (stat for start in (prefix, *below) for stat in list_objects(start))
+        stats = {stat.key: stat for stat in (self._rename(stat, spread) for stat in found)}
+        return iter(sorted(stats.values(), key=lambda stat: stat.key))
+
+    def _rename(self, stat: Stat, spread: Spread | None) -> Stat:
+        """Return the status of an object in storage with its usual key."""
+        key = _usual_key(stat.key)
+        if stat.key != (spread.place(key) if spread is not None and self._is_spread(key) else key):
+            self._known.strays[key] = stat.key
+        return stat if key == stat.key else replace(stat, key=key)
+
+
+def _usual_key(key: str) -> str:
+    """Return the key that an object in storage would have in a run that is not spread."""
+    first, _, rest = key.partition("/")
+    return rest if rest and names.is_spread_folder(first) else key
+
+
+class _SpreadUpload(Upload):
+    """An upload whose object has the usual key ``key``."""
+
+    def __init__(self, upload: Upload, key: str) -> None:
+        self._upload, self._key = upload, key
+
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        self._upload.write_at(offset, *data)
+
+    def commit(self) -> Stat:
+        return replace(self._upload.commit(), key=self._key)
+
+    def abort(self) -> None:
+        self._upload.abort()

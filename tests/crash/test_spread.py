@@ -1,0 +1,85 @@
+"""A training that spreads its shards, and in which any file system call fails or is the last."""
+
+from __future__ import annotations
+
+import pytest
+
+import holdfast
+from holdfast.engine.snapshot.spread import read_spread
+from holdfast.errors import HoldfastError
+from holdfast.format import names
+from holdfast.run.policy import EverySteps, KeepLast
+from holdfast.storage.local.store import LocalStore
+from holdfast.testing.crashfs import CrashFs
+from holdfast.testing.faults import FaultFs
+from tests.crash.conftest import OpenedStore, PoolTracker
+from tests.crash.promises import check_promises
+from tests.crash.test_nth_call import ROOT, Outcome, attempt, faults
+from tests.crash.test_power import cut_everywhere
+from tests.trainings import initial_state, train
+
+
+def training(store: LocalStore, done: list[int]) -> None:
+    """Create the run, save three steps, and keep two versions."""
+    state = initial_state()
+    with holdfast.Checkpointer(
+        store, state, save=EverySteps(1), keep=KeepLast(2), spread=4
+    ) as ckpt:
+        for step in (1, 2, 3):
+            train(state, ckpt, step)
+            ckpt.wait()
+            done.append(step)
+
+
+def check_run(store: LocalStore, done: list[int]) -> None:
+    """Check the promises, and that all shards are spread if and only if the record exists."""
+    record = read_spread(store)
+    assert record is None or record.prefixes == 4
+    assert record is not None or not done
+    check_promises(store, done[-1:])
+    shards = [s.key for s in store.list("") if names.parse_attempt(s.key.rpartition("/")[2])]
+    assert shards
+    assert {key.startswith("spread-") for key in shards} == {record is not None}
+
+
+@pytest.mark.parametrize(
+    ("every", "choices"), [(29, 2), pytest.param(9, 3, marks=pytest.mark.slow)]
+)
+def test_promises_hold_after_a_power_cut(
+    every: int, choices: int, pools: PoolTracker, opened: OpenedStore
+) -> None:
+    states = cut_everywhere(training, check_run, pools, opened, every=every, choices=choices)
+    assert states > 10
+
+
+@pytest.mark.parametrize("error", ["EIO", "full"])
+@pytest.mark.parametrize("every", [23, pytest.param(5, marks=pytest.mark.slow)])
+def test_promises_hold_if_calls_fail(
+    every: int, error: str, pools: PoolTracker, opened: OpenedStore
+) -> None:
+    for fault in list(faults(error))[::every]:
+        fs, outcome, state = FaultFs(CrashFs(), fault), Outcome(), initial_state()
+        ckpt = holdfast.Checkpointer(
+            LocalStore(ROOT, fs=fs), state, save=EverySteps(1), keep=KeepLast(1), spread=4
+        )
+
+        def save() -> int:
+            train(state, ckpt, state["progress"].step + 1)  # noqa: B023
+            snapshot = ckpt.wait()  # noqa: B023
+            return snapshot.step or 0 if snapshot else 0
+
+        attempt(save, outcome)
+        attempt(save, outcome)
+        attempt(lambda: ckpt.save().step or 0, outcome)  # noqa: B023
+        try:
+            ckpt.close()
+        except HoldfastError as e:
+            outcome.errors.append(e)
+        fired = bool(fs.fired)
+        fs.faults.clear()
+        pools.assert_all_freed()
+        check_run(LocalStore(ROOT, fs=fs.inner), outcome.committed[-1:])
+        if not fired:
+            assert outcome.errors == []
+            return
+    pytest.fail("a fault still fires")

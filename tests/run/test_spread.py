@@ -1,0 +1,301 @@
+"""The life of a run that spreads its shards: saves, retention, pins, branches, and sweeps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.engine.snapshot import pins
+from holdfast.errors import HoldfastError
+from holdfast.format import names
+from holdfast.format.names import Version, index_name, shard_name
+from holdfast.run.policy import EverySteps, KeepBest, KeepLast
+from holdfast.run.run import Run
+from holdfast.storage.local.store import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Store
+from holdfast.testing.contract import keys, put
+from tests.crash.promises import check_promises
+from tests.trainings import initial_state, state_after, states_equal, train
+
+ATTEMPT = "0c9d1e2f3a4b"
+LATER = 2e12
+
+
+@pytest.fixture(params=["memory", "local"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "run")
+
+
+def save_steps(store: Store, last_step: int, **options: object) -> Run:
+    state = initial_state()
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), **options)  # type: ignore[arg-type]
+    with ckpt:
+        ckpt.resume()
+        while state["progress"].step < last_step:
+            train(state, ckpt, state["progress"].step + 1)
+            ckpt.wait()
+    return Run(store)
+
+
+def shards_in(store: Store) -> list[str]:
+    """Return the keys in storage of all shards and indexes."""
+    return [key for key in keys(store) if names.parse_attempt(key.rpartition("/")[2]) is not None]
+
+
+def test_the_life_of_a_run(store: Store) -> None:
+    run = save_steps(store, 6, spread=16, keep=KeepLast(3))
+    assert keys(store)[-4:] == ["spread.json", *(f"version_{n}/manifest.json" for n in (4, 5, 6))]
+    assert len(shards_in(store)) == 6
+    assert all(key.startswith("spread-") for key in shards_in(store))
+    run = save_steps(store, 8, keep=KeepLast(3))  # follows the record
+    assert [v.step for v in run.line()] == [6, 7, 8]
+    assert all(key.startswith("spread-") for key in shards_in(store))
+    state = initial_state()
+    with holdfast.Checkpointer(store, state, save=EverySteps(1), spread=16) as ckpt:
+        ckpt.resume(at=7)
+        train(state, ckpt, 9)
+    assert [str(v) for v in run.line()] == ["version_6", "version_7", "version_8.1", "version_9.1"]
+    assert states_equal(state, state_after(9))
+    run.add_metrics(9, {"val": 1.0})
+    run.add_metrics(7, {"val": 0.5})
+    run.pin(6)
+    assert run.retain(KeepBest(1, "val")) == [Version(8, 1)]
+    assert run.metrics(7)["val"] == 0.5
+    run.sweep(abandoned=True, grace=0, now=LATER)
+    assert [str(v) for v in run.listing().versions] == ["version_6", "version_7", "version_9.1"]
+    assert len(shards_in(store)) == 6
+    run.delete(Version(7))
+    assert len(shards_in(store)) == 4
+    run.unpin(6)
+    assert check_promises(store, [6, 9]) == [6, 9]
+
+
+def test_incremental_versions(store: Store) -> None:
+    state = {"frozen": np.arange(40_000.0), "x": np.zeros(3), "progress": holdfast.Progress()}
+    with holdfast.Checkpointer(
+        store, state, save=EverySteps(1), keep=KeepLast(2), incremental=True, spread=16
+    ) as ckpt:
+        for step in range(5):
+            state["x"] += step
+            ckpt.step()
+            ckpt.wait()
+    run = Run(store)
+    latest = run.latest()
+    assert latest is not None
+    assert latest.bases == {Version(1)}
+    assert [v.step for v in run.listing().versions] == [1, 4, 5]
+    assert len(shards_in(store)) == 6
+    assert latest.verify().ok
+    assert latest["x"][:].tolist() == [10.0] * 3
+    with pytest.raises(HoldfastError, match="refers to it"):
+        run.delete(Version(1))
+
+
+def test_a_copy_by_another_tool_is_read(tmp_path: Path) -> None:
+    """As from S3 with "aws s3 sync"."""
+    source = MemoryStore()
+    save_steps(source, 2, spread=16)
+    for key in keys(source):
+        path = tmp_path / "copy" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(source.get(key, 1 << 20))
+    state = initial_state()
+    holdfast.load(tmp_path / "copy" / "version_2", into=state)
+    assert states_equal(state, state_after(2))
+    run = Run(tmp_path / "copy")
+    assert [s.verify().ok for s in run.snapshots()] == [True] * 2
+    # one version of a run that is not spread, copied into one that is, and the other way round
+    plain = save_steps(LocalStore(tmp_path / "plain"), 3)
+    shutil.copytree(tmp_path / "plain" / "version_3", tmp_path / "copy" / "version_3")
+    latest = Run(tmp_path / "copy").latest()
+    assert latest is not None
+    assert latest.step == 3
+    assert latest.verify().ok
+    run.delete(Version(3))
+    assert not (tmp_path / "copy" / "version_3").exists()
+    assert [s.verify().ok for s in plain.snapshots()] == [True] * 3
+
+
+def test_sweep_removes_what_a_killed_save_left(store: Store) -> None:
+    run = save_steps(store, 1, spread=4)
+    for rank in range(8):  # a killed save of version 2, which has no folder of its own
+        put(run.store, f"version_2/{shard_name(rank, 8, ATTEMPT)}", b"123")
+        put(run.store, f"version_1/{index_name(rank, 8, ATTEMPT)}", b"12")
+    upload = run.store.put(f"version_2/{shard_name(0, 1, '000000000000')}", 9)
+    others = [
+        "spread-00/notes.txt",
+        "spread-00/version_2/notes.txt",
+        "spread-07/a",
+        "a/spread-01/b",
+    ]
+    for key in others:
+        put(store, key, b"somebody else's")
+    before = keys(store)
+    run = Run(store)
+    kept = run.sweep()
+    assert kept.removed == []
+    assert len([k for k, _ in kept.kept if ATTEMPT in k]) == 16
+    with pins.hold_pin(run.location(Version(2)), ATTEMPT):
+        kept = run.sweep(grace=0, now=LATER)
+    assert {reason for key, reason in kept.kept if ATTEMPT in key} == {"a save is in progress"}
+    assert len(kept.removed) == 1  # the upload
+    planned = run.sweep(grace=0, now=LATER, dry_run=True)
+    assert keys(store) == before
+    swept = Run(store).sweep(grace=0, now=LATER)
+    assert swept.removed == planned.removed
+    assert (len(swept.removed), swept.nbytes) == (16, 8 * 3 + 8 * 2)
+    assert {*keys(store)} == {key for key in before if ATTEMPT not in key}
+    assert {*others} <= {*keys(store)}
+    assert list(store.partials("")) == []
+    upload.abort()
+    assert [s.verify().ok for s in run.snapshots()] == [True]
+
+
+def test_a_folder_with_an_unreadable_manifest_is_kept(store: Store) -> None:
+    run = save_steps(store, 2, spread=4)
+    store.delete("version_2/manifest.json")
+    put(store, "version_2/manifest.json", b"{")
+    run = Run(store)
+    kept = run.sweep(grace=0, now=LATER)
+    assert kept.removed == []
+    assert len(kept.kept) == 3
+    assert len(shards_in(store)) == 4
+
+
+def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path: Path) -> None:
+    run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
+    snapshot = run.open(Version(1))
+    [name] = [s.name for s in snapshot.manifest.shards]
+    [path] = (tmp_path / "run").glob(f"spread-*/version_1/{name}")
+    shutil.move(path, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", path)
+    run = Run(tmp_path / "run")
+    assert run.open(Version(1)).verify().ok
+    assert run.retain(KeepLast(1)) == [Version(2)]
+    with pytest.raises(HoldfastError, match="symbolic link"):
+        run.delete(Version(1))
+    assert path.is_symlink()
+
+
+def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path: Path) -> None:
+    run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
+    [name] = [s.name for s in run.open(Version(3)).manifest.shards]
+    [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
+    moved = path.parents[1] / "version_1" / name
+    moved.parent.mkdir(exist_ok=True)
+    os.rename(path, moved)
+    os.symlink(moved, path)
+    assert Run(tmp_path / "run").retain(KeepLast(1)) == [Version(2)]
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+def test_another_value_is_refused_before_anything_is_written(store: Store) -> None:
+    save_steps(store, 2, spread=16)
+    before = keys(store)
+    for arguments in ({}, {"at": 1}):
+        state = initial_state()
+        ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), spread=8)
+        with pytest.raises(HoldfastError, match="spread=16"):
+            ckpt.resume(**arguments)
+            ckpt.step()
+        ckpt.close()
+        assert keys(store) == before
+
+
+def test_a_run_that_is_not_spread_is_refused(store: Store) -> None:
+    save_steps(store, 1)
+    before = keys(store)
+    ckpt = holdfast.Checkpointer(store, initial_state(), save=EverySteps(1), spread=16)
+    ckpt.resume()
+    with pytest.raises(HoldfastError, match="not spread"):
+        ckpt.step()
+    ckpt.close()
+    assert keys(store) == before
+
+
+# -- requests ------------------------------------------------------------------------------------
+
+
+class CountingStore(MemoryStore):
+    """A store that counts its requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def _count(self, method: str, key: str) -> None:
+        what = "record" if key == names.SPREAD else method
+        self.counts[what] += 1
+
+    def put(self, key, length, head=0):
+        self._count("put", key)
+        return super().put(key, length, head)
+
+    def put_if_absent(self, key, data):
+        self._count("put_if_absent", key)
+        return super().put_if_absent(key, data)
+
+    def get(self, key, limit):
+        self._count("get", key)
+        return super().get(key, limit)
+
+    def get_range(self, key, offset, length, into, *more):
+        self._count("get_range", key)
+        super().get_range(key, offset, length, into, *more)
+
+    def stat(self, key):
+        self._count("stat", key)
+        return super().stat(key)
+
+    def list_level(self, folder, prefix=""):
+        self._count("list", folder)
+        return super().list_level(folder, prefix)
+
+    def list(self, prefix):
+        self._count("list", prefix)
+        return super().list(prefix)
+
+    def delete(self, key):
+        self._count("delete", key)
+        super().delete(key)
+
+
+def test_a_training_makes_no_more_requests() -> None:
+    """Saves, retention by metrics, resuming: the same requests, and one or two for the record."""
+    counts = []
+    for prefixes in (None, 16):
+        store = CountingStore()
+        if prefixes:
+            Run(store).set_spread(prefixes)
+        store.counts.clear()
+        save_steps(store, 6, keep=KeepLast(2) | KeepBest(1, "loss"))
+        save_steps(store, 8, keep=KeepLast(2) | KeepBest(1, "loss"))
+        counts.append(store.counts)
+    plain, spread = counts
+    assert plain.pop("record") == 2  # one by each of the two trainings, before its first shard
+    assert spread.pop("record") == 2
+    misses = spread["stat"] - plain["stat"]
+    assert misses <= 1, "the first shard that a resume reads is looked for at its usual place"
+    spread["stat"] -= misses
+    assert spread == plain
+
+
+def test_a_store_that_is_slow_lists_the_folders_only_to_sweep() -> None:
+    store = CountingStore()
+    run = save_steps(store, 3, spread=16)
+    store.counts.clear()
+    run.retain(KeepLast(1))
+    assert store.counts["list"] < 16
+    assert len(shards_in(store)) == 2
+    store.counts.clear()
+    run.sweep()
+    assert 16 < store.counts["list"] < 2 * 16
