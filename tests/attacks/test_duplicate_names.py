@@ -28,7 +28,13 @@ from holdfast.errors import FormatError, ManifestInvalid
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import Version
-from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting_pin, decode_pin
+from holdfast.format.records import (
+    decode_branch,
+    decode_evaluation,
+    decode_lasting_pin,
+    decode_pin,
+    decode_spread,
+)
 from holdfast.format.safetensors import build_header, decode_entries, parse_header
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
 from holdfast.interop.import_ import read_foreign_checkpoint
@@ -116,6 +122,7 @@ def files() -> Files:
     WriterLock(store).acquire()
     put_request(store, "0c9d1e2f3a4b")
     holdfast.save(store.at("version_9"), small_state(), step=9, note={"a": {"b": 1}})
+    Run(store.at("spread")).set_spread(16)
     return files_of(store)
 
 
@@ -126,6 +133,7 @@ def first(files: Files, pattern: str) -> bytes:
 SEALED: dict[str, tuple[str, Callable[[bytes, str], object], int]] = {
     "branch": (r"branch-1\.json", decode_branch, 1),
     "lasting pin": (r"pin-version_2\.json", decode_lasting_pin, 1),
+    "spread": (r"spread/spread\.json", decode_spread, 1),
     "writer": (r"writer\.json", decode_pin, 1),
     "evaluation": (r"version_2/eval-.*\.json", decode_evaluation, 3),
     "manifest": (r"version_9/manifest\.json", decode_manifest, 40),

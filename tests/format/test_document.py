@@ -16,7 +16,14 @@ from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import MAX_CHUNK, decode_index
 from holdfast.format.manifest import MAX_MANIFEST, decode_manifest
-from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting_pin, decode_pin
+from holdfast.format.records import (
+    Spread,
+    decode_branch,
+    decode_evaluation,
+    decode_lasting_pin,
+    decode_pin,
+    decode_spread,
+)
 from holdfast.format.safetensors import MAX_HEADER, build_header
 from holdfast.format.sealed import FORMAT
 from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
@@ -30,6 +37,7 @@ BLOCKS = [
     json.loads(b) for b in re.findall(r"^```json\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 ]
 MANIFEST, BRANCH, PIN, LASTING, EVALUATION, NODES, INDEX, MANIFEST_2, INDEX_2 = BLOCKS
+SPREAD = json.loads(re.findall(r'`(.*"prefixes".*)`', TEXT)[0])
 
 
 def raw(document: Any) -> bytes:
@@ -41,7 +49,7 @@ def test_the_schema_accepts_the_examples() -> None:
     schema = json.loads((DOCS / "format.schema.json").read_text())
     for kind, document in (
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
-        ("lasting", LASTING), ("evaluation", EVALUATION),
+        ("lasting", LASTING), ("evaluation", EVALUATION), ("spread", SPREAD),
         ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
         validator = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
@@ -57,6 +65,7 @@ def test_the_decoders_read_the_examples() -> None:
     assert decode_lasting_pin(raw(LASTING), "f").version == "version_120"
     assert decode_evaluation(raw(EVALUATION), "f").decoded_metrics()["perplexity"] == float("inf")
     assert decode_index(raw(INDEX), "f").length == 4120
+    assert decode_spread(raw(SPREAD), "f") == Spread("xxh3-128", 16)
 
 
 def test_the_examples_form_one_snapshot() -> None:
@@ -73,6 +82,15 @@ def test_the_examples_form_one_snapshot() -> None:
     store = store_of(files)
     snapshot = holdfast.Run(store).open(names.Version(120, 1))
     assert snapshot.verify().ok
+    spread = {key: key for key in files}
+    for key in files:
+        if key.endswith((".safetensors", ".index.json")):
+            number = int(digest(key.encode()), 16) % SPREAD["prefixes"]
+            spread[key] = f"spread-{number:02x}/{key}"
+    run = holdfast.Run(
+        store_of({spread[k]: v for k, v in files.items()} | {"spread.json": raw(SPREAD)})
+    )
+    assert run.open(names.Version(120, 1)).verify().ok
     state = holdfast.load(store.at("version_120.1"))
     expected = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
     assert values_equal(state, expected)
@@ -138,6 +156,7 @@ def test_names_and_numbers_in_the_text() -> None:
     assert any(names.parse_pin(w) for w in entries)
     assert any(names.parse_lasting_pin(w) for w in entries)
     assert any(names.parse_evaluation(w) for w in entries)
+    assert names.SPREAD in entries
     flat = " ".join(TEXT.split())
     for phrase in (
         f"{MAX_DEPTH} levels of nodes and {MAX_DIMENSIONS} dimensions",

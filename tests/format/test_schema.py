@@ -19,7 +19,13 @@ from holdfast.errors import FormatError
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import Version
-from holdfast.format.records import decode_branch, decode_evaluation, decode_lasting_pin, decode_pin
+from holdfast.format.records import (
+    decode_branch,
+    decode_evaluation,
+    decode_lasting_pin,
+    decode_pin,
+    decode_spread,
+)
 from holdfast.format.validate import check_plain, check_tree
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -30,6 +36,7 @@ from tests.attacks.test_invalid_files import (
     LASTING_PIN,
     MANIFEST_EDITS,
     PIN,
+    SPREAD,
     WRONG_VALUES,
 )
 from tests.forging import (
@@ -57,7 +64,7 @@ pytestmark = pytest.mark.filterwarnings(
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text())
 KINDS = {
     kind: Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
-    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation")
+    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation", "spread")
 }
 ANY = Draft202012Validator(SCHEMA)
 
@@ -71,6 +78,7 @@ def kind_of(key: str) -> str | None:
         ("lasting", name.startswith("pin-version_")),
         ("pin", name.startswith("pin-")),
         ("evaluation", name.startswith("eval-")),
+        ("spread", name == "spread.json"),
     ):
         if found:
             return kind
@@ -122,6 +130,13 @@ def test_a_run_with_branches_and_pins() -> None:
         checkpointer.resume()
         checkpointer.save()
     assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation"}
+
+
+def test_a_run_that_is_spread() -> None:
+    store = MemoryStore()
+    with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}, spread=16) as ckpt:
+        ckpt.save()
+    assert check(store) == {"manifest", "index", "spread"}
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
@@ -179,6 +194,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "pin": decode_pin,
     "lasting": decode_lasting_pin,
     "evaluation": decode_evaluation,
+    "spread": decode_spread,
 }
 
 
@@ -208,6 +224,7 @@ def documents() -> dict[str, Json]:
         "pin": json.loads(seal(PIN)),
         "lasting": json.loads(seal(LASTING_PIN)),
         "evaluation": json.loads(seal(EVALUATION)),
+        "spread": json.loads(seal(SPREAD)),
     }
 
 

@@ -1,7 +1,7 @@
 """Create the golden files: ``python -m tests.golden.make NUMBER FOLDER``.
 
 ``format-1`` is a small run with a branch, and with every kind of node and every dtype. ``format-2``
-has incremental versions.
+has incremental versions. ``spread`` spreads its shards over 16 folders.
 
 Each function ran once, when its format was final. The files are never created again, and the values
 of ``state`` never change, because later builds must read the files that earlier builds wrote. A new
@@ -133,5 +133,15 @@ def make_2(url: str) -> None:
         base = finish_save(job)
 
 
+def make_spread(url: str) -> None:
+    """Save versions 1 and 2 of a run whose shards are spread."""
+    live = {"progress": holdfast.Progress(), "array": np.arange(5.0)}
+    with holdfast.Checkpointer(url, live, save=EverySteps(1), spread=16) as ckpt:
+        for _ in range(2):
+            live["array"] += 1
+            ckpt.step()
+            ckpt.wait()
+
+
 if __name__ == "__main__":
-    {"1": make, "2": make_2}[sys.argv[1]](sys.argv[2])
+    {"1": make, "2": make_2, "spread": make_spread}[sys.argv[1]](sys.argv[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import holdfast
@@ -126,3 +127,18 @@ def test_this_build_writes_the_same_format_2(incremental_run: holdfast.Run, tmp_
         if a.chunk_refs is not None and b.chunk_refs is not None:
             assert (a.chunk_refs.files == b.chunk_refs.files).all()
             assert (a.chunk_refs.offsets == b.chunk_refs.offsets).all()
+
+
+def test_a_spread_run_is_read_and_continued(tmp_path: Path) -> None:
+    url = str(shutil.copytree(HERE / "spread", tmp_path / "run"))
+    run = holdfast.Run(url)
+    assert [s.verify().ok for s in run.snapshots()] == [True, True]
+    for step in (1, 2):
+        state = holdfast.load(f"{url}/version_{step}")
+        assert state["array"].tolist() == [step + n for n in range(5)]
+    live = {"progress": holdfast.Progress(), "array": np.zeros(5)}
+    with holdfast.Checkpointer(url, live) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+    assert [v.step for v in run.line()] == [1, 2, 3]
+    assert sorted(p.name for p in (tmp_path / "run" / "version_3").iterdir()) == ["manifest.json"]

@@ -1,0 +1,143 @@
+"""Every command on a run that spreads its shards."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import holdfast
+from holdfast.cli.exit_codes import DIFFERS
+from holdfast.format import names
+from holdfast.format.names import shard_name
+from holdfast.run.policy import EverySteps
+from holdfast.run.run import Run
+from holdfast.storage.open import open_store
+from holdfast.testing.contract import keys, put
+from tests.cli.invoke import run_cli
+from tests.trainings import initial_state, state_after, states_equal, train
+
+
+@pytest.fixture(params=["memory", "local"])
+def parent(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of an empty folder."""
+    return f"memory://{uuid.uuid4()}" if request.param == "memory" else str(tmp_path)
+
+
+@pytest.fixture
+def run(parent: str) -> str:
+    """Return the URL of a run with the versions 1 and 2, spread over 16 prefixes."""
+    return make_run(f"{parent}/spread", 16)
+
+
+def make_run(url: str, prefixes: int | None) -> str:
+    state = initial_state()
+    with holdfast.Checkpointer(url, state, save=EverySteps(1), spread=prefixes) as ckpt:
+        for step in (1, 2):
+            train(state, ckpt, step)
+            ckpt.wait()
+    return url
+
+
+def shard_folders(url: str) -> set[str]:
+    """Return the first levels of the keys of all shards of a run."""
+    found = keys(open_store(url))
+    return {key.partition("/")[0] for key in found if names.parse_attempt(key.rpartition("/")[2])}
+
+
+def check_versions(url: str, spread: bool) -> None:
+    for step in (1, 2):
+        state = initial_state()
+        holdfast.load(f"{url}/version_{step}", into=state)
+        assert states_equal(state, state_after(step))
+    assert {folder.startswith("spread-") for folder in shard_folders(url)} == {spread}
+    assert run_cli("verify", url).code == 0
+
+
+def test_commands_that_read(run: str, parent: str, tmp_path: Path) -> None:
+    listed = run_cli("ls", run, "--json").json
+    assert [v["problem"] for v in listed["versions"]] == [None, None]
+    assert listed["latest"] == "version_2"
+    assert "orphan" not in run_cli("ls", run).out
+    assert run_cli("show", f"{run}@2", "--layout").code == 0
+    assert run_cli("verify", run).code == run_cli("verify", f"{run}/version_1").code == 0
+    plain = make_run(f"{parent}/plain", None)
+    assert run_cli("diff", f"{run}@2", f"{plain}@2").code == 0
+    assert run_cli("diff", f"{run}@1", f"{run}@2").code == DIFFERS
+    assert run_cli("export", f"{run}@2", tmp_path / "out", "--to", "safetensors").code == 0
+    [file] = (tmp_path / "out").glob("*.safetensors")
+    assert load_file(file)["weights"].tobytes() == state_after(2)["weights"].tobytes()
+
+
+def test_a_copy_follows_the_record_of_its_destination(run: str, parent: str) -> None:
+    assert run_cli("copy", run, f"{parent}/plain").code == 0
+    check_versions(f"{parent}/plain", spread=False)
+    Run(f"{parent}/other").set_spread(3)
+    assert run_cli("copy", f"{parent}/plain", f"{parent}/other").code == 0
+    check_versions(f"{parent}/other", spread=True)
+    assert shard_folders(f"{parent}/other") <= {"spread-00", "spread-01", "spread-02"}
+    again = run_cli("copy", run, f"{parent}/other", "--json").json
+    assert (len(again["copied"]), len(again["present"])) == (0, 2)
+    digests = [[s.digest for s in Run(f"{parent}/{r}").snapshots()] for r in ("spread", "other")]
+    assert digests[0] == digests[1]
+    assert run_cli("copy", f"{run}/version_2", f"{parent}/single/version_2").code == 0
+    assert shard_folders(f"{parent}/single") == {"version_2"}
+    state = initial_state()
+    with holdfast.Checkpointer(f"{parent}/other", state, save=EverySteps(1)) as ckpt:
+        ckpt.resume()
+        train(state, ckpt, 3)
+    assert run_cli("verify", f"{parent}/other").code == 0
+
+
+def test_commands_that_write(run: str, parent: str, tmp_path: Path) -> None:
+    assert run_cli("reshard", f"{run}@2", f"{parent}/resharded/version_2", "--shards", 3).code == 0
+    assert shard_folders(f"{parent}/resharded") == {"version_2"}
+    Run(f"{parent}/new").set_spread(16)
+    assert run_cli("reshard", f"{run}@2", f"{parent}/new/version_2", "--shards", 3).code == 0
+    assert "version_2" not in shard_folders(f"{parent}/new")
+    assert run_cli("diff", f"{run}@2", f"{parent}/new@2").code == 0
+    save_file({"w": np.arange(5.0)}, tmp_path / "w.safetensors")
+    Run(f"{parent}/imported").set_spread(16)
+    imported = run_cli("import", tmp_path / "w.safetensors", f"{parent}/imported", "--step", 7)
+    assert imported.code == 0, imported.err
+    assert "version_7" not in shard_folders(f"{parent}/imported")
+    assert run_cli("verify", f"{parent}/imported").code == 0
+    assert run_cli("pin", run, 1).code == 0
+    assert Run(run).pins() == [Run(run).find(1)]
+    assert run_cli("request-save", run, "--no-wait").code == 0
+    assert run_cli("pin", run, 1, "--remove").code == 0
+
+
+def test_sweep(run: str, parent: str) -> None:
+    orphan = f"version_3/{shard_name(0, 1, '0c9d1e2f3a4b')}"
+    put(Run(run).store, orphan, b"123")
+    assert run_cli("ls", run, "--json").json["orphans"] != []
+    assert orphan in run_cli("sweep", run, "--grace", "0s", "--dry-run").out
+    assert run_cli("sweep", run, "--grace", "0s").code == 0
+    assert orphan not in keys(Run(run).store)
+    check_versions(run, spread=True)
+
+
+def test_a_run_of_which_only_orphans_exist_is_swept(parent: str) -> None:
+    """As after the first save of a training was killed in a store without folders."""
+    run = Run(f"{parent}/run")
+    run.set_spread(16)
+    orphan = f"version_1/{shard_name(0, 1, '0c9d1e2f3a4b')}"
+    put(run.store, orphan, b"123")
+    assert "has no version" in run_cli("ls", run.url).err
+    assert run_cli("sweep", run.url, "--grace", "0s").code == 0
+    assert keys(run.store) == [names.SPREAD]
+
+
+def test_a_damaged_record_is_reported(run: str) -> None:
+    store = open_store(run)
+    raw = store.get(names.SPREAD, 1000)
+    store.delete(names.SPREAD)
+    store.put_if_absent(names.SPREAD, raw.replace(b":16", b":17"))
+    for command in ("verify", "ls", "sweep"):
+        result = run_cli(command, run)
+        assert result.code != 0
+        assert names.SPREAD in result.out + result.err
