@@ -9,13 +9,18 @@ from holdfast.format import names
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.run import Run
 from holdfast.testing.contract import keys
+from tests.ranks.test_training import WRITES
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
 
 
 @pytest.mark.filterwarnings("ignore::holdfast.errors.RanksChanged")
 def test_all_ranks_follow_the_record_that_rank_0_creates() -> None:
     with TrainingJob(4) as job:
-        job.run(lambda r: r.train(4, save=EverySteps(1), keep=KeepLast(2), spread=16))
+        options = {"save": EverySteps(1), "keep": KeepLast(2), "spread": 16}
+        job.run(lambda rank: rank.train(4, **options))
+        for trainer in job.ranks[1:]:
+            assert not [key for method, key in trainer.calls if key == names.SPREAD]
+            assert {method for method, _ in trainer.calls_without_pin_checks()} == WRITES
     shards = [k for k in keys(job.inner) if names.parse_attempt(k.rpartition("/")[2]) is not None]
     assert len(shards) == 2 * 4 * 2
     assert all(key.startswith("spread-") for key in shards)

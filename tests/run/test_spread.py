@@ -19,7 +19,7 @@ from holdfast.run.policy import EverySteps, KeepBest, KeepLast
 from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
+from holdfast.storage.store import Store, list_level
 from holdfast.testing.contract import keys, put
 from tests.crash.promises import check_promises
 from tests.trainings import initial_state, state_after, states_equal, train
@@ -193,6 +193,55 @@ def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path: Path) -> None:
     os.rename(path, moved)
     os.symlink(moved, path)
     assert Run(tmp_path / "run").retain(KeepLast(1)) == [Version(2)]
+
+
+@pytest.mark.parametrize("level", ["spread", "version"])
+def test_nothing_is_deleted_in_a_linked_folder(level: str, tmp_path: Path) -> None:
+    run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
+    [name] = [s.name for s in run.open(Version(1)).manifest.shards]
+    [path] = (tmp_path / "run").glob(f"spread-*/version_1/{name}")
+    folder = path.parent if level == "version" else path.parents[1]
+    shutil.move(folder, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", folder)
+    before = keys(LocalStore(tmp_path / "run"))
+    run = Run(tmp_path / "run")
+    assert [s.verify().ok for s in run.snapshots()] == [True] * 3
+    with pytest.raises(HoldfastError, match="symbolic link"):
+        run.delete(Version(1))
+    assert run.retain(KeepLast(1)) == ([Version(2)] if level == "version" else [])
+    assert set(before) - set(keys(run.store.unspread)) <= {k for k in before if "version_2/" in k}
+
+
+def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path: Path) -> None:
+    run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
+    [name] = [s.name for s in run.open(Version(3)).manifest.shards]
+    [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
+    target = path.parents[1] / "version_1"
+    target.mkdir(exist_ok=True)
+    for file in path.parent.iterdir():
+        file.rename(target / file.name)
+    path.parent.rmdir()
+    os.symlink(target, path.parent)
+    assert Run(tmp_path / "run").retain(KeepLast(1)) == [Version(2)]
+
+
+def test_files_of_others_are_not_those_of_the_run(store: Store) -> None:
+    run = save_steps(store, 2, spread=4)
+    others = [
+        "spread-00/version_1/note",
+        "spread-00/version_1/manifest.json",
+        "spread-01/spread.json",
+        "spread-02/writer.json",
+    ]
+    for key in others:
+        put(store, key, b"somebody else's")
+    assert {*others} <= {*keys(run.store)}
+    level = {e.name for e in list_level(run.store, "version_1")}
+    assert {n for n in level if names.parse_attempt(n) is None} == {"manifest.json"}
+    run.sweep(grace=0, now=LATER)
+    run.delete(Version(1))
+    assert {*others} <= {*keys(store)}
+    assert len(shards_in(store)) == 2
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -116,7 +116,20 @@ def find_links(
         return []
     entries = list_entries(store, version) if entries is None else entries
     inner = (f"{version}/{e.name}" for e in entries if e.kind == "link")
-    return [*inner, *([str(version)] if version in listing.linked else [])]
+    outer = [str(version)] if version in listing.linked else []
+    return [*inner, *outer, *_find_linked_folders(store, version)]
+
+
+def _find_linked_folders(store: SpreadStore, version: Version) -> list[str]:
+    """Return the keys of the folders with files of a version that are spread and that are links."""
+    if (spread := store.spread) is None:
+        return []
+    found = [e.name for e in list_level(store.unspread, "", "spread-") if e.kind == "link"]
+    for folder in spread.folders:
+        for entry in list_level(store.unspread, folder, str(version)):
+            if entry.kind == "link" and entry.name == str(version):
+                found.append(f"{folder}/{version}")
+    return found
 
 
 def to_int(number: Any, expected: str) -> int:

@@ -18,6 +18,7 @@ from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import file_key
 from holdfast.engine.snapshot.location import Location, describe_run, versions_in
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.spread import SpreadStore
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -35,7 +36,8 @@ from holdfast.format.manifest import (
     Shard,
     encode_manifest,
 )
-from holdfast.format.names import MANIFEST
+from holdfast.format.names import MANIFEST, parse_version
+from holdfast.format.records import Spread
 from holdfast.format.sealed import check_length
 from holdfast.format.validate import check_tree
 from holdfast.threads import look_up_each
@@ -44,11 +46,13 @@ from holdfast.threads import look_up_each
 class BasePin(msgspec.Struct, frozen=True):
     """Rank 0's message to the other ranks before any rank writes.
 
-    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created.
+    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created;
+    ``spread``: how the run spreads its shards.
     """
 
     usable: bool
     key: str
+    spread: Spread | None
 
 
 @contextmanager
@@ -93,9 +97,14 @@ def pinned_base(
                 except (FormatError, NotFound) as e:
                     events.emit("skipped", version=str(snapshot.version), error=e)
                     snapshot = None
-            base_pin = BasePin(snapshot is not None, keys[0])
+            spread = None
+            if isinstance(location.store, SpreadStore) and parse_version(location.folder):
+                spread = location.store.spread
+            base_pin = BasePin(snapshot is not None, keys[0], spread)
         base_pin = collective.broadcast(base_pin, BasePin)
         if collective.rank:
+            if isinstance(location.store, SpreadStore):
+                location.store.learn(base_pin.spread)
             _check_visible(location, base_pin.key, collective)
             if base_pin.usable and base is not None:
                 snapshot = as_sibling(location, base)  # only after rank 0 has found it there

@@ -17,6 +17,7 @@ from holdfast.errors import AlreadyExists, Denied, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.records import MAX_PREFIXES, MAX_RECORD, Spread, decode_spread, encode_spread
 from holdfast.storage import store as base_store
+from holdfast.storage.checks import is_partial
 from holdfast.storage.deadline import Deadline
 from holdfast.storage.store import Entry, Stat, Store, Traits, Upload
 from holdfast.text import to_repr
@@ -132,6 +133,11 @@ class SpreadStore:
             self._known.looked = True
         return self._known.spread
 
+    def learn(self, spread: Spread | None) -> None:
+        """Take over what another rank has read, so that this one does not read it."""
+        if self._known.spread is None:
+            self._known.spread, self._known.looked = spread, True
+
     def within(self, deadline: Deadline) -> Store:
         """See ``holdfast.storage.store.within``."""
         return type(self)(base_store.within(self.unspread, deadline), self._known)
@@ -174,8 +180,9 @@ class SpreadStore:
         for spread_folder in () if spread is None else spread.folders:
             start = f"{spread_folder}/{folder}".rstrip("/")
             for entry in base_store.list_level(self.unspread, start, prefix):
-                stat = None if entry.stat is None else self._rename(entry.stat, spread)
-                found.setdefault(entry.name, Entry(entry.name, entry.kind, stat))
+                if entry.kind == "folder" or self._is_spread(f"{folder}/{entry.name}"):
+                    stat = None if entry.stat is None else self._rename(entry.stat, spread)
+                    found.setdefault(entry.name, Entry(entry.name, entry.kind, stat))
         return found.values()
 
     def list_unspread(self, folder: str, prefix: str = "") -> Iterator[Entry]:
@@ -255,6 +262,8 @@ class SpreadStore:
     def _rename(self, stat: Stat, spread: Spread | None) -> Stat:
         """Return the status of an object in storage with its usual key."""
         key = _usual_key(stat.key)
+        if not self._is_spread(key) and not is_partial(key.rpartition("/")[2]):
+            return stat  # of somebody else
         if stat.key != (spread.place(key) if spread is not None and self._is_spread(key) else key):
             self._known.strays[key] = stat.key
         return stat if key == stat.key else replace(stat, key=key)
