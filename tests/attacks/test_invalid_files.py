@@ -490,7 +490,7 @@ def test_an_invalid_pin_is_rejected(field: str, value: Json) -> None:
 
 
 LASTING_PIN = {"version": "version_7", "created": "2026-01-01T00:00:00+00:00"}
-SPREAD = {"hash": "xxh3-128", "prefixes": 16}
+SPREAD = {"hash": "xxh3-128+rank", "prefixes": 16}
 EVALUATION = {
     "name": "val",
     "attempt": "0" * 12,
@@ -519,7 +519,7 @@ def test_an_invalid_lasting_pin_is_rejected(field: str, value: Json) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("hash", None), ("hash", "xxh3-64"), ("hash", ""), ("prefixes", None), ("prefixes", 1),
+        ("hash", None), ("hash", "xxh3-128"), ("hash", ""), ("prefixes", None), ("prefixes", 1),
         ("prefixes", 257), ("prefixes", 16.5), ("prefixes", "16"), ("prefixes", True), ("extra", 1),
     ],
     ids=range(10),

@@ -65,7 +65,7 @@ def test_the_decoders_read_the_examples() -> None:
     assert decode_lasting_pin(raw(LASTING), "f").version == "version_120"
     assert decode_evaluation(raw(EVALUATION), "f").decoded_metrics()["perplexity"] == float("inf")
     assert decode_index(raw(INDEX), "f").length == 4120
-    assert decode_spread(raw(SPREAD), "f") == Spread("xxh3-128", 16)
+    assert decode_spread(raw(SPREAD), "f") == Spread("xxh3-128+rank", 16)
 
 
 def test_the_examples_form_one_snapshot() -> None:
@@ -85,7 +85,7 @@ def test_the_examples_form_one_snapshot() -> None:
     spread = {key: key for key in files}
     for key in files:
         if key.endswith((".safetensors", ".index.json")):
-            number = int(digest(key.encode()), 16) % SPREAD["prefixes"]
+            number = int(digest(b"version_120.1"), 16) % SPREAD["prefixes"]  # of rank 0
             spread[key] = f"spread-{number:02x}/{key}"
     run = holdfast.Run(
         store_of({spread[k]: v for k, v in files.items()} | {"spread.json": raw(SPREAD)})

@@ -78,6 +78,12 @@ def parse_attempt(name: str) -> str | None:
     return None if match is None else match[3]
 
 
+def parse_rank(name: str) -> int | None:
+    """Return the rank in the name of a shard or an index, or None for any other name."""
+    match = _SHARD.fullmatch(name) or _INDEX.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def is_shard_name(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 

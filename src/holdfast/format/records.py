@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.format.digest import Digest, digest
-from holdfast.format.names import Attempt, EvaluationName, VersionName, spread_folder
+from holdfast.format.names import Attempt, EvaluationName, VersionName, parse_rank, spread_folder
 from holdfast.format.sealed import Int64, is_utc_time, require, seal, unseal
 from holdfast.format.strict_json import StrictDecoder
 
@@ -92,12 +92,17 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     The record has no other field, so that all who create it with one value write the same bytes.
     """
 
-    hash: Literal["xxh3-128"]
+    hash: Literal["xxh3-128+rank"]
     prefixes: Annotated[int, Meta(ge=2, le=MAX_PREFIXES)]
 
     def place(self, key: str) -> str:
-        """Return where the run stores the object that has ``key`` in a run that is not spread."""
-        return f"{spread_folder(int(digest(key.encode()), 16) % self.prefixes)}/{key}"
+        """Return where the run stores the object that has ``key`` in a run that is not spread.
+
+        The ranks of a version are spread evenly, beginning with a folder that depends on a hash.
+        """
+        version, _, name = key.rpartition("/")
+        number = int(digest(version.encode()), 16) + (parse_rank(name) or 0)
+        return f"{spread_folder(number % self.prefixes)}/{key}"
 
     @property
     def folders(self) -> list[str]:

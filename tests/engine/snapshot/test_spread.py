@@ -34,7 +34,7 @@ from tests.storage.test_contract import StoreContract, TestMemoryInParts, _InFol
 ATTEMPT = "7f3a9c01d2e4"
 SHARD = f"version_120/{shard_name(3, 16, ATTEMPT)}"
 INDEX = f"version_120/{index_name(3, 16, ATTEMPT)}"
-SPREAD = Spread("xxh3-128", 16)
+SPREAD = Spread("xxh3-128+rank", 16)
 
 
 def spread_memory(prefixes: int = 16) -> SpreadStore:
@@ -99,14 +99,11 @@ del _InFolder, TestMemoryInParts, StoreContract  # they are collected where they
 
 def test_the_mapping_never_changes() -> None:
     """Later versions of Holdfast must find what this one has written."""
-    assert SPREAD.place(SHARD) == f"spread-07/{SHARD}"
-    assert SPREAD.place(INDEX) == f"spread-06/{INDEX}"
-    assert Spread("xxh3-128", 256).place(SHARD) == f"spread-97/{SHARD}"
-    assert (
-        Spread("xxh3-128", 3)
-        .place("version_0.1/" + shard_name(0, 1, ATTEMPT))
-        .startswith("spread-02/")
-    )
+    assert SPREAD.place(SHARD) == f"spread-02/{SHARD}"
+    assert SPREAD.place(INDEX) == f"spread-02/{INDEX}"
+    assert Spread("xxh3-128+rank", 256).place(SHARD) == f"spread-22/{SHARD}"
+    first = f"version_0.1/{shard_name(0, 1, ATTEMPT)}"
+    assert Spread("xxh3-128+rank", 3).place(first) == f"spread-01/{first}"
 
 
 @given(
@@ -117,7 +114,7 @@ def test_the_mapping_never_changes() -> None:
 )
 @settings(max_examples=200, deadline=None)
 def test_every_shard_has_one_place(step: int, branch: int, rank: int, prefixes: int) -> None:
-    spread = Spread("xxh3-128", prefixes)
+    spread = Spread("xxh3-128+rank", prefixes)
     for name in (shard_name(rank, rank + 1, ATTEMPT), index_name(rank, rank + 1, ATTEMPT)):
         key = f"{Version(step, branch)}/{name}"
         assert names.is_spreadable(key)
@@ -131,13 +128,20 @@ def test_every_shard_has_one_place(step: int, branch: int, rank: int, prefixes: 
 @pytest.mark.parametrize("prefixes", [2, 16, 100, 256])
 def test_shards_are_spread_evenly(prefixes: int) -> None:
     ranks = 64 * prefixes
-    spread = Spread("xxh3-128", prefixes)
+    spread = Spread("xxh3-128+rank", prefixes)
     places = Counter(
         spread.place(f"version_7/{shard_name(rank, ranks, ATTEMPT)}").partition("/")[0]
         for rank in range(ranks)
     )
-    assert len(places) == prefixes
-    assert max(places.values()) < 2 * 64
+    assert sorted(places.values()) == [64] * prefixes
+
+
+def test_the_versions_of_one_rank_are_spread() -> None:
+    places = Counter(
+        SPREAD.place(f"version_{100 * n}/{shard_name(0, 1, ATTEMPT)}")[:9] for n in range(1600)
+    )
+    assert len(places) == 16
+    assert max(places.values()) < 2 * 100
 
 
 @pytest.mark.parametrize(
@@ -288,8 +292,8 @@ RECORDS = {
     "flipped": (encode_spread(SPREAD).replace(b"16", b"17"), DigestMismatch),
     "newer": (seal(SPREAD, 3)[0], FormatTooNew),
     "hash": (seal(Spread("md5", 16))[0], ManifestInvalid),  # type: ignore[arg-type]
-    "one": (seal(Spread("xxh3-128", 1))[0], ManifestInvalid),
-    "many": (seal(Spread("xxh3-128", 257))[0], ManifestInvalid),
+    "one": (seal(Spread("xxh3-128+rank", 1))[0], ManifestInvalid),
+    "many": (seal(Spread("xxh3-128+rank", 257))[0], ManifestInvalid),
     "long": (b" " * ((1 << 20) + 1), HoldfastError),
 }
 

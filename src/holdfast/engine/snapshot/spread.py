@@ -66,7 +66,7 @@ def create_spread(store: SpreadStore, prefixes: int, has_versions: Callable[[], 
         if has_versions():
             raise _other_spread_error(store.url, prefixes, "versions that are not spread")
         with suppress(AlreadyExists):
-            store.put_if_absent(names.SPREAD, encode_spread(Spread("xxh3-128", prefixes)))
+            store.put_if_absent(names.SPREAD, encode_spread(Spread("xxh3-128+rank", prefixes)))
         found = store.look_again()  # another process may have been faster
     if found is None or found.prefixes != prefixes:
         number = "none" if found is None else found.prefixes
