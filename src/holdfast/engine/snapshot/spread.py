@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from holdfast.deadline import Deadline
 from holdfast.errors import AlreadyExists, Denied, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.records import MAX_PREFIXES, MAX_RECORD, Spread, decode_spread, encode_spread
 from holdfast.storage import store as base_store
 from holdfast.storage.checks import is_partial
-from holdfast.storage.deadline import Deadline
 from holdfast.storage.store import Entry, Stat, Store, Traits, Upload
 from holdfast.text import to_repr
 
