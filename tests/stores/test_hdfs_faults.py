@@ -9,6 +9,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import hdfs_native
 import numpy as np
 import pytest
 
@@ -284,6 +285,43 @@ def test_an_unclosed_file_is_not_taken_for_a_whole_one(run_url, faults):
         holdfast.Run(store).latest()
 
 
+def flip_in_transit(monkeypatch, content, count):
+    """Invert a bit of the next ``count`` answers of hdfs-native that contain ``content``."""
+    read, left = hdfs_native.FileReader.read_range, [count]
+
+    def flipped(reader, offset, length):
+        data = bytearray(read(reader, offset, length))
+        at = data.find(content)
+        if at >= 0 and left[0]:
+            left[0] -= 1
+            data[at] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr(hdfs_native.FileReader, "read_range", flipped)
+    return left
+
+
+def test_a_flipped_bit_is_never_loaded(run_url, monkeypatch):
+    store = holdfast.open_store(run_url)
+    for step in (1, 2):
+        state = {"w": np.frombuffer(b"shard %d " % step * 1000, np.uint8), "n": f"manifest {step}"}
+        holdfast.save(store.at(f"version_{step}"), state, step=step)
+    left = flip_in_transit(monkeypatch, b"manifest 2", 1)
+    with pytest.raises(holdfast.errors.FormatError, match=r"manifest\.json"):
+        holdfast.load(store.at("version_2"))
+    assert left == [0]
+    left = flip_in_transit(monkeypatch, b"shard 2", 1)
+    assert holdfast.load(store.at("version_2"))["n"] == "manifest 2"  # it was read once more
+    assert left == [0]
+    flip_in_transit(monkeypatch, b"shard 2", 1 << 30)
+    with pytest.raises(holdfast.errors.DigestMismatch):
+        holdfast.load(store.at("version_2"))
+    state = {"w": np.zeros(8000, np.uint8), "n": ""}
+    with pytest.warns(match="version_2"):
+        assert holdfast.Checkpointer(store, state).resume().step == 1
+    assert state["n"] == "manifest 1"
+
+
 @pytest.fixture(scope="module")
 def cluster(request):
     """An HDFS with three DataNodes, and two copies of each block."""
@@ -305,6 +343,24 @@ def test_a_datanode_is_killed_during_a_write(cluster):
         upload.commit()
     assert store.get("v/a", len(data)) == data
     cluster.resume("datanode2")
+
+
+def test_a_bit_that_flips_on_one_disk(cluster):
+    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=20)
+    content = uuid.uuid4().hex.encode()
+    store.put_if_absent("a", content)
+    blocks = [
+        file
+        for file in cluster.folder.glob("datanode*/**/blk_*")
+        if file.suffix != ".meta" and file.read_bytes() == content
+    ]
+    assert len(blocks) == 2
+    blocks[0].write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    for _ in range(6):  # from any of the two
+        assert store.get("a", 99) == content
+    blocks[1].write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(StoreError):
+        holdfast.open_store(store.url, timeout=1).get("a", 99)
 
 
 def test_all_daemons_are_killed_during_a_save_and_come_back(cluster, monkeypatch):
