@@ -329,20 +329,32 @@ def cluster(request):
         yield server
 
 
+def writing_datanode(cluster):
+    """Return the name of a DataNode that writes the newest block."""
+
+    def files():
+        found = (f for f in cluster.folder.glob("datanode*/**/rbw/blk_*") if f.suffix != ".meta")
+        return sorted(found, key=lambda file: int(file.name.removeprefix("blk_")))
+
+    cluster.wait_until(lambda: len(files()) > 0)
+    return files()[-1].relative_to(cluster.folder).parts[0]
+
+
 def test_a_datanode_is_killed_during_a_write(cluster):
     store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", block_size=8 * MIB)
     data = memoryview(np.random.default_rng(1).bytes(40 * MIB))
+    victims = []
     with store.put("v/a", len(data)) as upload:
         for at in range(0, len(data), MIB):
             upload.write_at(at, data[at : at + MIB])
-            if at == 3 * MIB:
-                cluster.kill("datanode1")
-            if at == 20 * MIB:
-                cluster.resume("datanode1")
-                cluster.kill("datanode2")
+            if at in (3 * MIB, 20 * MIB):
+                if victims:
+                    cluster.resume(victims[0])
+                victims.append(writing_datanode(cluster))
+                cluster.kill(victims[-1])
         upload.commit()
     assert store.get("v/a", len(data)) == data
-    cluster.resume("datanode2")
+    cluster.resume(victims[1])
 
 
 def test_a_bit_that_flips_on_one_disk(cluster):
