@@ -18,32 +18,27 @@ deletions and aborts are free."""
 
 _FREE = ("DeleteObject", "AbortMultipartUpload")
 _READS = ("GetObject", "HeadObject")
-_BUCKET = "holdfast-bench"
+BUCKET = "holdfast-bench"
 
 
 @contextmanager
-def _ceph() -> Iterator[Connection]:
+def ceph_connection() -> Iterator[Connection]:
     """Start Ceph, and yield how to connect to it. Raises ``Missing`` if it is not installed."""
     import boto3
-    from tests.stores.servers import Ceph, server_folder
+    from tests.stores.servers import Ceph, running
 
-    with server_folder("ceph") as folder:
-        server = Ceph(folder)
-        try:
-            connection = _connection(server.endpoint, server.key, server.secret)
-            boto3.client(
-                "s3",
-                endpoint_url=server.endpoint,
-                aws_access_key_id=server.key,
-                aws_secret_access_key=server.secret,
-                region_name="us-east-1",
-            ).create_bucket(Bucket=_BUCKET)
-            yield connection
-        finally:
-            server.stop()
+    with running(Ceph) as server:
+        boto3.client(
+            "s3",
+            endpoint_url=server.endpoint,
+            aws_access_key_id=server.key,
+            aws_secret_access_key=server.secret,
+            region_name="us-east-1",
+        ).create_bucket(Bucket=BUCKET)
+        yield make_connection(server.endpoint, server.key, server.secret)
 
 
-def _connection(endpoint: str, key: str = "bench", secret: str = "bench") -> Connection:
+def make_connection(endpoint: str, key: str = "bench", secret: str = "bench") -> Connection:
     return {
         "endpoint": endpoint,
         "access_key_id": key,
@@ -98,7 +93,7 @@ _METHOD = (
 
 def _transfers_on_sink(options: Options, endpoint: str) -> Section:
     size, rounds = options.medium, 1 if options.quick else 5
-    connection = _connection(endpoint)
+    connection = make_connection(endpoint)
     title = f"S3: the client's own cost, {size // _MIB} MiB"
     text = (
         "The server is a loopback server in another process. It discards the parts of uploads in"
@@ -155,11 +150,11 @@ def _transfers_on_ceph(options: Options) -> Section:
         f"{_METHOD}"
     )
     try:
-        with _ceph() as connection:
+        with ceph_connection() as connection:
             found = _call(
                 "measure_transfers",
                 connection=connection,
-                bucket=_BUCKET,
+                bucket=BUCKET,
                 size=size,
                 rounds=rounds,
                 load=True,
@@ -181,12 +176,12 @@ def _requests(options: Options, endpoint: str) -> Section:
         " 0.0004 USD per 1,000 reads; deletions are free. Storage and transfer are not included."
         " The first save of a process also checks the server. Retention deletes one version."
     )
-    connection = _connection(endpoint)
+    connection = make_connection(endpoint)
     try:
         found: dict[str, dict[str, int]] = fresh_process.call(
             "bench.s3_transfer:count_requests",
             connection=connection,
-            bucket=_BUCKET,
+            bucket=BUCKET,
             size=options.medium,
         )
     except fresh_process.MeasurementFailed as failure:
@@ -218,7 +213,7 @@ def _overlap(options: Options, endpoint: str) -> Section:
     )
     try:
         found = _call(
-            "measure_overlap", connection=_connection(endpoint), bucket="discard", size=size
+            "measure_overlap", connection=make_connection(endpoint), bucket="discard", size=size
         )
     except fresh_process.MeasurementFailed as failure:
         return Section(title, text, [], missing=[str(failure)])

@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -26,20 +27,39 @@ Views = list[memoryview]
 
 
 class Objects:
-    """The objects by ``/bucket/key``, and the parts of unfinished uploads by id."""
+    """The objects by ``/bucket/key``, and the parts of unfinished uploads by id.
 
-    def __init__(self) -> None:
+    ``rate``: the bytes per second that the server sends at most on all connections; 0: unlimited.
+    """
+
+    def __init__(self, rate: int = 0) -> None:
+        self.rate, self._sent_until, self._sending = rate, 0.0, threading.Lock()
         self.lock = threading.Lock()
         self.stored: dict[str, Views] = {}
         self.uploads: dict[str, tuple[str, dict[int, Views]]] = {}
         self.ids = itertools.count(1)
 
+    def wait_to_send(self, size: int) -> None:
+        """Wait until a network with the rate would have sent what was sent so far."""
+        if self.rate:
+            with self._sending:
+                now = time.monotonic()
+                self._sent_until = max(now, self._sent_until) + size / self.rate
+                delay = self._sent_until - now
+            time.sleep(delay)
+
 
 class Request:
     """One request, with its connection: ``method``, ``path``, ``query``, and ``headers``."""
 
-    def __init__(self, connection: socket.socket, head: bytes, rest: bytes) -> None:
-        self.connection, self._rest = connection, rest
+    def __init__(
+        self,
+        connection: socket.socket,
+        head: bytes,
+        rest: bytes,
+        wait_to_send: Callable[[int], None],
+    ) -> None:
+        self.connection, self._rest, self._wait_to_send = connection, rest, wait_to_send
         first, *lines = head.decode("latin1").split("\r\n")
         self.method, target, _ = first.split(" ")
         url = urlsplit(target)
@@ -82,7 +102,9 @@ class Request:
         self.connection.sendall("\r\n".join([*lines, "\r\n"]).encode())
         for view in views if self.method != "HEAD" else ():
             for at in range(0, len(view), _BLOCK):
-                self.connection.sendall(view[at : at + _BLOCK])
+                block = view[at : at + _BLOCK]
+                self._wait_to_send(len(block))
+                self.connection.sendall(block)
 
 
 def _tag(views: Views) -> str:
@@ -202,14 +224,17 @@ def _serve(objects: Objects, connection: socket.socket) -> None:
                 data += received
             head, _, rest = data.partition(b"\r\n\r\n")
             try:
-                _handle(objects, Request(connection, head, rest))
+                _handle(objects, Request(connection, head, rest, objects.wait_to_send))
             except OSError:
                 return
             data = b""
 
 
 def main() -> None:
-    objects, listener = Objects(), socket.create_server(("127.0.0.1", 0), backlog=256)
+    objects, listener = (
+        Objects(int(sys.argv[1])),
+        socket.create_server(("127.0.0.1", 0), backlog=256),
+    )
     print(listener.getsockname()[1], flush=True)
     while True:
         connection, _ = listener.accept()
@@ -217,9 +242,9 @@ def main() -> None:
 
 
 @contextmanager
-def running_sink() -> Iterator[str]:
-    """Start the server in a process of its own, and yield its URL."""
-    command = [sys.executable, "-m", "bench.s3_sink"]
+def running_sink(rate: int = 0) -> Iterator[str]:
+    """Start the server in a process of its own, and yield its URL. ``rate``: see ``Objects``."""
+    command = [sys.executable, "-m", "bench.s3_sink", str(rate)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None  # noqa: S101  (for the type checker)

@@ -6,7 +6,7 @@ import resource
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -32,51 +32,46 @@ _WAYS = {"shared": None, "independent": "alone"}
 Samples = dict[str, list[float]]
 
 
-def measure(rank: int, port: int, place: dict[str, Any], layout: str, size: int, rounds: int,
-            first: str = "shared") -> Samples:  # fmt: skip
-    """Return the seconds, CPU seconds, bytes and requests of each load, as one of the ranks.
-
-    ``place``: the arguments of ``holdfast.open_store``. "peak": the memory beyond the state of
-    the load that is first, in bytes. Runs in a child process.
-    """
+def measure(rank: int, port: int, place: dict[str, Any], size: int, rounds: int,
+            ) -> dict[str, Samples]:  # fmt: skip
+    """Return the seconds, CPU seconds, bytes and requests of each load by layout, as one of the
+    ranks. ``place``: the arguments of ``holdfast.open_store``. Runs in a child process."""
     import torch
     import torch.distributed as dist
 
     import holdfast
-    from bench.resource_usage import PeakMemory
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kv = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=kv, rank=rank, world_size=RANKS)
-    tiny, store = (holdfast.open_store(**{**place, "url": f"{place['url']}/{n}"}) for n in "ab")
-    read_bytes = _count_bytes(type(store))
+    tiny = holdfast.open_store(**{**place, "url": f"{place['url']}/tiny"})
+    read_bytes = _count_bytes(type(tiny))
     holdfast.save(tiny, states.small_state(2))
     holdfast.load(tiny, into=states.small_state(2))
-    holdfast.save(store, _make_state(layout, size, rank, saved=True))
-    state = _make_state(layout, size, rank, saved=False)
-    found: Samples = {}
-    order = sorted(_WAYS, key=lambda way: way != first)
-    for number in range(rounds):
-        for way in order if number % 2 == 0 else order[::-1]:
-            for value in state.values():
-                value.tensor.fill_(-1.0)
-            if rank == 0 and "://" not in place["url"]:
-                disk.drop_page_cache(Path(place["url"]))
-            dist.barrier()
-            requests, nbytes, cpu = _requests(store), sum(read_bytes), _cpu_seconds()
-            start = time.perf_counter()
-            with PeakMemory() as memory:
+    found: dict[str, Samples] = {}
+    for n, layout in enumerate(LAYOUTS):
+        store = holdfast.open_store(**{**place, "url": f"{place['url']}/{n}"})
+        holdfast.save(store, _make_state(layout, size, rank, saved=True))
+        state = _make_state(layout, size, rank, saved=False)
+        samples = found[layout] = {}
+        for number in range(rounds):
+            for way in list(_WAYS)[:: 1 if number % 2 == 0 else -1]:
+                for value in state.values():
+                    value.tensor.fill_(-1.0)
+                if rank == 0 and "://" not in place["url"]:
+                    disk.drop_page_cache(Path(place["url"]))
+                dist.barrier()
+                requests, nbytes, cpu = _requests(store), sum(read_bytes), _cpu_seconds()
+                start = time.perf_counter()
                 holdfast.load(store, into=state, group=_WAYS[way])
                 dist.barrier()
-                taken = {"s": time.perf_counter() - start}
-                found.setdefault("peak", [float(memory.peak_bytes())])
-            taken["cpu"] = _cpu_seconds() - cpu
-            taken["bytes"] = float(sum(read_bytes) - nbytes)
-            taken["requests"] = float(_requests(store) - requests)
-            for name, value in taken.items():
-                found.setdefault(f"{way} {name}", []).append(value)
-            _check(state, layout, rank, size)
+                taken = {"s": time.perf_counter() - start, "cpu": _cpu_seconds() - cpu}
+                taken["bytes"] = float(sum(read_bytes) - nbytes)
+                taken["requests"] = float(_requests(store) - requests)
+                for name, figure in taken.items():
+                    samples.setdefault(f"{way} {name}", []).append(figure)
+                _check(state, layout, rank)
     dist.destroy_process_group()
     return found
 
@@ -127,7 +122,7 @@ def _make_state(layout: str, size: int, rank: int, *, saved: bool) -> dict[str, 
     }
 
 
-def _check(state: dict[str, Any], layout: str, rank: int, size: int) -> None:
+def _check(state: dict[str, Any], layout: str, rank: int) -> None:
     import torch
 
     base = states.base_tensor().reshape(_SHAPE)[_place(layout, rank, saved=False)]
@@ -136,10 +131,9 @@ def _check(state: dict[str, Any], layout: str, rank: int, size: int) -> None:
             raise ValueError("a tensor has wrong values")
 
 
-def measure_ranks(place: dict[str, Any], layout: str, size: int, rounds: int,
-                  first: str = "shared") -> Samples:  # fmt: skip
-    """Run ``measure`` in a process for each rank, and combine their results: the seconds are those
-    of rank 0, the peak is the largest, and all else is the sum. Raises ``MeasurementFailed``."""
+def _measure_ranks(place: dict[str, Any], size: int, rounds: int) -> dict[str, Samples]:
+    """Run ``measure`` in a process for each rank. Return the seconds of rank 0, and the sums of all
+    else. Raises ``MeasurementFailed``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -147,20 +141,19 @@ def measure_ranks(place: dict[str, Any], layout: str, size: int, rounds: int,
         running = [
             team.submit(
                 fresh_process.call, "bench.shared_reads:measure", 400, rank=rank, port=port,
-                place=place, layout=layout, size=size, rounds=rounds, first=first,
+                place=place, size=size, rounds=rounds,
             )
             for rank in range(RANKS)
         ]  # fmt: skip
-        results: list[Samples] = [each.result() for each in running]
-    combined: Samples = {}
-    for name in results[0]:
-        of_ranks = zip(*(result[name] for result in results), strict=True)
-        pick: Callable[[tuple[float, ...]], float] = sum
-        if name == "peak":
-            pick = max
-        elif name.endswith(" s"):
-            pick = lambda values: values[0]  # noqa: E731
-        combined[name] = [pick(values) for values in of_ranks]
+        results: list[dict[str, Samples]] = [each.result() for each in running]
+    combined: dict[str, Samples] = {}
+    for layout, first in results[0].items():
+        combined[layout] = {
+            name: values
+            if name.endswith(" s")
+            else [sum(each) for each in zip(*(r[layout][name] for r in results), strict=True)]
+            for name, values in first.items()
+        }
     return combined
 
 
@@ -174,20 +167,6 @@ def _sink(rate: int) -> Iterator[dict[str, Any]]:
 def _ceph() -> Iterator[dict[str, Any]]:
     with ceph_connection() as connection:
         yield {"url": f"s3://{BUCKET}", **connection}
-
-
-def _measure_store(opened: AbstractContextManager[dict[str, Any]], size: int, rounds: int,
-                   missing: list[str]) -> dict[str, Samples]:  # fmt: skip
-    """Return the results by layout, and add what failed to ``missing``."""
-    found = {}
-    with opened as place:
-        for n, layout in enumerate(LAYOUTS):
-            own = {**place, "url": f"{place['url']}/{n}"}
-            try:
-                found[layout] = measure_ranks(own, layout, size, rounds)
-            except fresh_process.MeasurementFailed as failure:
-                missing.append(f"{layout}: {failure}")
-    return found
 
 
 def _section(title: str, found: dict[str, Samples], missing: list[str], text: str) -> Section:
@@ -219,11 +198,13 @@ def sections(options: Options) -> list[Section]:
     }
     made = []
     for name, opened in stores.items():
-        missing: list[str] = []
+        found: dict[str, Samples] = {}
+        missing = []
         try:
-            found = _measure_store(opened, size, rounds, missing)
+            with opened as place:
+                found = _measure_ranks(place, size, rounds)
         except Exception as failure:  # noqa: BLE001  (reported: Ceph is not installed, or failed)
-            found, missing = {}, [f"{type(failure).__name__}: {failure}"]
+            missing.append(f"{type(failure).__name__}: {failure}")
         title = f"Reads of {RANKS} ranks from {name}, {size // states.MIB} MiB"
         made.append(_section(title, found, missing, _TEXT if not made else ""))
     disk.remove(Path(local["url"]))
