@@ -74,7 +74,7 @@ class Lifecycle:
 
     def check_exclusive(self, frame: FrameType) -> None:
         """Raise ``HoldfastError`` unless ``frame`` is the running call."""
-        for other, name in list(self.calls.items()):
+        for other, name in self.calls.copy().items():  # a list of items could see a change
             if other is frame:
                 return
             if not self.is_forked and is_running(other):
