@@ -27,8 +27,11 @@ from holdfast.errors import RankFailed
 T = TypeVar("T")
 
 LATE_SECONDS = 2 * CLEANUP_SECONDS
-"""Seconds after the deadline of an operation from which on no rank waits for another one. Before, a
-rank that has failed removes its leftovers and reports its error."""
+"""Seconds after the deadline of an operation from which on rank 0 waits for no other rank.
+
+Before, a rank that has failed removes its leftovers and reports its error. The other ranks wait for
+rank 0 for ``CLEANUP_SECONDS`` longer, so that they learn which rank is late.
+"""
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _decoders_lock = Lock()
@@ -273,7 +276,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def _exceeded(self, waited: float) -> str:
         """Return the limit that a wait of so many seconds exceeds, or an empty string."""
         deadline = self._deadline
-        if deadline is not None and deadline.clock() >= deadline.at + LATE_SECONDS:
+        late = LATE_SECONDS + (CLEANUP_SECONDS if self.rank else 0)
+        if deadline is not None and deadline.clock() >= deadline.at + late:
             return f"it to arrive in the time for {deadline.purpose}"
         if self._timeout is not None and waited >= self._timeout:
             return f"it to arrive within {self._timeout:g} s"
