@@ -341,20 +341,24 @@ def writing_datanode(cluster):
 
 
 def test_a_datanode_is_killed_during_a_write(cluster):
-    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", block_size=8 * MIB)
+    # of two copies of a block, one may be on the first victim and the other on the second
+    options = {"block_size": 8 * MIB, "replication": 3}
+    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", **options)
     data = memoryview(np.random.default_rng(1).bytes(40 * MIB))
     victims = []
-    with store.put("v/a", len(data)) as upload:
-        for at in range(0, len(data), MIB):
-            upload.write_at(at, data[at : at + MIB])
-            if at in (3 * MIB, 20 * MIB):
-                if victims:
-                    cluster.resume(victims[0])
-                victims.append(writing_datanode(cluster))
-                cluster.kill(victims[-1])
-        upload.commit()
-    assert store.get("v/a", len(data)) == data
-    cluster.resume(victims[1])
+    try:
+        with store.put("v/a", len(data)) as upload:
+            for at in range(0, len(data), MIB):
+                upload.write_at(at, data[at : at + MIB])
+                if at in (3 * MIB, 20 * MIB):
+                    if victims:
+                        cluster.resume(victims[0])
+                    victims.append(writing_datanode(cluster))
+                    cluster.kill(victims[-1])
+            upload.commit()
+        assert store.get("v/a", len(data)) == data
+    finally:
+        cluster.resume()
 
 
 def test_a_bit_that_flips_on_one_disk(cluster):

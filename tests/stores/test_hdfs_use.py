@@ -39,11 +39,11 @@ def test_a_training_that_was_replaced_notices_it_at_once(run_url):
     """The records of two trainings have the same length."""
     first, second = WriterLock(holdfast.open_store(run_url)), WriterLock(other_process(run_url))
     first.acquire()
-    first.check()
+    first.check(first._store)
     second._store.delete("writer.json")  # as if the two were on different machines
     second.acquire()
     with pytest.raises(holdfast.errors.HoldfastError, match="taken this run over"):
-        first.check()
+        first.check(first._store)
 
 
 def state_of(step):
