@@ -63,6 +63,15 @@ def train(url: str, cycle: int) -> None:
             ckpt.step()
 
 
+def count_descriptors(at_most: int) -> int:
+    """Return how many are open. PyTorch closes some of its own a little later, so wait for it for a
+    second if there are more than expected."""
+    until = time.monotonic() + 1
+    while (found := len(os.listdir("/proc/self/fd"))) > at_most > 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
+
+
 def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, folder: Path) -> None:
     """Use Holdfast in several initializations. A second store keeps the ranks together between
     these, because PyTorch's own could connect to the store that is about to end."""
@@ -86,7 +95,7 @@ def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, fold
         threads = [thread.name for thread in threading.enumerate() if "holdfast" in thread.name]
         assert not threads, threads
         seconds.append(time.monotonic() - began)
-        fds.append(len(os.listdir("/proc/self/fd")))
+        fds.append(count_descriptors(at_most=min(fds[1:], default=0)))
         outer.add(f"{cycle}", 1)
         while outer.add(f"{cycle}", 0) < size:
             time.sleep(0.005)
@@ -107,7 +116,7 @@ def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, fold
 def test_each_initialization_on_the_same_port_saves(tmp_path: Path, size: int, use: Any) -> None:
     run_rank = partial(run_cycles, use, free_port(), size)
     for result in run_ranks(run_rank, tmp_path, (0,) * size, timeout=60):
-        assert result["fds"][1] == result["fds"][-1], "a socket is left"
+        assert result["fds"][-1] <= min(result["fds"][1:]), f"a socket is left: {result['fds']}"
         assert max(result["seconds"][1:]) < 12, "a wait has run into its limit"
     if use is not train:
         for cycle in range(CYCLES):
