@@ -86,7 +86,8 @@ def _rows(found: dict[str, list[float]], size: int) -> list[list[str]]:
 _COLUMNS = ["", "GiB/s", "range", "client CPU s/GiB", "range"]
 _METHOD = (
     " boto3 alone moves the same bytes with 8 threads and parts of 16 MiB, from and to the memory"
-    " of the state, and computes one XXH3-128 pass over them. The two take turns in one process."
+    " of the state, computes one XXH3-128 pass over them, and sends the CRC-32C of each part."
+    " The two take turns in one process."
     " The CPU time is that of the client's process."
 )
 
@@ -97,8 +98,8 @@ def _transfers_on_sink(options: Options, endpoint: str) -> Section:
     title = f"S3: the client's own cost, {size // _MIB} MiB"
     text = (
         "The server is a loopback server in another process. It discards the parts of uploads in"
-        " the kernel, and returns them from memory for downloads. It accepts CRC-32C, which"
-        f" Holdfast computes in addition, as on AWS.{_METHOD}"
+        " the kernel, and returns them from memory for downloads. It accepts CRC-32C, as AWS does."
+        f"{_METHOD}"
     )
     found: dict[str, list[float]] = {}
     missing = []
@@ -171,7 +172,7 @@ def _transfers_on_ceph(options: Options) -> Section:
 def _requests(options: Options, endpoint: str) -> Section:
     title = f"S3: requests and their price, {options.medium // _MIB} MiB"
     text = (
-        "Requests of a run with one rank, in parts of 16 MiB, by store.statistics(). AWS S3"
+        "Requests of a run with one rank, by store.statistics(). AWS S3"
         " Standard, us-east-1 list price of November 2026: 0.005 USD per 1,000 writes and lists,"
         " 0.0004 USD per 1,000 reads; deletions are free. Storage and transfer are not included."
         " The first save of a process also checks the server. Retention deletes one version."

@@ -1,7 +1,9 @@
 """Save and load with Holdfast, and move the same bytes with boto3 alone. Runs in a child process.
 
-What boto3 does here is the least that a program with digests must do: 8 threads, parts of 16 MiB
-from and to the memory of the state, and one XXH3-128 pass over the bytes.
+What boto3 does here is the least that a careful program with digests must do: 8 threads, parts of
+16 MiB from and to the memory of the state, one XXH3-128 pass over the bytes, and a checksum that
+the server checks. boto3 sends one by default. This one is CRC-32C by awscrt, which takes a tenth of
+the time of the default.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import os
 import resource
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
+from awscrt.checksums import crc32c
 from xxhash import xxh3_128_hexdigest
 
 PART = 16 << 20
@@ -45,7 +49,7 @@ class _Body:
 
 
 class BareClient:
-    """boto3 with threads, without signatures and checksums of the payload."""
+    """boto3 with threads, without signatures of the payload, and with the cheapest checksum."""
 
     def __init__(self, connection: Connection, bucket: str) -> None:
         import boto3
@@ -69,15 +73,20 @@ class BareClient:
     def upload(self, key: str, data: memoryview) -> list[str]:
         """Upload in parts, and return the digests of the parts."""
         place = {"Bucket": self._bucket, "Key": key}
-        upload_id = self.client.create_multipart_upload(**place)["UploadId"]
+        upload_id = self.client.create_multipart_upload(**place, ChecksumAlgorithm="CRC32C")[
+            "UploadId"
+        ]
 
         def send(at: int) -> tuple[dict[str, Any], str]:
             view, number = data[at : at + PART], at // PART + 1
             found = xxh3_128_hexdigest(view)
+            checksum = {"ChecksumCRC32C": b64encode(crc32c(view).to_bytes(4, "big")).decode()}
             reply = self.client.upload_part(
-                **place, UploadId=upload_id, PartNumber=number, Body=_Body(view)
+                **place, UploadId=upload_id, PartNumber=number, Body=_Body(view), **checksum
             )
-            return {"PartNumber": number, "ETag": reply["ETag"]}, found
+            if reply.get("ChecksumCRC32C") is None:  # Ceph 16 ignores it
+                checksum = {}
+            return {"PartNumber": number, "ETag": reply["ETag"], **checksum}, found
 
         with ThreadPoolExecutor(THREADS) as threads:
             parts = [*threads.map(send, range(0, len(data), PART))]

@@ -110,8 +110,8 @@ class FailingStore(RequestStore):
         super().__init__()
         self._objects, self.fail = inner._objects, fail
 
-    def get_range(self, key, offset, length, *views):
-        super().get_range(key, offset, length, *views)
+    def read(self, key, offset, view):
+        super().read(key, offset, view)
         if len(self.reads) == 2:
             self.fail()
 

@@ -10,6 +10,11 @@ from holdfast.engine.snapshot.location import locate
 from holdfast.errors import StoreError
 from holdfast.storage.s3.endpoint import S3Options
 from holdfast.storage.s3.failures import require_field
+from holdfast.storage.s3.pace import MEASURED, STEPS
+from holdfast.storage.s3.store import S3Store
+from holdfast.storage.s3.upload import S3Upload
+from holdfast.storage.store import part_length
+from holdfast.types import MIB
 
 
 @pytest.mark.parametrize(
@@ -135,3 +140,55 @@ def call(store, request, client):
         return request(client)
     except ClientError as e:
         raise store.translate(e, "delete", "a") from e
+
+
+def endpoint_at(step, name):
+    """Return a store whose endpoint has found that ``STEPS[step]`` is best."""
+    store = S3Store("bucket", "", S3Options(region=f"{name}-{step}"))
+    for size in [size for _, size in STEPS][:step]:
+        store.endpoint.pace.note(size, MEASURED, 1)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("mib", "step", "part", "parts"),
+    [
+        (6, 2, 8, 1),
+        (20, 2, 12, 2),
+        (20, 0, 8, 3),
+        (30, 2, 16, 2),
+        (1000, 2, 28, 36),
+        (1000, 1, 16, 63),
+        (1000, 0, 8, 125),
+        (10**6, 2, 104, 9616),
+    ],
+)
+def test_parts_adapt_to_the_length_of_the_object(mib, step, part, parts):
+    store = endpoint_at(step, f"length-{mib}")
+    found = part_length(store.traits, mib * MIB)
+    assert (found, -(-mib * MIB // found)) == (part * MIB, parts)
+    shown = store.statistics()
+    assert (shown.connections, shown.part_size) == STEPS[step]
+    assert (store.traits.connections, store.traits.max_part) == STEPS[step]
+
+
+def test_a_setting_fixes_parts_and_concurrency():
+    store = S3Store("bucket", "", S3Options(part_size=40 * MIB, concurrency=5))
+    for seconds in (0.1, 100):
+        store.endpoint.pace.note(8 * MIB, MEASURED, seconds)
+        assert {part_length(store.traits, n) for n in (1, 10**9, 10**11)} == {40 * MIB}
+        assert store.traits.connections == 5
+    assert S3Store("bucket", "", S3Options(part_size=40 * MIB)).traits.connections == 2
+    assert S3Store("bucket", "", S3Options(part_size=8 * MIB)).traits.connections == 7
+
+
+@pytest.mark.parametrize(("options", "part"), [({}, 16 * MIB), ({"part_size": 9 * MIB}, 12 * MIB)])
+def test_parts_that_are_collected_do_not_grow(monkeypatch, options, part):
+    """A copy or an export has them in memory once per thread, whatever ``connections`` says."""
+    store = S3Store("bucket", "", S3Options(region="test-collected", **options))
+    monkeypatch.setattr(S3Upload, "_create", lambda self: "id")
+    monkeypatch.setattr(S3Upload, "abort", lambda self: None)
+    for size in (8 * MIB, 16 * MIB, 28 * MIB):
+        store.endpoint.pace.note(size, MEASURED, 1)
+        assert store.put("a", 10**9)._part == part
+        assert store.put("a", 10**9, 100)._part == part_length(store.traits, 10**9)

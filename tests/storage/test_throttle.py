@@ -95,6 +95,14 @@ def test_all_requests_wait_while_one_was_told_to(clock):
     assert 5.0 <= clock.now - began < 5.1
 
 
+def test_a_call_without_an_operation_counts_what_it_sends(clock):
+    throttle = clock.throttle(concurrency=2)
+    throttle.call("", NO_DEADLINE, Failing())
+    assert throttle.statistics().requests == {}
+    throttle.call("", NO_DEADLINE, lambda: throttle.count("Get"))
+    assert throttle.statistics().requests == {"Get": 1}
+
+
 def test_the_limit_halves_and_recovers_slowly(clock):
     throttle = clock.throttle(concurrency=32)
     limits = []

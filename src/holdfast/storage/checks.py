@@ -81,15 +81,16 @@ def make_options(
     """Return the options of a store on a server as an object of a dataclass.
 
     ``kind``: "an S3 store", for the message. Raises ``StoreError`` for an unknown name and for a
-    value that ``rules`` do not allow.
+    value that ``rules`` do not allow, which come before those of all stores.
     """
     known = [field.name for field in fields(cast(Any, options_class))]
     for name in options:
         if name not in known:
             raise StoreError(f"Unknown option {name!r} of {kind}", expected=" or ".join(known))
     result = options_class(**options)
-    for rule in (CONCURRENCY, TIMEOUT, *rules):
-        check_option(rule, getattr(result, rule[0]))
+    by_name = {rule[0]: rule for rule in (CONCURRENCY, TIMEOUT, *rules)}
+    for name, rule in by_name.items():
+        check_option(rule, getattr(result, name))
     return result
 
 
@@ -113,14 +114,6 @@ def check_range(key: str, store: str, offset: int, length: int, capacity: int) -
             store=store,
             offset=offset,
         )
-
-
-def take_views(views: Iterable[memoryview], start: int, stop: int) -> Iterator[memoryview]:
-    """Yield the parts of views that hold bytes ``start`` to ``stop`` of what they hold together."""
-    for view in views:
-        if part := view[max(0, start) : max(0, stop)]:
-            yield part
-        start, stop = start - len(view), stop - len(view)
 
 
 def short_read_error(key: str, store: str, offset: int, length: int, found: int) -> StoreError:

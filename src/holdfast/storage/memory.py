@@ -15,7 +15,6 @@ from holdfast.storage.checks import (
     check_range,
     exists_error,
     short_read_error,
-    take_views,
     too_long_error,
 )
 from holdfast.storage.store import Entry, Stat, Traits, Upload, check_key
@@ -62,18 +61,13 @@ class MemoryStore:
             raise too_long_error(key, self.url, limit, len(data))
         return data
 
-    def get_range(
-        self, key: str, offset: int, length: int, into: memoryview, *more: memoryview
-    ) -> None:
-        views = [*map(as_byte_view, (into, *more))]
-        check_range(key, self.url, offset, length, sum(map(len, views)))
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        view = as_byte_view(into)
+        check_range(key, self.url, offset, length, len(view))
         data = self._find(key)[0][offset : offset + length]
         if len(data) < length:
             raise short_read_error(key, self.url, offset, length, len(data))
-        done = 0
-        for view in take_views(views, 0, length):
-            view[:] = data[done : done + len(view)]
-            done += len(view)
+        view[:length] = data
 
     def stat(self, key: str) -> Stat:
         data, modified = self._find(key)

@@ -28,10 +28,12 @@ class Traits:
 
     ``alignment``: reads and writes are fastest at offsets that are multiples of it, in bytes.
     ``durable``: the objects survive a crash of the machine, not only the end of the process.
-    ``part_size``: the bytes from which on the fixed cost of a request does not matter. The store
-    sends an upload in parts of at least so many bytes, and a ``write_at`` of one whole part needs
-    no copy (see ``part_length``); ``get_range`` reads so many into several views. 0: reads and
-    writes of any size are equal. ``ordered``: the store only appends. A ``write_at`` behind what
+    ``part_size``: the store sends an upload in parts of at least so many bytes, and a ``write_at``
+    of one whole part needs no copy (see ``part_length``). 0: writes of any size are equal.
+    ``max_part``: parts of a long object grow up to so many bytes. ``connections``: the largest
+    number of threads of a save; with that of the parts, it bounds what is in memory. 0: no limit.
+    ``read_size``: the largest range to read with one request. A store with it has the method
+    ``open_range``. ``ordered``: the store only appends. A ``write_at`` behind what
     was written before it needs no copy; other bytes wait in memory or in a temporary file (see
     ``SequentialUpload``), so a save writes with one thread. ``atomic``: of any number of concurrent
     calls of ``put_if_absent``, at most one creates the object; without it, two trainings can both
@@ -44,6 +46,9 @@ class Traits:
     alignment: int
     durable: bool
     part_size: int = 0
+    max_part: int = 0
+    connections: int = 0
+    read_size: int = 0
     ordered: bool = False
     atomic: bool = True
     retry_after: bool = False
@@ -110,6 +115,22 @@ class Upload(Protocol):
         self.abort()
 
 
+class RangeReader(Protocol):
+    """A range of an object, which is read from its first byte to its last. It is a context manager,
+    and only one thread uses it."""
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view`` with the next bytes.
+
+        Raises ``StoreError`` if the range or the object has fewer; a short read never succeeds.
+        """
+        ...
+
+    def __enter__(self) -> RangeReader: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
 class Store(Protocol):
     """A place that holds bytes under keys."""
 
@@ -149,15 +170,11 @@ class Store(Protocol):
         """
         ...
 
-    def get_range(
-        self, key: str, offset: int, length: int, into: memoryview, *more: memoryview
-    ) -> None:
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
         """Read exactly ``length`` bytes from ``offset`` into the beginning of ``into``.
 
-        With ``more`` views, which only a store with a ``part_size`` gets, the bytes that do not fit
-        into one view go on in the next. The views may be longer in total; their content after the
-        first ``length`` bytes is then undefined. Raises ``StoreError`` if the object has fewer
-        bytes; a short read never succeeds.
+        If ``into`` is longer, its content after the first ``length`` bytes is then undefined.
+        Raises ``StoreError`` if the object has fewer bytes; a short read never succeeds.
         """
         ...
 
@@ -171,7 +188,8 @@ class Store(Protocol):
         Unfinished uploads are not included. If the folder does not exist, nothing is yielded.
 
         A store may also have ``list_level(folder, prefix)`` and ``within(deadline)``: see the
-        functions of these names.
+        functions of these names. With a ``read_size`` in its traits, it has ``open_range(key,
+        offset, length)``, which returns a ``RangeReader``.
         """
         ...
 
@@ -225,8 +243,10 @@ def part_length(traits: Traits, length: int) -> int:
     """Return the length of the parts in which a store uploads an object of ``length`` bytes.
 
     It is a multiple of ``BLOCK_SIZE``, at least ``part_size``, and such that ``MAX_PARTS`` suffice.
+    Up to ``max_part``, it is so large that each of the ``connections`` gets one part.
     """
-    least = max(traits.part_size, -(-length // (MAX_PARTS - 1)))
+    wanted = min(traits.max_part, length // max(1, traits.connections))
+    least = max(traits.part_size, wanted, -(-length // (MAX_PARTS - 1)))
     return -(-least // BLOCK_SIZE) * BLOCK_SIZE
 
 

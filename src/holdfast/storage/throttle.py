@@ -47,7 +47,9 @@ class Statistics:
     ``requests``: the number of requests by operation, also of those that failed; ``retries``: the
     repeated ones; ``throttled``: the refusals for their rate; ``waited_seconds``: the sum of the
     pauses of all threads; ``running``: the requests in progress; ``concurrency``: the largest
-    number that may be in progress now.
+    number that may be in progress now. For a store that adapts them, ``part_size`` is the largest
+    length of the parts of the next upload, in bytes, and ``connections`` the number of parts that a
+    save sends at once.
     """
 
     requests: dict[str, int]
@@ -56,6 +58,8 @@ class Statistics:
     waited_seconds: float
     running: int
     concurrency: int
+    part_size: int = 0
+    connections: int = 0
 
 
 def store_statistics(store: object) -> dict[str, float]:
@@ -107,7 +111,8 @@ class Throttle:
         )
 
     def call(self, operation: str, deadline: Deadline, request: Callable[[], T]) -> T:
-        """Return what ``request`` returns. While it raises ``Unavailable``, repeat it.
+        """Return what ``request`` returns. While it raises ``Unavailable``, repeat it. If
+        ``operation`` is empty, ``request`` counts itself (see ``count``).
 
         Fields of the error: ``throttled``, if the server refused the request for its rate;
         ``retry_after``, the pause that the server asked for, in seconds; ``outcome``, "unknown" if
@@ -155,9 +160,18 @@ class Throttle:
             may_start = len(self._running) < self._limit and self._clock() >= self._resume_at
             if may_start or not deadline.seconds_left:
                 self._running.add(token)
-                self._requests[operation] = self._requests.get(operation, 0) + 1
+                self._count(operation)
                 return True
         return False
+
+    def count(self, operation: str) -> None:
+        """Count a request that a call without an ``operation`` sends."""
+        with self._lock:
+            self._count(operation)
+
+    def _count(self, operation: str) -> None:
+        if operation:
+            self._requests[operation] = self._requests.get(operation, 0) + 1
 
     def _pause(self, seconds: float, *, is_retry: bool = False) -> None:
         with self._lock:

@@ -1,5 +1,6 @@
 """A store that uploads in parts gets whole parts, from the buffers of the save."""
 
+import time
 from dataclasses import replace
 from threading import Lock
 
@@ -63,6 +64,40 @@ def test_a_save_writes_whole_parts(monkeypatch, threads):
     monkeypatch.setenv("HOLDFAST_THREADS", threads)
     store = PartStore()
     holdfast.save(store, STATE)
+    check_writes(store)
+
+
+@pytest.mark.parametrize(("connections", "threads"), [(1, "8"), (3, "8"), (8, "2")])
+def test_a_store_bounds_the_parts_in_memory(monkeypatch, connections, threads):
+    """Also if a part takes long: without a bound, each thread would have one."""
+    monkeypatch.setenv("HOLDFAST_THREADS", threads)
+    pool = BufferPool(1 << 30)
+    monkeypatch.setattr("holdfast.buffers._pool", pool)
+
+    class SlowStore(PartStore):
+        most = 0
+
+        @property
+        def traits(self):
+            return replace(super().traits, connections=connections)
+
+        def put(self, key, length, head=0):
+            upload = super().put(key, length, head)
+            write_at = upload.write_at
+
+            def slowly(offset, *data):
+                time.sleep(0.02)
+                self.most = max(self.most, pool.allocated_bytes - pool.free_bytes)
+                write_at(offset, *data)
+
+            upload.write_at = slowly
+            return upload
+
+    store = SlowStore()
+    holdfast.save(store, STATE)
+    expected = min(connections, int(threads), 5)
+    assert pool.allocated_bytes <= expected * 8 * MIB + BLOCK_SIZE  # the header's block
+    assert store.most > (expected - 1) * 8 * MIB - BLOCK_SIZE
     check_writes(store)
 
 

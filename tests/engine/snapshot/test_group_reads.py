@@ -24,35 +24,57 @@ from holdfast.types import BLOCK_SIZE, MIB
 class RequestStore(MemoryStore):
     """Records the reads of shards, and flips bytes on their way.
 
-    ``reads``: key, offset, and the bytes for each view. ``flips``: how often the byte at an offset
-    is still flipped, by key and offset.
+    ``reads``: key, offset, length, and the number of steps. ``flips``: how often the byte at an
+    offset is still flipped, by key and offset.
     """
 
-    def __init__(self, part_size=16 * MIB):
+    def __init__(self, read_size=16 * MIB):
         super().__init__()
-        self.part_size, self.lock = part_size, Lock()
-        self.reads, self.flips = [], Counter()
+        self.read_size, self.lock = read_size, Lock()
+        self.reads, self.flips, self.open_ranges = [], Counter(), 0
 
     @property
     def traits(self):
-        return replace(super().traits, part_size=self.part_size)
+        return replace(super().traits, read_size=self.read_size)
 
-    def get_range(self, key, offset, length, *views):
-        super().get_range(key, offset, length, *views)
+    def get_range(self, key, offset, length, into):
+        with Steps(self, key, offset, length) as reader:
+            reader.read_into(into[:length])
+
+    def open_range(self, key, offset, length):
+        return Steps(self, key, offset, length)
+
+    def read(self, key, offset, view):
+        super().get_range(key, offset, len(view), view)
         with self.lock:
-            if key.endswith(".safetensors"):
-                self.reads.append((key, offset, length, len(views)))
             for (flipped, at), count in self.flips.items():
-                if flipped == key and offset <= at < offset + length and count:
+                if flipped == key and offset <= at < offset + len(view) and count:
                     self.flips[flipped, at] -= 1
-                    flip(views, at - offset)
+                    view[at - offset] ^= 1
 
 
-def flip(views, at):
-    for view in views:
-        if 0 <= at < len(view):
-            view[at] ^= 1
-        at -= len(view)
+class Steps:
+    def __init__(self, store, key, offset, length):
+        self.store, self.key, self.at, self.steps = store, key, offset, 0
+        self.left = length
+        with store.lock:
+            if key.endswith(".safetensors"):
+                self.number = len(store.reads)
+                store.reads.append((key, offset, length, 0))
+
+    def __enter__(self):
+        self.store.open_ranges += 1
+        return self
+
+    def __exit__(self, *exc):
+        self.store.open_ranges -= 1
+
+    def read_into(self, view):
+        assert len(view) <= self.left
+        self.store.read(self.key, self.at, view)
+        self.at, self.left, self.steps = self.at + len(view), self.left - len(view), self.steps + 1
+        if self.key.endswith(".safetensors"):
+            self.store.reads[self.number] = (*self.store.reads[self.number][:3], self.steps)
 
 
 def random_state(mib, leaves=4):
@@ -74,7 +96,7 @@ def shard_key(store):
 
 
 @pytest.mark.parametrize(
-    ("mib", "threads", "part_size", "requests"),
+    ("mib", "threads", "read_size", "requests"),
     [
         (32, 8, 16 * MIB, 8),  # each thread has something to do
         (64, 8, 16 * MIB, 9),  # the first block is read with the header, and alone
@@ -85,12 +107,12 @@ def shard_key(store):
         (64, 32, 16 * MIB, 16),
     ],
 )
-def test_the_number_of_requests(monkeypatch, mib, threads, part_size, requests):
+def test_the_number_of_requests(monkeypatch, mib, threads, read_size, requests):
     monkeypatch.setenv("HOLDFAST_THREADS", str(threads))
-    store, state = RequestStore(part_size), random_state(mib)
+    store, state = RequestStore(read_size), random_state(mib)
     holdfast.save(store, state)
     assert assert_loads(store, state) == requests
-    assert all(length <= max(part_size, BLOCK_SIZE + 4096) for _, _, length, _ in store.reads)
+    assert all(length <= max(read_size, BLOCK_SIZE + 4096) for _, _, length, _ in store.reads)
 
 
 def test_all_readers_group_their_reads(monkeypatch):
@@ -108,7 +130,7 @@ def test_all_readers_group_their_reads(monkeypatch):
         store.reads.clear()
         read()
         assert len([r for r in store.reads if r[2] > MIB]) <= 6
-        assert max(views for *_, views in store.reads) == 4
+        assert max(steps for *_, steps in store.reads) == 4
     assert holdfast.open(copied.store).verify().ok
     assert holdfast.open(resharded.store).verify().ok
 
@@ -178,7 +200,7 @@ def test_many_loads_share_few_buffers(monkeypatch, buffers):
             found = loaded.result(60)
             assert all(np.array_equal(found[key], state[key]) for key in state)
     assert pool.free_bytes == pool.allocated_bytes <= buffers * BLOCK_SIZE
-    assert max(views for _, _, _, views in store.reads) == min(buffers, 4)
+    assert max(steps for _, _, _, steps in store.reads) == 4
 
 
 def test_an_error_returns_all_buffers(monkeypatch):
@@ -192,6 +214,7 @@ def test_an_error_returns_all_buffers(monkeypatch):
         with pytest.raises(DigestMismatch):
             holdfast.load(store)
     assert pool.free_bytes == pool.allocated_bytes
+    assert store.open_ranges == 0
 
 
 def test_a_state_of_tiny_leaves():
@@ -218,7 +241,7 @@ def test_an_incremental_snapshot_is_read_in_groups_of_one_file(monkeypatch):
     loaded = load_snapshot(snapshot)
     assert all(np.array_equal(loaded[name], expected[name]) for name in expected)
     assert len({key for key, *_ in store.reads}) == 3
-    assert max(views for *_, views in store.reads) > 1
+    assert max(steps for *_, steps in store.reads) > 1
     for key, offset, length, _ in store.reads:
         assert offset + length <= store.stat(key).length
     assert snapshot.verify().ok
@@ -239,7 +262,7 @@ def test_bytes_that_are_consecutive_in_a_file_but_not_in_the_image(monkeypatch):
     store.reads.clear()
     loaded = load_snapshot(snapshot)
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
-    assert max(views for key, *_, views in store.reads if "version_2/" in key) == 4
+    assert max(steps for key, *_, steps in store.reads if "version_2/" in key) == 4
     assert snapshot.verify().ok
     key = next(k for k in keys(store) if "version_2/shard" in k and "safetensors" in k)
     store._objects[key] = (store._objects[key][0][: 10 * MIB], 0.0)

@@ -141,7 +141,8 @@ class SharedReader:
         @contextmanager
         def read(group: Sequence[int]) -> Iterator[Iterable[MemorySlice]]:
             items = [shared_items[number] for number in group]
-            with read_group(location, indexes[items[0].shard], items, workers.pool) as verified:
+            index, pool = indexes[items[0].shard], workers.pool
+            with read_group(location, index, items, pool, kept=True) as verified:
                 yield (
                     MemorySlice(
                         buffer.view[item.start - base : item.stop - base],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -115,6 +116,8 @@ def write_shard(
                 workers.pool.release(buffer)
 
     most = workers.pool.budget // workers.pool.buffer_size
+    if traits.connections:
+        workers = replace(workers, threads=min(workers.threads, traits.connections))
     groups = group_into_parts(pieces, head, traits, most)
     with location.store.put(key, length, *([head] if traits.part_size else [])) as upload:
         workers.each(groups, write, 0 if traits.ordered else length)  # 0: on this thread

@@ -6,8 +6,8 @@ Nothing is copied from a chunk whose digest does not match the index.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -129,13 +129,14 @@ def group_items(
 ) -> list[list[ReadItem]]:
     """Return groups of items, each of which one request reads: consecutive bytes of one file.
 
-    A group has at most ``part_size`` bytes, each thread gets a group, and the groups of all threads
-    fit into the buffers together. Where there is no ``part_size``, each item is a group. If several
-    processes divide ``total`` items, they send about as many requests as one process for all.
+    A group has at most ``read_size`` bytes, and each thread gets a group. Where there is no
+    ``read_size``, each item is a group. If several processes divide ``total`` items, they send
+    about as many requests as one process for all, and keep the items of all groups in buffers.
     """
-    pool, part_size = workers.pool, location.store.traits.part_size
-    buffers = min(total or len(items), pool.budget // pool.buffer_size)
-    most = min(part_size // BLOCK_SIZE, buffers // workers.threads)
+    pool, read_size = workers.pool, location.store.traits.read_size
+    most = min(read_size // BLOCK_SIZE, (total or len(items)) // workers.threads)
+    if total:
+        most = min(most, pool.budget // pool.buffer_size // workers.threads)
     if most < 2:
         return [[item] for item in items]
     # by file: an incremental snapshot takes the chunks of its image from several files in turn
@@ -156,10 +157,16 @@ def group_items(
 
 @contextmanager
 def read_group(
-    location: Location, index: ShardIndex, group: Sequence[ReadItem], pool: BufferPool
+    location: Location,
+    index: ShardIndex,
+    group: Sequence[ReadItem],
+    pool: BufferPool,
+    *,
+    kept: bool = False,
 ) -> Iterator[Iterator[tuple[ReadItem, Buffer, int]]]:
     """Read the chunks of a group of items. Yield an iterator, which checks an item, and returns it
-    with a buffer and the buffer's start offset in the shard.
+    with a buffer and the buffer's start offset in the shard. The next item may use the same buffer,
+    unless they are ``kept`` in buffers of their own until the context ends.
 
     For an incremental shard, offsets refer to the image, of which the shard has a part. Raises
     ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
@@ -170,27 +177,46 @@ def read_group(
     length = first.stop - first.start
     if length <= pool.buffer_size < leading_bytes + length:
         leading_bytes = 0
-    starts = [first.start - leading_bytes, *(item.start for item in group[1:])]
+    start = first.start - leading_bytes
     # the chunks of Holdfast's writer fit into a pooled buffer; those of another writer may not
     is_pooled = leading_bytes + length <= pool.buffer_size
-    buffers = pool.acquire_many(len(group)) if is_pooled else [Buffer(leading_bytes + length)]
+    count = len(group) if kept else 1
+    buffers = pool.acquire_many(count) if is_pooled else [Buffer(leading_bytes + length)]
+    buffer = buffers[0]
 
-    def check_items() -> Iterator[tuple[ReadItem, Buffer, int]]:
-        for item, buffer, start in zip(group, buffers, starts, strict=True):
-            _check_item(location, index, item, buffer.view, start)
-            yield item, buffer, start
+    def check_item() -> Iterator[tuple[ReadItem, Buffer, int]]:
+        _check_item(location, index, first, buffer.view, start)
+        yield first, buffer, start
 
     try:
-        # all views but the last are filled; the last may be longer, for direct I/O
-        ranges = [(start, item.stop) for item, start in zip(group, starts, strict=True)]
-        views = [b.view[: stop - n] for b, (n, stop) in zip(buffers, ranges, strict=True)]
-        views[-1] = buffers[-1].view
-        _read_ranges(location, index, first.first_chunk, ranges, *views)
-        yield check_items()
+        if len(group) > 1:
+            one_each = buffers if kept else buffers * len(group)
+            with closing(_read_items(location, index, group, one_each)) as verified:
+                yield verified
+        else:
+            _read_range(location, index, first.first_chunk, start, first.stop, buffer.view)
+            yield check_item()
     finally:
-        if is_pooled:
-            for buffer in buffers:
-                pool.release(buffer)
+        for each in buffers if is_pooled else ():
+            pool.release(each)
+
+
+def _read_items(
+    location: Location, index: ShardIndex, group: Sequence[ReadItem], buffers: Sequence[Buffer]
+) -> Generator[tuple[ReadItem, Buffer, int]]:
+    """Read the items one after the other, with one request, each into its buffer. Check each."""
+    ranges = [(item.start, item.stop) for item in group]
+    length = sum(stop - start for start, stop in ranges)
+    with ExitStack() as stack:
+        with _naming_leaves(location, index, group[0].first_chunk, ranges) as (key, offset):
+            reader = location.store.open_range(key, offset, length)  # type: ignore[attr-defined]
+            stack.enter_context(reader)
+        for item, buffer in zip(group, buffers, strict=True):
+            view = buffer.view[: item.stop - item.start]
+            with _naming_leaves(location, index, group[0].first_chunk, ranges):
+                reader.read_into(view)
+            _check_item(location, index, item, view, item.start)
+            yield item, buffer, item.start
 
 
 def check_header(location: Location, index: ShardIndex, workers: Workers) -> None:
@@ -203,7 +229,7 @@ def check_header(location: Location, index: ShardIndex, workers: Workers) -> Non
         def parts() -> Iterator[memoryview]:
             for start in range(0, index.header, buffer.size):
                 length = min(buffer.size, index.header - start)
-                _read_ranges(location, index, 0, [(start, start + length)], buffer.view)
+                _read_range(location, index, 0, start, start + length, buffer.view)
                 yield buffer.view[:length]
 
         def find_damage() -> tuple[int, str] | None:
@@ -228,7 +254,7 @@ def _check_item(
         return None
 
     def read_again() -> None:
-        _read_ranges(location, index, item.first_chunk, [(start, item.stop)], view)
+        _read_range(location, index, item.first_chunk, start, item.stop, view)
 
     _check_twice(location, index, find_damage, read_again)
 
@@ -250,20 +276,24 @@ def _check_twice(
     events.emit("read_again", store=location.store.url, error=error)
 
 
-def _read_ranges(
-    location: Location,
-    index: ShardIndex,
-    chunk: int,
-    ranges: Sequence[tuple[int, int]],
-    *views: memoryview,
+def _read_range(
+    location: Location, index: ShardIndex, chunk: int, start: int, stop: int, view: memoryview
 ) -> None:
-    """Read ranges of a shard, from one byte to another, that are consecutive in the file of a
-    chunk. The chunk begins in the first range. Raises ``StoreError``."""
+    """Read bytes of a shard, in which a chunk begins. Raises ``StoreError``."""
+    with _naming_leaves(location, index, chunk, [(start, stop)]) as (key, offset):
+        location.store.get_range(key, offset, stop - start, view)
+
+
+@contextmanager
+def _naming_leaves(
+    location: Location, index: ShardIndex, chunk: int, ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, int]]:
+    """Yield where ranges of a shard begin, which are consecutive in the file of a chunk: the key of
+    the file, and an offset. The chunk begins in the first range. An error names the leaves."""
     path, offset = index.locate_chunk(chunk)
     key, chunk_start = file_key(location, path), int(index.cuts[chunk - 1]) if chunk else 0
-    length = sum(stop - start for start, stop in ranges)
     try:
-        location.store.get_range(key, offset + ranges[0][0] - chunk_start, length, *views)
+        yield key, offset + ranges[0][0] - chunk_start
     except StoreError as e:
         found = [leaves_between(index, start, stop) for start, stop in ranges]
         leaves = [*dict.fromkeys(leaf for part in found for leaf in part)]

@@ -9,7 +9,7 @@ know of it. It reads the record when it needs it, not before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from holdfast.format import names
 from holdfast.format.records import MAX_PREFIXES, MAX_RECORD, Spread, decode_spread, encode_spread
 from holdfast.storage import store as base_store
 from holdfast.storage.checks import is_partial
-from holdfast.storage.store import Entry, Stat, Store, Traits, Upload
+from holdfast.storage.store import Entry, RangeReader, Stat, Store, Traits, Upload
 from holdfast.text import to_repr
 
 T = TypeVar("T")
@@ -153,10 +153,17 @@ class SpreadStore:
     def get(self, key: str, limit: int) -> bytes:
         return self._find(key, lambda place: self.unspread.get(place, limit))
 
-    def get_range(
-        self, key: str, offset: int, length: int, into: memoryview, *more: memoryview
-    ) -> None:
-        self._find(key, lambda at: self.unspread.get_range(at, offset, length, into, *more))
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        self._find(key, lambda place: self.unspread.get_range(place, offset, length, into))
+
+    def open_range(self, key: str, offset: int, length: int) -> RangeReader:
+        """See ``RangeReader``. The first read finds out where the object is."""
+        open_place: Callable[[str, int, int], RangeReader] = self.unspread.open_range  # type: ignore[attr-defined]
+        if not self._is_spread(key):
+            return open_place(key, offset, length)
+        return _SpreadRange(
+            lambda read: self._find(key, lambda place: read(open_place(place, offset, length)))
+        )
 
     def stat(self, key: str) -> Stat:
         return replace(self._find(key, self.unspread.stat), key=key)
@@ -273,6 +280,33 @@ def _usual_key(key: str) -> str:
     """Return the key that an object in storage would have in a run that is not spread."""
     first, _, rest = key.partition("/")
     return rest if rest and names.is_spread_folder(first) else key
+
+
+class _SpreadRange(RangeReader):
+    """A range of an object. ``find`` calls a function with the reader of each place where the
+    object may be, until the function does not raise ``NotFound``."""
+
+    def __init__(self, find: Callable[[Callable[[RangeReader], None]], None]) -> None:
+        self._find = find
+        self._readers = ExitStack()
+        self._found: RangeReader | None = None
+
+    def read_into(self, view: memoryview) -> None:
+        if self._found is not None:
+            self._found.read_into(view)
+            return
+
+        def read(reader: RangeReader) -> None:
+            self._readers.enter_context(reader).read_into(view)
+            self._found = reader
+
+        self._find(read)
+
+    def __enter__(self) -> RangeReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._readers.close()
 
 
 class _SpreadUpload(Upload):

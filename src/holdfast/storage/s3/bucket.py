@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from holdfast.buffers import as_byte_view
 from holdfast.deadline import Deadline
 from holdfast.errors import Denied, NotFound, StoreError, Unavailable
-from holdfast.storage.checks import check_range, short_read_error, take_views, too_long_error
+from holdfast.storage.checks import too_long_error
 from holdfast.storage.remote import BucketStore
-from holdfast.storage.s3.endpoint import Endpoint, S3Options, shared_endpoint
+from holdfast.storage.s3.endpoint import (
+    MIN_PART,
+    READ_SIZE,
+    Endpoint,
+    S3Options,
+    shared_endpoint,
+)
 from holdfast.storage.s3.failures import has_other_md5, no_tag_error, require_field, translate
 from holdfast.storage.store import Stat, Traits
+from holdfast.storage.throttle import Statistics
 from holdfast.threads import no_op
 from holdfast.types import MIB
 
@@ -39,13 +46,28 @@ class S3Bucket(BucketStore):
         self.options = options
         shared_endpoint(options)  # raises if boto3 is missing
 
+    def statistics(self) -> Statistics:
+        """Return the statistics of all requests of this process with these options."""
+        found, endpoint = super().statistics(), self.endpoint
+        return replace(found, part_size=endpoint.part_size, connections=endpoint.connections)
+
     @property
     def endpoint(self) -> Endpoint:
         return shared_endpoint(self.options)
 
     @property
     def traits(self) -> Traits:
-        return Traits("s3", 1, durable=True, part_size=self.options.part_size, retry_after=True)
+        endpoint, part_size = self.endpoint, self.options.part_size
+        return Traits(
+            "s3",
+            1,
+            durable=True,
+            part_size=part_size or MIN_PART,
+            max_part=part_size or endpoint.part_size,
+            connections=endpoint.connections,
+            read_size=READ_SIZE,
+            retry_after=True,
+        )
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -107,7 +129,7 @@ class S3Bucket(BucketStore):
                 if length > limit:
                     raise too_long_error(key, self.url, limit, length)
                 data = bytearray(length)
-                self._read_body(body, [memoryview(data)], key, no_op)
+                self.read_body(body, memoryview(data), key, no_op)
             if has_other_md5(reply, data):
                 raise Unavailable(
                     f"{key} changed on its way from {self.url}",
@@ -119,72 +141,23 @@ class S3Bucket(BucketStore):
 
         return self.call("GetObject", "read", key, read)
 
-    def get_range(
-        self, key: str, offset: int, length: int, into: memoryview, *more: memoryview
+    def read_body(
+        self, body: Any, view: memoryview, key: str, advance: Callable[[int], object]
     ) -> None:
-        views = [*map(as_byte_view, (into, *more))]
-        check_range(key, self.url, offset, length, sum(map(len, views)))
-        name, done = self.object_name(key), 0
-        tag: dict[str, str] = {}  # a replaced object is an error
-        if not length:
-            self.stat(key)
-            return
-
-        def advance(count: int) -> None:
-            nonlocal done
+        """Fill the view. Raises ``Unavailable`` if the reply ends before."""
+        done = 0
+        while done < len(view):
+            if self.deadline is not None and not self.deadline.seconds_left:
+                raise Unavailable(
+                    f"Reading {key} in {self.url} is too slow", store=self.url, key=key
+                )
+            count = body.readinto(view[done : done + MIB])
+            if not count:
+                raise Unavailable(
+                    f"The reply for {key} in {self.url} is incomplete", store=self.url, key=key
+                )
             done += count
-
-        def read(client: Any) -> None:
-            # after a failure, go on behind the bytes that have arrived
-            wanted = f"bytes={offset + done}-{offset + length - 1}"
-            try:
-                reply = client.get_object(Bucket=self.bucket, Key=name, Range=wanted, **tag)
-            except Exception as e:
-                error = self.translate(e, "read", key)
-                if error.fields.get("status") == 416:
-                    raise short_read_error(key, self.url, offset, length, done) from e
-                raise error from e
-            with closing(reply["Body"]) as body:
-                self._require_range(reply, key, offset + done)
-                found = int(reply["ContentLength"])
-                if done + found != length:
-                    raise short_read_error(key, self.url, offset, length, done + found)
-                tag.update({"IfMatch": reply["ETag"]} if reply.get("ETag") else {})
-                self._read_body(body, take_views(views, done, length), key, advance)
-
-        self.call("GetObject", "read", key, read)
-
-    def _require_range(self, reply: Any, key: str, first: int) -> None:
-        """Raise ``StoreError`` if the server has not sent the range that begins at ``first``."""
-        found = reply.get("ContentRange", "the whole object")
-        if not found.startswith(f"bytes {first}-"):
-            raise StoreError(
-                f"{self.endpoint.url} does not answer requests for a part of an object",
-                expected=f"bytes {first}- of {key}",
-                found=found,
-                todo="Check the endpoint",
-                key=key,
-                store=self.url,
-            )
-
-    def _read_body(
-        self, body: Any, views: Iterable[memoryview], key: str, advance: Callable[[int], object]
-    ) -> None:
-        """Fill the views, one behind the other. Raises ``Unavailable`` if the reply ends before."""
-        for view in views:
-            done = 0
-            while done < len(view):
-                if self.deadline is not None and not self.deadline.seconds_left:
-                    raise Unavailable(
-                        f"Reading {key} in {self.url} is too slow", store=self.url, key=key
-                    )
-                count = body.readinto(view[done : done + MIB])
-                if not count:
-                    raise Unavailable(
-                        f"The reply for {key} in {self.url} is incomplete", store=self.url
-                    )
-                done += count
-                advance(count)
+            advance(count)
 
     def _head(self, client: Any, name: str, key: str) -> Stat:
         try:

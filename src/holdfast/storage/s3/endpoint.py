@@ -13,6 +13,7 @@ from holdfast.errors import StoreError
 from holdfast.settings import aws_variables
 from holdfast.storage.checks import Rule, make_options
 from holdfast.storage.remote import Server
+from holdfast.storage.s3.pace import IN_FLIGHT, Pace
 from holdfast.types import MIB
 from holdfast.version import __version__
 
@@ -22,8 +23,14 @@ TIMEOUTS = (1, 4, 15, 60)
 """The timeouts of the clients, in seconds: for a connection, and for each wait for bytes. A request
 uses the longest one that its deadline allows."""
 
+MAX_REQUESTS = 32
+"""The default of the largest number of requests in progress."""
+
 MIN_PART = 5 * MIB
 """The least length of a part other than the last one."""
+
+READ_SIZE = 64 * MIB
+"""The largest range to read with one request, in bytes. Its bytes need no memory at once."""
 
 CHECKSUMS = ("auto", "crc32c", "md5", "none")
 _ADDRESSING = (None, "path", "virtual")
@@ -37,11 +44,13 @@ class S3Options:
     URL of a server with the API of S3), ``region``, ``profile``, and the credentials.
     ``anonymous``: send no credentials. ``addressing``: "path" or "virtual"; by default "path" for
     an endpoint other than that of AWS. ``part_size``: the length of the parts of uploads, in
-    bytes. ``equal_parts``: make all parts but the last equal in length, as Cloudflare R2 requires;
-    this takes another copy in memory. ``concurrency``: the largest number of requests of this
-    process in progress. ``timeout``: seconds for which a call is repeated while the server is
-    unreachable or busy. ``checksum``: what the server checks on arrival: "crc32c"; "md5"; "auto":
-    CRC-32C, and also MD5 if the server ignores it and the connection is not encrypted; "none".
+    bytes; by default, it adapts (see ``Pace``). ``equal_parts``: make all parts but the last
+    equal in length, as Cloudflare R2 requires; this takes another copy in memory. ``concurrency``:
+    the largest number of requests of this process in progress, and of parts that a save sends at
+    once; by default, 32, and as many parts as have ``IN_FLIGHT`` bytes, but at least 2.
+    ``timeout``: seconds for which a call is repeated while the server is unreachable or busy.
+    ``checksum``: what the server checks on arrival: "crc32c"; "md5"; "auto": CRC-32C, and also MD5
+    if the server ignores it and the connection is not encrypted; "none".
     """
 
     endpoint: str | None = None
@@ -52,17 +61,19 @@ class S3Options:
     session_token: str | None = field(default=None, repr=False)
     anonymous: bool = False
     addressing: str | None = None
-    part_size: int = 16 * MIB
+    part_size: int | None = None
     equal_parts: bool = False
-    concurrency: int = 32
+    concurrency: int | None = None
     timeout: float = 300.0
     checksum: str = "auto"
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
+        whole = (int, type(None))
         rules: tuple[Rule, ...] = (
-            ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
+            ("part_size", whole, lambda n: not n or n >= MIN_PART, f"at least {MIN_PART} bytes"),
+            ("concurrency", whole, lambda n: n is None or 1 <= n <= 1024, "1 to 1024"),
             ("checksum", str, CHECKSUMS.__contains__, " or ".join(CHECKSUMS)),
             ("addressing", (str, type(None)), _ADDRESSING.__contains__, "'path' or 'virtual'"),
         )
@@ -72,12 +83,14 @@ class S3Options:
 class Endpoint(Server):
     """The clients with certain options in this process, and what it has learned of the server.
 
-    ``checks_crc``: whether the server checks CRC-32C, None if that is not known yet.
+    ``checks_crc``: whether the server checks CRC-32C, None if that is not known yet. ``pace``: what
+    the uploads have shown.
     """
 
     def __init__(self, options: S3Options) -> None:
-        super().__init__(options.concurrency, options.timeout)
+        super().__init__(options.concurrency or MAX_REQUESTS, options.timeout)
         self.options = options
+        self.pace = Pace()
         self.checks_crc: bool | None = None
         self._clients: dict[int, Any] = {}
         self._session: Any = None
@@ -92,6 +105,19 @@ class Endpoint(Server):
                 client = self._clients.get(timeout) or self._create_client(timeout)
                 self._clients[timeout] = client
         return client
+
+    @property
+    def part_size(self) -> int:
+        """The largest length of the parts of the next upload, in bytes."""
+        return self.options.part_size or self.pace.part_size
+
+    @property
+    def connections(self) -> int:
+        """The number of parts that a save sends at once."""
+        options = self.options
+        if options.part_size and not options.concurrency:
+            return max(2, IN_FLIGHT // options.part_size)
+        return options.concurrency or self.pace.connections
 
     def forget_clients(self) -> None:
         """Let the next request create a client, which looks for credentials again."""
@@ -136,10 +162,11 @@ class Endpoint(Server):
                 signature_version=botocore.UNSIGNED if options.anonymous else None,
                 connect_timeout=min(timeout, 15),
                 read_timeout=timeout,
-                max_pool_connections=options.concurrency,
+                max_pool_connections=options.concurrency or MAX_REQUESTS,
                 retries={"total_max_attempts": 1, "mode": "standard"},  # the throttle repeats
                 tcp_keepalive=True,
-                user_agent_extra=f"holdfast/{__version__}",
+                # botocore builds its own anew for each request, which takes a fifth of the time
+                user_agent=f"holdfast/{__version__} boto3/{boto3.__version__}",
                 # the parts have checksums of their own: signing them takes five times as long
                 s3={"addressing_style": addressing, "payload_signing_enabled": False},
                 request_checksum_calculation="when_required",

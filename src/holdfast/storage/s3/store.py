@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from holdfast.buffers import as_byte_view
 from holdfast.errors import NotFound, StoreError
-from holdfast.storage.checks import is_partial, refuse_partial
+from holdfast.storage.checks import check_range, is_partial, refuse_partial
 from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import S3Options
 from holdfast.storage.s3.failures import require_field
+from holdfast.storage.s3.ranges import S3Range
 from holdfast.storage.s3.upload import S3Upload, object_of_partial, partial_key
-from holdfast.storage.store import Entry, Stat, Upload
+from holdfast.storage.store import Entry, RangeReader, Stat, Upload
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -25,6 +27,20 @@ class S3Store(S3Bucket):
         refuse_partial(key, self.url)
         self.object_name(key)
         return S3Upload(self, key, length, 0 if self.options.equal_parts else head)
+
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        view = as_byte_view(into)
+        check_range(key, self.url, offset, length, len(view))
+        if not length:
+            self.stat(key)
+            return
+        with self.open_range(key, offset, length) as reader:
+            reader.read_into(view[:length])
+
+    def open_range(self, key: str, offset: int, length: int) -> RangeReader:
+        """Return a reader of a range. It sends no request yet."""
+        check_range(key, self.url, offset, length, length)
+        return S3Range(self, key, offset, length)
 
     def delete(self, key: str) -> None:
         if is_partial(key.rpartition("/")[2]):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import mmap
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from threading import Lock
 from typing import Any
@@ -23,7 +25,11 @@ from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import INSTALL, TIMEOUTS
 from holdfast.storage.s3.failures import no_tag_error
 from holdfast.storage.store import Stat, Upload, part_length
-from holdfast.types import MIB
+from holdfast.types import BLOCK_SIZE, MIB
+
+COLLECTED_PART = 16 * MIB
+"""The length of parts that are collected, in bytes. Each thread of a caller that does not write
+whole parts, and therefore has no ``head``, keeps one or two of them in memory."""
 
 
 def partial_key(key: str, upload_id: str) -> str:
@@ -51,12 +57,16 @@ class S3Upload(Upload):
         self._length = length
         self._written = WrittenRanges(key, store.url, length)
         self._head = head
-        self._part = part_length(store.traits, length)
+        traits = store.traits
+        if not (head or store.options.part_size):
+            traits = replace(traits, part_size=COLLECTED_PART, max_part=0)
+        self._part = part_length(traits, length)
         self._lock = Lock()
         self._is_open = True
         self._active = 0
         self._collected: dict[int, tuple[memoryview, int]] = {}
         self._parts: dict[int, dict[str, Any]] = {}
+        self._began = time.monotonic()
         self._upload_id = "" if length <= head + self._part else self._create()
 
     # -- writing -------------------------------------------------------------------------------
@@ -170,6 +180,9 @@ class S3Upload(Upload):
                 data = bytes(self._collected[0][0]) if self._collected else b""
                 self._store.create_object(self._key, data, accept_equal=False)
             stat = self._store.require_stat(self._key, self._length)
+            if self._upload_id:
+                seconds = time.monotonic() - self._began
+                self._store.endpoint.pace.note(self._part, self._length, seconds)
             self._upload_id = ""
             return stat
         finally:
@@ -296,12 +309,14 @@ class PartBody:
     """The bytes of a part, as the file that boto3 wants. Blocks are views of the caller's memory.
 
     urllib3 asks for blocks of 16 KiB; a loop over so many would hold the interpreter's lock. It
-    sends what it gets, so each block has up to 1 MiB.
+    sends what it gets. A block must be sent before a timeout ends, so the shorter parts of a slow
+    network have shorter blocks: 1 MiB of 8, and 4 MiB of 28.
     """
 
     def __init__(self, views: Sequence[memoryview], deadline: Deadline | None) -> None:
         self._views = views
         self._length = sum(map(len, views))
+        self._block = min(BLOCK_SIZE, max(MIB, self._length // 7))
         self._deadline = deadline
         self._at = 0
 
@@ -311,7 +326,7 @@ class PartBody:
         start = self._at
         for view in self._views:
             if start < len(view):
-                block = view[start : start + MIB]
+                block = view[start : start + self._block]
                 self._at += len(block)
                 return block
             start -= len(view)
