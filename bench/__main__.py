@@ -14,7 +14,8 @@ from bench import disk, report
 
 TOPICS = (
     "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "code_path",
-    "incremental", "step", "growth", "distributed", "s3", "shared_reads",
+    "incremental", "step", "growth", "distributed", "s3", "s3_peers",
+    "shared_reads",
 )  # fmt: skip
 
 

@@ -171,9 +171,13 @@ def machine_rows(folder: Path) -> list[list[str]]:
 
 def version_rows() -> list[list[str]]:
     from bench.libraries import LIBRARIES
+    from bench.s3_libraries import S3_LIBRARIES
 
-    packages = [*dict.fromkeys(peer.package for peer in LIBRARIES.values()), "numpy", "xxhash"]
-    return [[package, installed_version(package) or "not installed"] for package in packages]
+    packages = [peer.package for peer in LIBRARIES.values()]
+    packages += [package for peer in S3_LIBRARIES.values() for package in peer.packages]
+    packages += ["numpy", "xxhash"]
+    versions = {package: installed_version(package) for package in packages}
+    return [[package, version or "not installed"] for package, version in versions.items()]
 
 
 def installed_version(package: str) -> str | None:

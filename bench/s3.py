@@ -2,49 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 
-from bench import fresh_process
+from bench import fresh_process, s3_prices
 from bench.report import Options, Section, Verdict, judge
+from bench.s3_server import BUCKET, connection_to, real_server
 from bench.s3_sink import running_sink
-from bench.s3_transfer import Connection
 
 _MIB = 1 << 20
-_PRICE_WRITE, _PRICE_READ = 0.005 / 1000, 0.0004 / 1000
-"""USD per request: AWS S3 Standard, us-east-1 list price of November 2026. Lists count as writes;
-deletions and aborts are free."""
-
-_FREE = ("DeleteObject", "AbortMultipartUpload")
-_READS = ("GetObject", "HeadObject")
-BUCKET = "holdfast-bench"
-
-
-@contextmanager
-def ceph_connection() -> Iterator[Connection]:
-    """Start Ceph, and yield how to connect to it. Raises ``Missing`` if it is not installed."""
-    import boto3
-    from tests.stores.servers import Ceph, running
-
-    with running(Ceph) as server:
-        boto3.client(
-            "s3",
-            endpoint_url=server.endpoint,
-            aws_access_key_id=server.key,
-            aws_secret_access_key=server.secret,
-            region_name="us-east-1",
-        ).create_bucket(Bucket=BUCKET)
-        yield make_connection(server.endpoint, server.key, server.secret)
-
-
-def make_connection(endpoint: str, key: str = "bench", secret: str = "bench") -> Connection:
-    return {
-        "endpoint": endpoint,
-        "access_key_id": key,
-        "secret_access_key": secret,
-        "region": "us-east-1",
-    }
 
 
 def _call(name: str, **arguments: object) -> dict[str, list[float]]:
@@ -94,7 +59,7 @@ _METHOD = (
 
 def _transfers_on_sink(options: Options, endpoint: str) -> Section:
     size, rounds = options.medium, 1 if options.quick else 5
-    connection = make_connection(endpoint)
+    connection = connection_to(endpoint)
     title = f"S3: the client's own cost, {size // _MIB} MiB"
     text = (
         "The server is a loopback server in another process. It discards the parts of uploads in"
@@ -151,7 +116,7 @@ def _transfers_on_ceph(options: Options) -> Section:
         f"{_METHOD}"
     )
     try:
-        with ceph_connection() as connection:
+        with real_server("ceph") as connection:
             found = _call(
                 "measure_transfers",
                 connection=connection,
@@ -172,12 +137,11 @@ def _transfers_on_ceph(options: Options) -> Section:
 def _requests(options: Options, endpoint: str) -> Section:
     title = f"S3: requests and their price, {options.medium // _MIB} MiB"
     text = (
-        "Requests of a run with one rank, by store.statistics(). AWS S3"
-        " Standard, us-east-1 list price of November 2026: 0.005 USD per 1,000 writes and lists,"
-        " 0.0004 USD per 1,000 reads; deletions are free. Storage and transfer are not included."
-        " The first save of a process also checks the server. Retention deletes one version."
+        "Requests of a run with one rank, in parts of 16 MiB, by store.statistics()."
+        f" {s3_prices.PRICES} The first save of a process also checks the server. Retention deletes"
+        " one version: its row is the difference of the two rows above it."
     )
-    connection = make_connection(endpoint)
+    connection = connection_to(endpoint)
     try:
         found: dict[str, dict[str, int]] = fresh_process.call(
             "bench.s3_transfer:count_requests",
@@ -187,46 +151,12 @@ def _requests(options: Options, endpoint: str) -> Section:
         )
     except fresh_process.MeasurementFailed as failure:
         return Section(title, text, [], missing=[str(failure)])
-    rows = []
-    for name, requests in found.items():
-        free = sum(requests.get(operation, 0) for operation in _FREE)
-        reads = sum(requests.get(operation, 0) for operation in _READS)
-        writes = sum(requests.values()) - reads - free
-        price = writes * _PRICE_WRITE + reads * _PRICE_READ
-        counts = [str(writes), str(reads), str(free)]
-        rows.append([name, *counts, f"{1000 * price:.2f}", _describe(requests)])
-    columns = ["", "writes, lists", "reads", "free", "USD per 1,000 times", "by operation"]
-    return Section(title, text, [], columns, rows)
-
-
-def _describe(requests: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(requests.items()))
-
-
-def _overlap(options: Options, endpoint: str) -> Section:
-    size = options.medium // 4
-    title = f"S3: training during a save of {size // _MIB} MiB"
-    text = (
-        "A background save to the discarding server, which takes time from the training too, as it"
-        " runs on the same cores. A training step consists of two 1024 x 1024 float32 matrix"
-        " products on all cores. Lost time is the time of the steps during a save minus the time of"
-        " as many steps without one."
-    )
-    try:
-        found = _call(
-            "measure_overlap", connection=make_connection(endpoint), bucket="discard", size=size
-        )
-    except fresh_process.MeasurementFailed as failure:
-        return Section(title, text, [], missing=[str(failure)])
-    ratios = [a / b for a, b in zip(found["save"], found["quiet"], strict=True)]
-    verdicts = [
-        judge("training step without a save", [1000 * n for n in found["quiet"]], unit="ms"),
-        judge("training step during a save / without", ratios),
-        judge("duration of step() that saves", [1000 * n for n in found["step"]], unit="ms"),
-        judge("duration of a save during training", found["save took"], unit="s"),
-        judge("training time lost to a save", found["save lost"], unit="s"),
-    ]
-    return Section(title, text, verdicts)
+    both, alone = found["save with retention"], found["save"]
+    retention = {name: n - alone.get(name, 0) for name, n in both.items() if n != alone.get(name)}
+    names = ["first save", "save", "save with retention", "retention of one version", "load"]
+    found["retention of one version"] = retention
+    rows = [[name, *s3_prices.cells(found[name])] for name in names]
+    return Section(title, text, [], ["", *s3_prices.COLUMNS], rows)
 
 
 def sections(options: Options) -> list[Section]:
@@ -234,6 +164,5 @@ def sections(options: Options) -> list[Section]:
         found = [
             _transfers_on_sink(options, endpoint),
             _requests(options, endpoint),
-            _overlap(options, endpoint),
         ]
     return [*found, _transfers_on_ceph(options)]

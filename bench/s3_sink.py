@@ -1,4 +1,4 @@
-"""A server on loopback with the part of the API of S3 that Holdfast uses, as fast as a socket.
+"""A server on loopback with the part of the API of S3 that the libraries use, as fast as a socket.
 
 It shows what a client costs by itself. Objects are in memory. The parts of uploads to the bucket
 "discard" are not even copied out of the kernel (MSG_TRUNC), so reading them returns zeros. It
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 DISCARD = "discard"
 _BLOCK = 1 << 20
@@ -132,17 +133,27 @@ def _write(objects: Objects, request: Request) -> None:
         name = "x-amz-checksum-crc32c"
         crc = {name: request.headers[name]} if name in request.headers else {}
         request.answer("200 OK", ETag='"part"', **crc)
+    elif "delete" in query:
+        for key in re.findall("<Key>(.*?)</Key>", bytes(request.receive()).decode()):
+            objects.stored.pop(f"{path}/{unescape(key)}", None)
+        request.answer("200 OK", _xml("DeleteResult"))
     else:
         data = [request.receive()] if request.length else []
         with objects.lock:
             if "if-none-match" in request.headers and path in objects.stored:
                 _error(request, "412 Precondition Failed", "PreconditionFailed")
                 return
+            result = ""
             if "uploadId" in query:
                 parts = objects.uploads.pop(query["uploadId"])[1]
                 data = [view for _, part in sorted(parts.items()) for view in part]
+                result = "CompleteMultipartUploadResult"
+            elif "x-amz-copy-source" in request.headers:
+                source = unquote(request.headers["x-amz-copy-source"])
+                data = objects.stored["/" + source.lstrip("/")]
+                result = "CopyObjectResult"
             objects.stored[path] = data
-        text = _xml("CompleteMultipartUploadResult", ETag=_tag(data)) if query else ""
+        text = _xml(result, ETag=_tag(data)) if result else ""
         request.answer("200 OK", text, ETag=_tag(data))
 
 

@@ -8,14 +8,11 @@ the time of the default.
 
 from __future__ import annotations
 
-import os
 import resource
-import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from typing import Any
 
 from awscrt.checksums import crc32c
@@ -201,11 +198,15 @@ def measure_memory(connection: Connection, bucket: str, size: int, kind: str) ->
 
 
 def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, dict[str, int]]:
-    """Return the requests by operation of each operation on a run."""
+    """Return the requests by operation of each operation on a run, in parts of ``PART`` bytes.
+
+    The length is fixed because it would otherwise depend on the bandwidth that the saves before
+    have reached.
+    """
     import holdfast
     from bench import states
 
-    store = holdfast.open_store(f"s3://{bucket}/requests", **connection)
+    store = holdfast.open_store(f"s3://{bucket}/requests", part_size=PART, **connection)
     state = states.large_state(size)
     found: dict[str, dict[str, int]] = {}
     last: dict[str, int] = {}
@@ -227,51 +228,6 @@ def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, 
     holdfast.load(store.at("version_3"), into={"model": state})
     note("load")
     found.pop("")
-    return found
-
-
-def measure_overlap(connection: Connection, bucket: str, size: int) -> dict[str, list[float]]:
-    """Return the seconds of a training step, without a save and during one in the background.
-
-    "save lost": the time of the steps during a save, minus that of as many steps without one.
-    """
-    import torch
-
-    import holdfast
-    from bench import states
-
-    store = holdfast.open_store(f"s3://{bucket}/overlap", **connection)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    weights, found = torch.randn(1024, 1024), dict[str, list[float]]()
-
-    def train(name: str, going: Callable[[], bool]) -> None:
-        taken = []
-        while going():
-            start = time.perf_counter()
-            weights @ weights @ weights
-            taken.append(time.perf_counter() - start)
-        found.setdefault(name, []).append(median(taken))
-        found.setdefault(f"{name} took", []).append(sum(taken))
-        lost = sum(taken) - found["quiet"][-1] * len(taken)
-        found.setdefault(f"{name} lost", []).append(lost)
-
-    with holdfast.Checkpointer(
-        store,
-        {"model": states.large_state(size)},
-        save=holdfast.EverySteps(1),
-        keep=holdfast.KeepLast(2),
-    ) as checkpointer:
-        checkpointer.step()
-        checkpointer.wait()
-        for _ in range(5):
-            end = time.perf_counter() + 1.5
-            train("quiet", lambda end=end: time.perf_counter() < end)  # type: ignore[misc]
-            start = time.perf_counter()
-            checkpointer.step()
-            found.setdefault("step", []).append(time.perf_counter() - start)
-            waiter = threading.Thread(target=checkpointer.wait)
-            waiter.start()
-            train("save", waiter.is_alive)
     return found
 
 

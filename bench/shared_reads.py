@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import disk, fresh_process, states
 from bench.report import Options, Section, judge, spread
-from bench.s3 import BUCKET, ceph_connection, make_connection
+from bench.s3_server import BUCKET, connection_to, real_server
 from bench.s3_sink import running_sink
 
 RANKS = 4
@@ -160,12 +160,12 @@ def _measure_ranks(place: dict[str, Any], size: int, rounds: int) -> dict[str, S
 @contextmanager
 def _sink(rate: int) -> Iterator[dict[str, Any]]:
     with running_sink(rate) as endpoint:
-        yield {"url": "s3://keep", **make_connection(endpoint)}
+        yield {"url": "s3://keep", **connection_to(endpoint)}
 
 
 @contextmanager
 def _ceph() -> Iterator[dict[str, Any]]:
-    with ceph_connection() as connection:
+    with real_server("ceph") as connection:
         yield {"url": f"s3://{BUCKET}", **connection}
 
 
