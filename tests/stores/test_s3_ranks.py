@@ -1,14 +1,11 @@
 """Two ranks save to S3. A fault of one of them fails both, in time, with the rank and the cause."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 import holdfast
 from holdfast.testing.contract import partial_keys
 from tests.stores.fault_proxy import Fault, FaultProxy
+from tests.stores.torchrun import run_torchrun
 
 SCRIPT = """
 import sys, time
@@ -61,23 +58,8 @@ def test_all_ranks_fail_when_one_cannot_write(s3, proxy, action, tmp_path):
 
 
 def run_script(script, url, proxy):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {
-        **os.environ,
-        "AWS_ENDPOINT_URL": proxy.endpoint,
-        "OMP_NUM_THREADS": "1",
-        "RES_OPTIONS": "timeout:1 attempts:1",
-    }
-    done = subprocess.run(
-        [*command, script, url],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-    assert len(lines) == 4, done.stdout + done.stderr
+    lines = run_torchrun(script, url, AWS_ENDPOINT_URL=proxy.endpoint)
+    assert len(lines) == 4, lines
     return lines
 
 

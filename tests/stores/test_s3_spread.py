@@ -1,9 +1,5 @@
 """A run in S3 that spreads its shards: saves of two ranks, resuming, retention, sweep, copies."""
 
-import os
-import subprocess
-import sys
-
 import boto3
 import pytest
 import torch
@@ -13,6 +9,7 @@ from holdfast.format import names
 from holdfast.run.policy import KeepLast
 from holdfast.testing.contract import keys, partial_keys, put
 from tests.cli.invoke import run_cli
+from tests.stores.torchrun import run_torchrun
 
 SCRIPT = """
 import sys
@@ -34,16 +31,7 @@ dist.destroy_process_group()
 
 def train_two_ranks(script, url):
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, script, url],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_torchrun(script, url)
 
 
 def shards_in(bucket):

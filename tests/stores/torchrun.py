@@ -1,0 +1,34 @@
+"""Runs a script under torchrun, as a user would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_torchrun(script: Path, *arguments: str, ranks: int = 2, **environment: str) -> list[str]:
+    """Return the lines that begin with "rank ", sorted. Raises ``AssertionError`` if a rank fails.
+
+    The ranks write to one pipe. They buffer what they print, because without buffering, ``print``
+    writes a line and its end separately, and another rank's line may come in between.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        **environment,
+    }
+    done = subprocess.run(
+        [*command, script, *arguments],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
