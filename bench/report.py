@@ -93,9 +93,13 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], edge: str) -> 
     return [line(columns), line(["-" * width for width in widths]), *map(line, rows)]
 
 
+def _paragraph(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def render(section: Section, *, markdown: bool) -> str:
     edge = "|" if markdown else ""
-    text = textwrap.fill(section.text, 120, break_on_hyphens=False)
+    text = _paragraph(section.text)
     lines = [f"## {section.title}" if markdown else f"\n=== {section.title}", "", text, ""]
     if section.verdicts:
         verdicts = [[v.name, v.target, v.figure, v.spread, v.reached] for v in section.verdicts]
@@ -104,7 +108,12 @@ def render(section: Section, *, markdown: bool) -> str:
     if section.rows:
         lines += [*_table(section.columns, section.rows, edge), ""]
     if section.missing:
-        lines += ["Not measured:", "", *(f"- {each}" for each in section.missing), ""]
+        lines += [
+            "Not measured:",
+            "",
+            *(_paragraph(f"- {each}", "  ") for each in section.missing),
+            "",
+        ]
     return "\n".join(lines)
 
 

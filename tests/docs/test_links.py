@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from bench.report import Section, render
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,3 +25,10 @@ def test_lines_have_at_most_120_characters(document: Path) -> None:
     """Table rows are exempt because Markdown cannot wrap them."""
     lines = document.read_text().splitlines()
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_a_report_wraps_the_errors_of_what_it_could_not_measure() -> None:
+    missing = ["a library, save: " + "a long message of another library, " * 10]
+    lines = render(Section("A title", "A text.", [], missing=missing), markdown=True).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert " ".join(line.strip() for line in lines).count("of another library") == 10
