@@ -12,7 +12,7 @@ import pytest
 from holdfast import buffers
 from holdfast.buffers import BufferPool
 from holdfast.storage.store import Store
-from tests.storage.test_power_cut import disk  # noqa: F401  (a fixture: ext4 and xfs on loop devices)
+from tests.disks import disk  # noqa: F401  (a fixture)
 
 SMALL_UNIT = 1024
 PAGE = 4096

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.disks import disk  # noqa: F401  (a fixture)
+
 
 @pytest.fixture(autouse=True)
 def use_direct_io_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.store_contract import StoreContract
+from tests.disks import KINDS, new_disk
 
 
 class TestMemory(StoreContract):
@@ -62,6 +64,25 @@ class TestLocalWithoutDirect(_InFolder):
 
 class TestLocalOnTmpfs(_InFolder):
     parent = "/dev/shm"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def mount_point(request):
+    with new_disk(request.param) as disk:
+        yield disk.mount_point
+
+
+@pytest.mark.slow
+@pytest.mark.root
+class TestLocalOnDisk(_InFolder):
+    """A new ext4 and a new xfs, whatever the file system of /var/tmp is."""
+
+    @pytest.fixture
+    def store(self, mount_point):
+        folder = mount_point / uuid.uuid4().hex
+        folder.mkdir()
+        yield self.make_store(folder)
+        shutil.rmtree(folder)
 
 
 class TestLocalOverCrashFs(StoreContract):

@@ -3,16 +3,10 @@
 The "shutdown" of a file system drops everything that has not reached its journal or the disk.
 """
 
-import fcntl
 import os
 import random
-import shutil
-import struct
-import subprocess
-import tempfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,64 +17,6 @@ from holdfast.testing.contract import keys, put, random_bytes
 from holdfast.testing.crashfs import CrashFs
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
-
-GOING_DOWN = 0x8004587D  # FS_IOC_SHUTDOWN, XFS_IOC_GOINGDOWN
-WITHOUT_FLUSHING_THE_LOG = struct.pack("I", 2)
-
-
-class Disk:
-    """A file system in its own image, on a loop device."""
-
-    def __init__(self, kind, folder):
-        self.image, self.mount_point = folder / "image", folder / "mounted"
-        self.mount_point.mkdir()
-        with self.image.open("wb") as image:
-            image.truncate(400 << 20)
-        force = "-F" if kind == "ext4" else "-f"
-        run(f"mkfs.{kind}", "-q", force, str(self.image))
-        self.mount()
-
-    def mount(self):
-        run("mount", "-o", "loop", str(self.image), str(self.mount_point))
-
-    def cut_power(self):
-        fd = os.open(self.mount_point, os.O_RDONLY)
-        try:
-            fcntl.ioctl(fd, GOING_DOWN, WITHOUT_FLUSHING_THE_LOG)
-        finally:
-            os.close(fd)
-
-    def unmount(self):
-        run("umount", str(self.mount_point))
-
-
-def run(*command):
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-@pytest.fixture(params=["ext4", "xfs"])
-def disk(request):
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount")
-    if not shutil.which(f"mkfs.{request.param}"):
-        if not shutil.which("apt-get"):
-            pytest.skip(f"mkfs.{request.param} is not installed")
-        package = {"ext4": "e2fsprogs", "xfs": "xfsprogs"}[request.param]
-        install = ["apt-get", "install", "-y", "-q", package]
-        if subprocess.run(install, capture_output=True, check=False).returncode:
-            pytest.skip(f"{package} cannot be installed")
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-disk-", dir="/var/tmp"))
-    try:
-        try:
-            disk = Disk(request.param, folder)
-        except RuntimeError as error:
-            pytest.skip(f"loop mounts are not permitted: {error}")
-        yield disk
-        disk.unmount()
-    finally:
-        shutil.rmtree(folder)
 
 
 def data_of(key):
