@@ -361,7 +361,7 @@ def test_a_datanode_is_killed_during_a_write(cluster):
         cluster.resume()
 
 
-def test_a_bit_that_flips_on_one_disk(cluster):
+def test_a_bit_that_flips_on_one_disk_and_on_all(cluster):
     store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=20)
     content = uuid.uuid4().hex.encode()
     store.put_if_absent("a", content)
@@ -375,8 +375,10 @@ def test_a_bit_that_flips_on_one_disk(cluster):
     for _ in range(6):  # from any of the two
         assert store.get("a", 99) == content
     blocks[1].write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(StoreError):
+    with pytest.raises(Unavailable, match="every copy of a block is damaged") as caught:
         holdfast.open_store(store.url, timeout=1).get("a", 99)
+    assert caught.value.found.count("127.0.0.1:") == 2, caught.value
+    assert "{" not in str(caught.value)
 
 
 def test_all_daemons_are_killed_during_a_save_and_come_back(cluster, monkeypatch):

@@ -18,6 +18,8 @@ _TRY_AGAIN = {
 }  # fmt: skip
 _REPLICAS = ("could only be replicated to", "could only be written to")
 """The beginning of the message of a NameNode that knows no DataNode with space for a block."""
+_NO_COPY = "All DataNodes failed"
+_DATANODE = re.compile(r'host_name: \\?"([^"\\]*)\\?".*?xfer_port: ([0-9]+)', re.DOTALL)
 
 
 def translate(error: BaseException, action: str, key: str, url: str) -> StoreError:
@@ -47,6 +49,15 @@ def translate(error: BaseException, action: str, key: str, url: str) -> StoreErr
         if text.startswith(("SASL", "GSSAPI", "NoSASL")):
             todo = "Renew the Kerberos ticket (kinit)"
             return Denied(f"{what}: {text}", todo=todo, **fields)
+        if _NO_COPY in text:
+            # hdfs-native does not tell a DataNode that is away from one whose copy is damaged
+            nodes = ", ".join(":".join(found) for found in _DATANODE.findall(text))
+            todo = (
+                "Check that these DataNodes run. If they do, every copy of a block is damaged:"
+                " see hdfs fsck, and go back to another version"
+            )
+            what = f"{what}: no DataNode that has a copy returned the bytes"
+            return Unavailable(what, found=nodes, todo=todo, **fields)
         return Unavailable(f"{what}: {text[:300]}", **unknown, **fields)
     name = remote[1].rpartition(".")[2].rpartition("$")[2]
     message = remote[2].partition("\\n")[0]
