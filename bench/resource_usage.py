@@ -31,6 +31,12 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
+def own_cpu_seconds() -> float:
+    """Return the user and system time of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def cpu_seconds() -> float:
     """Return the user and system time of this process, ended children, and live descendants."""
     total = 0.0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from statistics import median
-
 from bench import fresh_process, s3_prices
-from bench.report import Options, Section, Verdict, judge
+from bench.report import Options, Section, judge
 from bench.s3_server import BUCKET, connection_to, real_server
 from bench.s3_sink import running_sink
+from bench.transfers import COLUMNS, compare, rows
 
 _MIB = 1 << 20
 
@@ -16,39 +15,6 @@ def _call(name: str, **arguments: object) -> dict[str, list[float]]:
     return fresh_process.call(f"bench.s3_transfer:{name}", timeout=400, **arguments)
 
 
-def _compare(found: dict[str, list[float]], ours: str, bare: str, judged: bool) -> list[Verdict]:
-    """Return the ratios of one direction."""
-
-    def ratios(suffix: str, *, invert: bool = False) -> list[float]:
-        pairs = zip(found.get(ours + suffix, []), found.get(bare + suffix, []), strict=True)
-        return [b / a if invert else a / b for a, b in pairs]
-
-    least, most = (0.9, 1.2) if judged else (None, None)
-    return [
-        judge(f"{ours}: speed / {bare} with boto3", ratios("", invert=True), least=least),
-        judge(f"{ours}: CPU time of the client / {bare} with boto3", ratios(" cpu"), most=most),
-    ]
-
-
-def _rows(found: dict[str, list[float]], size: int) -> list[list[str]]:
-    gib = size / 2**30
-    rows = []
-    for name in ("save", "upload", "load", "download"):
-        if name in found:
-            seconds, cpu = found[name], found[f"{name} cpu"]
-            rows.append(
-                [
-                    f"{name} with {'Holdfast' if name in ('save', 'load') else 'boto3'}",
-                    f"{gib / median(seconds):.2f}",
-                    f"{gib / max(seconds):.2f} to {gib / min(seconds):.2f}",
-                    f"{median(cpu) / gib:.2f}",
-                    f"{min(cpu) / gib:.2f} to {max(cpu) / gib:.2f}",
-                ]
-            )
-    return rows
-
-
-_COLUMNS = ["", "GiB/s", "range", "client CPU s/GiB", "range"]
 _METHOD = (
     " boto3 alone moves the same bytes with 8 threads and parts of 16 MiB, from and to the memory"
     " of the state, computes one XXH3-128 pass over them, and sends the CRC-32C of each part."
@@ -82,10 +48,7 @@ def _transfers_on_sink(options: Options, endpoint: str) -> Section:
             missing.append(f"{names[0]}: {failure}")
             continue
         found |= {k: v for k, v in taken.items() if k.partition(" ")[0] in names}
-    verdicts = [
-        *_compare(found, "save", "upload", True),
-        *_compare(found, "load", "download", True),
-    ]
+    verdicts = compare(found, "boto3", judged=True)
     peaks: dict[str, list[float]] = {"save": [], "load": []}
     for kind in ["save", "load"] * min(rounds, 3):
         try:
@@ -104,7 +67,7 @@ def _transfers_on_sink(options: Options, endpoint: str) -> Section:
         judge(f"{kind}: peak memory beyond the state", each, most=64, unit="MiB", digits=0)
         for kind, each in peaks.items()
     ]
-    return Section(title, text, verdicts, _COLUMNS, _rows(found, size), missing)
+    return Section(title, text, verdicts, COLUMNS, rows(found, size, "boto3"), missing)
 
 
 def _transfers_on_ceph(options: Options) -> Section:
@@ -127,11 +90,8 @@ def _transfers_on_ceph(options: Options) -> Section:
             )
     except Exception as failure:  # noqa: BLE001  (reported: Ceph is not installed, or failed)
         return Section(title, text, [], missing=[f"{type(failure).__name__}: {failure}"])
-    verdicts = [
-        *_compare(found, "save", "upload", False),
-        *_compare(found, "load", "download", False),
-    ]
-    return Section(title, text, verdicts, _COLUMNS, _rows(found, size))
+    verdicts = compare(found, "boto3", judged=False)
+    return Section(title, text, verdicts, COLUMNS, rows(found, size, "boto3"))
 
 
 def _requests(options: Options, endpoint: str) -> Section:
@@ -155,8 +115,8 @@ def _requests(options: Options, endpoint: str) -> Section:
     retention = {name: n - alone.get(name, 0) for name, n in both.items() if n != alone.get(name)}
     names = ["first save", "save", "save with retention", "retention of one version", "load"]
     found["retention of one version"] = retention
-    rows = [[name, *s3_prices.cells(found[name])] for name in names]
-    return Section(title, text, [], ["", *s3_prices.COLUMNS], rows)
+    cells = [[name, *s3_prices.cells(found[name])] for name in names]
+    return Section(title, text, [], ["", *s3_prices.COLUMNS], cells)
 
 
 def sections(options: Options) -> list[Section]:

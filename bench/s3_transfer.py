@@ -8,15 +8,14 @@ the time of the default.
 
 from __future__ import annotations
 
-import resource
-import time
 from base64 import b64encode
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from awscrt.checksums import crc32c
 from xxhash import xxh3_128_hexdigest
+
+from bench import transfers
 
 PART = 16 << 20
 THREADS = 8
@@ -112,65 +111,21 @@ class BareClient:
         with ThreadPoolExecutor(THREADS) as threads:
             return [*threads.map(read, range(0, len(into), PART))]
 
+    def delete(self, key: str) -> None:
+        self.client.delete_object(Bucket=self._bucket, Key=key)
+
 
 def measure_transfers(
     connection: Connection, bucket: str, size: int, rounds: int, load: bool
 ) -> dict[str, list[float]]:
-    """Return the seconds and CPU seconds of each round, of Holdfast and of the bare client.
-
-    ``load``: also read both objects of the round back, and compare them. Each round deletes what
-    it has written.
-    """
-    import torch
-
+    """Return the seconds and CPU seconds of each round, of Holdfast and of the bare client."""
     import holdfast
 
-    flat = torch.randint(0, 255, (size,), dtype=torch.uint8)
-    state = {f"w{i:02}": part for i, part in enumerate(flat.split(32 << 20))}
-    live = torch.zeros_like(flat)
-    live_state = {f"w{i:02}": part for i, part in enumerate(live.split(32 << 20))}
-    source, target = memoryview(flat.numpy()), memoryview(live.numpy())
-    client = BareClient(connection, bucket)
     store = holdfast.open_store(f"s3://{bucket}/bench", **connection)
-    found: dict[str, list[float]] = {}
-    digests: list[str] = []
-
-    def taken(name: str, work: Callable[[], object]) -> None:
-        cpu, start = _cpu_seconds(), time.perf_counter()
-        result = work()
-        found.setdefault(name, []).append(time.perf_counter() - start)
-        found.setdefault(f"{name} cpu", []).append(_cpu_seconds() - cpu)
-        if isinstance(result, list):
-            digests[:] = digests or result
-            if result != digests:
-                raise RuntimeError(f"{name}: other digests")
-
-    def steps(place: Any, key: str) -> dict[str, Callable[[], object]]:
-        writes = {
-            "save": lambda: holdfast.save(place, state, step=1),
-            "upload": lambda: client.upload(key, source),
-        }
-        reads = {
-            "load": lambda: holdfast.load(place, into=live_state),
-            "download": lambda: client.download(key, target),
-        }
-        return {**writes, **(reads if load else {})}
-
-    for number in range(rounds + 1):
-        place, key = store.at(f"version_{number + 1}"), f"bare/{number}"
-        for name, work in steps(place, key).items():
-            live.zero_()
-            taken(name, work)
-            if name in ("load", "download") and not torch.equal(live, flat):
-                raise RuntimeError(f"{name}: other bytes")
-        for stat in list(place.list("")):
-            place.delete(stat.key)
-        client.client.delete_object(Bucket=bucket, Key=key)
-        if not number:  # it also creates the connections and buffers
-            found.clear()
-        elif bucket != "discard" and load:
-            time.sleep(1)  # Ceph removes deleted objects in the background
-    return found
+    # Ceph removes deleted objects in the background
+    pause = 1.0 if load and bucket != "discard" else 0.0
+    client = BareClient(connection, bucket)
+    return transfers.take_turns(store, client, size, rounds, load=load, pause=pause)
 
 
 def measure_memory(connection: Connection, bucket: str, size: int, kind: str) -> dict[str, float]:
@@ -229,8 +184,3 @@ def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, 
     note("load")
     found.pop("")
     return found
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime

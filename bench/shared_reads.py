@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import time
 import warnings
@@ -15,6 +14,7 @@ from typing import Any
 
 from bench import disk, fresh_process, states
 from bench.report import Options, Section, judge, spread
+from bench.resource_usage import own_cpu_seconds
 from bench.s3_server import BUCKET, connection_to, real_server
 from bench.s3_sink import running_sink
 
@@ -62,11 +62,11 @@ def measure(rank: int, port: int, place: dict[str, Any], size: int, rounds: int,
                 if rank == 0 and "://" not in place["url"]:
                     disk.drop_page_cache(Path(place["url"]))
                 dist.barrier()
-                requests, nbytes, cpu = _requests(store), sum(read_bytes), _cpu_seconds()
+                requests, nbytes, cpu = _requests(store), sum(read_bytes), own_cpu_seconds()
                 start = time.perf_counter()
                 holdfast.load(store, into=state, group=_WAYS[way])
                 dist.barrier()
-                taken = {"s": time.perf_counter() - start, "cpu": _cpu_seconds() - cpu}
+                taken = {"s": time.perf_counter() - start, "cpu": own_cpu_seconds() - cpu}
                 taken["bytes"] = float(sum(read_bytes) - nbytes)
                 taken["requests"] = float(_requests(store) - requests)
                 for name, figure in taken.items():
@@ -90,11 +90,6 @@ def _count_bytes(kind: Any) -> list[int]:
 
 def _requests(store: Any) -> int:
     return sum(store.statistics().requests.values()) if hasattr(store, "statistics") else 0
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def _place(layout: str, rank: int, *, saved: bool) -> tuple[slice, slice]:

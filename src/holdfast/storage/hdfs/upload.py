@@ -44,16 +44,17 @@ class HdfsAppender:
         if self._writer is None:
             self._writer = self._store.call("create", "write", self._key, self._files.create)
         writer = self._writer
+        block = bytes(data)  # hdfs-native copies other buffers one element at a time
         try:
-            self._store.call_once("write", self._key, lambda client: writer.write(data))
+            self._store.call_once("write", self._key, lambda client: writer.write(block))
         except Unavailable:
-            self._go_on(data)
-        self._position += len(data)
-        self._tail.append(bytes(data))
+            self._go_on(block)
+        self._position += len(block)
+        self._tail.append(block)
         while sum(map(len, self._tail)) - len(self._tail[0]) >= _IN_FLIGHT:
             self._tail.popleft()
 
-    def _go_on(self, data: memoryview) -> None:
+    def _go_on(self, data: bytes) -> None:
         """Write ``data``, of which DataNodes may have a part, after an error of the writer.
 
         The client replaces a DataNode that fails within a block, but not one that is gone when it
