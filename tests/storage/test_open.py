@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 import holdfast.storage.open
+from holdfast.cli import VERBS
 from holdfast.errors import StoreError
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -93,9 +95,14 @@ def shelf(monkeypatch):
     monkeypatch.setattr(holdfast.storage.open, "_functions", {**holdfast.storage.open._functions})
     stores = {}
 
+    class Shelf(MemoryStore):
+        @property
+        def url(self):
+            return super().url.replace("memory://", "shelf://")
+
     def open_shelf(url, *, label="none"):
         name, _, folder = url.removeprefix("shelf://").partition("/")
-        store = stores.setdefault((name, label), MemoryStore(name))
+        store = stores.setdefault((name, label), Shelf(name))
         return store.at(folder) if folder else store
 
     holdfast.register_store("shelf", open_shelf)
@@ -111,10 +118,38 @@ def test_a_registered_scheme_works_everywhere(shelf, tmp_path):
     assert [s.step for s in holdfast.Run(url).snapshots()] == [1]
     with holdfast.Checkpointer(url, {"n": 2}) as checkpointer:
         checkpointer.resume()
-    assert run_cli("ls", url).code == 0
-    assert run_cli("copy", f"{url}@1", f"{tmp_path}/out/version_1").code == 0
-    assert run_cli("verify", "shelf://one").code == 0
-    assert holdfast.load(tmp_path / "out/version_1") == {"n": 1}
+    for number, start in enumerate((f"{url}@1", holdfast.open_store(f"{url}/version_1"))):
+        state = {"n": 2}
+        with holdfast.Checkpointer(f"shelf://one/tuned{number}", state) as checkpointer:
+            assert checkpointer.resume(start=start).step == 1
+        assert state == {"n": 1}
+
+
+def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
+    url = "shelf://one/run"
+    for step in (1, 2):
+        holdfast.save(f"{url}/version_{step}", {"w": torch.zeros(9), "n": 1}, step=step)
+    commands = [
+        ("ls", url),
+        ("show", f"{url}@1"),
+        ("verify", url),
+        ("diff", f"{url}@1", f"{url}/version_2"),
+        ("copy", f"{url}@1", f"{tmp_path}/out/version_1"),
+        ("copy", url, "shelf://two/run"),
+        ("reshard", f"{url}@2", "shelf://two/one", "--shards", 1),
+        ("export", f"{url}@2", "--to", "safetensors", "--root", "/", "shelf://two/out"),
+        ("import", "shelf://two/out/model.safetensors", "shelf://two/imported", "--step", 5),
+        ("pin", url, 1),
+        ("sweep", url, "--grace", "0"),
+        ("request-save", url, "--no-wait"),
+    ]
+    for command in commands:
+        result = run_cli(*command)
+        assert result.code == 0, (command, result)
+    assert {command[0] for command in commands} == {*VERBS}
+    assert holdfast.load(tmp_path / "out/version_1")["n"] == 1
+    assert [s.step for s in holdfast.Run("shelf://two/run").snapshots()] == [1, 2]
+    assert holdfast.Run("shelf://two/imported").latest().step == 5
 
 
 def test_options_reach_the_function(shelf):

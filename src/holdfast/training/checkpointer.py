@@ -172,7 +172,7 @@ class Checkpointer:
         at: int | None = None,
         *,
         branch: int | None = None,
-        start: str | None = None,
+        start: Url | None = None,
         keys: str | Sequence[str] | None = None,
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
@@ -188,10 +188,10 @@ class Checkpointer:
         version. ``share`` is deprecated and has no effect.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
-        ``"runs/a@latest"``, or a URL. ``keys``, ``missing``, ``unexpected``, and ``rename`` (as
-        for ``holdfast.load``) determine how much of it is loaded. A run that has versions ignores
-        these arguments and loads its own version completely and strictly. One script therefore
-        serves the first start and every restart.
+        ``"runs/a@latest"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
+        ``missing``, ``unexpected``, and ``rename`` (as for ``holdfast.load``) determine how much of
+        it is loaded. A run that has versions ignores these arguments and loads its own version
+        completely and strictly. One script therefore serves the first start and every restart.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid

@@ -13,8 +13,8 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.location import locate
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.location import Url, locate
+from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.errors import (
     Denied,
     FormatError,
@@ -242,10 +242,11 @@ def check_start(
     ``HoldfastError`` for ``start`` together with such a version, for a partial selection without
     ``start``, and for a ``start`` that is not an address.
     """
-    if start is not None and not isinstance(start, str | os.PathLike):
+    is_location = isinstance(start, str | os.PathLike) or hasattr(start, "put_if_absent")
+    if start is not None and not is_location:
         raise HoldfastError(
             "Invalid value for start=",
-            expected='an address: "RUN@120", "RUN@latest", or the URL of a snapshot',
+            expected='an address ("RUN@120", "RUN@latest", or the URL of a snapshot), or a Store',
             found=f"{start=}",
             todo="resume(at=120) goes back to step 120 of this run itself",
         )
@@ -266,7 +267,7 @@ def check_start(
 
 
 def start_from(
-    start: str,
+    start: Url,
     state: dict[str, Any],
     group: Group,
     keys: str | Sequence[str] | None,
@@ -291,17 +292,19 @@ def start_from(
     )
 
 
-def _open_on_all_ranks(start: str, group: Group) -> Snapshot:
-    """Open the snapshot at an address, the same one on all ranks."""
+def _open_on_all_ranks(start: Url, group: Group) -> Snapshot:
+    """Open the snapshot at an address or in a store, the same one on all ranks."""
+    is_address = isinstance(start, str | os.PathLike)
+    where = os.fspath(start) if isinstance(start, str | os.PathLike) else start.url
 
     def choose() -> ResumeInstruction:
-        snapshot = open_version(start)
+        snapshot = open_version(where) if is_address else open_snapshot(start)
         return ResumeInstruction(True, snapshot.url, snapshot.digest)
 
-    instruction = broadcast_from_first(
-        group, f"the start from {os.fspath(start)}", choose, ResumeInstruction
-    )
-    return Snapshot(locate(instruction.version or ""), None, instruction.digest)
+    instruction = broadcast_from_first(group, f"the start from {where}", choose, ResumeInstruction)
+    # A URL does not contain the options of a store, so each rank uses the store that it was given.
+    location = locate(instruction.version or "" if is_address else start)
+    return Snapshot(location, None, instruction.digest)
 
 
 def _suggest_call(url: str, state: dict[str, Any], error: PlanError) -> str:
