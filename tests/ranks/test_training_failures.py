@@ -30,6 +30,7 @@ from holdfast.errors import (
 from holdfast.format.names import Version
 from holdfast.run.policy import EverySeconds, EverySteps, KeepLast, OnException
 from holdfast.run.run import Run
+from holdfast.storage.local.store import LocalStore
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
     TrainingJob,
@@ -285,6 +286,14 @@ def test_resume_starts_from_another_run(tmp_path: Any) -> None:
                 return trainer.ckpt.current_step, float(trainer.state["same"][0])
 
         assert job.run(start_partly) == [(0, 0.0)] * 2
+
+        def start_with_a_store(trainer: TrainingRank) -> Any:
+            trainer.store = own + "4"  # type: ignore[assignment]
+            with trainer.make_checkpointer(save=EverySteps(5)):
+                trainer.ckpt.resume(start=LocalStore(f"{other}/version_5"))
+                return trainer.ckpt.current_step, float(trainer.state["same"][0])
+
+        assert job.run(start_with_a_store) == [(5, float(sum(range(6))))] * 2
 
         def start_at_a_missing_step(trainer: TrainingRank) -> None:
             trainer.store = own + "3"  # type: ignore[assignment]
