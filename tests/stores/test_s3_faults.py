@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast import sinks
 from holdfast.deadline import Deadline
 from holdfast.errors import Denied, DigestMismatch, HoldfastError, StoreError, Unavailable
 from holdfast.testing.contract import keys, partial_keys, read
 from holdfast.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
+from tests.stores.servers import Ceph
 
 STATE = {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}  # 20 MiB: three parts
 
@@ -64,7 +66,7 @@ def save(store, step=1):
 def save_in_run(store, step=1):
     with holdfast.Checkpointer(store, dict(STATE), save=holdfast.Never()) as checkpointer:
         checkpointer.resume()
-        while checkpointer.count < step:
+        while checkpointer.current_step < step:
             checkpointer.step()
         return checkpointer.save()
 
@@ -331,6 +333,26 @@ def test_credentials_that_expire_during_a_save(store, proxy):
         save(store)
     proxy.inject()
     check_nothing(store)
+
+
+def test_no_event_and_no_log_shows_credentials(s3, proxy, tmp_path, caplog):
+    options = {"access_key_id": Ceph.key, "secret_access_key": Ceph.secret, "timeout": 3}
+    store = open_run(s3, proxy, **options)
+    caplog.set_level("DEBUG", logger="holdfast")
+    file = tmp_path / "events.jsonl"
+    with holdfast.attach(sinks.JsonLines(file)), holdfast.attach(sinks.Logging()):
+        save_in_run(store)
+        assert "saved step" in caplog.text
+        for reason in ("ExpiredToken", "SlowDown"):
+            code = 403 if reason == "ExpiredToken" else 503
+            fault = Fault("status", "PUT", r"partNumber=2", count=-1, code=code, reason=reason)
+            proxy.inject(fault)
+            with pytest.raises(StoreError, match=reason):
+                save_in_run(store, 2)
+    for shown in (file.read_text(), caplog.text):
+        assert "ExpiredToken" in shown
+        assert "SlowDown" in shown
+        assert Ceph.secret not in shown
 
 
 def test_wrong_bytes_of_the_store_are_damage(store, proxy):
