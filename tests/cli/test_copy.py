@@ -115,7 +115,7 @@ def test_a_backup_continues_if_the_source_has_deleted_all_its_versions() -> None
     with training(backup, EverySteps(1), KeepLast(2)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 20)
-    with pytest.raises(AlreadyExists, match="another training"):  # both continued training
+    with pytest.raises(AlreadyExists, match="both continued training"):
         count_copied(source, backup)
 
 
@@ -353,6 +353,34 @@ def test_after_a_sweep_of_abandoned_versions_the_message_says_what_to_do(
         assert hf.Run(to).line() == run.line()
         assert set(hf.Run(to).listing().versions) == saved
     assert refused > 0
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_backup_continues_without_common_versions_after_training_went_back(
+    store: MemoryStore, empty_url: str, seed: int
+) -> None:
+    """Retention has deleted what the last copy had, and a sweep what the training left."""
+    rng, run, to = random.Random(seed), hf.Run(store), open_store(empty_url)
+    backup, saved, swept = hf.Run(to), set(run.listing().versions), set[Version]()
+    run_cli("copy", store.url, empty_url)
+    for _ in range(8):
+        at = rng.choice([None, *(v.step for v in run.line())])
+        continue_training(store, rng.choice([20, 40, 60]), 10, at=at)
+        run.retain(hf.KeepLast(rng.choice([1, 2, 3])))
+        if rng.random() < 0.7:
+            swept |= set(run.listing().versions) - set(run.line())
+            run.sweep(abandoned=True, grace=0)
+        saved |= set(run.listing().versions)
+        result = run_cli("copy", store.url, empty_url)
+        if result.code == 8:
+            assert swept & set(backup.listing().versions)
+            assert "seem to have both continued training" in result.err
+            for key in [k for k in keys(store.url) if k in result.err]:
+                to.put_if_absent(key, store.get(key, 1 << 20))
+            result = run_cli("copy", store.url, empty_url)
+        assert result.code == 0, result.err
+        assert backup.line()[-len(run.line()) :] == run.line()
+        assert set(backup.listing().versions) == saved
 
 
 def test_the_error_for_a_diverged_copy_does_not_mention_sweeps(

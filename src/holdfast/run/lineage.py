@@ -26,11 +26,8 @@ from holdfast.run.catalog import Catalog
 from holdfast.run.listing import Listing
 
 _MAX_LISTINGS = 10
-"""Maximum number of further listings made to get two consecutive ones that agree.
-
-If a training saves so fast that none agree, the last listing is used.
-"""
-
+"""Maximum number of further listings made to get two consecutive ones that agree. If none agree,
+because a training saves that fast, the last one is used."""
 
 MAX_SEARCHES = 100
 """Maximum number of listings that are searched while versions are deleted between the listing and
@@ -140,10 +137,7 @@ def _origin_from_parents(
 
 
 def _read_parent(catalog: Catalog, version: Version) -> Parent | None:
-    """Return the parent that a version's manifest names.
-
-    The result is None if the manifest names no parent, is missing, or is damaged.
-    """
+    """Return the parent that a manifest names. None: it names none, is missing, or is damaged."""
     try:
         return catalog.open(version).manifest.parent
     except (FormatError, NotFound):
@@ -330,14 +324,13 @@ def find_divergence(
         if _read_raw_branch(catalog, file) != _read_raw_branch(other, file):
             return f"another {file}"
     branch, other_branch = max(_branch_numbers(listing)), max(_branch_numbers(other_listing))
-    if branch < other_branch and _newest_step(listing, branch) > _newest_step(
-        other_listing, branch
+    if branch < other_branch and _newest_step(listing, branch) > _newest_known_step(
+        other, other_listing, branch
     ):
         return f"branch {other_branch}"
-    if branch > other_branch and _newest_step(other_listing, other_branch) > _newest_step(
-        listing, other_branch
-    ):
-        return str(Version(_newest_step(other_listing, other_branch), other_branch))
+    newest = _newest_step(other_listing, other_branch)
+    if branch > other_branch and newest > _newest_known_step(catalog, listing, other_branch):
+        return str(Version(newest, other_branch))
     versions, other_versions = set(listing.versions), set(other_listing.versions)
     for version in sorted(versions - other_versions):
         if conflict := _find_conflict(catalog, version, other, versions, other_versions):
@@ -396,3 +389,11 @@ def _branch_numbers(listing: Listing) -> set[int]:
 def _newest_step(listing: Listing, branch: int) -> int:
     """Return the newest step on a branch, or -1 if the branch has no versions."""
     return max((v.step for v in listing.versions if v.branch == branch), default=-1)
+
+
+def _newest_known_step(catalog: Catalog, listing: Listing, branch: int) -> int:
+    """Do the same as ``_newest_step``, but include the deleted versions at which branches began."""
+    later = (n for n in listing.branches if n > branch)
+    origins = (branch_origin(catalog, n, listing.folders) for n in later)
+    steps = (v.step for v in origins if v is not None and v.branch == branch)
+    return max([_newest_step(listing, branch), *steps])

@@ -221,17 +221,38 @@ def _is_copy_at(snapshot: Snapshot, location: Location) -> bool:
     return True
 
 
-def _is_earlier_copy(
-    remaining: list[tuple[Snapshot, Location]], destination: Run, versions: Sequence[Version]
-) -> bool:
-    """Return True if the destination may be an earlier copy whose versions the source has deleted.
+def _find_divergence(
+    run: Run,
+    listing: Listing,
+    destination: Run,
+    existing: Listing,
+    result: CopyResult,
+    remaining: Sequence[Version],
+) -> str | None:
+    """Return evidence that both runs continued training. See ``find_divergence``.
 
-    All of its versions must be older than the remaining ones and belong to a training that began
-    at the same time.
+    If the source has deleted all versions of the copy, a version of the copy that is not older
+    than the remaining ones is evidence, too.
     """
-    if not remaining or versions[-1].step >= min(s.version.step for s, _ in remaining):
-        return False
-    began = read_training_metadata(remaining[0][0]).get("began")
+    divergence = find_divergence(run.catalog, listing, destination.catalog, existing)
+    if divergence is None and not result.present:
+        newest = max(existing.versions, key=_position)
+        if _position(newest) >= min(map(_position, remaining)):
+            return str(newest)
+    return divergence
+
+
+def _position(version: Version) -> tuple[int, int]:
+    """Return the position of a version in its run. A branch starts after all earlier branches."""
+    return version.branch, version.step
+
+
+def _began_together(snapshot: Snapshot, destination: Run, versions: Sequence[Version]) -> bool:
+    """Return True if a version of the source and the destination belong to one training.
+
+    The time at which the training began identifies it.
+    """
+    began = read_training_metadata(snapshot).get("began")
     try:
         return began is not None and began == read_training_metadata(
             destination.open(versions[-1])
@@ -253,10 +274,19 @@ def _refuse_other_training(
     Merging two trainings would create a run that no training produced.
     """
     versions = existing.versions
-    divergence = (
-        find_divergence(run.catalog, listing, destination.catalog, existing)
-        if result.present
-        else None
+    if not versions:
+        return
+    if not result.present and not (
+        remaining and _began_together(remaining[0][0], destination, versions)
+    ):
+        raise AlreadyExists(
+            f"{destination.url} contains another training; nothing was changed",
+            expected=f"an empty location, or an earlier copy of {result.source}",
+            found=f"{format_count(len(versions), 'version')} that {result.source} does not have",
+            todo="Copy to another location, or copy single versions",
+        )
+    divergence = _find_divergence(
+        run, listing, destination, existing, result, [s.version for s, _ in remaining]
     )
     if divergence is not None:
         advice = "Copy to another location"
@@ -273,13 +303,6 @@ def _refuse_other_training(
             expected=f"nothing that {result.source} never had",
             found=divergence,
             todo=advice,
-        )
-    if versions and not result.present and not _is_earlier_copy(remaining, destination, versions):
-        raise AlreadyExists(
-            f"{destination.url} contains another training; nothing was changed",
-            expected=f"an empty location, or an earlier copy of {result.source}",
-            found=f"{format_count(len(versions), 'version')} that {result.source} does not have",
-            todo="Copy to another location, or copy single versions",
         )
 
 
