@@ -1,13 +1,16 @@
 """What is refused before any request is sent, and what messages show."""
 
+import socket
 import sys
+import time
 
 import pytest
 from botocore.exceptions import ClientError
 
 import holdfast
 from holdfast.engine.snapshot.location import locate
-from holdfast.errors import StoreError
+from holdfast.errors import StoreError, Unavailable
+from holdfast.storage.s3 import endpoint
 from holdfast.storage.s3.endpoint import S3Options
 from holdfast.storage.s3.failures import require_field
 from holdfast.storage.s3.pace import MEASURED, STEPS
@@ -192,3 +195,28 @@ def test_parts_that_are_collected_do_not_grow(monkeypatch, options, part):
         store.endpoint.pace.note(size, MEASURED, 1)
         assert store.put("a", 10**9)._part == part
         assert store.put("a", 10**9, 100)._part == part_length(store.traits, 10**9)
+
+
+ROLE = """
+[profile role]
+role_arn = arn:aws:iam::123456789012:role/training
+source_profile = base
+[profile base]
+aws_access_key_id = key
+aws_secret_access_key = wrong-secret-key
+"""
+
+
+@pytest.mark.slow
+def test_a_service_for_credentials_that_never_answers(monkeypatch, tmp_path):
+    monkeypatch.setattr(endpoint, "CREDENTIALS_TIMEOUT", 1)
+    (tmp_path / "config").write_text(ROLE)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        options = {"endpoint": "http://127.0.0.1:1", "region": "us-east-1", "profile": "role"}
+        store = holdfast.open_store("s3://bucket/run", timeout=1, **options)
+        start = time.monotonic()
+        with pytest.raises(Unavailable, match="Read timeout"):
+            store.stat("a")
+    assert time.monotonic() - start < 20

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import boto3
 import numpy as np
@@ -327,12 +328,35 @@ def test_the_deadline_of_a_save_ends_it(s3, proxy, path):
     check_nothing(store)
 
 
+EXPIRED = Fault("status", "PUT", "partNumber=2", code=403, reason="ExpiredToken")
+
+
 def test_credentials_that_expire_during_a_save(store, proxy):
-    proxy.inject(Fault("status", "PUT", "partNumber=3", count=-1, code=403, reason="ExpiredToken"))
+    proxy.inject(replace(EXPIRED, count=-1))
     with pytest.raises(Denied, match=r"ExpiredToken.*renew them"):
         save(store)
+    assert len([t for t in proxy.targets("PUT") if "partNumber=2" in t]) == 1
     proxy.inject()
     check_nothing(store)
+
+
+def test_credentials_that_are_renewed_during_a_save(s3, proxy, monkeypatch, tmp_path):
+    """As with a program that writes new credentials to the file when the old ones expire."""
+    file = tmp_path / "credentials"
+    lines = f"[default]\naws_access_key_id={Ceph.key}\naws_secret_access_key={Ceph.secret}\n"
+    file.write_text(lines)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    store = open_run(s3, proxy)
+    clients = store.endpoint.clients
+    assert list(store.list("")) == []
+    file.write_text(f"{lines}aws_account_id=123456789012\n")  # it counts as other credentials
+    proxy.inject(replace(EXPIRED))
+    save(store)
+    assert proxy.faults[0].hits == 1
+    assert store.endpoint.clients is not clients
+    check_intact(store)
 
 
 def test_no_event_and_no_log_shows_credentials(s3, proxy, tmp_path, caplog):

@@ -66,7 +66,7 @@ def test_a_mistyped_folder(saved, command):
 def test_a_mistyped_url_lists_no_other_folder(s3, monkeypatch):
     """Nothing below other folders is listed."""
     store = holdfast.open_store(s3)
-    client = store.endpoint.client(15, 15)
+    client = store.endpoint.clients.client(15, 15)
     for number in range(20):
         client.put_object(Bucket=store.bucket, Key=f"data/{number % 5}/{number}", Body=b"")
     before = store.statistics().requests
@@ -106,6 +106,9 @@ def test_no_permission(saved, monkeypatch, ceph):
         holdfast.save(f"{saved}/version_2", {"n": 1})
 
 
+CREDENTIALS = "[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
+
+
 def remove_credentials(monkeypatch):
     """Remove the credentials from the environment, and return them."""
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -130,8 +133,34 @@ def test_credentials_that_are_set_later_are_found(saved, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     with pytest.raises(Denied, match="no credentials"):
         holdfast.load(f"{saved}/version_1")
-    file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+    file.write_text(CREDENTIALS.format(key=key, secret=secret))
     assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+
+
+def test_the_key_of_a_running_process_is_replaced(saved, ceph, monkeypatch, tmp_path):
+    """A program writes a new key to the file, and the server no longer knows the old one."""
+    admin = ["radosgw-admin", "-c", ceph.configuration, "-n", "client.rgw", "key"]
+
+    def create_key(name):
+        key = [f"--access-key={name}", f"--secret={name}-secret", "--key-type=s3"]
+        subprocess.run([*admin, "create", "--uid=test", *key], capture_output=True, check=True)
+        file.write_text(CREDENTIALS.format(key=name, secret=f"{name}-secret"))
+
+    def remove_key(name):
+        command = [*admin, "rm", "--uid=test", f"--access-key={name}", "--key-type=s3"]
+        subprocess.run(command, capture_output=True, check=True)
+
+    remove_credentials(monkeypatch)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    create_key("first")
+    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+    create_key("second")
+    remove_key("first")
+    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+    remove_key("second")
+    with pytest.raises(Denied, match="InvalidAccessKeyId"):
+        holdfast.load(f"{saved}/version_1")
 
 
 def test_a_profile_and_a_missing_profile(saved, monkeypatch, tmp_path):

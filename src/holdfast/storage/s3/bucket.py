@@ -21,6 +21,7 @@ from holdfast.storage.remote import BucketStore
 from holdfast.storage.s3.endpoint import (
     MIN_PART,
     READ_SIZE,
+    Clients,
     Endpoint,
     S3Options,
     shared_endpoint,
@@ -201,8 +202,29 @@ class S3Bucket(BucketStore):
     def _send(
         self, action: str, key: str, request: Callable[[Any], T], deadline: Deadline, longest: int
     ) -> T:
+        clients = self.endpoint.clients
         try:
-            return request(self.endpoint.client(deadline.seconds_left, longest))
+            return self._send_once(clients, action, key, request, deadline, longest)
+        except Denied as e:
+            if e.fields.get("code") in _PERMISSION:
+                raise
+            # They keep credentials that the server has refused, or that there were none.
+            renewed = self.endpoint.renew(clients)
+            if not (e.fields.get("code") and renewed.has_other_credentials(clients)):
+                raise
+        return self._send_once(renewed, action, key, request, deadline, longest)
+
+    def _send_once(
+        self,
+        clients: Clients,
+        action: str,
+        key: str,
+        request: Callable[[Any], T],
+        deadline: Deadline,
+        longest: int,
+    ) -> T:
+        try:
+            return request(clients.client(deadline.seconds_left, longest))
         except StoreError:
             raise
         except Exception as e:
@@ -216,7 +238,4 @@ class S3Bucket(BucketStore):
             server = self.endpoint.url
         except Exception:  # noqa: BLE001  (the client cannot be created, which is the error)
             server = "the endpoint"
-        found = translate(error, action, key, self.url, server)
-        if isinstance(found, Denied) and found.fields.get("code") not in _PERMISSION:
-            self.endpoint.forget_clients()  # they keep credentials, and that there were none
-        return found
+        return translate(error, action, key, self.url, server)

@@ -23,6 +23,10 @@ TIMEOUTS = (1, 4, 15, 60)
 """The timeouts of the clients, in seconds: for a connection, and for each wait for bytes. A request
 uses the longest one that its deadline allows."""
 
+CREDENTIALS_TIMEOUT = 5
+"""The same for the services that issue credentials (STS, SSO), which a request may wait for. It is
+tried twice."""
+
 MAX_REQUESTS = 32
 """The default of the largest number of requests in progress."""
 
@@ -80,18 +84,11 @@ class S3Options:
         return make_options(cls, "an S3 store", options, rules)
 
 
-class Endpoint(Server):
-    """The clients with certain options in this process, and what it has learned of the server.
-
-    ``checks_crc``: whether the server checks CRC-32C, None if that is not known yet. ``pace``: what
-    the uploads have shown.
-    """
+class Clients:
+    """The clients of a server with the credentials that were found at one time."""
 
     def __init__(self, options: S3Options) -> None:
-        super().__init__(options.concurrency or MAX_REQUESTS, options.timeout)
-        self.options = options
-        self.pace = Pace()
-        self.checks_crc: bool | None = None
+        self._options = options
         self._clients: dict[int, Any] = {}
         self._session: Any = None
         self._lock = Lock()
@@ -106,34 +103,23 @@ class Endpoint(Server):
                 self._clients[timeout] = client
         return client
 
-    @property
-    def part_size(self) -> int:
-        """The largest length of the parts of the next upload, in bytes."""
-        return self.options.part_size or self.pace.part_size
+    def has_other_credentials(self, others: Clients) -> bool:
+        """Return True if these clients have found other credentials than those of ``others``."""
+        try:
+            return self._credentials() != others._credentials()
+        except Exception:  # noqa: BLE001  (they cannot be found now)
+            return False
 
-    @property
-    def connections(self) -> int:
-        """The number of parts that a save sends at once."""
-        options = self.options
-        if options.part_size and not options.concurrency:
-            return max(2, IN_FLIGHT // options.part_size)
-        return options.concurrency or self.pace.connections
-
-    def forget_clients(self) -> None:
-        """Let the next request create a client, which looks for credentials again."""
-        self._clients, self._session = {}, None
-
-    @property
-    def url(self) -> str:
-        """The URL of the server."""
-        return str(self.client(1, 1).meta.endpoint_url)
-
-    @property
-    def is_encrypted(self) -> bool:
-        return self.url.startswith("https:")
+    def _credentials(self) -> object:
+        """Return what requests are signed with. None if they are not signed."""
+        if self._options.anonymous:
+            return None
+        self.client(TIMEOUTS[0], TIMEOUTS[0])  # it creates the session
+        found = self._session.get_credentials()
+        return None if found is None else found.get_frozen_credentials()
 
     def _create_client(self, timeout: int) -> Any:
-        options = self.options
+        options = self._options
         client = self._create_addressing(timeout, options.addressing or "auto")
         if options.addressing is None and not _AWS.search(client.meta.endpoint_url):
             # most servers have one name, to which "auto" would prepend that of the bucket
@@ -142,18 +128,24 @@ class Endpoint(Server):
 
     def _create_addressing(self, timeout: int, addressing: str) -> Any:
         import boto3
-        import botocore
+        import botocore.session
         from botocore.config import Config
 
-        options = self.options
+        options = self._options
         session = self._session
         if session is None:  # it keeps the description of the service, which takes 0.3 s to read
+            inner = botocore.session.get_session()
+            wait = CREDENTIALS_TIMEOUT  # by default, botocore waits for five minutes
+            inner.set_default_client_config(
+                Config(connect_timeout=wait, read_timeout=wait, retries={"total_max_attempts": 2})
+            )
             session = self._session = boto3.session.Session(
                 aws_access_key_id=options.access_key_id,
                 aws_secret_access_key=options.secret_access_key,
                 aws_session_token=options.session_token,
                 region_name=options.region,
                 profile_name=options.profile,
+                botocore_session=inner,
             )
         return session.client(
             "s3",
@@ -173,6 +165,54 @@ class Endpoint(Server):
                 response_checksum_validation="when_required",
             ),
         )
+
+
+class Endpoint(Server):
+    """The clients with certain options in this process, and what it has learned of the server.
+
+    ``clients``: those with the credentials that were found last. ``checks_crc``: whether the server
+    checks CRC-32C, None if that is not known yet. ``pace``: what the uploads have shown.
+    """
+
+    def __init__(self, options: S3Options) -> None:
+        super().__init__(options.concurrency or MAX_REQUESTS, options.timeout)
+        self.options = options
+        self.pace = Pace()
+        self.checks_crc: bool | None = None
+        self.clients = Clients(options)
+        self._lock = Lock()
+
+    def renew(self, refused: Clients) -> Clients:
+        """Return clients that look for credentials again, after those of some were refused.
+
+        Of several threads with the same clients, the first one creates the others.
+        """
+        with self._lock:
+            if self.clients is refused:
+                self.clients = Clients(self.options)
+            return self.clients
+
+    @property
+    def part_size(self) -> int:
+        """The largest length of the parts of the next upload, in bytes."""
+        return self.options.part_size or self.pace.part_size
+
+    @property
+    def connections(self) -> int:
+        """The number of parts that a save sends at once."""
+        options = self.options
+        if options.part_size and not options.concurrency:
+            return max(2, IN_FLIGHT // options.part_size)
+        return options.concurrency or self.pace.connections
+
+    @property
+    def url(self) -> str:
+        """The URL of the server."""
+        return str(self.clients.client(1, 1).meta.endpoint_url)
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.url.startswith("https:")
 
 
 _AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")
