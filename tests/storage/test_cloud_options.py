@@ -77,6 +77,21 @@ def test_an_invalid_option_is_refused(url, options, message):
         holdfast.open_store(url, **options)
 
 
+@pytest.mark.parametrize("url", ["az://b1b/r", "gs://b1b/r"])
+def test_without_credentials_nothing_is_written(url):
+    """No request is sent, not even one for credentials."""
+    store = holdfast.open_store(url, anonymous=True, **({"account": "a"} if "az" in url else {}))
+    for call in (
+        lambda: store.put_if_absent("k", b""),
+        lambda: store.put("k", 1),
+        lambda: store.put("k", 1 << 30),
+        lambda: store.delete("k"),
+    ):
+        with pytest.raises(Denied, match=r"opened with anonymous=True.*Open it without"):
+            call()
+    assert store.statistics().requests == {}
+
+
 def test_no_message_shows_credentials():
     secrets = {"account_key": KEY, "sas_token": "sv=1&sig=SECRETSIG"}
     store = holdfast.open_store("az://bucket/run", account="a", **secrets)

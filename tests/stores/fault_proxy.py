@@ -108,6 +108,10 @@ class FaultProxy:
     def targets(self, method: str = ".*") -> list[str]:
         return [r.target for r in self.log if re.fullmatch(method, r.method)]
 
+    def translate(self, head: bytes) -> bytes:
+        """Return the head of a request in the dialect of the server."""
+        return head
+
     def _accept(self) -> None:
         while not self._stopped.is_set():
             try:
@@ -149,7 +153,7 @@ class FaultProxy:
         if action == "reset":
             _reset(client)
         body = _flipped(request.body, fault.after) if fault and action == "flip" else request.body
-        server.sendall(request.head + body)
+        server.sendall(self.translate(request.head) + body)
         reply = _receive(server, is_head=method == "HEAD")
         record.status = int(reply.start.split(" ")[1])
         if action == "lose_reply":

@@ -67,6 +67,20 @@ class CloudContainer(BucketStore):
             )
         return name
 
+    def require_credentials(self, action: str, key: str) -> None:
+        """Raise ``Denied`` if the store was opened without credentials, which suffice to read only.
+
+        For a write to Google, obstore would look for credentials all the same.
+        """
+        if self.options.anonymous:
+            raise Denied(
+                f"Cannot {action} {key} in {self.url}: it was opened with anonymous=True",
+                expected="a store with credentials",
+                todo="Open it without this option",
+                key=key,
+                store=self.url,
+            )
+
     def _try_to_create(self, client: Any, name: str, key: str, data: bytes) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError

@@ -31,11 +31,11 @@ MIN_PART = 5 * MIB
 class CloudOptions:
     """The options that ``az://`` and ``gs://`` share.
 
-    ``endpoint``: the URL of another server. ``anonymous``: send no credentials. ``part_size``: the
-    length of the parts in which a large object is sent, in bytes; an upload keeps up to six of
-    them in memory. ``concurrency``: the largest number of requests of this process in progress,
-    other than the parts of uploads, of which each upload sends up to four at once. ``timeout``:
-    seconds for which a call is repeated while the server is unreachable or busy.
+    ``endpoint``: the URL of another server. ``anonymous``: send no credentials, and only read.
+    ``part_size``: the length of the parts in which a large object is sent, in bytes; an upload
+    keeps up to six of them in memory. ``concurrency``: the largest number of requests of this
+    process in progress, other than the parts of uploads, of which each upload sends up to four at
+    once. ``timeout``: seconds for which a call is repeated while the server is unreachable or busy.
     """
 
     endpoint: str | None = None

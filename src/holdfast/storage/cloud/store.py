@@ -28,6 +28,7 @@ class CloudStore(CloudContainer):
     def put(self, key: str, length: int, head: int = 0) -> Upload:
         refuse_partial(key, self.url)
         self.object_name(key)
+        self.require_credentials("write", key)
         if length > self.options.part_size:
             return SequentialUpload(self.url, key, length, StreamAppender(self, key, length))
 
@@ -37,10 +38,15 @@ class CloudStore(CloudContainer):
 
         return BufferedUpload(self.url, key, length, create)
 
+    def put_if_absent(self, key: str, data: bytes) -> Stat:
+        self.require_credentials("write", key)
+        return super().put_if_absent(key, data)
+
     def delete(self, key: str) -> None:
         import obstore
 
         name = self.object_name(key)
+        self.require_credentials("delete", key)
         try:
             self.for_cleanup().call(
                 "DeleteObject", "delete", key, lambda c: obstore.delete(c, name)
@@ -138,7 +144,7 @@ def open_azure(url: str, **options: Any) -> CloudStore:
 def open_google(url: str, **options: Any) -> CloudStore:
     """Return the store at ``gs://BUCKET/folder``. For the options, see ``GoogleOptions``.
 
-    Experimental: it is not tested on a server. Otherwise, see ``open_azure``.
+    Experimental: it is tested on Ceph, not on Google. Otherwise, see ``open_azure``.
     """
     return _open(url, GoogleOptions.from_mapping(options))
 

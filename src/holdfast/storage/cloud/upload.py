@@ -116,7 +116,7 @@ class StreamAppender:
             raise self._explain(error, action)
 
     def _explain(self, error: BaseException, action: str) -> StoreError:
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or isinstance(error, StoreError):
             raise error
         found = translate(error, action, self._key, self._store.url)
         if isinstance(found, Unavailable):
@@ -131,23 +131,41 @@ class StreamAppender:
         """Send the pieces, and answer each. After a failure, only answer."""
         failure: BaseException | None = None
         writer: Any = None
+        first: list[bytes] = []  # the pieces until the server has begun the upload
         piece: bytes | None = b""
         while piece is not None:
             piece = self._pieces.get()
             if self._is_ended:
                 return
             try:
-                if failure is None:
-                    writer = writer or self._open_writer(client)
-                    writer.write(piece) if piece is not None else writer.close()
+                if failure is None and writer is None:
+                    first += [] if piece is None else [piece]
+                    if piece is None or sum(map(len, first)) > self._part:
+                        writer, first = self._begin(client, first), []
+                elif failure is None and piece is not None:
+                    writer.write(piece)
+                if failure is None and piece is None:
+                    writer.close()
             except BaseException as e:  # noqa: BLE001  (raised on the thread that waits)
-                failure = e
+                failure, first = e, []
             self._replies.put(failure)
 
-    def _open_writer(self, client: Any) -> Any:
+    def _begin(self, client: Any, pieces: list[bytes]) -> Any:
+        """Return a writer that has got more than one part, so that the upload has begun.
+
+        obstore does not repeat the request of Google that begins one if the connection breaks.
+        """
         import obstore
 
-        name = self._store.object_name(self._key)
-        return obstore.open_writer(
-            client, name, buffer_size=self._part, max_concurrency=PARALLEL_PARTS
-        )
+        store = self._store
+        name = store.object_name(self._key)
+
+        def begin(_: object) -> Any:
+            writer = obstore.open_writer(
+                client, name, buffer_size=self._part, max_concurrency=PARALLEL_PARTS
+            )
+            for piece in pieces:
+                writer.write(piece)
+            return writer
+
+        return store.call("", "write", self._key, begin)

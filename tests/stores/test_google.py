@@ -1,0 +1,168 @@
+"""``gs://`` on Ceph's gateway, which understands a translation of Google's XML API.
+
+This is no evidence for Google: it runs the code, and shows what obstore sends. Not simulated:
+tokens, generations, and the rates of Google.
+"""
+
+import json
+import re
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import boto3
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.errors import CommitError, Denied, HoldfastError, StoreError
+from holdfast.testing import StoreContract
+from holdfast.types import MIB
+from tests.stores.fault_proxy import Fault, FaultProxy
+
+STATE = {"w": np.arange(11 * MIB // 4, dtype=np.int32), "n": 3}  # 11 MiB: three parts
+
+
+class GoogleProxy(FaultProxy):
+    """Translates the two headers in which Google and S3 differ for obstore's requests."""
+
+    def translate(self, head: bytes) -> bytes:
+        head = re.sub(rb"(?i)\r\nauthorization: Bearer[^\r]*", b"", head)
+        return re.sub(rb"(?i)x-goog-if-generation-match: 0", b"If-None-Match: *", head)
+
+
+@pytest.fixture
+def google(ceph, monkeypatch, tmp_path):
+    """A proxy. ``gs://BUCKET`` works with the key file that the environment variables name."""
+    proxy = GoogleProxy(ceph.port)
+    names = ("client_email", "private_key", "private_key_id")
+    key = {"gcs_base_url": proxy.endpoint, "disable_oauth": True, **dict.fromkeys(names, "")}
+    file = tmp_path / "key.json"
+    file.write_text(json.dumps(key))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(file))
+    monkeypatch.setenv("GOOGLE_BASE_URL", proxy.endpoint)
+    yield proxy
+    proxy.stop()
+
+
+@pytest.fixture
+def gs(s3, google):
+    """The URL of a new bucket, in which everyone may do everything."""
+    bucket = s3.removeprefix("s3://")
+    everyone = {
+        "Effect": "Allow",
+        "Principal": "*",
+        "Action": "s3:*",
+        "Resource": [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"],
+    }
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [everyone]})
+    boto3.client("s3").put_bucket_policy(Bucket=bucket, Policy=policy)
+    return f"gs://{bucket}"
+
+
+@pytest.fixture
+def store(gs):
+    """A run. No call takes longer than 20 s."""
+    return holdfast.open_store(f"{gs}/run", timeout=20, part_size=5 * MIB)
+
+
+class TestGoogle(StoreContract):
+    partials_are_listed = False
+
+    @pytest.fixture
+    def store(self, gs):
+        return holdfast.open_store(f"{gs}/a/folder", part_size=5 * MIB)
+
+
+def save(store, step=1):
+    return holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+
+
+def check_intact(store, steps):
+    run = holdfast.Run(store)
+    assert [s.step for s in run.snapshots()] == [*steps]
+    assert all(s.verify().ok for s in run.snapshots())
+
+
+MANIFEST = r"manifest(\.|%2E)json"
+REQUESTS = {
+    "create": ("POST", r"\?uploads"),
+    "part": ("PUT", "partNumber=2"),
+    "complete": ("POST", "uploadId="),
+    "manifest": ("PUT", MANIFEST),
+}
+
+
+@pytest.mark.parametrize("action", ["status", "reset", "lose_reply"])
+@pytest.mark.parametrize("request_name", REQUESTS)
+def test_a_save_survives_a_fault(store, google, request_name, action):
+    google.inject(Fault(action, *REQUESTS[request_name]))
+    save(store)
+    assert google.faults[0].hits == 1
+    google.inject()
+    check_intact(store, [1])
+
+
+@pytest.mark.parametrize("request_name", REQUESTS)
+def test_a_save_fails_in_time(gs, google, request_name):
+    store = holdfast.open_store(f"{gs}/run", timeout=4, part_size=5 * MIB)
+    google.inject(Fault("status", *REQUESTS[request_name], count=-1))
+    with pytest.raises(HoldfastError):
+        save(store)
+    google.inject()
+    assert holdfast.Run(store).snapshots() == []
+    save(store, 2)
+    check_intact(store, [2])
+
+
+@pytest.mark.parametrize("action", ["status", "reset", "cut", "truncate", "flip_reply"])
+def test_a_load_survives_a_fault(store, google, action):
+    save(store)
+    google.inject(Fault(action, "GET", r"safetensors$", after=100))
+    loaded = holdfast.load(store.at("version_1"))
+    assert google.faults[0].hits == 1
+    assert np.array_equal(loaded["w"], STATE["w"])
+
+
+def test_two_writers_of_one_version(store):
+    def write(number):
+        try:
+            return holdfast.save(store.at("version_1"), {"n": number}, step=1)
+        except CommitError:
+            return None
+
+    with ThreadPoolExecutor(4) as pool:
+        written = [done for done in pool.map(write, range(4)) if done is not None]
+    assert len(written) == 1
+    assert holdfast.load(store.at("version_1")) == holdfast.load(written[0].url)
+
+
+def test_a_training_goes_on(gs):
+    state = {"n": 0}
+    for start in (0, 3):
+        with holdfast.Checkpointer(
+            f"{gs}/runs/a", state, save=holdfast.EverySteps(1), keep=holdfast.KeepLast(2)
+        ) as ckpt:
+            ckpt.resume()
+            assert state["n"] == ckpt.current_step == start
+            for _ in range(3):
+                state["n"] += 1
+                ckpt.step()
+        state = {"n": 0}
+    check_intact(holdfast.open_store(f"{gs}/runs/a"), [5, 6])
+
+
+def test_a_public_bucket_is_read_without_credentials(gs, store, monkeypatch):
+    save(store)
+    monkeypatch.delenv("GOOGLE_SERVICE_ACCOUNT")
+    public = holdfast.open_store(f"{gs}/run", anonymous=True)
+    assert holdfast.load(public.at("version_1"), keys="n") == {"n": 3}
+    assert holdfast.Run(public).latest().verify().ok
+    with pytest.raises(Denied, match="anonymous=True"):
+        save(public, 2)
+
+
+def test_a_missing_bucket(google):
+    for act in (holdfast.load, lambda url: holdfast.save(url, {"n": 1})):
+        with pytest.raises(StoreError, match=r"There is no gs://\S+\. Create it") as caught:
+            act(f"gs://missing-{uuid.uuid4()}/run/version_1")
+        assert type(caught.value) is StoreError
