@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import SaveFailed
-from holdfast.text import format_list, format_ranks, warn_user, with_article
+from holdfast.text import format_list, format_ranks, hide_secrets, warn_user, with_article
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,23 @@ from holdfast.text import format_list, format_ranks, warn_user, with_article
 def test_a_list_is_cut_and_counted(items: list[str], expected: str) -> None:
     assert format_list(items, 3) == expected
     assert format_list(items, 3, "; ") == expected.replace(", ", "; ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://key:SECRET@bucket/run does not", "s3://...@bucket/run does not"),
+        ("http://key:SEC/RET@host:1/a, then", "http://...@host:1/a, then"),
+        ("ftp://SECRET@host/a", "ftp://...@host/a"),
+        ("'az://c/x?sv=1&sig=SECRET': no", "'az://c/x?...': no"),
+        ("url: /v1/a?delegation=SECRET&op=X (Caused", "url: /v1/a?... (Caused"),
+        ("found fsspec+simplecache::ftp://u:SECRET@h/x", "found fsspec+simplecache::ftp://...@h/x"),
+        ("hdfs://host:8020/runs/a@120 and s3://b/a@latest", None),
+        ("Is it s3://bucket/what? x = 1", None),
+    ],
+)
+def test_secrets_of_urls_are_hidden(text: str, expected: str | None) -> None:
+    assert hide_secrets(text) == (text if expected is None else expected)
 
 
 def test_ranks() -> None:

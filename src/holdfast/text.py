@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import sys
 import warnings
@@ -49,6 +50,19 @@ def to_repr(value: object) -> str:
         return repr(value)
     except ValueError:
         return _long_repr.repr(value)
+
+
+# A user with a port after it, as in ``hdfs://host:8020/run@120``, is a host.
+_USER = re.compile(r"(://)(?![^\s@/]*:\d+/)(?:[^\s@/]+:[^\s@]*|[^\s@/]*)@")
+_QUERY = re.compile(r"\?[^\s?=\"'<>]*=[^\s\"'<>)]*")
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text in which the user names, passwords, and queries of URLs are ``...``.
+
+    The text may be a URL that was refused, or the message of a library.
+    """
+    return _QUERY.sub("?...", _USER.sub(r"\1...@", text))
 
 
 def format_list(
