@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
-from threading import Lock, Thread
+from threading import Lock, Thread, local
 from typing import ParamSpec, Self, TypeVar
 
 from holdfast.buffers import Buffer, BufferPool, shared_pool
@@ -105,9 +105,10 @@ def in_parallel(
 ) -> None:
     """Call ``work`` on every item and ``advance`` after each item. Return when all are done.
 
-    After the first failure, no thread starts another item, and the failure is raised here when all
-    threads have ended. With ``threads=1``, everything runs on the calling thread. An iterable that
-    waits for its next item must stop when there is a failure, which is added to ``failures``.
+    After the first failure, no thread starts another item or repeats a request (see
+    ``is_canceled``), and the failure is raised here when all threads have ended. With
+    ``threads=1``, everything runs on the calling thread. An iterable that waits for its next item
+    must stop when there is a failure, which is added to ``failures``.
     """
     if threads <= 1:
         for item in items:
@@ -117,8 +118,11 @@ def in_parallel(
     source = iter(items)
     lock = Lock()
     failures = [] if failures is None else failures
+    outer: tuple[list[BaseException], ...] = getattr(_current, "failures", ())
+    all_failures = (*outer, failures)
 
     def run() -> None:
+        before, _current.failures = getattr(_current, "failures", ()), all_failures
         try:
             while True:
                 with lock:
@@ -132,6 +136,8 @@ def in_parallel(
                 advance()
         except BaseException as e:  # noqa: BLE001  (the caller raises it)
             failures.append(e)
+        finally:
+            _current.failures = before
 
     workers: list[_Worker] = []
     try:
@@ -148,6 +154,18 @@ def in_parallel(
             worker.join_despite_interrupts(failures)
     if failures:
         raise failures[0]
+
+
+def is_canceled() -> bool:
+    """Return True in the work of ``in_parallel`` after another thread has failed.
+
+    What repeats a request checks it. Otherwise, an interrupted save would end only when the server
+    answers, or when the deadline passes.
+    """
+    return any(getattr(_current, "failures", ()))
+
+
+_current = local()
 
 
 def look_up_each(items: Sequence[T], look_up: Callable[[T], None]) -> None:

@@ -6,9 +6,11 @@ from threading import Event
 
 import pytest
 
+import holdfast
 from holdfast.deadline import Deadline
-from holdfast.errors import HoldfastError, NotFound, Unavailable
+from holdfast.errors import Denied, HoldfastError, NotFound, Unavailable
 from holdfast.storage.throttle import MIN_PAUSE, RECOVERY, Throttle
+from holdfast.threads import in_parallel
 
 NO_DEADLINE = Deadline("", math.inf)
 
@@ -61,7 +63,7 @@ def test_a_request_is_repeated_with_growing_pauses(clock):
     throttle = clock.throttle()
     request = Failing(*(Unavailable("reset") for _ in range(8)))
     assert throttle.call("Get", clock.deadline(1000), request) == "done"
-    assert clock.pauses == [0.5, 1, 2, 4, 8, 16, 20, 20]
+    assert clock.pauses == [0.5, *[1] * (1 + 2 + 4 + 8 + 16 + 20 + 20)]  # in steps of a second
     statistics = throttle.statistics()
     assert statistics.requests == {"Get": 9}
     assert (statistics.retries, statistics.throttled, statistics.running) == (8, 0, 0)
@@ -84,6 +86,28 @@ def test_a_busy_server_says_how_long_to_wait(clock, retry_after, least):
     throttle.call("Put", clock.deadline(1000), Failing(slow_down(retry_after)))
     assert clock.now - began >= least
     assert clock.now - began < least + 0.1
+
+
+@pytest.mark.parametrize("retry_after", [None, 3.0])
+def test_the_pause_of_a_busy_server_has_full_jitter(retry_after):
+    """Otherwise, all ranks that were refused return in the same moment."""
+    least = MIN_PAUSE if retry_after is None else retry_after
+    returned = set()
+    for share in (0.0, 0.5, 1.0):
+        clock = Clock()
+        throttle = clock.throttle(uniform=lambda low, high, share=share: low + share * (high - low))
+        throttle.call("Put", NO_DEADLINE, Failing(slow_down(retry_after)))
+        returned.add(clock.now - 100 - least)
+    assert [round(seconds, 2) for seconds in sorted(returned)] == [0, 0.25, 0.5]
+
+
+def test_one_refusal_does_not_stop_all_requests_for_a_day(clock):
+    throttle = clock.throttle()
+    with pytest.raises(Unavailable, match="busy"):
+        throttle.call("Put", clock.deadline(1000), Failing(slow_down(86400.0)))
+    began = clock.now
+    throttle.call("Get", clock.deadline(1000), Failing())
+    assert clock.now - began < 61
 
 
 def test_all_requests_wait_while_one_was_told_to(clock):
@@ -175,6 +199,74 @@ def test_one_unknown_outcome_makes_the_outcome_unknown(clock):
     with pytest.raises(Unavailable) as caught:
         clock.throttle().call("Put", clock.deadline(9), Failing(*errors))
     assert caught.value.is_outcome_unknown
+
+
+def test_an_error_after_an_unknown_outcome_has_an_unknown_outcome(clock):
+    """The reply to the commit was lost, and then the credentials expired."""
+    errors = [Unavailable("lost", outcome="unknown"), Denied("expired", key="m")]
+    with pytest.raises(Denied, match="expired") as caught:
+        clock.throttle().call("Put", clock.deadline(9), Failing(*errors))
+    assert caught.value.is_outcome_unknown
+    assert caught.value.key == "m"
+    with pytest.raises(Denied) as caught:
+        clock.throttle().call("Put", clock.deadline(9), Failing(slow_down(), Denied("expired")))
+    assert not caught.value.is_outcome_unknown
+
+
+def test_an_answer_of_the_server_ends_the_patience(clock):
+    """Two failures, between which the server says that there is no such object."""
+    throttle = clock.throttle(patience=60)
+    throttle.note_failure(clock.now)
+    for _ in range(10):
+        clock.now += 10
+        with pytest.raises(NotFound):
+            throttle.call("Get", NO_DEADLINE, Failing(NotFound("no", status=404)))
+    assert throttle.call("Put", NO_DEADLINE, Failing(Unavailable("reset"))) == "done"
+
+
+def test_a_failure_long_ago_does_not_count(clock):
+    throttle = clock.throttle(patience=60)
+    with pytest.raises(Unavailable):
+        throttle.call("Put", NO_DEADLINE, Failing(*(Unavailable("away") for _ in range(99))))
+    clock.now += 3600
+    assert throttle.call("Put", NO_DEADLINE, Failing(Unavailable("reset"))) == "done"
+
+
+def test_a_call_that_is_repeated_for_long_is_reported(clock):
+    throttle, reports = clock.throttle(), []
+
+    def call(tries):
+        with holdfast.attach(lambda name, fields: reports.append((clock.now, name, fields))):
+            errors = [Unavailable("away", store="s3://b/run") for _ in range(tries)]
+            throttle.call("Put", clock.deadline(1000), Failing(*errors))
+
+    call(3)
+    assert reports == []  # 3.5 s
+    began = clock.now
+    call(9)
+    assert [round(at - began, 1) for at, _, _ in reports] == [7.5, 51.5]
+    _, name, fields = reports[0]
+    assert (name, fields["store"], fields["action"]) == ("waiting", "s3://b/run", "Put")
+    assert "away" in str(fields["error"])
+    assert fields["seconds"] == 1000 - 7.5
+
+
+def test_a_failure_of_another_thread_ends_the_tries(clock):
+    throttle, calls = clock.throttle(), []
+
+    def work(number):
+        if number == 0:
+            raise Denied("expired")
+        request = Failing(*(Unavailable("reset") for _ in range(999)))
+        try:
+            throttle.call("Put", clock.deadline(10_000), request)
+        finally:
+            calls.append(request.calls)
+
+    with pytest.raises(Denied):
+        in_parallel(range(2), work, threads=2)
+    assert calls == [] or calls[0] < 100
+    assert throttle.call("Put", NO_DEADLINE, Failing(Unavailable("reset"))) == "done"
 
 
 def test_other_errors_are_not_repeated(clock):

@@ -18,8 +18,10 @@ from dataclasses import asdict, dataclass
 from threading import Lock
 from typing import TypeVar
 
+from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.errors import StoreError, Unavailable
+from holdfast.threads import is_canceled
 
 T = TypeVar("T")
 
@@ -32,6 +34,19 @@ RECOVERY = 1.0
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
 """The largest pause after the first failure of a request, and after many, in seconds."""
+
+_LONGEST_HOLD = 60.0
+"""The longest time for which one refusal stops all requests, in seconds, whatever the server asks
+for: a maintenance page may ask for a day."""
+
+_FORGOTTEN = 120.0
+"""Seconds after the last failure from which on the server no longer counts as failing."""
+
+_REPORTED = (5.0, 30.0)
+"""Seconds for which a call is repeated until the event ``waiting`` reports it, and between two."""
+
+_SLICE = 1.0
+"""Seconds of a pause after which it is checked whether the operation has failed."""
 
 _POLL = 0.005
 """Seconds between two looks at whether a request may start.
@@ -92,6 +107,7 @@ class Throttle:
         self._max_limit = self._limit = concurrency
         self._patience = patience
         self._failing_since: float | None = None
+        self._failed_at = self._reported_at = -math.inf
         self._clock, self._sleep, self._uniform = clock, sleep, uniform
         self._lock = Lock()
         self._running: set[object] = set()
@@ -120,7 +136,7 @@ class Throttle:
 
         Raises the last error, with the number of tries, when the deadline, or the patience with a
         server that has not done anything since, does not leave the time for another one. Its
-        outcome is unknown if that of any try was.
+        outcome is unknown if that of any try was. Other errors are raised at once.
         """
         began, tries, is_unknown = self._clock(), 0, False
         while True:
@@ -132,17 +148,35 @@ class Throttle:
                     return result
                 except Unavailable as e:
                     error = e
+                except StoreError as e:
+                    if e.fields.get("status"):  # the server has answered
+                        self._recover()
+                    if is_unknown and not e.is_outcome_unknown:
+                        raise e.with_advice(outcome="unknown") from e
+                    raise
             since = self.note_failure(self._clock())
             is_unknown |= error.is_outcome_unknown
             pause = self._uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 20)))
             if error.fields.get("throttled"):
                 asked = error.fields.get("retry_after")
-                least = MIN_PAUSE if asked is None else float(asked)
-                pause = max(pause, least)
-                self._slow_down(least)
-            if min(deadline.seconds_left, since + self._patience - self._clock()) <= pause:
+                pause += MIN_PAUSE if asked is None else float(asked)
+                self._slow_down(min(pause, _LONGEST_HOLD))
+            left = min(deadline.seconds_left, since + self._patience - self._clock())
+            if left <= pause or is_canceled():
                 raise _gave_up(error, tries, self._clock() - began, deadline, is_unknown) from error
+            self._report(operation, error, self._clock() - began, left)
             self._pause(pause, is_retry=True)
+
+    def _report(self, operation: str, error: StoreError, seconds: float, left: float) -> None:
+        """Report a call that has been repeated for a while, unless one was reported lately."""
+        first, next_one = _REPORTED
+        with self._lock:
+            now = self._clock()
+            if seconds < first or now - self._reported_at < next_one:
+                return
+            self._reported_at = now
+        store = error.fields.get("store", "")
+        events.emit("waiting", store=store, action=operation, error=error, seconds=left)
 
     @contextmanager
     def _slot(self, operation: str, deadline: Deadline) -> Iterator[None]:
@@ -158,7 +192,7 @@ class Throttle:
     def _start(self, token: object, operation: str, deadline: Deadline) -> bool:
         with self._lock:
             may_start = len(self._running) < self._limit and self._clock() >= self._resume_at
-            if may_start or not deadline.seconds_left:
+            if may_start or not deadline.seconds_left or is_canceled():
                 self._running.add(token)
                 self._count(operation)
                 return True
@@ -177,6 +211,9 @@ class Throttle:
         with self._lock:
             self._waited += seconds
             self._retries += is_retry
+        while seconds > _SLICE and not is_canceled():
+            self._sleep(_SLICE)
+            seconds -= _SLICE
         self._sleep(seconds)
 
     def _slow_down(self, pause: float) -> None:
@@ -192,8 +229,10 @@ class Throttle:
         """Note that the server has failed since a time of the clock. Return the time of its first
         failure since the last success. (``call`` notes those of its own requests.)"""
         with self._lock:
-            if self._failing_since is None:
+            now = self._clock()
+            if self._failing_since is None or now - self._failed_at > _FORGOTTEN:
                 self._failing_since = since
+            self._failed_at = now
             return self._failing_since
 
     def _recover(self) -> None:

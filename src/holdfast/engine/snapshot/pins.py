@@ -37,10 +37,10 @@ def create_pin(location: Location, attempt: str, version: Version | None = None)
     key = location.run_key(pin_name(random_id()))
     try:
         location.store.put_if_absent(key, encode_pin(pin))
-    except Denied:
-        raise  # nothing was written, and a deletion would be denied too
-    except StoreError:
-        remove_pin(location, key)  # the pin may exist although the write failed
+    except StoreError as e:
+        # After a refusal, nothing was written, and a deletion would be refused too.
+        if e.is_outcome_unknown or not isinstance(e, Denied):
+            remove_pin(location, key)  # the pin may exist although the write failed
         raise
     return key
 
