@@ -12,7 +12,6 @@ from holdfast.engine.snapshot.location import locate
 from holdfast.errors import StoreError, Unavailable
 from holdfast.storage.s3 import endpoint
 from holdfast.storage.s3.endpoint import S3Options
-from holdfast.storage.s3.failures import require_field
 from holdfast.storage.s3.pace import MEASURED, STEPS
 from holdfast.storage.s3.store import S3Store
 from holdfast.storage.s3.upload import S3Upload
@@ -109,7 +108,9 @@ def test_an_object_that_was_replaced_while_it_was_read_is_named():
     reply = {"Error": {"Code": "PreconditionFailed"}, "ResponseMetadata": {"HTTPStatusCode": 412}}
     store = holdfast.open_store("s3://bucket/run")
     for operation, action in (("GetObject", "read"), ("PutObject", "write")):
-        error = store.translate(ClientError(reply, operation), action, "v/a")
+        with pytest.raises(StoreError) as caught, store.translated(action, "v/a"):
+            raise ClientError(reply, operation)
+        error = caught.value
         assert ("was replaced while it was read" in str(error)) == (action == "read")
         assert (error.key, error.store) == ("v/a", store.url)
     assert error.status == 412  # of which the commit takes care
@@ -117,7 +118,7 @@ def test_an_object_that_was_replaced_while_it_was_read_is_named():
 
 def test_a_reply_that_is_not_that_of_s3_names_the_key():
     with pytest.raises(StoreError, match="does not answer as S3 does") as caught:
-        require_field({}, "ETag", "https://example.org", "s3://bucket/run", "v/a")
+        holdfast.open_store("s3://bucket/run").require_field({}, "ETag", "v/a")
     assert (caught.value.key, caught.value.store) == ("v/a", "s3://bucket/run")
 
 
@@ -139,10 +140,8 @@ def test_a_server_may_answer_404_to_the_deletion_of_what_is_gone():
 
 
 def call(store, request, client):
-    try:
+    with store.translated("delete", "a"):
         return request(client)
-    except ClientError as e:
-        raise store.translate(e, "delete", "a") from e
 
 
 def endpoint_at(step, name):
@@ -217,6 +216,6 @@ def test_a_service_for_credentials_that_never_answers(monkeypatch, tmp_path):
         options = {"endpoint": "http://127.0.0.1:1", "region": "us-east-1", "profile": "role"}
         store = holdfast.open_store("s3://bucket/run", timeout=1, **options)
         start = time.monotonic()
-        with pytest.raises(Unavailable, match="Read timeout"):
+        with pytest.raises(Unavailable, match="credentials did not arrive in time"):
             store.stat("a")
     assert time.monotonic() - start < 20

@@ -72,6 +72,10 @@ TIMEOUT: Rule = (
     lambda n: 0 < n < math.inf,
     "a number of seconds greater than 0",
 )
+_SECRET_OPTIONS = {
+    *("endpoint", "secret_access_key", "session_token", "access_key_id"),  # an endpoint may have
+    *("account_key", "sas_token", "service_account", "config"),  # a password
+}
 CONCURRENCY: Rule = ("concurrency", int, lambda n: 1 <= n <= 1024, "1 to 1024")
 
 
@@ -99,7 +103,8 @@ def check_option(rule: Rule, value: Any) -> None:
     name, types, is_valid, expected = rule
     is_bool = isinstance(value, bool) and types is not bool
     if is_bool or not isinstance(value, types) or not is_valid(value):
-        found = to_repr(value) if name != "endpoint" else None  # it may have a password
+        is_secret = name in _SECRET_OPTIONS
+        found = f"a value of type {type(value).__name__}" if is_secret else to_repr(value)
         raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from holdfast.deadline import Deadline
@@ -26,13 +27,21 @@ from holdfast.storage.s3.endpoint import (
     S3Options,
     shared_endpoint,
 )
-from holdfast.storage.s3.failures import has_other_md5, no_tag_error, require_field, translate
+from holdfast.storage.s3.failures import (
+    has_other_md5,
+    no_tag_error,
+    shows_credentials,
+    translate,
+)
 from holdfast.storage.store import Stat, Traits
 from holdfast.storage.throttle import Statistics
 from holdfast.threads import no_op
 from holdfast.types import MIB
 
 T = TypeVar("T")
+
+_FIRST_BLOCK, _FAST = 64 << 10, 0.1
+"""The length of the first block of a reply, in bytes, and the seconds in which a block is fast."""
 
 _PERMISSION = ("AccessDenied", "403")
 """The codes of a server that has accepted the credentials."""
@@ -75,18 +84,18 @@ class S3Bucket(BucketStore):
     def _try_to_create(self, client: Any, name: str, key: str, data: bytes) -> bool:
         checksum = hashlib.md5(data, usedforsecurity=False).digest()
         try:
-            reply = client.put_object(
-                Bucket=self.bucket,
-                Key=name,
-                Body=data,
-                ContentMD5=base64.b64encode(checksum).decode(),
-                IfNoneMatch="*",
-            )
-        except Exception as e:
-            error = self.translate(e, "write", key)
-            if error.fields.get("status") == 412:
+            with self.translated("write", key):
+                reply = client.put_object(
+                    Bucket=self.bucket,
+                    Key=name,
+                    Body=data,
+                    ContentMD5=base64.b64encode(checksum).decode(),
+                    IfNoneMatch="*",
+                )
+        except StoreError as e:
+            if e.fields.get("status") == 412:
                 return False
-            raise error from e
+            raise
         if not reply.get("ETag"):
             raise no_tag_error(key, self.url)
         return True
@@ -98,11 +107,16 @@ class S3Bucket(BucketStore):
             " without"
         )
 
-    def abort_others(self, key: str, upload_id: str) -> None:
-        """Abort the uploads of an object other than one: those whose ids a lost reply had."""
-        name = self.object_name(key)
-        for found_key, found_id, _ in list(self.uploads(name)):
-            if found_key == key and found_id != upload_id:
+    def abort_others(self, key: str, upload_id: str, seconds: float) -> None:
+        """Abort the uploads of an object whose ids a lost reply had.
+
+        ``upload_id``: the upload that goes on. ``seconds``: the time before it in which the others
+        were begun. Older ones belong to another process, such as a copy of the same version.
+        """
+        found = [u for u in self.uploads(self.object_name(key)) if u[0] == key]
+        own = next((begun for _, found_id, begun in found if found_id == upload_id), None)
+        for _, found_id, begun in found:
+            if own and found_id != upload_id and begun >= own - timedelta(seconds=seconds):
                 self.abort_upload(key, found_id)
 
     def abort_upload(self, key: str, upload_id: str) -> None:
@@ -125,7 +139,7 @@ class S3Bucket(BucketStore):
         def read(client: Any) -> bytes:
             reply = client.get_object(Bucket=self.bucket, Key=name)
             with closing(reply["Body"]) as body:
-                require_field(reply, "ETag", self.endpoint.url, self.url, key)
+                self.require_field(reply, "ETag", key)
                 length = int(reply["ContentLength"])
                 if length > limit:
                     raise too_long_error(key, self.url, limit, length)
@@ -145,57 +159,121 @@ class S3Bucket(BucketStore):
     def read_body(
         self, body: Any, view: memoryview, key: str, advance: Callable[[int], object]
     ) -> None:
-        """Fill the view. Raises ``Unavailable`` if the reply ends before."""
-        done = 0
+        """Fill the view. Raises ``Unavailable`` if the reply ends before, or is too slow.
+
+        boto3 returns when a block is full. The blocks begin small and grow as long as they arrive
+        fast, so that the deadline is checked in time.
+        """
+        deadline, done, size = self.deadline_for("read", key), 0, _FIRST_BLOCK
         while done < len(view):
-            if self.deadline is not None and not self.deadline.seconds_left:
-                raise Unavailable(
-                    f"Reading {key} in {self.url} is too slow", store=self.url, key=key
-                )
-            count = body.readinto(view[done : done + MIB])
+            before = deadline.clock()
+            count = body.readinto(view[done : done + size])
             if not count:
                 raise Unavailable(
                     f"The reply for {key} in {self.url} is incomplete", store=self.url, key=key
                 )
             done += count
             advance(count)
+            if done < len(view) and not deadline.seconds_left:
+                raise Unavailable(
+                    f"Reading {key} in {self.url} is too slow", store=self.url, key=key
+                )
+            is_fast = deadline.clock() - before < _FAST
+            size = min(2 * size, MIB) if is_fast else max(size // 2, _FIRST_BLOCK // 16)
 
     def _head(self, client: Any, name: str, key: str) -> Stat:
-        try:
+        with self.translated("look up", key):
             reply = client.head_object(Bucket=self.bucket, Key=name)
-        except Exception as e:
-            raise self.translate(e, "look up", key) from e
+        for field in ("ContentLength", "LastModified"):
+            if field not in reply:
+                with suppress(Denied):
+                    self._list_any(client)  # raises if this is a web server, not a lost header
+                raise Unavailable(
+                    f"The reply for {key} in {self.url} lacks {field}", key=key, store=self.url
+                )
         return Stat(key, int(reply["ContentLength"]), int(reply["LastModified"].timestamp()))
 
     def _get_first_byte(self, client: Any, name: str, key: str) -> None:
-        try:
+        with self.translated("look up", key):
             client.get_object(Bucket=self.bucket, Key=name, Range="bytes=0-0")["Body"].close()
-        except Exception as e:
-            raise self.translate(e, "look up", key) from e
 
     def _list_any(self, client: Any) -> None:
-        try:
-            client.list_objects_v2(Bucket=self.bucket, MaxKeys=1, Prefix=self.prefix)
-        except Exception as e:
-            raise self.translate(e, "look up", "") from e
+        with self.translated("look up", ""):
+            page = client.list_objects_v2(Bucket=self.bucket, MaxKeys=1, Prefix=self.prefix)
+        self.require_field(page, "IsTruncated")
 
     def uploads(self, start: str) -> Iterator[tuple[str, str, Any]]:
         """Yield the key, the id, and the time of each upload of an object whose name begins so."""
-        position: dict[str, str] = {}
-        while True:
-
-            def read(client: Any, position: dict[str, str] = position) -> Any:
-                return client.list_multipart_uploads(Bucket=self.bucket, Prefix=start, **position)
-
-            page = self.call("ListMultipartUploads", "list the uploads of", start, read)
+        pages = self.pages(
+            "ListMultipartUploads",
+            start,
+            {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"},
+            lambda client, at: client.list_multipart_uploads(
+                Bucket=self.bucket, Prefix=start, **at
+            ),
+        )
+        for page in pages:
             for found in page.get("Uploads", ()):
                 yield found["Key"][len(self.prefix) :], found["UploadId"], found["Initiated"]
-            if not page.get("IsTruncated"):
+
+    def pages(
+        self,
+        operation: str,
+        start: str,
+        markers: Mapping[str, str],
+        request: Callable[[Any, dict[str, str]], Any],
+    ) -> Iterator[Any]:
+        """Yield the replies that list what begins with ``start``.
+
+        ``markers``: the parameters that continue a list, and the fields of the reply before that
+        have their values. Raises ``StoreError``, also when the deadline of a view has passed.
+        """
+        at: dict[str, str] = {}
+        while True:
+
+            def read(client: Any, at: dict[str, str] = at) -> Any:
+                try:
+                    with self.translated("list", start):
+                        page = request(client, at)
+                except NotFound as e:
+                    raise self._no_list_error() from e
+                self.require_field(page, "IsTruncated")
+                for field in markers.values() if page["IsTruncated"] else ():
+                    self.require_field(page, field)
+                return page
+
+            page = self.call(operation, "list", start.rstrip("/"), read)
+            self.endpoint.known.add(self.root)
+            yield page
+            if not page["IsTruncated"]:
                 return
-            position = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
+            before, at = at, {name: page[field] for name, field in markers.items()}
+            if at == before:
+                raise self._no_list_error()
+            if self.deadline is not None:
+                self.deadline.check()
+
+    def _no_list_error(self) -> StoreError:
+        """Return the error for a server that has no list, or one that does not end."""
+        return StoreError(
+            f"Cannot list {self.url}: {self.endpoint.url} does not answer as S3 does",
+            todo="Check the endpoint, which must not contain the name of the bucket",
+            store=self.url,
+        )
+
+    def require_field(self, reply: Any, name: str, key: str = "") -> None:
+        """Raise ``StoreError`` if a reply lacks what every server with the API of S3 sends.
+
+        A web server answers any request, and an empty list of objects would be an empty run.
+        """
+        if name not in reply:
+            raise StoreError(
+                f"Cannot use {self.url}: {self.endpoint.url} does not answer as S3 does",
+                expected=f"a reply with {name}",
+                todo="Check the endpoint",
+                key=key,
+                store=self.url,
+            )
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -210,7 +288,7 @@ class S3Bucket(BucketStore):
                 raise
             # They keep credentials that the server has refused, or that there were none.
             renewed = self.endpoint.renew(clients)
-            if not (e.fields.get("code") and renewed.has_other_credentials(clients)):
+            if not (e.fields.get("code") and renewed.has_other_credentials(clients, deadline)):
                 raise
         return self._send_once(renewed, action, key, request, deadline, longest)
 
@@ -223,19 +301,16 @@ class S3Bucket(BucketStore):
         deadline: Deadline,
         longest: int,
     ) -> T:
+        with self.translated(action, key):
+            return request(clients.client(deadline, longest))
+
+    @contextmanager
+    def translated(self, action: str, key: str) -> Iterator[None]:
+        """Raise an error of boto3 in the block as that of this store."""
         try:
-            return request(clients.client(deadline.seconds_left, longest))
+            yield
         except StoreError:
             raise
-        except Exception as e:
-            raise self.translate(e, action, key) from e
-
-    def translate(self, error: Exception, action: str, key: str) -> StoreError:
-        """Return the error of this store for an error of boto3."""
-        if isinstance(error, StoreError):
-            return error
-        try:
-            server = self.endpoint.url
-        except Exception:  # noqa: BLE001  (the client cannot be created, which is the error)
-            server = "the endpoint"
-        return translate(error, action, key, self.url, server)
+        except Exception as e:  # noqa: BLE001  (raised as an error of the store)
+            error = translate(e, action, key, self.url, self.endpoint.url)
+            raise error from (None if shows_credentials(e) else e)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
+from urllib.parse import urlsplit
 
-from holdfast.errors import StoreError
+from holdfast.deadline import Deadline
+from holdfast.errors import StoreError, Unavailable
 from holdfast.settings import aws_variables
 from holdfast.storage.checks import Rule, make_options
 from holdfast.storage.remote import Server
 from holdfast.storage.s3.pace import IN_FLIGHT, Pace
+from holdfast.threads import start_thread
 from holdfast.types import MIB
 from holdfast.version import __version__
 
@@ -36,8 +41,12 @@ MIN_PART = 5 * MIB
 READ_SIZE = 64 * MIB
 """The largest range to read with one request, in bytes. Its bytes need no memory at once."""
 
+Variables = frozenset[tuple[str, str]]
+
 CHECKSUMS = ("auto", "crc32c", "md5", "none")
 _ADDRESSING = (None, "path", "virtual")
+_TEXTS = ("region", "profile", "access_key_id", "secret_access_key", "session_token")
+_SWITCHES = ("anonymous", "equal_parts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +83,51 @@ class S3Options:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        whole = (int, type(None))
+        whole, text = (int, type(None)), (str, type(None))
         rules: tuple[Rule, ...] = (
             ("part_size", whole, lambda n: not n or n >= MIN_PART, f"at least {MIN_PART} bytes"),
             ("concurrency", whole, lambda n: n is None or 1 <= n <= 1024, "1 to 1024"),
             ("checksum", str, CHECKSUMS.__contains__, " or ".join(CHECKSUMS)),
-            ("addressing", (str, type(None)), _ADDRESSING.__contains__, "'path' or 'virtual'"),
+            ("addressing", text, _ADDRESSING.__contains__, "'path' or 'virtual'"),
+            ("endpoint", text, is_web_url, "http://HOST or https://HOST, without a password"),
+            *((name, text, lambda value: True, "text") for name in _TEXTS),
+            *((name, bool, lambda value: True, "True or False") for name in _SWITCHES),
         )
-        return make_options(cls, "an S3 store", options, rules)
+        found = make_options(cls, "an S3 store", options, rules)
+        if (found.access_key_id is None) != (found.secret_access_key is None):
+            raise StoreError(
+                "An S3 store got one of access_key_id= and secret_access_key=",
+                expected="both or neither",
+            )
+        return found
 
 
 class Clients:
-    """The clients of a server with the credentials that were found at one time."""
+    """The clients of a server with the credentials that were found at one time.
+
+    A program or a service that issues credentials may never answer, and boto3 would wait for it in
+    the middle of a request. So they are fetched in a thread, for which each request waits until its
+    deadline.
+    """
 
     def __init__(self, options: S3Options) -> None:
         self._options = options
         self._clients: dict[int, Any] = {}
         self._session: Any = None
+        self._credentials: Any = None
+        self.url = ""
+        self._addresses = 1  # of the server: each may take the timeout of a connection
+        self._fetching: Future[None] | None = None
         self._lock = Lock()
 
-    def client(self, seconds_left: float, longest: int) -> Any:
-        """Return a client whose timeouts are at most ``seconds_left`` and ``longest``."""
-        timeout = max(t for t in TIMEOUTS if t <= max(TIMEOUTS[0], min(seconds_left, longest)))
+    def client(self, deadline: Deadline, longest: int) -> Any:
+        """Return a client whose timeouts are at most ``longest``, and end by the deadline.
+
+        Raises ``Unavailable`` if the credentials do not arrive in time, and errors of boto3.
+        """
+        self._await_credentials(deadline)
+        seconds = min(deadline.seconds_left, longest)
+        timeout = max(t for t in TIMEOUTS if t <= max(TIMEOUTS[0], seconds))
         client = self._clients.get(timeout)
         if client is None:
             with self._lock:  # the creation of clients is not thread-safe
@@ -103,20 +135,81 @@ class Clients:
                 self._clients[timeout] = client
         return client
 
-    def has_other_credentials(self, others: Clients) -> bool:
+    def has_other_credentials(self, others: Clients, deadline: Deadline) -> bool:
         """Return True if these clients have found other credentials than those of ``others``."""
         try:
-            return self._credentials() != others._credentials()
+            self._await_credentials(deadline)
+            found, before = self._credentials, others._credentials
+            return bool(found) and (
+                not before or found.get_frozen_credentials() != before.get_frozen_credentials()
+            )
         except Exception:  # noqa: BLE001  (they cannot be found now)
             return False
 
-    def _credentials(self) -> object:
-        """Return what requests are signed with. None if they are not signed."""
-        if self._options.anonymous:
-            return None
-        self.client(TIMEOUTS[0], TIMEOUTS[0])  # it creates the session
-        found = self._session.get_credentials()
-        return None if found is None else found.get_frozen_credentials()
+    def _await_credentials(self, deadline: Deadline) -> None:
+        """Wait until there are credentials that are valid for some minutes, or none at all."""
+        is_due = getattr(self._credentials, "refresh_needed", None)
+        if self._session is not None and (is_due is None or not is_due()):
+            return
+        with self._lock:
+            fetching = self._fetching
+            if fetching is None or fetching.done():
+                fetching = self._fetching = Future()
+                thread = Thread(target=self._run, args=(fetching,), daemon=True)
+                thread.name = "holdfast-credentials"
+                if not start_thread(thread):
+                    raise StoreError("No thread can be started", todo="Raise the limit (ulimit -u)")
+        try:
+            fetching.result(deadline.seconds_left)
+        except TimeoutError as e:
+            raise Unavailable(
+                "The credentials did not arrive in time",
+                todo="Check credential_process, STS, or SSO in the configuration of AWS",
+            ) from e
+
+    def _run(self, fetching: Future[None]) -> None:
+        try:
+            self._fetch()
+        except BaseException as e:  # noqa: BLE001  (raised by those that wait)
+            fetching.set_exception(e)
+        else:
+            fetching.set_result(None)
+
+    def _fetch(self) -> None:
+        """Find the credentials, or renew those that expire soon."""
+        if self._session is None:
+            session, options = self._create_session(), self._options
+            credentials = None if options.anonymous else session.get_credentials()
+            self.url = session.client("s3", endpoint_url=options.endpoint).meta.endpoint_url
+            if not is_web_url(self.url):
+                raise StoreError(
+                    "The endpoint in the environment variables or files of AWS is invalid",
+                    expected="http://HOST or https://HOST, without a password",
+                )
+            self._addresses = count_addresses(self.url)
+            self._credentials = credentials
+            self._session = session  # it keeps the description of the service, which takes 0.3 s
+        if self._credentials is not None:
+            self._credentials.get_frozen_credentials()
+
+    def _create_session(self) -> Any:
+        import boto3
+        import botocore.session
+        from botocore.config import Config
+
+        options, wait = self._options, CREDENTIALS_TIMEOUT
+        inner = botocore.session.get_session()
+        inner.set_default_client_config(
+            Config(connect_timeout=wait, read_timeout=wait, retries={"total_max_attempts": 2})
+        )
+        return boto3.session.Session(
+            aws_access_key_id=options.access_key_id,
+            aws_secret_access_key=options.secret_access_key,
+            aws_session_token=options.session_token,
+            region_name=options.region,
+            profile_name=options.profile,
+            botocore_session=inner,
+        )
 
     def _create_client(self, timeout: int) -> Any:
         options = self._options
@@ -128,31 +221,16 @@ class Clients:
 
     def _create_addressing(self, timeout: int, addressing: str) -> Any:
         import boto3
-        import botocore.session
+        import botocore
         from botocore.config import Config
 
         options = self._options
-        session = self._session
-        if session is None:  # it keeps the description of the service, which takes 0.3 s to read
-            inner = botocore.session.get_session()
-            wait = CREDENTIALS_TIMEOUT  # by default, botocore waits for five minutes
-            inner.set_default_client_config(
-                Config(connect_timeout=wait, read_timeout=wait, retries={"total_max_attempts": 2})
-            )
-            session = self._session = boto3.session.Session(
-                aws_access_key_id=options.access_key_id,
-                aws_secret_access_key=options.secret_access_key,
-                aws_session_token=options.session_token,
-                region_name=options.region,
-                profile_name=options.profile,
-                botocore_session=inner,
-            )
-        return session.client(
+        return self._session.client(
             "s3",
             endpoint_url=options.endpoint,
             config=Config(
                 signature_version=botocore.UNSIGNED if options.anonymous else None,
-                connect_timeout=min(timeout, 15),
+                connect_timeout=max(TIMEOUTS[0], min(timeout, 15) / self._addresses),
                 read_timeout=timeout,
                 max_pool_connections=options.concurrency or MAX_REQUESTS,
                 retries={"total_max_attempts": 1, "mode": "standard"},  # the throttle repeats
@@ -167,20 +245,49 @@ class Clients:
         )
 
 
+_AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")
+
+
+def is_web_url(url: str | None) -> bool:
+    """Return True for the URL of a server without a user name or password, and for None."""
+    return url is None or (url.startswith(("http://", "https://")) and "@" not in url)
+
+
+def count_addresses(url: str) -> int:
+    """Return the number of IP addresses of a server; 1 if it is unknown."""
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 443, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return 1
+    return max(1, len(found))
+
+
 class Endpoint(Server):
     """The clients with certain options in this process, and what it has learned of the server.
 
-    ``clients``: those with the credentials that were found last. ``checks_crc``: whether the server
+    ``variables``: those of the environment for which it was made. ``clients``: those with the
+    credentials that were found last. ``checks_crc``: whether the server
     checks CRC-32C, None if that is not known yet. ``pace``: what the uploads have shown.
     """
 
-    def __init__(self, options: S3Options) -> None:
+    def __init__(self, options: S3Options, variables: Variables) -> None:
         super().__init__(options.concurrency or MAX_REQUESTS, options.timeout)
         self.options = options
+        self.variables = variables
         self.pace = Pace()
         self.checks_crc: bool | None = None
         self.clients = Clients(options)
         self._lock = Lock()
+
+    def adopt(self, variables: Variables) -> bool:
+        """Use other environment variables from now on. Return False if the server may differ."""
+        if {name for name, _ in variables ^ self.variables} - _CREDENTIALS:
+            return False
+        with self._lock:
+            if variables != self.variables:
+                self.clients, self.variables = Clients(self.options), variables
+        return True
 
     def renew(self, refused: Clients) -> Clients:
         """Return clients that look for credentials again, after those of some were refused.
@@ -207,28 +314,40 @@ class Endpoint(Server):
 
     @property
     def url(self) -> str:
-        """The URL of the server."""
-        return str(self.clients.client(1, 1).meta.endpoint_url)
+        """The URL of the server, for messages. It is known from the first request on."""
+        return self.clients.url or "the endpoint"
 
     @property
     def is_encrypted(self) -> bool:
         return self.url.startswith("https:")
 
 
-_AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")
-_endpoints: dict[tuple[int, S3Options, frozenset[tuple[str, str]]], Endpoint] = {}
+_CREDENTIALS = {
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"),
+    "AWS_CREDENTIAL_EXPIRATION",
+}
+_endpoints: dict[tuple[int, S3Options], Endpoint] = {}
 
 
 def shared_endpoint(options: S3Options) -> Endpoint:
     """Return the endpoint with these options that all stores of this process share.
 
     A forked process gets its own: connections cannot be shared. So does a process that has changed
-    its environment variables. Raises ``StoreError`` if boto3 is not installed.
+    the environment variables of AWS; if only those of the credentials differ, it keeps what it has
+    learned of the server. Raises ``StoreError`` if boto3 is not installed.
     """
     try:
         import boto3  # noqa: F401
     except ImportError as e:
         raise StoreError("An s3:// store needs the package boto3", todo=INSTALL) from e
-    key = (os.getpid(), options, aws_variables())
+    key, variables = (os.getpid(), options), aws_variables()
     found = _endpoints.get(key)  # each request asks for it
-    return _endpoints.setdefault(key, Endpoint(options)) if found is None else found
+    if found is None or found.variables != variables:
+        with _lock:
+            found = _endpoints.get(key)
+            if found is None or not found.adopt(variables):
+                found = _endpoints[key] = Endpoint(options, variables)
+    return found
+
+
+_lock = Lock()

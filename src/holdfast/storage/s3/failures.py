@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import replaced_error
+from holdfast.text import hide_secrets
 
 _THROTTLED = {
     "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
@@ -44,11 +45,25 @@ _CREDENTIALS = (
 )
 
 
+_NO_TLS = re.compile(
+    "WRONG_VERSION_NUMBER|CERTIFICATE_VERIFY_FAILED|UNKNOWN_CA|UNSUPPORTED_PROTOCOL|HANDSHAKE_FAILURE"
+)
+"""The reasons of OpenSSL that are not gone at the next try."""
+
+
+_BAD_HEADER, _BAD_ENDPOINT = "Invalid header value", "Invalid endpoint"
+
+
+def shows_credentials(error: Exception) -> bool:
+    """Return True if the text of an error of boto3 may contain a header or a password."""
+    return _BAD_HEADER in str(error) or _BAD_ENDPOINT in str(error)
+
+
 def translate(error: Exception, action: str, key: str, url: str, server: str) -> StoreError:
     """Return the error of the store for an error of boto3, or of reading a reply.
 
     ``action``: "read", for the message; ``server``: the URL of the endpoint. Messages contain no
-    credentials: those of boto3 have none, and requests are not shown.
+    credentials.
     """
     from botocore import exceptions as boto
     from botocore.parsers import ResponseParserError
@@ -69,14 +84,27 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
     if isinstance(error, ResponseParserError):
         todo = "Check the endpoint"
         return StoreError(f"{what}: {server} does not answer as S3 does", todo=todo, **fields)
+    text = hide_secrets(str(error).strip())
+    if _BAD_ENDPOINT in text:
+        return StoreError(f"{what}: the endpoint is not http://HOST or https://HOST", **fields)
+    if _BAD_HEADER in text:
+        what = f"{what}: the session token or the access key contains a line break"
+        return Denied(what, todo="Remove it from the variable or the file", **fields)
+    if isinstance(error, boto.SSLError) and _NO_TLS.search(text):
+        todo = f"Check the endpoint, {server}, and the certificate (AWS_CA_BUNDLE)"
+        return StoreError(f"{what}: {text}", todo=todo, **fields)
+    if isinstance(error, boto.InvalidRegionError):
+        todo = "Check AWS_DEFAULT_REGION, or region="
+        return StoreError(f"{what}: {text}", todo=todo, **fields)
     if isinstance(error, boto.ParamValidationError | ValueError | UnicodeError):
-        return StoreError(f"{what}: {str(error).strip()}", todo="Check the URL", **fields)
+        todo = "Check the URL, and the endpoint (http://HOST or https://HOST)"
+        return StoreError(f"{what}: {text}", todo=todo, **fields)
     broken = boto.ConnectionError | boto.HTTPClientError | boto.IncompleteReadError | OSError
     if isinstance(error, broken | boto.ResponseStreamingError):
         is_unsent = isinstance(error, boto.EndpointConnectionError | boto.ConnectTimeoutError)
         if not is_unsent:
             fields["outcome"] = "unknown"
-        return Unavailable(f"{what}: {error}", **fields)
+        return Unavailable(f"{what}: {text}", **fields)
     if isinstance(error, KeyError):
         return Unavailable(f"{what}: the reply lacks {error}", outcome="unknown", **fields)
     return StoreError(f"{what}: {type(error).__name__}: {error}", **fields)
@@ -93,7 +121,7 @@ def _translate_reply(error: Any, what: str, server: str, fields: dict[str, Any])
     message = details.get("Message") or code
     what = f"{what}: {code}" if message in (code, "Unknown") else f"{what}: {code}: {message}"
     if code in _THROTTLED or status in (429, 503):
-        pause = _seconds(headers.get("retry-after"))
+        pause = _seconds(headers.get("retry-after"), headers.get("date"))
         return Unavailable(what, throttled=True, retry_after=pause, **fields)
     if code in _TRY_AGAIN or status >= 500:
         if status == 501:
@@ -114,14 +142,19 @@ def _translate_reply(error: Any, what: str, server: str, fields: dict[str, Any])
     return StoreError(what, todo=f"Check the endpoint, {server}", **fields)
 
 
-def _seconds(retry_after: str | None) -> float | None:
-    """Return the pause of a Retry-After header, which holds seconds or a date; None without one."""
+def _seconds(retry_after: str | None, date: str | None) -> float | None:
+    """Return the pause of a Retry-After header, which holds seconds or a date; None without one.
+
+    ``date``: the time of the reply. The clock of this machine may differ from that of the server.
+    """
     if retry_after is None:
         return None
     if retry_after.strip().isdecimal():
         return float(retry_after)
+    parse = email.utils.parsedate_to_datetime
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+        now = parse(date).timestamp() if date else time.time()
+        return max(0.0, parse(retry_after).timestamp() - now)
     except (TypeError, ValueError):
         return None
 
@@ -152,18 +185,3 @@ def has_other_md5(reply: Any, data: bytearray) -> bool:
     if not is_md5 or encryption != ("AES256", None):
         return False
     return hashlib.md5(data, usedforsecurity=False).hexdigest() != tag
-
-
-def require_field(reply: Any, name: str, server: str, url: str, key: str = "") -> None:
-    """Raise ``StoreError`` if a reply lacks what every server with the API of S3 sends.
-
-    A web server answers any request, and an empty list of objects would be an empty run.
-    """
-    if name not in reply:
-        raise StoreError(
-            f"Cannot use {url}: {server} does not answer as S3 does",
-            expected=f"a reply with {name}",
-            todo="Check the endpoint",
-            key=key,
-            store=url,
-        )

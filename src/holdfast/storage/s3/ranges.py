@@ -62,14 +62,14 @@ class S3Range(RangeReader):
         wanted = f"bytes={first}-{self._offset + self._length - 1}"
         store.endpoint.throttle.count("GetObject")
         try:
-            reply = client.get_object(
-                Bucket=store.bucket, Key=self._name, Range=wanted, **self._tag
-            )
-        except Exception as e:
-            error = store.translate(e, "read", key)
-            if error.fields.get("status") == 416:
+            with store.translated("read", key):
+                reply = client.get_object(
+                    Bucket=store.bucket, Key=self._name, Range=wanted, **self._tag
+                )
+        except StoreError as e:
+            if e.fields.get("status") == 416:
                 raise self._too_short(self._done) from e
-            raise error from e
+            raise
         self._body = reply["Body"]
         found = reply.get("ContentRange", "the whole object")
         if not found.startswith(f"bytes {first}-"):

@@ -12,10 +12,10 @@ from holdfast.errors import NotFound, StoreError
 from holdfast.storage.checks import check_range, is_partial, refuse_partial
 from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import S3Options
-from holdfast.storage.s3.failures import require_field
 from holdfast.storage.s3.ranges import S3Range
 from holdfast.storage.s3.upload import S3Upload, object_of_partial, partial_key
 from holdfast.storage.store import Entry, RangeReader, Stat, Upload
+from holdfast.text import hide_secrets
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
@@ -94,21 +94,14 @@ class S3Store(S3Bucket):
 
     def _pages(self, start: str, delimiter: str) -> Iterator[Any]:
         """Yield the replies that list the objects whose names begin with ``start``."""
-        position: dict[str, str] = {}
-        while True:
-
-            def read(client: Any, position: dict[str, str] = position) -> Any:
-                return client.list_objects_v2(
-                    Bucket=self.bucket, Prefix=start, Delimiter=delimiter, **position
-                )
-
-            page = self.call("ListObjectsV2", "list", start.rstrip("/"), read)
-            require_field(page, "IsTruncated", self.endpoint.url, self.url)
-            self.endpoint.known.add(self.root)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            position = {"ContinuationToken": page["NextContinuationToken"]}
+        return self.pages(
+            "ListObjectsV2",
+            start,
+            {"ContinuationToken": "NextContinuationToken"},
+            lambda client, at: client.list_objects_v2(
+                Bucket=self.bucket, Prefix=start, Delimiter=delimiter, **at
+            ),
+        )
 
 
 def open_s3(url: str, **options: Any) -> S3Store:
@@ -120,9 +113,9 @@ def open_s3(url: str, **options: Any) -> S3Store:
     bucket, _, folder = url.removeprefix("s3://").partition("/")
     if not _BUCKET.fullmatch(bucket):
         raise StoreError(
-            f"{url} does not name a bucket",
+            f"{hide_secrets(url)} does not name a bucket",
             expected="s3://BUCKET/folder",
-            found=repr(bucket),
+            found=None if "@" in bucket or "=" in bucket else repr(bucket),
             todo="Credentials and other options are not part of the URL",
         )
     return S3Store(bucket, folder.rstrip("/"), S3Options.from_mapping(options))

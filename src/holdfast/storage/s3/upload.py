@@ -138,16 +138,17 @@ class S3Upload(Upload):
                 sums["ContentMD5"] = _md5(views)
             body = PartBody(views, store.deadline)
             try:
-                reply = client.upload_part(
-                    Bucket=store.bucket,
-                    Key=name,
-                    UploadId=self._upload_id,
-                    PartNumber=number + 1,
-                    Body=body,
-                    **sums,
-                )
-            except Exception as e:
-                raise store.translate(e, "write", self._key) from e
+                with store.translated("write", self._key):
+                    reply = client.upload_part(
+                        Bucket=store.bucket,
+                        Key=name,
+                        UploadId=self._upload_id,
+                        PartNumber=number + 1,
+                        Body=body,
+                        **sums,
+                    )
+            except NotFound as e:
+                raise self._refused(e) from e
             finally:
                 body.release()
             if not reply.get("ETag"):
@@ -238,7 +239,8 @@ class S3Upload(Upload):
         upload_id = store.call("CreateMultipartUpload", "write", self._key, create)
         if tries > 1:
             with suppress(StoreError):  # ``sweep`` finds what remains
-                _cleaning(store).abort_others(self._key, upload_id)
+                seconds = time.monotonic() - self._began + 1  # servers may round the time
+                _cleaning(store).abort_others(self._key, upload_id, seconds)
         return upload_id
 
     def _complete(self) -> None:
@@ -248,30 +250,33 @@ class S3Upload(Upload):
         condition = {"IfNoneMatch": "*"}
         is_repeated = False
 
-        def complete(client: Any) -> None:
+        def complete(client: Any) -> StoreError | None:
             nonlocal is_repeated
             try:
-                client.complete_multipart_upload(
-                    Bucket=store.bucket,
-                    Key=name,
-                    UploadId=self._upload_id,
-                    MultipartUpload={"Parts": parts},
-                    **condition,
-                )
-            except Exception as e:
-                error = store.translate(e, "complete", self._key)
-                status = error.fields.get("status")
+                with store.translated("complete", self._key):
+                    client.complete_multipart_upload(
+                        Bucket=store.bucket,
+                        Key=name,
+                        UploadId=self._upload_id,
+                        MultipartUpload={"Parts": parts},
+                        **condition,
+                    )
+                    return None
+            except StoreError as e:
+                status = e.fields.get("status")
                 if condition and status == 501:
                     condition.clear()  # the key is unique, so the condition is not essential
-                    complete(client)
-                    return
-                if status not in (404, 412):
-                    is_repeated |= isinstance(error, Unavailable)
-                    raise error from e
-                if not is_repeated or not self._is_complete():
-                    raise self._refused(error) from e
+                    return complete(client)
+                if status in (404, 412):
+                    return e  # it is looked up when this request no longer counts as running
+                is_repeated |= isinstance(e, Unavailable)
+                raise
 
-        store.call("CompleteMultipartUpload", "complete", self._key, complete, TIMEOUTS[-1])
+        refusal = store.call(
+            "CompleteMultipartUpload", "complete", self._key, complete, TIMEOUTS[-1]
+        )
+        if refusal is not None and not (is_repeated and self._is_complete()):
+            raise self._refused(refusal) from refusal
 
     def _is_complete(self) -> bool:
         """Return True if the object is this one: the reply to an earlier try was lost.

@@ -1,0 +1,374 @@
+"""Faults of an S3 server that no real server shows on demand."""
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+import weakref
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.deadline import Deadline
+from holdfast.engine.snapshot.location import locate
+from holdfast.errors import Denied, HoldfastError, NotFound, StoreError, Unavailable
+from holdfast.storage.s3 import endpoint as endpoints
+from holdfast.types import MIB
+from tests.storage.fake_s3 import running_fake_s3
+
+HTML = b"<!DOCTYPE html><html><body>It works</body></html>"
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    for name in os.environ:
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    with running_fake_s3() as fake:
+        yield fake
+
+
+def open_run(s3, **options):
+    return holdfast.open_store("s3://bucket/run", endpoint=s3.endpoint, **{"timeout": 5, **options})
+
+
+def lose_first(method, part, then):
+    """Return a hook that loses the reply to the first such request, and answers others so."""
+    seen = []
+
+    def hook(found, path, handler):
+        if found != method or part not in path:
+            return False
+        seen.append(path)
+        if len(seen) == 1:
+            handler.lose_reply()
+        else:
+            then(handler)
+        return True
+
+    return hook
+
+
+# -- outcomes ------------------------------------------------------------------------------------
+
+
+def test_a_commit_without_a_reply_and_then_without_permission_says_that_it_is_unknown(s3):
+    store = open_run(s3)
+    s3.hook = lose_first("PUT", "manifest", lambda handler: handler.fail(403, "ExpiredToken"))
+    with pytest.raises(HoldfastError) as caught:
+        holdfast.save(store.at("version_1"), {"n": 1}, step=1)
+    assert caught.value.is_outcome_unknown
+    s3.hook = None
+    assert holdfast.load(store.at("version_1")) == {"n": 1}
+
+
+def test_a_pin_without_a_reply_and_then_without_permission_is_removed(s3):
+    store = open_run(s3)
+    s3.hook = lose_first("PUT", "/pin-", lambda handler: handler.fail(403, "ExpiredToken"))
+    with pytest.raises(Denied, match="ExpiredToken"):
+        holdfast.save(store.at("version_1"), {"n": 1}, step=1)
+    assert [name for name in s3.objects if "pin-" in name] == []
+
+
+def test_an_upload_whose_completion_is_looked_up_needs_no_second_request_at_once(s3):
+    """With one request at a time, the look-up waited until its deadline."""
+    store = open_run(s3, concurrency=1, timeout=20)
+    s3.hook = lose_first("POST", "uploadId=", lambda handler: handler.serve())
+    data, start = bytes(20 * MIB), time.monotonic()
+    with store.put("version_1/x", len(data)) as upload:
+        upload.write_at(0, memoryview(data))
+        upload.commit()
+    assert time.monotonic() - start < 10
+
+
+def test_a_lost_creation_does_not_abort_the_upload_of_another_process(s3):
+    """Copies of one version have the same names. The other one was begun an hour before."""
+    data, other = bytes(20 * MIB), open_run(s3, timeout=6).put("version_1/x", 20 * MIB)
+    (other_id,) = s3.uploads
+
+    def initiated(method, path, handler):
+        if method == "GET" and "uploads" in path:
+            own = [i for i in s3.uploads if i != other_id]
+            rows = [(other_id, "02"), *((i, "03") for i in own)]
+            found = "".join(
+                f"<Upload><Key>run/version_1/x</Key><UploadId>{i}</UploadId>"
+                f"<Initiated>2026-11-25T{hour}:00:00.000Z</Initiated></Upload>"
+                for i, hour in rows
+            )
+            handler.answer(200, f"<R><IsTruncated>false</IsTruncated>{found}</R>".encode())
+            return True
+        return lost(method, path, handler)
+
+    lost = lose_first("POST", "uploads", lambda handler: handler.serve())
+    s3.hook = initiated
+    with open_run(s3).put("version_1/x", len(data)) as upload:
+        assert len(s3.uploads) == 2  # the one whose reply was lost is aborted
+        assert other_id in s3.uploads
+        s3.hook = None
+        upload.write_at(0, memoryview(data))
+        upload.commit()
+    with other, pytest.raises(HoldfastError, match="is already in"):
+        other.write_at(0, memoryview(data))
+        other.commit()
+
+
+def test_an_upload_that_was_aborted_by_another_process_says_so(s3):
+    data = bytes(20 * MIB)
+    with open_run(s3).put("version_1/x", len(data)) as upload:
+        s3.uploads.clear()
+        with pytest.raises(StoreError, match="was aborted by another process"):
+            upload.write_at(0, memoryview(data))
+
+
+# -- deadlines -----------------------------------------------------------------------------------
+
+
+def page_of(number, token):
+    next_token = f"<NextContinuationToken>{token}</NextContinuationToken>" if token else ""
+    key = f"<Contents><Key>run/{number}</Key><Size>1</Size>"
+    key += "<LastModified>2026-11-25T03:00:00.000Z</LastModified></Contents>"
+    return f"<R><IsTruncated>true</IsTruncated>{next_token}{key}</R>".encode()
+
+
+@pytest.mark.slow
+def test_a_list_ends_by_the_deadline(s3):
+    pages = iter(range(10_000))
+
+    def slow(method, path, handler):
+        time.sleep(0.05)
+        number = next(pages)
+        handler.answer(200, page_of(number, f"page {number}"))
+        return True
+
+    s3.hook = slow
+    start = time.monotonic()
+    with pytest.raises(Unavailable, match="The time is over"):
+        list(open_run(s3).within(Deadline.after(1, "the test")).list(""))
+    assert time.monotonic() - start < 4
+
+
+@pytest.mark.parametrize("token", ["same", ""])
+def test_a_list_that_does_not_go_on_is_an_error(s3, token):
+    s3.hook = lambda method, path, handler: handler.answer(200, page_of(1, token)) or True
+    with pytest.raises(StoreError, match="does not answer as S3 does"):
+        list(open_run(s3).list(""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", [False, True])
+def test_a_reply_that_arrives_slowly_ends_by_the_deadline(s3, view):
+    def slow(method, path, handler):
+        where = f"bytes 0-{MIB - 1}/{MIB}"
+        handler.answer(206, b"", Content_Length=str(MIB), ETag='"x"', Content_Range=where)
+        for _ in range(40):
+            handler.wfile.write(bytes(8000))
+            time.sleep(0.2)
+        return True
+
+    s3.hook = slow
+    store = open_run(s3, timeout=60 if view else 1)
+    store = store.within(Deadline.after(1, "the test")) if view else store
+    start = time.monotonic()
+    with pytest.raises(Unavailable):
+        store.get_range("a", 0, MIB, memoryview(bytearray(MIB)))
+    assert time.monotonic() - start < 6
+
+
+@pytest.mark.slow
+def test_a_server_with_many_addresses_that_drop_packets(s3, monkeypatch):
+    """Each address may take the timeout of a connection."""
+    sockets, port = [], 0
+    for number in range(1, 9):  # whose queues of connections are full
+        listener = socket.socket()
+        listener.bind((f"127.0.0.{number}", port))
+        port = listener.getsockname()[1]
+        listener.listen(0)
+        sockets.append(listener)
+        for _ in range(3):
+            client = socket.socket()
+            client.setblocking(False)
+            client.connect_ex((f"127.0.0.{number}", port))
+            sockets.append(client)
+    ask = socket.getaddrinfo
+
+    def resolve(host, *arguments, **options):
+        if host != "s3.test":
+            return ask(host, *arguments, **options)
+        stream = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        return [(*stream, (f"127.0.0.{number}", port)) for number in range(1, 9)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    store = holdfast.open_store("s3://bucket/run", endpoint=f"http://s3.test:{port}")
+    start = time.monotonic()
+    with pytest.raises(Unavailable):
+        store.within(Deadline.after(5, "the test")).stat("a")
+    assert time.monotonic() - start < 18
+    for each in sockets:
+        each.close()
+
+
+@pytest.mark.slow
+def test_a_program_for_credentials_that_hangs(s3, monkeypatch, tmp_path):
+    (tmp_path / "config").write_text("[default]\ncredential_process = sleep 30\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    store, start = open_run(s3, timeout=2), time.monotonic()
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="credentials did not arrive in time"):
+            store.stat("a")
+    assert time.monotonic() - start < 8
+    names = [t.name for t in threading.enumerate()]
+    assert names.count("holdfast-credentials") == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_save_does_not_wait_for_a_busy_server(s3):
+    def busy(method, path, handler):
+        if "partNumber" in path:
+            handler.fail(503, "SlowDown")
+            return True
+        return False
+
+    s3.hook = busy
+    store = open_run(s3, timeout=120, part_size=8 * MIB)
+    timer = threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        holdfast.save(store.at("version_1"), {"w": np.zeros(12 * MIB, np.int32)}, step=1)
+    timer.cancel()
+    assert time.monotonic() - start < 15
+    assert not [name for name in s3.objects if "manifest" in name]
+
+
+# -- wrong servers and options -------------------------------------------------------------------
+
+
+def test_a_web_server_is_an_error_at_once(s3):
+    s3.hook = lambda method, path, handler: handler.answer(200, HTML) or True
+    store, start = open_run(s3, timeout=60), time.monotonic()
+    for act in (
+        lambda: holdfast.save(store.at("version_1"), {"n": 1}, step=1),
+        lambda: holdfast.load(store.at("version_1")),
+        lambda: holdfast.Run(store).snapshots(),
+    ):
+        with pytest.raises(StoreError, match=r"does not answer as S3 does.*Check the endpoint"):
+            act()
+    assert time.monotonic() - start < 10
+
+
+def test_an_endpoint_with_the_name_of_the_bucket(s3):
+    """Every name then begins with that of the bucket, and no list exists."""
+    s3.hook = lambda method, path, handler: handler.fail(404, "NoSuchKey") or True
+    with pytest.raises(StoreError, match="must not contain the name of the bucket") as caught:
+        holdfast.Run(open_run(s3)).snapshots()
+    assert not isinstance(caught.value, NotFound)
+
+
+def test_tls_with_a_server_that_has_none(s3):
+    endpoint, start = s3.endpoint.replace("http:", "https:"), time.monotonic()
+    with pytest.raises(StoreError, match=r"WRONG_VERSION_NUMBER.*Check the endpoint") as caught:
+        holdfast.open_store("s3://bucket/run", endpoint=endpoint, timeout=60).stat("a")
+    assert not isinstance(caught.value, Unavailable)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"access_key_id": "a"}, "one of access_key_id= and secret_access_key="),
+        ({"secret_access_key": "SECRET"}, "one of access_key_id= and secret_access_key="),
+        ({"access_key_id": "a", "secret_access_key": 5}, "secret_access_key=.*text.*type int"),
+        ({"access_key_id": "a", "secret_access_key": ["SECRET"]}, "secret_access_key="),
+        ({"endpoint": 3}, "endpoint=. Expected http://HOST"),
+        ({"endpoint": "127.0.0.1:9"}, "endpoint=. Expected http://HOST"),
+        ({"endpoint": "http://user:SECRET@host"}, "without a password"),
+        ({"region": 3}, "region=. Expected text"),
+        ({"anonymous": "no"}, "anonymous=. Expected True or False"),
+    ],
+)
+def test_an_invalid_option_is_refused(options, message):
+    with pytest.raises(StoreError, match=message) as caught:
+        holdfast.open_store("s3://bucket/run", **options)
+    assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:SECRET@127.0.0.1:9", "user:SECRET@127.0.0.1:9", "127.0.0.1:9"]
+)
+def test_an_invalid_endpoint_in_the_environment(s3, monkeypatch, url):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    with pytest.raises(StoreError, match="ndpoint") as caught:
+        holdfast.open_store("s3://bucket/run", timeout=5).stat("a")
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_no_message_shows_the_secret_of_a_url():
+    for url in ("s3://key:SECRET@bucket/run", "s3://bucket?sig=SECRET/run"):
+        with pytest.raises(StoreError, match="does not name a bucket") as caught:
+            locate(url)
+        assert "SECRET" not in str(caught.value)
+
+
+def test_a_token_with_a_line_break_is_not_shown(s3, monkeypatch):
+    store = open_run(s3, timeout=30)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "SECRET\n")
+    with pytest.raises(Denied, match="contains a line break") as caught:
+        store.stat("a")
+    assert "SECRET" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_date_of_retry_after_is_compared_with_the_clock_of_the_server(s3):
+    seen = []
+
+    def busy(method, path, handler):
+        seen.append(path)
+        if len(seen) > 1:
+            return False
+        handler.send_response_only(503)
+        handler.send_header("Date", "Wed, 25 Nov 2020 03:00:00 GMT")
+        handler.send_header("Retry-After", "Wed, 25 Nov 2020 03:00:01 GMT")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+        return True
+
+    s3.objects["run/a"], s3.hook = b"1", busy
+    start = time.monotonic()
+    assert open_run(s3, timeout=20).stat("a").length == 1
+    assert 1 <= time.monotonic() - start < 4
+
+
+def test_credentials_that_change_in_the_environment_leave_nothing_behind(s3, monkeypatch):
+    """A training that renews its session token every hour."""
+    s3.objects["run/a"] = b"1"
+    store = open_run(s3)
+    store.get("a", 9)
+    before, clients = len(endpoints._endpoints), []
+    learned = store.endpoint
+    for number in range(5):
+        monkeypatch.setenv("AWS_SESSION_TOKEN", f"token{number}")
+        assert store.get("a", 9) == b"1"
+        clients.append(weakref.ref(store.endpoint.clients))
+    assert len(endpoints._endpoints) == before
+    assert store.endpoint is learned  # the pauses and limits that the server asked for
+    gc.collect()
+    assert [c() is None for c in clients] == [True, True, True, True, False]
+
+
+def test_a_save_and_a_load(s3):
+    """The fake server is good enough for the rest of this file."""
+    store, state = open_run(s3), {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}
+    holdfast.save(store.at("version_1"), state, step=1)
+    assert np.array_equal(holdfast.load(store.at("version_1"))["w"], state["w"])
+    assert not s3.uploads
