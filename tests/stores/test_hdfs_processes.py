@@ -1,11 +1,13 @@
-"""Two processes that use one folder in HDFS."""
+"""Several processes, and files of other programs, in one folder in HDFS."""
 
 import uuid
 
 import pytest
 
 import holdfast
+from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from holdfast.run.writer_lock import WriterLock
+from holdfast.testing.contract import put
 
 
 @pytest.fixture
@@ -37,3 +39,74 @@ def test_a_training_that_was_replaced_notices_it_at_once(run_url):
     second.acquire()
     with pytest.raises(holdfast.errors.HoldfastError, match="taken this run over"):
         first.check(first._store)
+
+
+def file_of_a_user(store, key):
+    store.put_if_absent(key, b"somebody's model")
+    return store.stat(key)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda store: holdfast.save(f"{store.url}/model.pt", {"a": 1}, step=1),
+        lambda store: holdfast.save(f"{store.url}/model.pt/version_1", {"a": 1}, step=1),
+        lambda store: holdfast.save(store.at("model.pt"), {"a": 1}, step=1),
+        lambda store: put(store, "model.pt/x", b"1"),
+        lambda store: put(store, "model.pt/x/y", b"1"),
+        lambda store: store.put_if_absent("model.pt/x", b"1"),
+        lambda store: store.put_if_absent("model.pt/x/y", b"1"),
+    ],
+)
+def test_a_file_that_is_in_the_way_stays(run_url, write):
+    store = holdfast.open_store(run_url)
+    before = file_of_a_user(store, "model.pt")
+    with pytest.raises(StoreError, match="a file is in the way") as caught:
+        write(store)
+    assert not isinstance(caught.value, NotFound | AlreadyExists | Unavailable)
+    assert "INode" not in str(caught.value)
+    assert store.stat("model.pt") == before
+    assert store.get("model.pt", 99) == b"somebody's model"
+
+
+def test_a_save_below_a_manifest_leaves_the_version_intact(run_url):
+    store = holdfast.open_store(run_url)
+    holdfast.save(store.at("version_1"), {"a": 1}, step=1)
+    with pytest.raises(StoreError, match="a file is in the way"):
+        holdfast.save(f"{run_url}/version_1/manifest.json", {"a": 2}, step=1)
+    assert holdfast.load(f"{run_url}/version_1") == {"a": 1}
+
+
+def test_a_failed_create_deletes_no_folder(run_url):
+    """Nothing was created, so the empty folder is that of somebody else."""
+    store = holdfast.open_store(run_url, replication=600)  # more than the NameNode allows
+    other = other_process(run_url)
+    other.put_if_absent("v/a", b"1")
+    client = other.connection._client
+    client.delete(other.path("v/a"), recursive=False)
+    with pytest.raises(StoreError, match="Cannot write v/b"):
+        store.put_if_absent("v/b", b"1")
+    assert other.look_up(other.path("v"), "v").isdir
+
+
+def test_a_file_is_deleted_although_its_folder_is_not(run_url, monkeypatch):
+    store = holdfast.open_store(run_url)
+    store.put_if_absent("v/a", b"1")
+    delete = store.connection._client.delete
+
+    def refuse_folders(client, path, recursive):
+        if path.endswith("/v"):
+            raise RuntimeError('RPCError("AccessControlException", "Permission denied")')
+        return delete(path, recursive)
+
+    monkeypatch.setattr(type(store.connection._client), "delete", refuse_folders)
+    store.delete("v/a")
+    assert [*store.list("")] == []
+
+
+def test_an_empty_folder_is_not_an_object(run_url):
+    store = holdfast.open_store(run_url)
+    store.put_if_absent("v/a", b"1")
+    store.connection._client.delete(store.path("v/a"), recursive=False)
+    store.delete("v")
+    assert store.look_up(store.path("v"), "v").isdir

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, cast
 
@@ -252,6 +253,31 @@ class WritingContract(Contract):
             put(store, "v/a", b"first")
         assert store.get("v/a", 9) == b"first"
         assert partial_keys(store) == []
+
+    @pytest.mark.parametrize("in_one_call", [True, False])
+    @pytest.mark.parametrize("key", ["v/a/b", "v/a/b/c"])
+    def test_an_object_stays_unchanged_when_another_one_is_put_below_it(
+        self, store: Store, key: str, in_one_call: bool
+    ) -> None:
+        """A store of files cannot have both. Neither the failure nor its cleanup harms the first.
+
+        In an object store, both exist.
+        """
+        first = put(store, "v/a", b"first")
+        expected = ["v/a"]
+        with suppress(StoreError):
+            if in_one_call:
+                store.put_if_absent(key, b"second")
+            else:
+                put(store, key, b"second")
+            expected.append(key)
+            assert store.get(key, 9) == b"second"
+        assert keys(store) == expected
+        assert partial_keys(store) == []
+        store.delete(key)
+        assert keys(store) == ["v/a"]
+        assert store.stat("v/a") == first
+        assert store.get("v/a", 9) == b"first"
 
     # put_if_absent
 

@@ -9,7 +9,9 @@ from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import exists_error
 
 _REMOTE = re.compile(r'(?:Fatal)?RPCError\("([\w.$]+)", "(.*)"\)', re.DOTALL)
-_NOT_FOUND = {"FileNotFoundException", "ParentNotDirectoryException"}
+_NOT_FOUND = "FileNotFoundException"
+_FILE_ABOVE = ("ParentNotDirectoryException", " is not a directory")
+"""What a NameNode says of a path below a file. The exception depends on its method and version."""
 _DENIED = {"AccessControlException", "AuthorizationException", "InvalidToken"}
 _NO_SPACE = {"DSQuotaExceededException", "NSQuotaExceededException", "QuotaExceededException"}
 _TRY_AGAIN = {
@@ -35,13 +37,18 @@ def translate(error: BaseException, action: str, key: str, url: str) -> StoreErr
     if isinstance(error, TimeoutError):
         todo = "Check that the NameNode and the DataNodes run"
         return Unavailable(f"{what}: no answer", todo=todo, **unknown, **fields)
+    text = str(error)
+    if any(words in text for words in _FILE_ABOVE):
+        if action not in ("write", "commit"):
+            return NotFound(missing, **fields)
+        todo = "Move the file away, or save elsewhere. Nothing was changed"
+        return StoreError(f"{what}: a file is in the way", todo=todo, **fields)
     if isinstance(error, FileNotFoundError | IsADirectoryError):
         return NotFound(missing, **fields)
     if isinstance(error, FileExistsError):
         return exists_error(key, url)
     if isinstance(error, OSError):
         return Unavailable(f"{what}: {error}", **unknown, **fields)
-    text = str(error)
     if (remote := _REMOTE.search(text)) is None:
         if text.startswith(("InvalidArgument", "UrlParseError", "InvalidPath")):
             todo = "Check the URL, and that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
@@ -62,7 +69,7 @@ def translate(error: BaseException, action: str, key: str, url: str) -> StoreErr
     name = remote[1].rpartition(".")[2].rpartition("$")[2]
     message = remote[2].partition("\\n")[0]
     what = f"{what}: {name}: {message}"
-    if name in _NOT_FOUND:
+    if name == _NOT_FOUND:
         return NotFound(missing, **fields)
     if name == "FileAlreadyExistsException":
         return exists_error(key, url)

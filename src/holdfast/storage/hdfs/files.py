@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from holdfast.buffers import as_byte_view
-from holdfast.deadline import Deadline
+from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.errors import NotFound, StoreError
 from holdfast.storage.checks import check_range, short_read_error, too_long_error
 from holdfast.storage.hdfs.connection import (
@@ -106,19 +107,27 @@ class HdfsFiles(RemoteStore):
             return None
 
     def delete_file(self, path: str, key: str) -> None:
-        """Delete a file if it exists, and the folders that are then empty."""
-        while len(path) > len(self._root) and self._delete_one(path, key):
-            path = path.rpartition("/")[0]
+        """Delete a file if it exists, and then the folders that are empty.
 
-    def _delete_one(self, path: str, key: str) -> bool:
-        """Delete a file or an empty folder. Return False if there is a folder that is not empty."""
-        try:
+        An error of a folder is of no importance: the file is deleted.
+        """
+        if self.call("delete", "delete", key, lambda c: c.delete(path, recursive=False)):
+            with suppress(StoreError):
+                cleanup = Deadline.after(CLEANUP_SECONDS, f"the cleanup of {key}")
+                self.within(cleanup)._delete_empty_folders(path.rpartition("/")[0], key)
+
+    def _delete_empty_folders(self, path: str, key: str) -> None:
+        """Delete a folder and those above it, up to the first one that is not empty.
+
+        The NameNode has no request that deletes only a folder: one for an empty folder also deletes
+        a file of that name. So each path must be that of a folder.
+        """
+        if len(path) <= len(self._root):
+            return
+        status = self.look_up(path, key)
+        if status is not None and status.isdir:
             self.call("delete", "delete", key, lambda c: c.delete(path, recursive=False))
-        except StoreError as e:
-            if "PathIsNotEmptyDirectoryException" in e.what:
-                return False
-            raise
-        return True
+            self._delete_empty_folders(path.rpartition("/")[0], key)
 
     def refuse_folder(self, key: str) -> None:
         """Raise ``StoreError`` if a folder has the name of an object: it is in the way for ever."""

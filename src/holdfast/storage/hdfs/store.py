@@ -38,7 +38,8 @@ class HdfsStore(HdfsFiles):
         self.connection.readers.forget(path)
         # first a question: of a server that does not answer, nothing is left that deletes it later
         view = self.for_cleanup()
-        if view.look_up(path, key) is not None:
+        status = view.look_up(path, key)
+        if status is not None and not status.isdir:
             view.delete_file(path, key)
 
     def list(self, prefix: str) -> Iterator[Stat]:
