@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from holdfast import events
+from holdfast.engine.snapshot.pins import REMOTE_PIN_TTL
 from holdfast.errors import ManifestInvalid, SkippedVersion
 from holdfast.format.names import Version
 from holdfast.format.records import MAX_RECORD
@@ -17,7 +18,6 @@ from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
 from holdfast.run.save_request import put_request, read_request
-from holdfast.run.sweep import REMOTE_PIN_TTL
 from holdfast.run.writer_lock import WriterLock
 from holdfast.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli

@@ -193,7 +193,13 @@ def _may_be_run(url: str) -> bool:
 
 
 def _is_run_member(name: str) -> bool:
-    parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting_pin)
+    parsers = (
+        names.parse_version,
+        names.parse_branch,
+        names.parse_pin,
+        names.parse_notice,
+        names.parse_lasting_pin,
+    )
     known = name in (names.WRITER_LOCK, names.SAVE_REQUEST, names.SPREAD)
     known = known or name.endswith(".partial") or names.is_spread_folder(name)
     return known or any(parse(name) is not None for parse in parsers)

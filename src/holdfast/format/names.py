@@ -22,6 +22,7 @@ _SPREADABLE = re.compile(rf"{_VERSION.pattern}/(?:{_SHARD.pattern}|{_INDEX.patte
 _SPREAD_FOLDER = re.compile(r"spread-[0-9a-f]{2}")
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
+_NOTICE = re.compile(r"deleting-([0-9a-f]{12})\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 _EVALUATION = re.compile(rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})\.json")
@@ -133,6 +134,16 @@ def pin_name(pin: str) -> str:
 
 def parse_pin(name: str) -> str | None:
     match = _PIN.fullmatch(name)
+    return None if match is None else match[1]
+
+
+def notice_name(notice: str) -> str:
+    """Return the file name of the notice of a process that deletes files."""
+    return f"deleting-{notice}.json"
+
+
+def parse_notice(name: str) -> str | None:
+    match = _NOTICE.fullmatch(name)
     return None if match is None else match[1]
 
 

@@ -18,7 +18,8 @@ from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.lineage import lineage_of
 from holdfast.run.listing import FolderFiles, Listing
 from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
-from holdfast.run.sweep import Roots, delete_versions, find_roots, finish_deletions
+from holdfast.run.roots import Roots, find_roots
+from holdfast.run.sweep import delete_versions, finish_deletions
 from holdfast.text import format_list
 from holdfast.threads import look_up_each
 
@@ -72,9 +73,7 @@ def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
     if type(policy) is KeepPolicy and not catalog.half_deleted:
         return []
     for _ in range(_MAX_ROUNDS):
-        if catalog.half_deleted:
-            oldest = min(version.step for version in catalog.half_deleted)
-            finish_deletions(catalog, find_roots(catalog, look_again_from=oldest))
+        finish_deletions(catalog)
         roots = find_roots(catalog, look_again_from=MAX_STEP, listing=catalog.listing())
         folders = _select(catalog, policy, roots)
         if folders is not None:

@@ -1,38 +1,50 @@
 """Garbage collection: the deletion of versions, retention, and the sweep of orphans.
 
-Deletion is safe at every moment for a reader, and for a save that is about to refer to the
-version. It has four steps:
+Deletion is safe at every moment for a reader, for a save that is about to refer to the version, and
+for a copy of the version. It has five steps:
 
 1. Keep the version if a pin names it or a manifest refers to it.
 2. Delete its manifest.
-3. Read the pins again, and then the manifests. Keep the files that a pin or a manifest now
+3. Write a notice that this process deletes files of the version.
+4. Read the pins again, and then the manifests. Keep the files that a pin or a manifest now
    protects.
-4. Delete the other files.
+5. Delete the other files, and then the notice.
+
+A sweep has selected its orphans by step 2, and performs steps 3 to 5 for them.
 
 A reader or a save first pins a version and then checks that its manifest exists
 (``engine/snapshot/pins.py``). A save commits its own manifest before it removes its pin. Deletion
 therefore always reads pins before manifests. If a save has no pin when the pins are read and no
 manifest when the manifests are read, it checks for the deleted manifest only after the deletion.
+
+The files of a save have an attempt of their own, so nobody has decided to delete them before the
+save pins them. The files of a copy have the attempt of its source: it writes files whose deletion
+may have been decided, or uses those that an interrupted copy has left. It therefore checks for
+notices after it has written its pin. If it sees none, then either the deletion has ended, or the
+notice was written after this check, hence after the pin. The deletion then reads the pins after the
+pin was written, and finds the pin, or later the manifest that the copy committed before it removed
+the pin. A deletion that never removes its notice has died, or its last call may still be in
+progress: the notice is then valid until its process has ended.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from holdfast import events
 from holdfast.engine.snapshot import pins
-from holdfast.errors import BrokenLink, FormatError, HoldfastError, NotFound
+from holdfast.engine.snapshot.location import Location
+from holdfast.errors import BrokenLink, HoldfastError, NoSpace, NotFound
 from holdfast.format import names
-from holdfast.format.names import Version
+from holdfast.format.names import MAX_STEP, Version
 from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.lineage import branches_of_unknown_origin, lineage_of
 from holdfast.run.listing import FolderFiles, Listing
-from holdfast.storage.store import Stat, Store
+from holdfast.run.roots import Roots, find_roots
+from holdfast.storage.store import Stat
 
 GRACE = 24 * 3600.0
 """Default minimum age, in seconds, at which ``sweep`` removes a file that no manifest names."""
@@ -43,132 +55,10 @@ MIN_GRACE = 60.0
 It is the time allowed for the upload of a small file such as a pin, which no pin protects.
 """
 
-REMOTE_PIN_TTL = 7 * GRACE
-"""Age, in seconds, at which a pin expires if it is unreadable or its process cannot be checked.
-
-A process on another machine cannot be checked.
-"""
-
 ALL_ABANDONED = "all abandoned versions"
 """The entry in ``SweepResult.kept`` if the abandoned versions cannot be determined."""
 
 _ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
-
-
-@dataclass(frozen=True)
-class Roots:
-    """The garbage-collection roots of a run: what protects a version or file from deletion.
-
-    ``pinned`` maps each pinned version to the reason. ``active_attempts`` holds the attempts of
-    saves in progress. ``stale_pins`` holds the keys of the pins that no longer protect anything. If
-    ``block_reason`` is not None, nothing may be deleted, for this reason. ``listing`` shows the
-    versions of ``version_records``.
-    """
-
-    pinned: dict[Version, str]
-    active_attempts: set[str]
-    stale_pins: list[str]
-    block_reason: str | None
-    listing: Listing
-    version_records: dict[Version, VersionRecord]
-
-    @cached_property
-    def _incremental(self) -> list[Version]:
-        return [v for v, record in self.version_records.items() if record.bases]
-
-    @cached_property
-    def _referenced_files(self) -> frozenset[str]:
-        """The keys of the files that incremental versions consist of."""
-        return frozenset(k for v in self._incremental for k in self.version_records[v].files)
-
-    @cached_property
-    def _possible_bases(self) -> frozenset[Version]:
-        """The versions to which an unreadable manifest may refer."""
-        unreadable = (r.bases for r in self.version_records.values() if not r.digest)
-        return frozenset().union(*unreadable)
-
-    def select_deletable(
-        self, candidates: Collection[Version]
-    ) -> tuple[set[Version], dict[Version, str]]:
-        """Return the candidates that can be deleted together, and why the others cannot."""
-        if self.block_reason is not None:
-            return set(), dict.fromkeys(candidates, self.block_reason)
-        deletable = {v for v in candidates if v not in self.pinned}
-        kept = {v: self.pinned[v] for v in candidates if v not in deletable}
-        remaining = [v for v in self._incremental if v not in deletable]
-        while remaining:
-            version = remaining.pop()
-            for base in self.version_records[version].bases & deletable:
-                deletable.remove(base)
-                kept[base] = f"{version} refers to it"
-                if base in self.version_records:
-                    remaining.append(base)
-        return deletable, kept
-
-    def reason_to_keep(self, version: Version, stat: Stat) -> str | None:
-        """Return why a file must be kept although its version's manifest does not name it.
-
-        The result is None if nothing protects the file.
-        """
-        if version in self.pinned and version not in self.version_records:
-            return self.pinned[version]
-        if stat.key in self._referenced_files:
-            return "an incremental version refers to it"
-        if version in self._possible_bases:
-            return "an unreadable manifest may refer to it"
-        if names.parse_attempt(stat.key.rpartition("/")[2]) in self.active_attempts:
-            return "a save is in progress"
-        return self.block_reason
-
-
-def find_roots(
-    catalog: Catalog,
-    now: float | None = None,
-    look_again_from: int = 0,
-    listing: Listing | None = None,
-) -> Roots:
-    """Read the pins of a run, and then its manifests.
-
-    ``now`` replaces the current time, in seconds since the epoch. ``look_again_from`` is as for
-    ``Catalog.read_versions``. ``listing``: use these pins and versions. That is enough to decide,
-    but not to delete files: a listing is not atomic, and may lack both the pin and the version of
-    a save.
-    """
-    now = time.time() if now is None else now
-    pinned: dict[Version, str] = {}
-    attempts: set[str] = set()
-    stale: list[str] = []
-    block_reason = None
-    keys = pins.list_process_pins(catalog.store) if listing is None else listing.process_pins
-    for key, record in pins.read_process_pins(catalog.store, keys):
-        alive = None if isinstance(record, FormatError) else pins.is_holder_alive(record)
-        if alive is False or (alive is None and _is_expired(catalog.store, key, now)):
-            stale.append(key)
-        elif isinstance(record, FormatError):
-            events.emit("skipped", version=key, error=record)
-            block_reason = f"{key} is unreadable and may protect any version"
-        else:
-            attempts.add(record.attempt)
-            version = names.parse_version(record.version or "")
-            if version is not None:
-                pinned[version] = "a process is using it"
-    listing = catalog.listing() if listing is None else listing
-    version_records = catalog.read_versions(listing, look_again_from)
-    # a folder without a manifest is not a version, so a lasting pin protects nothing in it
-    lasting = (v for v in listing.lasting_pins if v in version_records)
-    pinned |= dict.fromkeys(lasting, "it is pinned")
-    listing = replace(listing, exists=version_records.__contains__)
-    return Roots(pinned, attempts, stale, block_reason, listing, version_records)
-
-
-def _is_expired(store: Store, key: str, now: float) -> bool:
-    """Return True if a pin is so old that it protects nothing, although its process is unknown."""
-    try:
-        return now - store.stat(key).modified >= REMOTE_PIN_TTL
-    except BrokenLink:
-        return False
-    except NotFound:
-        return True  # removed meanwhile
 
 
 # -- deleting ------------------------------------------------------------------------------------
@@ -204,7 +94,7 @@ def link_reason(folder: FolderFiles) -> str:
 
 
 def delete_versions(catalog: Catalog, folders: Mapping[Version, FolderFiles]) -> list[Stat]:
-    """Perform steps 2 to 4 for deletable versions, and return the deleted files.
+    """Perform steps 2 to 5 for deletable versions, and return the deleted files.
 
     Manifests are deleted from the newest to the oldest. No manifest therefore refers to a deleted
     version, even if the process ends in between.
@@ -218,32 +108,75 @@ def delete_versions(catalog: Catalog, folders: Mapping[Version, FolderFiles]) ->
         catalog.store.delete(manifest_key)
         removed += [s for s in files if s.key == manifest_key]
         events.emit("deleted", version=str(version))
-    # a version that refers to one of these is newer
-    roots = find_roots(catalog, look_again_from=min((v.step for v in folders), default=0))
-    return removed + finish_deletions(catalog, roots)
+    return removed + finish_deletions(catalog)
 
 
-def finish_deletions(catalog: Catalog, roots: Roots) -> list[Stat]:
-    """Perform steps 3 and 4 for all half-deleted versions, and return the deleted files.
+def finish_deletions(catalog: Catalog) -> list[Stat]:
+    """Perform steps 3 to 5 for all half-deleted versions, and return the deleted files.
 
     Retention tries again the next time it runs for files that are protected or could not be
     deleted. After a restart, these files are orphans that ``sweep`` removes.
     """
-    removed = []
-    for version, files in list(catalog.half_deleted.items()):
-        if version in roots.version_records:  # the deletion failed, or the step was saved again
-            del catalog.half_deleted[version]
-            continue
-        kept = [s for s in files if roots.reason_to_keep(version, s) is not None]
-        for stat in files:
-            if stat not in kept:
-                catalog.store.delete(stat.key)
-                removed.append(stat)
-        if kept:
-            catalog.half_deleted[version] = kept
-        else:
-            del catalog.half_deleted[version]
+    half_deleted = catalog.half_deleted
+
+    def select(roots: Roots) -> list[Stat]:
+        for version in half_deleted.keys() & roots.version_records.keys():
+            del half_deleted[version]  # the deletion failed, or the step was saved again
+        return [
+            stat
+            for version, files in half_deleted.items()
+            for stat in files
+            if roots.reason_to_keep(version, stat) is None
+        ]
+
+    if not half_deleted:
+        return []
+    # a version that refers to one of these is newer
+    oldest = min(version.step for version in half_deleted)
+    notice = min(half_deleted) if len(half_deleted) == 1 else None
+    removed = _delete_selected(catalog, select, notice, look_again_from=oldest)
+    keys = {stat.key for stat in removed}
+    for version, files in [*half_deleted.items()]:
+        half_deleted[version] = [stat for stat in files if stat.key not in keys]
+        if not half_deleted[version]:
+            del half_deleted[version]
     return removed
+
+
+def _delete_selected(
+    catalog: Catalog,
+    select: Callable[[Roots], list[Stat]],
+    version: Version | None = None,
+    *,
+    look_again_from: int,
+    now: float | None = None,
+) -> list[Stat]:
+    """Perform steps 3 to 5, and return the deleted files.
+
+    ``select`` returns those of the files that nothing protects. ``version``: the version of all of
+    them, or None. ``look_again_from`` and ``now``: see ``find_roots``.
+
+    If there is no space for a notice, one file is deleted without it, to make space. There is no
+    space for the pin of a copy either.
+    """
+    removed: dict[str, Stat] = {}
+
+    def delete(limit: int | None = None) -> int:
+        roots = find_roots(catalog, now, look_again_from)
+        stats = [stat for stat in select(roots) if stat.key not in removed][:limit]
+        for stat in stats:
+            catalog.store.delete(stat.key)
+            removed[stat.key] = stat
+        return len(stats)
+
+    while True:
+        try:
+            with pins.announce_deletion(Location(catalog.store, ""), version):
+                delete()
+            return [*removed.values()]
+        except NoSpace:
+            if not delete(limit=1):
+                return [*removed.values()]
 
 
 # -- sweep ---------------------------------------------------------------------------------------
@@ -271,38 +204,24 @@ def sweep(
     listing, partials = catalog.listing(), list(catalog.store.partials(""))
     files = catalog.all_files(listing)
     # The roots are read after the listing. A save that has begun since then has none of the listed
-    # files, and a save that has ended since then has a manifest.
-    roots = find_roots(catalog, now)
-    state = _Sweep(catalog, roots, dry_run, now)
-    for key in roots.stale_pins:
-        state.remove(Stat(key, 0, 0.0))
-    for version, record in roots.version_records.items():
-        if not record.digest and version in files:
-            unreadable = "the manifest in its folder is unreadable"
-            state.kept += [(s.key, unreadable) for s in files[version].stats]
-    for version, stat in find_orphans(files, roots.version_records):
-        is_linked = {stat.key, str(version)} & {*files[version].links}
-        reason = "it is a symbolic link" if is_linked else roots.reason_to_keep(version, stat)
-        state.remove_orphan(stat, reason, grace)
-    for version in listing.lasting_pins - roots.version_records.keys():
-        with suppress(NotFound, BrokenLink):
-            state.remove_orphan(catalog.store.stat(names.pin_name(str(version))), None, grace)
-    for stat in partials:
-        match = _ATTEMPT.search(stat.key)
-        attempt = match[1] if match else None
-        if attempt is None and catalog.store.traits.part_size:
-            continue  # such a store shows everybody's uploads; a small file of a run is not one
-        # a partial file that names no attempt, such as a manifest, may belong to any active save
-        in_progress = attempt in roots.active_attempts or (
-            attempt is None and roots.active_attempts
-        )
-        min_age = grace if attempt else max(grace, MIN_GRACE)
-        state.remove_orphan(stat, "a save is in progress" if in_progress else None, min_age)
+    # files, and a save that has ended since then has a manifest. A copy that has begun since then
+    # may have some of them, so the roots are read again after the notice.
+    state = _Sweep(catalog, listing, files, partials, grace, now)
+    removed = state.select(roots := find_roots(catalog, now))
+    if removed and not dry_run:
+        folders = (names.parse_version(stat.key.partition("/")[0]) for stat in removed)
+        oldest = min((v.step for v in folders if v is not None), default=MAX_STEP)
+        keys = {stat.key for stat in removed}
+
+        def select(roots: Roots) -> list[Stat]:
+            return [stat for stat in state.select(roots) if stat.key in keys]
+
+        removed = _delete_selected(catalog, select, look_again_from=oldest, now=now)
     if abandoned:
-        state.delete_abandoned()
-    nbytes = sum(s.length for s in state.removed)
+        removed += state.delete_abandoned(roots, dry_run)
+    nbytes = sum(s.length for s in removed)
     hidden = catalog.store.traits.hidden_uploads
-    return SweepResult([s.key for s in state.removed], state.kept, nbytes, hidden)
+    return SweepResult([s.key for s in removed], state.kept, nbytes, hidden)
 
 
 def find_orphans(
@@ -327,48 +246,74 @@ def find_orphans(
 
 @dataclass(slots=True)
 class _Sweep:
-    """The state of one sweep in progress."""
+    """What a sweep has listed, and what it decided to keep, with the reasons."""
 
     catalog: Catalog
-    roots: Roots
-    dry_run: bool
+    listing: Listing
+    files: Mapping[Version, FolderFiles]
+    partials: Sequence[Stat]
+    grace: float
     now: float
-    removed: list[Stat] = field(default_factory=list)
     kept: list[tuple[str, str]] = field(default_factory=list)
 
-    def delete_abandoned(self) -> None:
-        """Delete the versions that are not on the current lineage."""
-        listing = self.roots.listing
+    def select(self, roots: Roots) -> list[Stat]:
+        """Return the files to remove: stale pins, partial files, and orphans."""
+        self.kept = []
+        removed = [Stat(key, 0, 0.0) for key in (*roots.stale_pins, *self._stale_notices())]
+        for stat in self.partials:
+            match = _ATTEMPT.search(stat.key)
+            attempt = match[1] if match else None
+            if attempt is None and self.catalog.store.traits.part_size:
+                continue  # such a store shows everybody's uploads; a small file of a run is not one
+            # a partial file without an attempt, such as a manifest, may belong to any active save
+            in_progress = attempt in roots.active_attempts or (
+                attempt is None and roots.active_attempts
+            )
+            reason = "a save is in progress" if in_progress else roots.block_reason
+            min_age = self.grace if attempt else max(self.grace, MIN_GRACE)
+            removed += self._unless_kept(stat, reason, min_age)
+        for version, record in roots.version_records.items():
+            if not record.digest and version in self.files:
+                unreadable = "the manifest in its folder is unreadable"
+                self.kept += [(s.key, unreadable) for s in self.files[version].stats]
+        for version, stat in find_orphans(self.files, roots.version_records):
+            is_linked = {stat.key, str(version)} & {*self.files[version].links}
+            reason = "it is a symbolic link" if is_linked else roots.reason_to_keep(version, stat)
+            removed += self._unless_kept(stat, reason, self.grace)
+        for version in self.listing.lasting_pins - roots.version_records.keys():
+            with suppress(NotFound, BrokenLink):
+                stat = self.catalog.store.stat(names.pin_name(str(version)))
+                removed += self._unless_kept(stat, roots.reason_to_keep(version, stat), self.grace)
+        return removed
+
+    def _stale_notices(self) -> list[str]:
+        store = self.catalog.store
+        found = pins.read_process_pins(store, pins.list_notices(store))
+        return [key for key, notice in found if pins.is_stale(store, key, notice, self.now)]
+
+    def _unless_kept(self, stat: Stat, reason: str | None, min_age: float) -> list[Stat]:
+        """Return the file, or nothing if there is a reason to keep it: ``reason``, or its age."""
+        if reason is None and self.now - stat.modified < min_age:
+            reason = f"younger than {min_age:.0f} s"
+        if reason is None:
+            return [stat]
+        self.kept.append((stat.key, reason))
+        return []
+
+    def delete_abandoned(self, roots: Roots, dry_run: bool) -> list[Stat]:
+        """Delete the versions that are not on the current lineage, and return their files."""
+        listing = roots.listing
         unknown = branches_of_unknown_origin(self.catalog, listing)
         if unknown:
             file = names.branch_name(unknown[-1])
             reason = f"{file} is unreadable, and no version of the branch names its origin"
             self.kept.append((ALL_ABANDONED, reason))
-            return
+            return []
         abandoned = {*listing.versions} - {*lineage_of(self.catalog, listing)}
         folders = {v: self.catalog.files(v, listing) for v in abandoned}
         linked = {v: link_reason(f) for v, f in folders.items() if f.links}
-        deletable, kept = self.roots.select_deletable(abandoned - linked.keys())
+        deletable, kept = roots.select_deletable(abandoned - linked.keys())
         self.kept += [(str(v), reason) for v, reason in sorted({**kept, **linked}.items())]
-        if self.dry_run:
-            self.removed += [s for v in sorted(deletable) for s in folders[v].stats]
-        else:
-            self.removed += delete_versions(self.catalog, {v: folders[v] for v in deletable})
-
-    def remove_orphan(self, stat: Stat, keep_reason: str | None, grace: float) -> None:
-        """Remove an orphan, unless something protects it or it is younger than ``grace`` seconds.
-
-        ``keep_reason`` says what protects it, if anything.
-        """
-        keep_reason = keep_reason or self.roots.block_reason
-        if keep_reason is not None:
-            self.kept.append((stat.key, keep_reason))
-        elif self.now - stat.modified < grace:
-            self.kept.append((stat.key, f"younger than {grace:.0f} s"))
-        else:
-            self.remove(stat)
-
-    def remove(self, stat: Stat) -> None:
-        if not self.dry_run:
-            self.catalog.store.delete(stat.key)
-        self.removed.append(stat)
+        if dry_run:
+            return [s for v in sorted(deletable) for s in folders[v].stats]
+        return delete_versions(self.catalog, {v: folders[v] for v in deletable})

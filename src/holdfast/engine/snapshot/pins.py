@@ -3,17 +3,31 @@
 A process that depends on a version first pins the version and then checks that its manifest still
 exists. A process that deletes a version first deletes the manifest and then checks for pins. So at
 least one of the two processes detects the other.
+
+A copy has the attempt of its source, so it may find files that another process has decided to
+delete. Such a process therefore writes a *notice* before it checks for pins, and removes the notice
+after the deletion. A copy first writes its pin and then checks for notices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from holdfast import events
 from holdfast.engine.snapshot.location import Location, get_bounded
-from holdfast.errors import Denied, FormatError, NotFound, StoreError
-from holdfast.format.names import MANIFEST, Version, parse_pin, parse_version, pin_name, random_id
+from holdfast.errors import BrokenLink, Denied, FormatError, NotFound, StoreError, Unavailable
+from holdfast.format.names import (
+    MANIFEST,
+    Version,
+    notice_name,
+    parse_notice,
+    parse_pin,
+    parse_version,
+    pin_name,
+    random_id,
+)
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
 from holdfast.machine import pid_and_start_time, process_identity, utc_now
 from holdfast.storage.store import Store, list_level
@@ -24,17 +38,28 @@ MIN_PINNED_BYTES = 64 * MIB
 """The smallest read, in bytes, that pins its version. A smaller read finishes before a deletion
 reaches its files."""
 
+REMOTE_PIN_TTL = 7 * 24 * 3600.0
+"""Age, in seconds, at which a pin expires if it is unreadable or its process cannot be checked.
 
-def create_pin(location: Location, attempt: str, version: Version | None = None) -> str:
+A process on another machine cannot be checked.
+"""
+
+
+def create_pin(
+    location: Location,
+    attempt: str,
+    version: Version | None = None,
+    make_name: Callable[[str], str] = pin_name,
+) -> str:
     """Pin the files of an attempt, and optionally a version; return the pin's key.
 
     The pin is valid while this process lives. ``location``: the location of any version of the run.
-    Raises ``StoreError`` if the pin cannot be written.
+    ``make_name`` returns the name of the file. Raises ``StoreError`` if the pin cannot be written.
     """
     host, boot, process = process_identity()
     name = None if version is None else str(version)
     pin = Pin(attempt, name, utc_now(), host, boot, process)
-    key = location.run_key(pin_name(random_id()))
+    key = location.run_key(make_name(random_id()))
     try:
         location.store.put_if_absent(key, encode_pin(pin))
     except StoreError as e:
@@ -53,6 +78,41 @@ def hold_pin(location: Location, attempt: str, version: Version | None = None) -
         yield key
     finally:
         remove_pin(location, key)
+
+
+@contextmanager
+def announce_deletion(location: Location, version: Version | None) -> Iterator[None]:
+    """Hold a notice that this process deletes files, during a ``with`` block that deletes them.
+
+    The block must first look for pins. ``version``: the version to which the files belong, or None
+    for any. ``location``: as for ``create_pin``.
+    """
+    key = create_pin(location, random_id(), version, notice_name)
+    try:
+        yield
+    finally:
+        remove_pin(location, key)
+
+
+def require_no_deletion(location: Location, version: Version) -> None:
+    """Check that no process deletes files of a version, after the version was pinned.
+
+    Raises ``Unavailable`` if a process announced that it does.
+    """
+    keys = list_notices(location.store, location.run_key("").rstrip("/"))
+    for key, notice in read_process_pins(location.store, keys):
+        about = None if isinstance(notice, FormatError) else notice.version
+        if about in (None, str(version)) and not is_stale(location.store, key, notice):
+            raise Unavailable(
+                f"A process is deleting files of {location.url}; nothing was committed",
+                expected="no notice of a deletion",
+                found=f"the notice {key}"
+                if isinstance(notice, FormatError)
+                else f"the notice {key} of process {notice.process} on host {notice.host}",
+                todo="Copy again later. If that process does not run anymore, delete its notice",
+                key=key,
+                store=location.store.url,
+            )
 
 
 @contextmanager
@@ -115,6 +175,13 @@ def list_process_pins(store: Store) -> list[str]:
     return [e.name for e in entries if parse_pin(e.name) is not None and e.kind != "folder"]
 
 
+def list_notices(store: Store, folder: str = "") -> list[str]:
+    """Return the keys of the notices in the folder of a run: see ``announce_deletion``."""
+    entries = list_level(store, folder, "deleting-")
+    found = (e.name for e in entries if parse_notice(e.name) is not None and e.kind != "folder")
+    return [f"{folder}/{name}" if folder else name for name in found]
+
+
 def read_process_pins(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, Pin | FormatError]]:
     """Yield the keys of pins with their records.
 
@@ -127,6 +194,23 @@ def read_process_pins(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, 
             continue
         except FormatError as e:
             yield key, e
+
+
+def is_stale(store: Store, key: str, pin: Pin | FormatError, now: float | None = None) -> bool:
+    """Return True if a pin protects nothing any more: its process has ended, or the pin is so old
+    that it has expired, which matters only if nothing is known of its process.
+
+    ``now`` replaces the current time, in seconds since the epoch.
+    """
+    is_alive = None if isinstance(pin, FormatError) else is_holder_alive(pin)
+    if is_alive is not None:
+        return not is_alive
+    try:
+        return (time.time() if now is None else now) - store.stat(key).modified >= REMOTE_PIN_TTL
+    except BrokenLink:
+        return False
+    except NotFound:
+        return True  # removed meanwhile
 
 
 def is_holder_alive(pin: Pin) -> bool | None:

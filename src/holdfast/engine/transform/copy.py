@@ -7,7 +7,8 @@ for byte.
 The files are written in the order of a save: shards, then their indexes, then the manifest. A copy
 never removes a file. If a copy fails, its files are orphans for ``sweep`` until the copy is
 repeated, which checks and uses them. For the same reason, two concurrent copies to one location do
-not harm each other.
+not harm each other. A deletion may have decided to delete files with the names of this copy, so a
+copy begins only while no process deletes files of the version (see ``run/sweep.py``).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from holdfast.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from holdfast.format.names import MANIFEST
+from holdfast.format.names import MANIFEST, parse_version
 from holdfast.format.safetensors import build_header
 from holdfast.format.sealed import check_length
 from holdfast.threads import Workers, no_op
@@ -52,7 +53,9 @@ def copy_snapshot(snapshot: Snapshot, location: Location, advance: Advance = no_
 
     The copy uses at most 256 MiB of memory. ``advance(nbytes)`` is called from several threads as
     bytes are written. Raises ``AlreadyExists`` if ``location`` holds a snapshot, ``FormatError`` if
-    ``snapshot`` is damaged, and ``StoreError``. If it raises, nothing was committed.
+    ``snapshot`` is damaged, ``Unavailable`` if a process is deleting files of ``location``,
+    ``CommitError`` if files of the copy disappear, and ``StoreError``. If it raises, nothing was
+    committed.
     """
     raise_if_exists(location)
     with snapshot.not_found_if_deleted():
@@ -82,7 +85,10 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance) -> Snapshot:
             )
             for shard, index in zip(manifest.shards, indexes, strict=True)
         ]
-    with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt):
+    version = parse_version(location.folder.rpartition("/")[2])
+    with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt, version):
+        if version is not None:
+            pins.require_no_deletion(location, version)
         for index, shard_copy in zip(indexes, copies, strict=True):
             _copy_shard(source, location, index, shard_copy, advance)
         for shard_copy in copies:

@@ -1,0 +1,235 @@
+"""A copy and a deletion at its destination: the copy has all of its files, or is not committed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.transform.copy import copy_snapshot
+from holdfast.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavailable
+from holdfast.format.names import MANIFEST, Version, parse_notice, parse_pin, random_id
+from holdfast.run.policy import KeepLast
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Store
+from tests.engine.unreliable_stores import HookedStore
+from tests.interleaving import Actor, count_calls, run_interleaved
+
+VERSION = Version(7)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+
+
+@pytest.fixture
+def snapshot() -> Snapshot:
+    state = {"big": np.arange(3000.0), "n": 1}
+    return holdfast.save(MemoryStore("source").at("version_7"), state, step=7)
+
+
+def orphans(snapshot: Snapshot) -> MemoryStore:
+    """Return a run in which a copy of the snapshot was interrupted before its manifest."""
+    to = committed(snapshot)
+    to.delete(f"version_7/{MANIFEST}")
+    return to
+
+
+def committed(snapshot: Snapshot) -> MemoryStore:
+    """Return a run with a copy of the snapshot."""
+    to = MemoryStore("copy")
+    copy_snapshot(snapshot, Location(to, "version_7"))
+    return to
+
+
+def with_newer(snapshot: Snapshot) -> MemoryStore:
+    to = committed(snapshot)
+    holdfast.save(to.at("version_8"), {"n": 2}, step=8)
+    return to
+
+
+DELETIONS: dict[str, tuple[Callable[[Snapshot], MemoryStore], Callable[[Store], object]]] = {
+    "sweep": (orphans, lambda store: Run(store).sweep(grace=0)),
+    "delete": (committed, lambda store: Run(store).delete(VERSION)),
+    "retain": (with_newer, lambda store: Run(store).retain(KeepLast(1))),
+}
+
+
+def copy_to(snapshot: Snapshot) -> Callable[[Store], Snapshot]:
+    return lambda store: copy_snapshot(snapshot, Location(store, "version_7"))
+
+
+def exists(store: Store) -> bool:
+    """Return whether version 7 exists, after checking every byte of it."""
+    try:
+        found = open_location(Location(store, "version_7"))
+    except NotFound:
+        return False
+    assert found.verify().ok
+    return True
+
+
+def check_outcome(to: MemoryStore, copy: Actor, deletion: Actor) -> str:
+    """Check what a copy and a deletion have left, and that a repeated copy succeeds."""
+    if deletion.failure is not None:  # it found nothing to delete, or a copy in progress
+        assert type(deletion.failure) in (NotFound, holdfast.errors.HoldfastError)
+    outcome = type(copy.failure).__name__ if copy.failure else "copied"
+    if copy.failure is None:
+        assert exists(to)
+    else:
+        assert isinstance(copy.failure, Unavailable | AlreadyExists), copy.failure
+        if not exists(to):
+            copied = copy.action(to)
+            assert isinstance(copied, Snapshot)
+            assert exists(to)
+    left = [s.key for s in to.list("") if parse_pin(s.key) or parse_notice(s.key)]
+    assert left == []
+    return outcome
+
+
+@pytest.mark.parametrize("name", DELETIONS)
+def test_a_copy_that_runs_during_a_deletion(name: str, snapshot: Snapshot) -> None:
+    """Run the whole copy before each call of the deletion in turn."""
+    prepare, delete = DELETIONS[name]
+    outcomes = Counter[str]()
+    for at in range(count_calls(prepare(snapshot), delete) + 1):
+        to, copy, deletion = prepare(snapshot), Actor(copy_to(snapshot)), Actor(delete)
+        run_interleaved(to, deletion, copy, (at, 1 << 20))
+        outcomes[check_outcome(to, copy, deletion)] += 1
+    assert outcomes["copied"] > 0
+    assert outcomes["Unavailable"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["copy", "deletion"])
+@pytest.mark.parametrize("name", DELETIONS)
+def test_a_copy_and_a_deletion_that_interrupt_each_other(
+    name: str, first: str, snapshot: Snapshot
+) -> None:
+    """Run n calls of one, then m calls of the other, then the rest of the first: for all n, m."""
+    prepare, delete = DELETIONS[name]
+    outcomes = Counter[str]()
+    deletions = count_calls(prepare(snapshot), delete)
+    copies = count_calls(orphans(snapshot), copy_to(snapshot))
+    for n in range((copies if first == "copy" else deletions) + 1):
+        for m in range((deletions if first == "copy" else copies) + 3):
+            to, copy, deletion = prepare(snapshot), Actor(copy_to(snapshot)), Actor(delete)
+            actors = (copy, deletion) if first == "copy" else (deletion, copy)
+            run_interleaved(to, *actors, (n, m))
+            outcomes[check_outcome(to, copy, deletion)] += 1
+    assert outcomes["copied"] > 0
+
+
+def notice(to: Store, version: Version | None) -> str:
+    location = Location(to, "version_7")
+    return pins.create_pin(location, random_id(), version, lambda n: f"deleting-{n}.json")
+
+
+@pytest.mark.parametrize("version", [VERSION, None])
+def test_a_notice_stops_a_copy_while_its_process_lives(
+    snapshot: Snapshot, version: Version | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = orphans(snapshot)
+    key = notice(to, version)
+    with pytest.raises(Unavailable, match=f"(?s)is deleting files of .*{key}.*Copy again later"):
+        copy_snapshot(snapshot, Location(to, "version_7"))
+    assert not exists(to)
+    assert Run(to).sweep(dry_run=True, grace=0).removed == [s.key for s in to.list("version_7")], (
+        "the notice is kept"
+    )
+    monkeypatch.setattr(pins, "is_holder_alive", lambda record: None)  # on another machine
+    with pytest.raises(Unavailable):
+        copy_snapshot(snapshot, Location(to, "version_7"))
+    monkeypatch.setattr(pins, "is_holder_alive", lambda record: False)
+    copy_snapshot(snapshot, Location(to, "version_7"))
+    assert exists(to)
+    assert Run(to).sweep().removed == [key]
+
+
+def test_a_notice_of_another_version_stops_no_copy(snapshot: Snapshot) -> None:
+    to = orphans(snapshot)
+    notice(to, Version(8))
+    copy_snapshot(snapshot, Location(to, "version_7"))
+    assert exists(to)
+
+
+def test_an_unreadable_notice_stops_copies(snapshot: Snapshot) -> None:
+    to = orphans(snapshot)
+    to.put_if_absent("deleting-0123456789ab.json", b"damaged")
+    with pytest.raises(Unavailable, match="deleting-0123456789ab"):
+        copy_snapshot(snapshot, Location(to, "version_7"))
+
+
+class FullStore(HookedStore):
+    """A store that has space for a small file only after an object was deleted."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.deleted = 0
+        self.before = self._refuse
+
+    def _refuse(self, method: str, key: str) -> None:
+        self.deleted += method == "delete" and key.endswith((".safetensors", ".index.json"))
+        if method == "put_if_absent" and not self.deleted:
+            raise NoSpace(f"No room for {key}")
+
+
+@pytest.mark.parametrize("name", DELETIONS)
+@pytest.mark.parametrize("is_always_full", [False, True])
+def test_a_full_store_does_not_prevent_deletion(
+    name: str, is_always_full: bool, snapshot: Snapshot
+) -> None:
+    prepare, delete = DELETIONS[name]
+    to = prepare(snapshot)
+    nbytes = sum(stat.length for stat in to.list("version_7"))
+    store = FullStore(to)
+    if is_always_full:
+        store.before = lambda method, key: (
+            store._refuse(method, key) or setattr(store, "deleted", 0)
+        )
+    result: Any = delete(store)
+    assert not list(to.list("version_7"))
+    if name == "sweep":
+        assert len(result.removed) == 2
+    if name == "delete":
+        assert result == nbytes
+
+
+def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: Snapshot) -> None:
+    to = orphans(snapshot)
+    store = HookedStore(to)
+
+    def deny(method: str, key: str) -> None:
+        if method == "put_if_absent":
+            raise holdfast.errors.Denied(f"May not write {key}")
+
+    store.before = deny
+    with pytest.raises(StoreError, match="May not write deleting-"):
+        Run(store).sweep(grace=0)
+    assert len(list(to.list("version_7"))) == 2
+    assert len(Run(store).sweep(grace=0, dry_run=True).removed) == 2
+
+
+def test_orphan_evaluations_and_lasting_pins_that_a_copy_uses_are_kept(
+    snapshot: Snapshot,
+) -> None:
+    to = committed(snapshot)
+    Run(to).add_metrics(VERSION, {"loss": 1})
+    Run(to).pin(7)
+    to.delete(f"version_7/{MANIFEST}")
+    swept: list[Any] = []
+    copied = copy_snapshot(
+        snapshot, Location(to, "version_7"), lambda n: swept.append(Run(to).sweep(grace=0))
+    )
+    assert not any(s.removed for s in swept)
+    assert Run(to).metrics(copied.version) == {"loss": 1}
+    assert Run(to).pins() == [VERSION]
