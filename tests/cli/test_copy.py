@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from holdfast.cli.verbs.copy import _copy_run
+from holdfast.cli.verbs.copy import CopyResult, _copy_run
 from holdfast.cli.verbs.ls import list_versions
 from holdfast.cli.verbs.verify import _verify_run
-from holdfast.errors import AlreadyExists, FormatError, NotFound
+from holdfast.errors import AlreadyExists, CommitError, NotFound
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
 from holdfast.storage.memory import MemoryStore
@@ -23,6 +23,7 @@ from holdfast.storage.open import open_store
 from holdfast.storage.store import Store
 from tests.cli.invoke import make_run, run_cli, train_branch
 from tests.engine.unreliable_stores import HookedStore
+from tests.interleaving import Actor, count_calls, run_interleaved
 from tests.trainings import flip_bit, shard_of, train, training
 
 
@@ -473,8 +474,8 @@ def test_files_lost_by_the_destination_are_errors(store: MemoryStore, damage: st
     run = hf.Run(store)
     if damage == "loses":
         to.after = lose
-        report = _copy_run(run, run.listing(), hf.Run(to), quiet=True)
-        assert [type(e) for _, e in report.damaged] == [FormatError] * 3
+        with pytest.raises(CommitError, match=r"files of the copy .* are not what was written"):
+            _copy_run(run, run.listing(), hf.Run(to), quiet=True)
     else:
         to.before = fail
         with pytest.raises(NotFound, match="the file share is unavailable"):
@@ -558,3 +559,26 @@ def test_two_concurrent_copies_of_a_run_both_succeed(incremental: bool) -> None:
         if next(calls) <= at:
             break
     assert copied_counts == {*range(len(versions) + 1)}
+
+
+@pytest.mark.slow
+def test_two_copies_of_a_run_that_interrupt_each_other_both_succeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    run = hf.Run(MemoryStore())
+    for step in (1, 2):
+        hf.save(run.store.at(f"version_{step}"), {"x": np.arange(3000), "n": step}, step=step)
+
+    def copy(store: Store) -> object:
+        return _copy_run(run, run.listing(), hf.Run(store), quiet=True)
+
+    calls = count_calls(MemoryStore(), copy)
+    for n, m in itertools.product(range(0, calls, 2), range(1, calls, 2)):
+        to, copies = MemoryStore(), [Actor(copy), Actor(copy)]
+        run_interleaved(to, copies[0], copies[1], (n, m))
+        for actor in copies:
+            assert actor.failure is None, (n, m)
+            assert isinstance(actor.result, CopyResult)
+            assert len(actor.result.copied) + len(actor.result.present) == 2
+        assert all(hf.Run(to).open(v).verify().ok for v in run.listing().versions)

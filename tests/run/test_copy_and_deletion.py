@@ -129,6 +129,21 @@ def test_a_copy_and_a_deletion_that_interrupt_each_other(
     assert outcomes["copied"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("prepare", [orphans, lambda _: MemoryStore()], ids=["orphans", "nothing"])
+def test_two_copies_that_interrupt_each_other(
+    prepare: Callable[[Snapshot], MemoryStore], snapshot: Snapshot
+) -> None:
+    calls = count_calls(prepare(snapshot), copy_to(snapshot))
+    for n in range(calls + 1):
+        for m in range(calls + 2):
+            to, copies = prepare(snapshot), [Actor(copy_to(snapshot)) for _ in range(2)]
+            run_interleaved(to, copies[0], copies[1], (n, m))
+            for copy in copies:  # the other one was committed before this one began
+                assert copy.failure is None or "snapshot" in str(copy.failure), copy.failure
+            assert exists(to)
+
+
 def notice(to: Store, version: Version | None) -> str:
     location = Location(to, "version_7")
     return pins.create_pin(location, random_id(), version, lambda n: f"deleting-{n}.json")

@@ -11,11 +11,19 @@ import holdfast
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.errors import AlreadyExists, DigestMismatch, FormatError, NoSpace, NotFound
+from holdfast.errors import (
+    AlreadyExists,
+    CommitError,
+    DigestMismatch,
+    FormatError,
+    NoSpace,
+    NotFound,
+)
 from holdfast.format.names import MANIFEST, parse_pin
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Stat
+from tests.engine.unreliable_stores import HookedStore
 
 
 class FullStore(MemoryStore):
@@ -155,3 +163,21 @@ def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(
     holdfast.save(store.at("version_7"), {"n": 2})
     with pytest.raises(FormatError, match="replaced"):
         copy_snapshot(snapshot, Location(MemoryStore(), "version_7"))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".index.json"])
+def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(
+    snapshot: Snapshot, suffix: str
+) -> None:
+    to = HookedStore(MemoryStore("backup"))
+
+    def delete(method: str, key: str) -> None:
+        if method == "put_if_absent" and key.endswith(".index.json"):
+            for stat in to.inner.list("version_7"):
+                if stat.key.endswith(suffix):
+                    to.inner.delete(stat.key)
+
+    to.after = delete
+    with pytest.raises(CommitError, match=r"(?s)memory://backup/version_7 are not.*at the dest"):
+        copy_snapshot(snapshot, Location(to, "version_7"))
+    assert not [s for s in to.inner.list("") if s.key.endswith(MANIFEST)]

@@ -25,7 +25,7 @@ from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.read import group_items, read_group
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import AlreadyExists, DigestMismatch, FormatError, NotFound
+from holdfast.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NotFound
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
@@ -101,11 +101,26 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance) -> Snapshot:
                 ) from e
             advance(len(shard_copy.index_bytes))
         copy = Snapshot(location, manifest, manifest_digest)
-        # reads the indexes back from the destination, and checks the lengths of the shards there
-        copy.read_indexes()
+        _require_files(copy)
         location.store.put_if_absent(location.key(MANIFEST), raw)
     events.emit("copied", url=snapshot.url, to=location.url, bytes=copy.nbytes)
     return copy
+
+
+def _require_files(copy: Snapshot) -> None:
+    """Read the indexes back, and check the lengths of the shards, before the copy is committed.
+
+    Raises ``CommitError``, not the ``FormatError`` of a damaged source.
+    """
+    try:
+        copy.read_indexes()
+    except FormatError as e:
+        raise CommitError(
+            f"The files of the copy {copy.url} are not what was written; nothing was committed",
+            expected="the shards and indexes of the copy, which is pinned",
+            found=e.what,
+            todo="Find out what changes or deletes files at the destination, and copy again",
+        ) from e
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,22 +189,45 @@ def _copy_shard(
     ``index``: the index of the source shard. Raises ``AlreadyExists`` if the file is not a copy of
     the shard.
     """
-    copy_index = shard_copy.index
-    key = location.key(copy_index.shard)
+    if _is_copied(location, shard_copy.index, advance):
+        return
+    try:
+        _write_shard(source, location, index, shard_copy, advance)
+    except AlreadyExists:  # a concurrent copy was faster
+        if not _is_copied(location, shard_copy.index, no_op):
+            raise
+
+
+def _is_copied(location: Location, index: ShardIndex, advance: Advance) -> bool:
+    """Return whether the destination has a shard, after checking all of it.
+
+    Raises ``AlreadyExists`` if the file is not the shard of ``index``.
+    """
+    key = location.key(index.shard)
     try:
         length = location.store.stat(key).length
     except NotFound:
-        pass
-    else:
-        if length != copy_index.length:
-            raise _not_a_copy_error(location, key, f"{copy_index.length} bytes", f"{length} bytes")
-        try:
-            _read_shard(location, copy_index, lambda item, data: advance(len(data)))
-        except DigestMismatch as e:
-            raise _not_a_copy_error(location, key, e.expected, e.found) from e
-        return
+        return False
+    if length != index.length:
+        raise _not_a_copy_error(location, key, f"{index.length} bytes", f"{length} bytes")
+    try:
+        _read_shard(location, index, lambda item, data: advance(len(data)))
+    except DigestMismatch as e:
+        raise _not_a_copy_error(location, key, e.expected, e.found) from e
+    return True
+
+
+def _write_shard(
+    source: Location,
+    location: Location,
+    index: ShardIndex,
+    shard_copy: _ShardCopy,
+    advance: Advance,
+) -> None:
+    """Write the shard of ``shard_copy``, from the source shard with ``index``."""
+    copy_index = shard_copy.index
     shift = copy_index.header - index.header
-    with location.store.put(key, copy_index.length) as upload:
+    with location.store.put(location.key(copy_index.shard), copy_index.length) as upload:
 
         def write(item: ReadItem, data: memoryview) -> None:
             start, body = item.start, data
