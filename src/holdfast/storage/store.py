@@ -40,6 +40,9 @@ class Traits:
     commit. ``retry_after``: the store obeys a server that says how long to wait; otherwise, it
     waits for at least a second after a server refused a request for its rate. ``hidden_uploads``:
     what removes the unfinished uploads that ``partials`` cannot list; empty if it lists all.
+    ``upload_memory``: how many bytes an unfinished upload keeps in memory: about so many in all if
+    the store is ``ordered``, else for each thread that writes to it in other pieces than parts. An
+    operation with several uploads or threads limits their number accordingly (``upload_memory``).
     """
 
     name: str
@@ -53,6 +56,7 @@ class Traits:
     atomic: bool = True
     retry_after: bool = False
     hidden_uploads: str = ""
+    upload_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +252,17 @@ def part_length(traits: Traits, length: int) -> int:
     wanted = min(traits.max_part, length // max(1, traits.connections))
     least = max(traits.part_size, wanted, -(-length // (MAX_PARTS - 1)))
     return -(-least // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def upload_memory(traits: Traits, length: int) -> int:
+    """Return how many bytes an upload of an object of ``length`` bytes keeps in memory.
+
+    A small object is kept as a whole, and once more while it is sent. See ``Traits``.
+    """
+    if not traits.upload_memory:
+        return 0
+    longest_part = -(-length // (MAX_PARTS - 1)) if traits.part_size else 0
+    return min(max(traits.upload_memory, 2 * longest_part), 2 * length)
 
 
 def check_key(key: str, store: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import holdfast
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.transform import copy as copy_module
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import (
     AlreadyExists,
@@ -22,7 +24,8 @@ from holdfast.errors import (
 from holdfast.format.names import MANIFEST, parse_pin
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Stat
+from holdfast.storage.store import Stat, Traits
+from holdfast.types import MIB
 from tests.engine.unreliable_stores import HookedStore
 
 
@@ -181,3 +184,37 @@ def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(
     with pytest.raises(CommitError, match=r"(?s)memory://backup/version_7 are not.*at the dest"):
         copy_snapshot(snapshot, Location(to, "version_7"))
     assert not [s for s in to.inner.list("") if s.key.endswith(MANIFEST)]
+
+
+@pytest.mark.parametrize(("parts", "expected"), [(1, 1), (4, 4), (100, 8)])
+def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(
+    parts: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first writes wait until as many threads write as may."""
+    monkeypatch.setenv("HOLDFAST_THREADS", "8")
+    monkeypatch.setattr(copy_module, "MAX_UPLOAD_BYTES", parts * MIB)
+    traits = Traits("collecting", 1, durable=False, upload_memory=MIB)
+    monkeypatch.setattr(MemoryStore, "traits", traits)
+    snapshot = holdfast.save(MemoryStore().at("version_7"), {"w": np.zeros(64 * MIB, "u1")})
+    to, lock, all_write = HookedStore(MemoryStore()), Lock(), Event()
+    writing = most = 0
+
+    def begin(method: str, key: str) -> None:
+        nonlocal writing, most
+        if method == "write_at":
+            with lock:
+                writing += 1
+                most = max(most, writing)
+                if writing >= expected:
+                    all_write.set()
+            assert all_write.wait(60)
+
+    def end(method: str, key: str) -> None:
+        nonlocal writing
+        if method == "write_at":
+            with lock:
+                writing -= 1
+
+    to.before, to.after = begin, end
+    copy_snapshot(snapshot, Location(to, "version_7"))
+    assert most == expected

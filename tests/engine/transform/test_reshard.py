@@ -42,6 +42,7 @@ from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Stat, Traits, Upload
 from holdfast.testing.crashfs import CrashFs, PowerCut
 from holdfast.testing.faults import Fault, FaultFs
 from holdfast.types import Box
@@ -54,7 +55,7 @@ from tests.engine.snapshot.manual_shards import (
     write_resharded,
 )
 from tests.engine.states import assert_same
-from tests.engine.unreliable_stores import HookedStore
+from tests.engine.unreliable_stores import HookedStore, HookedUpload
 from tests.trainings import flip_bit
 
 SOURCE_URL = "/a/run"
@@ -145,8 +146,7 @@ def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
     old = write_resharded(whole, new_location(), lambda key, shape: layout[key], 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard_plan, "WINDOW_BYTES", window)
-        for each in (reshard_plan, reshard_module):
-            patch.setattr(each, "MAX_OPEN_SHARDS", at_a_time)
+        patch.setattr(reshard_plan, "MAX_OPEN_SHARDS", at_a_time)
         copied: list[int] = []
         new = reshard(old, new_location(), shards, split, copied.append)
     new = open_location(new.location)
@@ -374,6 +374,60 @@ def test_resharding_1_gib_needs_at_most_256_mib_of_memory(tmp_path: Any) -> None
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 256 << 20
+
+
+class CollectingStore(MemoryStore):
+    """A store whose uploads keep up to ``kept`` bytes in memory, until they are committed."""
+
+    kept, is_ordered = 3000, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: dict[str, int] = {}
+        self.most_bytes = self.most_open = self.early = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("x", 1, False, ordered=self.is_ordered, upload_memory=self.kept)
+
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
+        self.open[key] = min(self.kept, 2 * length)
+        self.most_bytes = max(self.most_bytes, sum(self.open.values()))
+        self.most_open = max(self.most_open, len(self.open))
+        return CollectingUpload(self, key, super().put(key, length))
+
+
+class CollectingUpload(HookedUpload):
+    def __init__(self, store: CollectingStore, key: str, inner: Upload) -> None:
+        self.counted, self.key, self.inner, self.position = store, key, inner, 0
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self.counted.early += offset != self.position
+        self.position = offset + len(data)
+        self.inner.write_at(offset, data)
+
+    def commit(self) -> Stat:
+        self.counted.open.pop(self.key)
+        return self.inner.commit()
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize(("limit", "at_once"), [(1, 1), (9000, 3), (1 << 30, 12)])
+def test_the_uploads_of_a_store_that_collects_bytes_are_bounded(
+    limit: int, at_once: int, is_ordered: bool, monkeypatch: pytest.MonkeyPatch, small_chunks: None
+) -> None:
+    monkeypatch.setattr(reshard_plan, "MAX_UPLOAD_BYTES", limit)
+    store = CollectingStore()
+    store.is_ordered = is_ordered
+    state = {f"w{i}": np.arange(2400.0).reshape(24, 100) + i for i in range(5)}
+    old = holdfast.save(url(), state)
+    new = reshard(old, Location(store, "version_1"), 12)
+    assert_same_leaves(old, new)
+    assert new.verify().ok
+    assert store.most_open == at_once
+    assert store.most_bytes <= max(limit, store.kept)
+    if is_ordered:
+        assert store.early == 0
 
 
 # -- failures -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ copy begins only while no process deletes files of the version (see ``run/sweep.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast import events
@@ -43,9 +43,15 @@ from holdfast.format.manifest import (
 from holdfast.format.names import MANIFEST, parse_version
 from holdfast.format.safetensors import build_header
 from holdfast.format.sealed import check_length
+from holdfast.storage.store import upload_memory
 from holdfast.threads import Workers, no_op
+from holdfast.types import MIB
 
 Advance = Callable[[int], object]
+
+MAX_UPLOAD_BYTES = 256 * MIB
+"""How many bytes of parts the threads of a copy collect at most, unless one thread needs more. On
+average, a part is half full, so this is twice of what they need."""
 
 
 def copy_snapshot(snapshot: Snapshot, location: Location, advance: Advance = no_op) -> Snapshot:
@@ -227,6 +233,9 @@ def _write_shard(
     """Write the shard of ``shard_copy``, from the source shard with ``index``."""
     copy_index = shard_copy.index
     shift = copy_index.header - index.header
+    traits = location.store.traits
+    memory = 0 if traits.ordered else upload_memory(traits, copy_index.length)
+    most_threads = max(1, MAX_UPLOAD_BYTES // memory) if memory else None
     with location.store.put(location.key(copy_index.shard), copy_index.length) as upload:
 
         def write(item: ReadItem, data: memoryview) -> None:
@@ -238,7 +247,7 @@ def _write_shard(
                 upload.write_at(start + shift, body)
             advance(len(data))
 
-        _read_shard(source, index, write)
+        _read_shard(source, index, write, most_threads)
         upload.commit()
 
 
@@ -259,9 +268,12 @@ def _read_shard(
     location: Location,
     index: ShardIndex,
     consume: Callable[[ReadItem, memoryview], object],
+    most_threads: int | None = None,
 ) -> None:
     """Read a whole shard in several threads, check it, and pass its parts to ``consume``."""
     workers = Workers.create()
+    if most_threads is not None:
+        workers = replace(workers, threads=min(workers.threads, most_threads))
 
     def read(group: Sequence[ReadItem]) -> None:
         with read_group(location, index, group, workers.pool) as verified:

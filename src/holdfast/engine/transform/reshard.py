@@ -5,7 +5,8 @@ Every byte is checked when it is read, and digested when it is written.
 1. Lay out: put all leaves into one order, and assign the parts of each leaf to new shards.
 2. Process that order in windows. For each window, read its bytes from the old shards, each chunk
    once, and write each new shard's part of them. There are two windows: one is read while the other
-   is written.
+   is written. If the uploads of the store keep bytes in memory, there is one window, and as many
+   shards are written at a time as the memory suffices for.
 3. Write the new indexes, then the manifest.
 
 Only a chunk at the boundary of two windows is read twice. The reason is that the windows follow the
@@ -18,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -36,12 +38,12 @@ from holdfast.engine.snapshot.read import Target, execute_read_plan
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.transform.copy import Advance, full_manifest
 from holdfast.engine.transform.reshard_plan import (
-    MAX_OPEN_SHARDS,
     Chunk,
     LeafLocations,
     LeafSpan,
     OrderedLeaf,
     assign_leaves,
+    batch_shards,
     group_by_shard,
     group_into_windows,
     iter_chunks,
@@ -99,12 +101,12 @@ def reshard(
         numbers = group_by_shard(assignment, shards)
         attempt, receipts = names.random_id(), list[Receipt]()
         with snapshot.pin_while_reading(), pins.hold_pin(location, attempt):
-            for first in range(0, shards, MAX_OPEN_SHARDS):
-                batch = range(first, min(first + MAX_OPEN_SHARDS, shards))
-                images = [
-                    make_shard_image(leaves, assignment, numbers[shard], shard, shards)
-                    for shard in batch
-                ]
+            all_images = (
+                make_shard_image(leaves, assignment, numbers[shard], shard, shards)
+                for shard in range(shards)
+            )
+            for images in batch_shards(all_images, location.store.traits):
+                batch = range(len(receipts), len(receipts) + len(images))
                 shard_names = [names.shard_name(shard, shards, attempt) for shard in batch]
                 digests = _write_shards(location, shard_names, images, reader, advance)
                 for shard, name, image, chunk_digests in zip(
@@ -194,8 +196,11 @@ def _write_shards(
     durable."""
     read_lock = Lock()
     digests = [[digest(i.header), *[""] * (len(i.cuts) - 1)] for i in images]
-    size = window_size(images)
-    windows = Workers.create(BufferPool(2 * size, size))
+    size, traits = window_size(images), location.store.traits
+    count = 1 if traits.upload_memory else 2
+    windows = Workers.create(BufferPool(count * size, size))
+    if traits.ordered:  # what is written in order does not have to wait
+        windows = replace(windows, threads=1)
 
     def copy_window(chunks: list[Chunk]) -> None:
         with windows.buffer() as buffer:
@@ -226,7 +231,7 @@ def _write_shards(
         chunks = heapq.merge(
             *(iter_chunks(reader.leaves, n, image) for n, image in enumerate(images))
         )
-        in_parallel(group_into_windows(chunks), copy_window, 2)
+        in_parallel(group_into_windows(chunks), copy_window, count)
         windows.each(uploads, _commit_upload)
     return digests
 

@@ -30,10 +30,15 @@ from holdfast.engine.saving.image import Image, make_image
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index_columns import LeafColumns
 from holdfast.ragged import Ints, exclusive_cumsum, sorted_unique
+from holdfast.storage.store import Traits, upload_memory
 from holdfast.types import ALIGNMENT, DTYPES, MIB, Box
 
 WINDOW_BYTES = 96 * MIB
-"""Largest size of a window, in bytes of leaves. There are two windows."""
+"""Largest size of a window, in bytes of leaves. There are two windows, or one if the uploads keep
+bytes in memory."""
+
+MAX_UPLOAD_BYTES = 128 * MIB
+"""Largest number of bytes that all unfinished uploads keep in memory, unless one needs more."""
 
 MAX_PADDING = 1 * MIB
 """Largest number of bytes that a window may leave unused before large spans, which aligns them for
@@ -41,7 +46,7 @@ direct I/O."""
 
 MAX_OPEN_SHARDS = 256
 """Largest number of shards that are written concurrently; each has two open files. With more
-shards, the leaves are read several times."""
+shards, or if each upload keeps bytes in memory, the leaves are read several times."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -342,6 +347,24 @@ def group_into_windows(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
         used += chunk.nbytes
     if window:
         yield window
+
+
+def batch_shards(images: Iterable[Image], traits: Traits) -> Iterator[list[Image]]:
+    """Group the images of the new shards into batches that are written concurrently.
+
+    ``traits``: of the store, whose uploads together keep at most ``MAX_UPLOAD_BYTES`` in memory.
+    """
+    batch: list[Image] = []
+    used = 0
+    for image in images:
+        memory = upload_memory(traits, image.length)
+        if batch and (len(batch) == MAX_OPEN_SHARDS or used + memory > MAX_UPLOAD_BYTES):
+            yield batch
+            batch, used = [], 0
+        batch.append(image)
+        used += memory
+    if batch:
+        yield batch
 
 
 def window_size(images: Sequence[Image]) -> int:

@@ -50,7 +50,12 @@ class CloudContainer(BucketStore):
     def traits(self) -> Traits:
         options = self.options
         return Traits(
-            options.scheme, 1, durable=True, ordered=True, hidden_uploads=options.hidden_uploads
+            options.scheme,
+            1,
+            durable=True,
+            ordered=True,
+            hidden_uploads=options.hidden_uploads,
+            upload_memory=6 * options.part_size + 8 * MIB,  # see StreamAppender
         )
 
     def object_name(self, key: str) -> str:

@@ -27,6 +27,7 @@ from holdfast.storage.fsspec.files import FsspecFiles
 from holdfast.storage.fsspec.upload import FileAppender
 from holdfast.storage.sequential_upload import SequentialUpload
 from holdfast.storage.store import Entry, Stat, Traits, Upload
+from holdfast.types import MIB
 
 INSTALL = "Install it: pip install 'holdfast[fsspec]'"
 
@@ -41,7 +42,15 @@ class FsspecStore(FsspecFiles):
     def traits(self) -> Traits:
         protocol = self.url.removeprefix("fsspec+").partition(":")[0]
         hidden = "add a lifecycle rule to the bucket" if protocol in _OBJECT_STORES else ""
-        return Traits("fsspec", 1, durable=False, ordered=True, atomic=False, hidden_uploads=hidden)
+        return Traits(
+            "fsspec",
+            1,
+            durable=False,
+            ordered=True,
+            atomic=False,
+            hidden_uploads=hidden,
+            upload_memory=64 * MIB,  # of a file system that sends parts, which nobody can ask
+        )
 
     # -- writing -------------------------------------------------------------------------------
 

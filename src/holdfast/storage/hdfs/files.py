@@ -20,7 +20,7 @@ from holdfast.storage.hdfs.failures import translate
 from holdfast.storage.remote import RemoteStore
 from holdfast.storage.store import Stat, Traits
 from holdfast.storage.throttle import Statistics
-from holdfast.types import BLOCK_SIZE
+from holdfast.types import BLOCK_SIZE, MIB
 
 T = TypeVar("T")
 
@@ -47,7 +47,13 @@ class HdfsFiles(RemoteStore):
 
     @property
     def traits(self) -> Traits:
-        return Traits("hdfs", 1, durable=not self.options.allow_weak, ordered=True)
+        return Traits(
+            "hdfs",
+            1,
+            durable=not self.options.allow_weak,
+            ordered=True,
+            upload_memory=40 * MIB,  # of HdfsAppender and of hdfs-native
+        )
 
     @property
     def folder(self) -> str:

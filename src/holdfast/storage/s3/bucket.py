@@ -77,6 +77,7 @@ class S3Bucket(BucketStore):
             connections=endpoint.connections,
             read_size=READ_SIZE,
             retry_after=True,
+            upload_memory=2 * (part_size or 16 * MIB),  # see COLLECTED_PART
         )
 
     # -- writing -------------------------------------------------------------------------------
