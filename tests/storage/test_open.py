@@ -1,5 +1,6 @@
 """``open_store``: from the user's argument to a store."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,82 @@ def test_an_argument_that_names_no_location_is_an_error(url):
         open_store(url)
 
 
+LOST_SLASHES = [
+    "s3:/demo/px", "gs:/demo", "az:/c/px", "hdfs:/nn:8020/px", "memory:/a/b", "file:/a/b",
+    "fsspec+sftp:/h/px", "s3:", "shelf:/a/b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [str, Path])
+@pytest.mark.parametrize("text", LOST_SLASHES)
+def test_a_url_that_lost_a_slash_is_not_a_local_folder(shelf, tmp_path, monkeypatch, text, make):
+    """As in ``pathlib.Path("s3://demo/px")``, which ``argparse`` makes with ``type=Path``."""
+    monkeypatch.chdir(tmp_path)
+    path = make(text)
+    message = rf"{re.escape(text)} looks like a URL that lost a slash.*\./{re.escape(text)} for"
+    for use in (
+        open_store,
+        lambda path: holdfast.save(path, {"n": 1}),
+        holdfast.load,
+        holdfast.Run,
+        lambda path: holdfast.Checkpointer(path, {"n": 1}).resume(),
+    ):
+        with pytest.raises(StoreError, match=message):
+            use(path)
+    for command in ("ls", "show", "verify", "sweep", "request-save"):
+        result = run_cli(command, text)
+        assert result.code == 5
+        assert "looks like a URL that lost a slash" in result.err
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("text", ["c:/x", "word:", "./s3:/demo/px", "a/s3:/x", "s3:x", "s3/x"])
+def test_other_folders_may_have_a_colon(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    with holdfast.Checkpointer(text, {"n": 1}, save=holdfast.EverySteps(1)) as checkpointer:
+        checkpointer.resume()
+        checkpointer.step()
+    assert (tmp_path / text / "version_1" / "manifest.json").exists()
+    assert run_cli("verify", text).code == run_cli("show", f"{text}@1").code == 0
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://b//r", "s3://b/r//v/", "gs://b//r", "az://c/r///v", "hdfs://n:1//r", "memory://a//b"],
+)
+def test_a_folder_without_a_name_in_a_url(url):
+    single = re.sub("(?<!:)//+", "/", url)
+    message = f"A folder in {url} has no name.* Perhaps you meant {single}[.]$"
+    for use in (open_store, lambda url: holdfast.save(url, {"n": 1}), holdfast.load, holdfast.Run):
+        with pytest.raises(StoreError, match=message):
+            use(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://user:S3CRET@h/x",
+        "https://acct.blob.core.windows.net/cont?sv=2020&sig=S3CRET",
+        "s3:/key:S3CRET@h/x",
+        "az://user:S3CRET@h//x",
+        "memory://user:S3CRET@h//x",
+    ],
+)
+def test_a_refused_url_does_not_show_its_secrets(url):
+    results = [run_cli(command, url) for command in VERBS if command not in ("diff", "copy")]
+    results += [run_cli(command, url, url) for command in ("diff", "copy")]
+    results += [run_cli(command, f"{url}@latest") for command in ("ls", "show")]
+    results += [run_cli("export", f"{url}@2", f"{url}/out", "--to", "torch")]
+    results += [run_cli("pin", url, "3")]
+    for result in results:
+        assert result.code != 0
+        assert "S3CRET" not in result.err + result.out
+    for use in (open_store, lambda url: holdfast.save(url, {"n": 1}), holdfast.load, holdfast.Run):
+        with pytest.raises(StoreError) as caught:
+            use(url)
+        assert "S3CRET" not in str(caught.value)
+
+
 # stores of others
 
 
@@ -155,8 +232,21 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
 def test_options_reach_the_function(shelf):
     holdfast.open_store("shelf://a", label="x").put_if_absent("m", b"1")
     assert ("a", "x") in shelf
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(StoreError, match=r"options .* shelf://.*Expected label, found.*'colour'"):
         holdfast.open_store("shelf://a", colour="x")
+    with pytest.raises(StoreError, match=r"options .* memory://.*Expected no options.*'timeout'"):
+        open_store("memory://a", timeout=3)
+
+
+def test_a_type_error_inside_the_function_is_not_hidden(shelf):
+    def open_failing(url, *, label):
+        return len(label)
+
+    holdfast.register_store("failing", open_failing)
+    with pytest.raises(TypeError, match="no len"):
+        open_store("failing://a", label=3)
+    with pytest.raises(TypeError, match="label"):
+        open_store("failing://a")
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file", "memory", "", "a b", "1x"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable
@@ -12,12 +13,15 @@ from typing import Any
 from holdfast.errors import StoreError
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
+from holdfast.text import format_list, hide_secrets
 
 OpenStore = Callable[..., Store]
 """A function that returns the store at a URL: ``open(url, **options)``."""
 
 _SCHEME = re.compile(r"(fsspec\+[^/]*|[A-Za-z][A-Za-z0-9+.-]*)://")
 _FSSPEC = "fsspec+"  # followed by any protocol of fsspec
+_LOST_SLASH = re.compile(r"(fsspec\+[^/]*|[A-Za-z][A-Za-z0-9+.-]*):(/(?!/)|$)")
+_EMPTY_LEVEL = re.compile(r"(?<=[^/])//+(?=[^/])")
 _BUILT_IN = {
     "file": "holdfast.storage.local.store:open_local",
     "hdfs": "holdfast.storage.hdfs.store:open_hdfs",
@@ -41,7 +45,8 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     ``Store`` object is returned unchanged. ``register_store`` and packages with an entry point in
     the group ``holdfast.stores`` add other kinds.
 
-    Raises ``StoreError`` for anything else, and for an option that the kind of store does not have.
+    Raises ``StoreError`` for anything else, for an option that the kind of store does not have, and
+    for what ``check_url`` refuses, such as ``s3:/BUCKET``, to which ``pathlib`` shortens a URL.
     """
     if not isinstance(url, str | os.PathLike):
         if hasattr(url, "put_if_absent") and not options:
@@ -51,13 +56,72 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
             expected=f"{_supported()}, or a Store",
             found=repr(url),
         )
+    text = check_url(url)
+    scheme = _SCHEME.match(text)
+    name = "file" if scheme is None else scheme[1]
+    function = _find_function(name, text)
+    if options:
+        _check_options(function, name, text, options)
+    return function(text, **options)
+
+
+def check_url(url: str | os.PathLike[str]) -> str:
+    """Return a URL or a path as text; in a path, ``~`` is replaced (see ``expand_home``).
+
+    Raises ``StoreError`` if it is empty, if it is a URL that lost a slash, as in ``pathlib``, or if
+    a folder in it has no name. (In a local path, two slashes are one.)
+    """
     text = os.fspath(url)
-    scheme = _SCHEME.match(text) if isinstance(url, str) else None
     if not text:
         raise StoreError("The URL does not name a folder", expected=_supported(), found=repr(text))
+    lost = _LOST_SLASH.match(text)
+    if lost is not None and _is_known(lost[1]):
+        shown = hide_secrets(text.replace(":/", "://", 1)).replace("://", ":/", 1)
+        raise StoreError(
+            f"{shown} looks like a URL that lost a slash",
+            expected=f"{lost[1]}://",
+            found=f"{lost[1]}:{lost[2]}",
+            todo="Pass the URL as a string (pathlib removes a slash), or write"
+            f" ./{shown} for a local folder with this name",
+        )
+    scheme = _SCHEME.match(text)
     if scheme is None:
-        return _find_function("file", text)(expand_home(text), **options)
-    return _find_function(scheme[1], text)(text, **options)
+        return expand_home(text)
+    levels = text[scheme.end() :]
+    if scheme[1] in (*_BUILT_IN, "memory") and scheme[1] != "file" and _EMPTY_LEVEL.search(levels):
+        raise StoreError(
+            f"A folder in {hide_secrets(text)} has no name",
+            expected="one slash between two names",
+            found="two or more",
+            todo=f"Perhaps you meant {hide_secrets(scheme[0] + _EMPTY_LEVEL.sub('/', levels))}",
+        )
+    return text
+
+
+def _is_known(scheme: str) -> bool:
+    """Return True if URLs with this scheme have a store."""
+    own = scheme.startswith(_FSSPEC) or scheme in _BUILT_IN or scheme in _functions
+    return own or bool([*entry_points(group="holdfast.stores", name=scheme)])
+
+
+def _check_options(function: OpenStore, scheme: str, url: str, options: dict[str, Any]) -> None:
+    """Raise ``StoreError`` if a function that opens a store does not take these options.
+
+    The call itself is not tried, so a ``TypeError`` of the function's own code is not hidden.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # a function that is not written in Python may have no signature
+    try:
+        signature.bind(url, **options)
+    except TypeError as e:
+        named = [p.name for p in [*signature.parameters.values()][1:]]
+        raise StoreError(
+            f"Invalid options of a store at {scheme}://",
+            expected=format_list(named, 20) or "no options",
+            found=str(e),
+        ) from e
 
 
 def register_store(scheme: str, function: OpenStore) -> None:
@@ -93,7 +157,7 @@ def _find_function(scheme: str, url: str) -> OpenStore:
         found = [*entry_points(group="holdfast.stores", name=scheme)]
         if len(found) != 1:
             raise StoreError(
-                f"Unsupported kind of store: {url}"
+                f"Unsupported kind of store: {hide_secrets(url)}"
                 if not found
                 else f"Several packages support {scheme}://",
                 expected=_supported() if not found else "one package",

@@ -12,7 +12,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.snapshot.spread import spread_store, unspread
 from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
-from holdfast.storage.open import expand_home, has_authority, open_store
+from holdfast.storage.open import check_url, has_authority, open_store
 from holdfast.storage.store import Store, list_level, within
 
 Url = str | os.PathLike[str] | Store
@@ -67,7 +67,7 @@ def locate(url: Url) -> Location:
     """
     if not isinstance(url, str | os.PathLike):
         return Location(open_store(url), "")
-    text = expand_home(os.fspath(url)).rstrip("/")
+    text = check_url(url).rstrip("/")
     scheme, separator, path = text.rpartition("://")
     root, _, folder = path.rpartition("/")
     if has_authority(scheme) and not root:
