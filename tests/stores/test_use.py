@@ -130,3 +130,54 @@ def test_a_training_and_every_command(server_url, tmp_path):
     assert steps_of(url)[-2:] == [7, 8]
     assert 3 not in steps_of(url)
     assert commands.verbs == {*VERBS}
+
+
+TRAINING = """
+import sys, time, holdfast
+with holdfast.Checkpointer(sys.argv[1], {"n": 1}, save=holdfast.EverySteps(10**9)) as run:
+    run.resume()
+    while not run.run.listing().versions:
+        run.step()
+        time.sleep(0.1)
+        print(flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_save_of_a_training_can_be_requested(server_url):
+    """The training has written nothing but its lock."""
+    url = f"{server_url}/first"
+    with subprocess.Popen(
+        [sys.executable, "-c", TRAINING, url], stdout=subprocess.PIPE
+    ) as training:
+        try:
+            training.stdout.readline()
+            assert keys(holdfast.open_store(url)) == ["writer.json"]
+            result = run_cli("request-save", url, "--timeout", "60")
+            assert result.code == 0, result
+            [snapshot] = holdfast.Run(url).snapshots()
+            assert str(snapshot.version) == result.out.strip()
+            assert training.wait(60) == 0
+        finally:
+            training.kill()
+
+
+def test_a_wrong_url_says_what_is_there(server_url):
+    url = f"{server_url}/runs/a"
+    holdfast.save(f"{url}/version_3", {"n": 1}, step=3)
+    bucket = server_url.rpartition("/")[0]
+    for verb in ("ls", "verify", "show"):
+        for wrong, found in (
+            (f"{server_url}/runs", f"found 1 run in it. Use one of them: {url}."),
+            (f"{url}/version_3/manifest.json", f"Use its folder: {url}/version_3."),
+            (f"{url}b", f"Perhaps you meant {url}."),
+            (bucket, f"found a folder with {server_url.rpartition('/')[2]}"),
+            (f"{server_url}/none/x", f"{server_url}/none is not a folder"),
+        ):
+            result = run_cli(verb, wrong)
+            assert result.code == 4
+            assert result.err.startswith(f"holdfast: There is no {'snapshot' * (verb == 'show')}")
+            if not (wrong == bucket and server_url.startswith("hdfs")):  # those of other tests
+                assert found in result.err
+    assert run_cli("copy", f"{url}@3", f"{server_url}/single").code == 0
+    assert f"holdfast show {server_url}/single" in run_cli("ls", f"{server_url}/single").err

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 from holdfast.engine.snapshot.location import (
     Location,
@@ -12,20 +14,25 @@ from holdfast.engine.snapshot.location import (
     is_snapshot,
     locate,
     path_advice,
-    suggest_similar_path,
     versions_in,
 )
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
-from holdfast.engine.snapshot.spread import unspread
-from holdfast.errors import AlreadyExists, NoSnapshot, NotFound
+from holdfast.engine.snapshot.spread import SpreadStore, unspread
+from holdfast.errors import AlreadyExists, NoSnapshot, NotFound, StoreError
 from holdfast.format import names
 from holdfast.format.names import split_address
 from holdfast.run.address import ADDRESS_FORMS, open_version
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
-from holdfast.storage.open import open_store
-from holdfast.storage.store import Store
+from holdfast.storage.open import is_built_in, open_store
+from holdfast.storage.store import Store, list_level
+
+_MAX_NAMES = 1000
+"""The number of names in a folder of a server that are looked at: what S3 lists by one request."""
+
+_MAX_LOOKS = 10
+"""The number of folders on a server in which a run is looked for, to suggest it."""
 
 
 def resolve_snapshot(url: str) -> Snapshot:
@@ -51,17 +58,12 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
     Raises ``NotFound`` if there is no run, and ``NoSnapshot`` if ``require_version`` is True and
     the run has no version.
     """
-    if _may_be_run(url) and not (_has_version_name(url) and _is_snapshot(url)):
-        run = Run(url)
-        listing = run.listing()
-        has_files = bool(listing.folders or listing.branches or listing.process_pins)
-        has_files = has_files or bool(run.spread_folders())
-        if listing.versions or (
-            not require_version
-            and (has_files or next(iter(run.store.partials("")), None) is not None)
-        ):
-            return run, listing
-        if has_files:
+    if not (_has_version_name(url) and _is_snapshot(url)):
+        run, has_files = Run(url), _has_run_files(url)
+        if has_files or (not require_version and _has_partials(run.store)):
+            listing = run.listing()
+            if listing.versions or not require_version:
+                return run, listing
             raise NoSnapshot(
                 f"{url} has no version",
                 found=format_count(len(listing.folders), "uncommitted save"),
@@ -75,7 +77,9 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
         parent = _normalize_path(url).rstrip("/").rpartition("/")[0]
         raise NotFound(
             f"{url} is one snapshot, not a run",
-            todo=f"Use the run that contains it: {parent or '.'}",
+            todo=f"Use the run that contains it: {parent or '.'}"
+            if _has_version_name(url)
+            else f"Its name is not that of a version. To show it: holdfast show {url}",
         )
     raise _not_found_error(url, "run")
 
@@ -145,18 +149,14 @@ def _is_address(url: str) -> bool:
 def resolve_run_allow_empty(url: str) -> Run:
     """Return the run at ``url``, even if its training has not saved anything yet.
 
-    If there is no run yet, the folder must exist and contain nothing except files of a run.
-    Otherwise raises as ``resolve_run`` does.
+    If there is no file of a run yet, there must be an empty local folder. Otherwise raises as
+    ``resolve_run`` does.
     """
     try:
         return resolve_run(url, require_version=False)[0]
     except NotFound:
         path = _local_path(url)
-        if (
-            path is None
-            or not os.path.isdir(path)
-            or not all(map(_is_run_member, os.listdir(path)))
-        ):
+        if path is None or not os.path.isdir(path) or os.listdir(path):
             raise
         return Run(url)
 
@@ -183,13 +183,35 @@ def _local_path(url: Url) -> str | None:
     return store.url if isinstance(store, LocalStore) else None
 
 
-def _may_be_run(url: str) -> bool:
-    """Return False for a local folder that has no member of a run directly in it.
+def _names_in(url: Url) -> list[str] | None:
+    """Return the first names directly in a folder, or None if there is no such folder.
 
-    Listing such a folder as a run would walk everything below it, which may be a whole disk.
+    Nothing below the folder is listed, and of a bucket with very many names only the beginning.
     """
     path = _local_path(url)
-    return path is None or (os.path.isdir(path) and any(map(_is_run_member, os.listdir(path))))
+    if path is not None:
+        return sorted(os.listdir(path)) if os.path.isdir(path) else None
+    entries = list_level(unspread(open_store(url)), "")
+    return sorted(entry.name for entry in islice(entries, _MAX_NAMES)) or None
+
+
+def _has_run_files(url: Url) -> bool:
+    """Return True if a file or folder of a run is directly in a folder."""
+    found = _names_in(url) or []
+    if len(found) >= _MAX_NAMES and _local_path(url) is None:
+        store = unspread(open_store(url))
+        for prefix in ("version_", names.WRITER_LOCK, names.SAVE_REQUEST, "branch-", "pin-"):
+            found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
+    return any(map(_is_run_member, found))
+
+
+def _has_partials(store: SpreadStore) -> bool:
+    """Return True if there are unfinished uploads: in a local folder, directly in it, because what
+    is below it may be a whole disk."""
+    path = _local_path(store)
+    if path is not None:
+        return any(name.endswith(".partial") for name in _names_in(store) or ())
+    return next(iter(store.partials("")), None) is not None
 
 
 def _is_run_member(name: str) -> bool:
@@ -201,15 +223,18 @@ def _is_run_member(name: str) -> bool:
         names.parse_lasting_pin,
     )
     known = name in (names.WRITER_LOCK, names.SAVE_REQUEST, names.SPREAD)
-    known = known or name.endswith(".partial") or names.is_spread_folder(name)
+    known = known or names.is_spread_folder(name)
     return known or any(parse(name) is not None for parse in parsers)
 
 
 def _not_found_error(url: str, wanted: str) -> NotFound:
     """Return the error that states what is at ``url`` instead of a run or a snapshot."""
-    path, found, todo = _local_path(url), "nothing", ADDRESS_FORMS if wanted == "snapshot" else None
-    if path is not None:
-        found, todo = _describe_path(path, wanted)
+    place = _local_path(url) or url.rstrip("/")
+    inside = _names_in(url)
+    if inside is None:
+        found, todo = _describe_missing(place, wanted)
+    else:
+        found, todo = _describe_folder(place, inside) if inside else ("an empty folder", None)
     return NotFound(
         f"There is no {wanted} at {_normalize_path(url)}",
         expected="a folder of versions" if wanted == "run" else f"a folder with {names.MANIFEST}",
@@ -219,41 +244,74 @@ def _not_found_error(url: str, wanted: str) -> NotFound:
     )
 
 
-def _describe_path(path: str, wanted: str) -> tuple[str, str | None]:
-    """Return a description of what is at a path, and advice."""
-    folder, name = os.path.split(os.path.abspath(path))
-    if not os.path.lexists(path):
-        if not os.path.isdir(folder):
-            return f"nothing, and {folder} is not a folder", "Check the path"
-        versions = sorted(v for v in map(names.parse_version, os.listdir(folder)) if v is not None)
-        if wanted == "snapshot" and versions:
-            found = f"{format_count(len(versions), 'version')} in the same folder"
-            return found, f"The newest is {versions[-1]}. {ADDRESS_FORMS}"
-        run_path = path.rpartition("@")[0]
-        if wanted == "snapshot" and os.path.isdir(run_path):
-            return "nothing", ADDRESS_FORMS
-        similar = run_path if os.path.isdir(run_path) else suggest_similar_path(path)
-        return "nothing", path_advice(similar)
-    if not os.path.isdir(path):
-        if name == names.MANIFEST or names.parse_attempt(name) is not None:
-            return "a file of a snapshot", f"Use its folder: {os.path.dirname(path) or '.'}"
-        return "a file", "Give a folder"
-    inside = sorted(os.listdir(path))
-    if not inside:
-        return "an empty folder", None
-    if any(names.parse_attempt(n) is not None for n in inside):
+def _describe_folder(place: str, inside: list[str]) -> tuple[str, str | None]:
+    """Return a description of a folder with these names, and advice."""
+    if any(names.parse_attempt(name) is not None for name in inside):
         return "files of a save that was never committed", "Use another version"
-    runs = [n for n in inside if os.path.isdir(os.path.join(path, n)) and _holds_run(path, n)]
-    if runs:
-        examples = ", ".join(os.path.join(path, n) for n in runs[:3])
-        return f"{format_count(len(runs), 'run')} in it", f"Use one of them: {examples}"
+    store = unspread(open_store(place))
+    looks = inside if _local_path(place) is not None else inside[:_MAX_LOOKS]
+    if runs := [name for name in looks if _holds_run(store, name)]:
+        examples = ", ".join(os.path.join(place, name) for name in runs[:3])
+        least = "" if looks == inside else "at least "
+        return f"{least}{format_count(len(runs), 'run')} in it", f"Use one of them: {examples}"
     return f"a folder with {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}", None
 
 
-def _holds_run(path: str, name: str) -> bool:
+def _describe_missing(place: str, wanted: str) -> tuple[str, str | None]:
+    """Return a description of what is around a place that is not a folder, and advice."""
+    forms = ADDRESS_FORMS if wanted == "snapshot" else None
+    parent, name = _split(place)
+    if not parent:
+        return "nothing", forms
+    if _is_file(place):
+        if name == names.MANIFEST or names.parse_attempt(name) is not None:
+            return "a file of a snapshot", f"Use its folder: {os.path.dirname(place) or '.'}"
+        return "a file", "Give a folder"
+    around = _names_in(parent)
+    if around is None:
+        check = "Check the path" if forms is None else f"Check the path. {forms}"
+        return f"nothing, and {parent} is not a folder", check
+    versions = sorted(v for v in map(names.parse_version, around) if v is not None)
+    if forms and versions:
+        found = f"{format_count(len(versions), 'version')} in the same folder"
+        return found, f"The newest is {versions[-1]}. {forms}"
+    run_name = name.rpartition("@")[0]
+    if run_name in around:
+        return "nothing", forms or path_advice(f"{place.rpartition('@')[0]}")
+    similar = difflib.get_close_matches(name, around, n=1)
+    return "nothing", path_advice(
+        os.path.join(os.path.dirname(place), similar[0]) if similar else None
+    )
+
+
+def _split(place: str) -> tuple[str, str]:
+    """Return the folder that contains a place, and the name of the place in it.
+
+    The folder is empty if there is none, or if only a store of others could know it.
+    """
+    scheme, separator, path = place.rpartition("://")
+    if not separator:
+        return os.path.split(os.path.abspath(place))
+    parent, _, name = path.rpartition("/")
+    return f"{scheme}://{parent}" if parent and is_built_in(scheme) else "", name
+
+
+def _is_file(place: str) -> bool:
+    """Return True if there is a file or an object at a place, which is not a folder."""
+    if (path := _local_path(place)) is not None:
+        return os.path.lexists(path)
+    parent, name = _split(place)
     try:
-        return any(names.parse_version(n) for n in os.listdir(os.path.join(path, name)))
-    except OSError:
+        open_store(parent).stat(name)
+    except StoreError:
+        return False  # the result is only a suggestion
+    return True
+
+
+def _holds_run(store: Store, name: str) -> bool:
+    try:
+        return any(names.parse_version(e.name) for e in list_level(store, name, "version_"))
+    except (OSError, StoreError):
         return False  # the result is only a suggestion
 
 

@@ -100,8 +100,8 @@ def check_url(url: str | os.PathLike[str]) -> str:
 
 def _is_known(scheme: str) -> bool:
     """Return True if URLs with this scheme have a store."""
-    own = scheme.startswith(_FSSPEC) or scheme in _BUILT_IN or scheme in _functions
-    return own or bool([*entry_points(group="holdfast.stores", name=scheme)])
+    is_registered = scheme in _functions or [*entry_points(group="holdfast.stores", name=scheme)]
+    return is_built_in(scheme) or bool(is_registered)
 
 
 def _check_options(function: OpenStore, scheme: str, url: str, options: dict[str, Any]) -> None:
@@ -131,13 +131,17 @@ def register_store(scheme: str, function: OpenStore) -> None:
     package does the same without a call, by an entry point in the group ``holdfast.stores`` whose
     name is the scheme. Raises ``StoreError`` if the scheme is invalid or is one of Holdfast's own.
     """
-    is_own = scheme in (*_BUILT_IN, "memory") or scheme.startswith(_FSSPEC)
-    if not _SCHEME.fullmatch(f"{scheme}://") or is_own:
+    if not _SCHEME.fullmatch(f"{scheme}://") or is_built_in(scheme):
         raise StoreError(
             f"Cannot register the kind of store {scheme!r}",
             expected="letters, digits, '+', '-', or '.', and not a kind that Holdfast has",
         )
     _functions[scheme] = function
+
+
+def is_built_in(scheme: str) -> bool:
+    """Return True if a scheme is one of Holdfast's own."""
+    return scheme in (*_BUILT_IN, "memory") or scheme.startswith(_FSSPEC)
 
 
 def has_authority(scheme: str) -> bool:

@@ -1,0 +1,138 @@
+"""A wrong URL of any store is explained as a wrong path is: by what is there instead."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.cli import resolve
+from holdfast.format.names import SAVE_REQUEST
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
+from holdfast.storage.store import Entry
+from tests.cli.invoke import CommandResult, run_cli
+
+
+@pytest.fixture(params=["memory", "local", "file"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of a folder with the run ``runs/a``, and a file."""
+    name = uuid.uuid4().hex
+    root = {
+        "memory": f"memory://{name}",
+        "local": str(tmp_path / name),
+        "file": f"file://{tmp_path}/{name}",
+    }[request.param]
+    for step in (1, 2, 10):
+        holdfast.save(f"{root}/runs/a/version_{step}", {"x": np.arange(3)}, step=step)
+    open_store(root).put_if_absent("notes.txt", b"hello")
+    return root
+
+
+def check(result: CommandResult, *parts: str) -> None:
+    assert result.code == 4
+    assert result.err.startswith("holdfast: There is no ")
+    assert result.err.count("\n") == 1
+    for part in parts:
+        assert part in result.err
+
+
+ON_RUN = ["ls", "verify", "sweep", "request-save"]
+
+
+@pytest.mark.parametrize("verb", [*ON_RUN, "show"])
+def test_a_wrong_location_is_explained(root: str, verb: str) -> None:
+    path = root.removeprefix("file://")
+    check(run_cli(verb, f"{root}/runs"), f"found 1 run in it. Use one of them: {path}/runs/a.")
+    check(run_cli(verb, f"{root}/runs/"), f"found 1 run in it. Use one of them: {path}/runs/a.")
+    check(run_cli(verb, root), "found a folder with notes.txt, runs.")
+    check(run_cli(verb, f"{root}/runs/aa"), f"Perhaps you meant {path}/runs/a.")
+    check(run_cli(verb, f"{root}/elsewhere/b"), f"{path}/elsewhere is not a folder", "Check the")
+    check(run_cli(verb, f"{root}/runs/zzz"), "found nothing. Check the path")
+    check(run_cli(verb, f"{root}/notes.txt"), "found a file. Give a folder")
+    manifest = f"{root}/runs/a/version_2/manifest.json"
+    check(
+        run_cli(verb, manifest), f"a file of a snapshot. Use its folder: {path}/runs/a/version_2."
+    )
+
+
+def test_a_missing_version_is_explained(root: str) -> None:
+    found = run_cli("show", f"{root}/runs/a/version_3")
+    check(found, "found 3 versions in the same folder. The newest is version_10. The address of")
+    found = run_cli("show", f"{root}/runs/a@best")
+    check(found, "found nothing. The address of a version is")
+    open_store(f"{root}/runs/a").delete("version_2/manifest.json")
+    check(run_cli("show", f"{root}/runs/a/version_2"), "files of a save that was never committed")
+
+
+@pytest.mark.parametrize("verb", ON_RUN)
+def test_a_snapshot_is_not_a_run(root: str, verb: str) -> None:
+    assert run_cli("copy", f"{root}/runs/a@latest", f"{root}/cc").code == 0
+    if verb != "verify":
+        found = run_cli(verb, f"{root}/cc").err
+        assert (
+            f"is one snapshot, not a run. Its name is not that of a version. To show it: " in found
+        )
+        assert f"holdfast show {root}/cc" in found
+        found = run_cli(verb, f"{root}/runs/a/version_2").err
+        assert f"one snapshot, not a run. Use the run that contains it: {root}/runs/a." in found
+    check(run_cli(verb, root), "a folder with cc, notes.txt, runs")
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStore]:
+    """Return a store with 5,000 folders that no call lists completely, or recursively."""
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    assert isinstance(store, MemoryStore)
+
+    def list_level(self: MemoryStore, folder: str, prefix: str = "") -> Iterator[Entry]:
+        counts.append(0)
+        if self.url == store.url and not folder:
+            for number in range(5000):
+                if (name := f"data-{number:04}").startswith(prefix):
+                    counts[-1] += 1
+                    yield Entry(name, "folder")
+        yield from original(self, folder, prefix)
+
+    counts: list[int] = []
+    original = MemoryStore.list_level
+    monkeypatch.setattr(MemoryStore, "list_level", list_level)
+    monkeypatch.delattr(MemoryStore, "list")
+    yield store
+    assert max(counts) <= 1001
+    assert len(counts) <= 20
+
+
+def test_only_the_first_of_many_folders_are_looked_at(folders: MemoryStore) -> None:
+    check(run_cli("ls", folders.url), "found a folder with data-0000, data-0001, data-0002 ...")
+
+
+def test_a_mistyped_name_in_a_large_folder(folders: MemoryStore) -> None:
+    check(run_cli("ls", f"{folders.url}/data"), "Perhaps you meant", "/data-0")
+
+
+def test_a_training_without_a_version_is_found_behind_many_folders(folders: MemoryStore) -> None:
+    folders.put_if_absent("writer.json", b"{}")
+    assert resolve._has_run_files(folders.url)
+
+
+@pytest.mark.parametrize("verb", ["ls", "verify", "show", "pin"])
+def test_a_run_without_a_version(root: str, verb: str) -> None:
+    open_store(f"{root}/new").put_if_absent("writer.json", b"{}")
+    result = run_cli(verb, f"{root}/new", *([3] if verb == "pin" else []))
+    assert result.code == 4
+    assert "has no version" in result.err or "There is no snapshot" in result.err
+
+
+@pytest.mark.parametrize("file", ["writer.json", "spread.json", "branch-1.json"])
+def test_the_first_save_of_a_training_can_be_requested(root: str, file: str) -> None:
+    """The training runs, but has no version yet."""
+    url = f"{root}/new"
+    open_store(url).put_if_absent(file, b"{}")
+    assert run_cli("request-save", url, "--no-wait").code == 0
+    assert open_store(url).stat(SAVE_REQUEST)
+    assert run_cli("sweep", url).code == (3 if file == "spread.json" else 0)
