@@ -75,7 +75,7 @@ def test_a_snapshot_is_not_a_run(root: str, verb: str) -> None:
     if verb != "verify":
         found = run_cli(verb, f"{root}/cc").err
         assert (
-            f"is one snapshot, not a run. Its name is not that of a version. To show it: " in found
+            "is one snapshot, not a run. Its name is not that of a version. To show it: " in found
         )
         assert f"holdfast show {root}/cc" in found
         found = run_cli(verb, f"{root}/runs/a/version_2").err

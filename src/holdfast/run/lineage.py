@@ -156,8 +156,7 @@ def find_newest(
     for _ in range(MAX_SEARCHES):
         listing = stable_listing(catalog)
         lineage = lineage_folders(catalog, listing, branch)
-        tried: list[Version] = []
-        missing: list[Version] = []
+        tried, missing = list[Version](), list[Version]()
         for version in reversed([v for v in lineage if at is None or v.step == at]):
             if not listing.exists(version):
                 missing.append(version)
@@ -171,6 +170,8 @@ def find_newest(
             except (FormatTooNew, Denied, Unavailable):
                 raise
             except (FormatError, StoreError) as e:
+                if e.fields.get("file") == names.SPREAD:  # the version is intact
+                    raise
                 if isinstance(e, NotFound) and not catalog.listing().exists(version):
                     deleted[version] = e
                     break  # deleted, not damaged: list again, since its writer saved a newer one

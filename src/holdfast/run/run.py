@@ -336,7 +336,8 @@ class Run:
         """Spread the shards and indexes of a new run over 2 to 256 hashed prefixes of keys.
 
         This suits object stores, which limit the rate of requests per prefix. It cannot be changed.
-        Raises ``HoldfastError`` if the run has another number, or has versions and no number.
+        If the record of the number was lost, this restores it. Raises ``HoldfastError`` if the run
+        has another number, or has versions and no files that the number fits.
         """
         create_spread(self.store, prefixes, lambda: self.listing().versions)
 

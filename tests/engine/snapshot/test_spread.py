@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 
 import numpy as np
@@ -28,6 +30,8 @@ from holdfast.format.records import Spread, encode_spread
 from holdfast.format.sealed import seal
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
+from holdfast.storage.store import Store
 from holdfast.testing.contract import keys, put
 from tests.storage.test_contract import StoreContract, TestMemoryInParts, _InFolder
 
@@ -285,6 +289,74 @@ def test_a_run_with_versions_is_not_spread_later() -> None:
     with pytest.raises(HoldfastError, match="versions that are not spread"):
         holdfast.Run(store).set_spread(16)
     assert names.SPREAD not in keys(store)
+
+
+def save_spread(store: Store, prefixes: int | None, steps: int) -> None:
+    state = {"x": np.arange(9), "progress": holdfast.Progress()}
+    with holdfast.Checkpointer(
+        store, state, save=holdfast.EverySteps(1), spread=prefixes
+    ) as checkpointer:
+        checkpointer.resume()
+        for _ in range(steps):
+            checkpointer.step()
+            checkpointer.wait()
+
+
+def follow_advice(error: HoldfastError, number: int | None) -> None:
+    """Do what the message says."""
+    calls = re.findall(r"holdfast\.(?:open_store|Run)\([^)]*\)\.\w+\([^)]*\)", str(error))
+    assert len(calls) == (1 if number is None else 2)
+    for call in calls:
+        eval(call.replace("(N)", f"({number})"), {"holdfast": holdfast})
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("prefixes", [None, 5, 16])
+@pytest.mark.parametrize("raw", [b"", b'{"of": "another program"}', encode_spread(SPREAD)[:-9]])
+def test_the_advice_restores_a_record(
+    tmp_path: Path, raw: bytes, prefixes: int | None, steps: int
+) -> None:
+    url = str(tmp_path / "run")
+    save_spread(open_store(url), prefixes, steps)
+    store = open_store(url)
+    before = store.get(names.SPREAD, 1 << 20) if prefixes else None
+    store.delete(names.SPREAD)
+    store.put_if_absent(names.SPREAD, raw)
+    if prefixes is None:  # the files are at their usual places
+        assert holdfast.load(f"{url}/version_1")["x"].tolist() == [*range(9)]
+        assert holdfast.Run(url).latest().verify().ok
+    else:
+        for call in (holdfast.Run(url).latest, lambda: holdfast.load(f"{url}/version_1")):
+            with pytest.raises(
+                FormatError, match=r"damaged or of another program.*Delete the file"
+            ):
+                call()
+    for call in (
+        lambda: save_spread(open_store(url), None, 1),
+        lambda: holdfast.Run(url).set_spread(5),
+    ):
+        with pytest.raises(FormatError, match="damaged or of another program") as caught:
+            call()
+    follow_advice(caught.value, prefixes)
+    assert (store.get(names.SPREAD, 1 << 20) if prefixes else None) == before
+    save_spread(open_store(url), prefixes, 1)
+    assert holdfast.Run(url).latest().step == steps + 1
+    assert holdfast.Run(url).latest().verify().ok
+
+
+def test_a_lost_record_is_restored_only_with_a_number_that_fits() -> None:
+    store = MemoryStore()
+    save_spread(store, 16, 9)
+    before = store.get(names.SPREAD, 1 << 20)
+    store.delete(names.SPREAD)
+    put(store, "spread-00/notes.txt", b"1")  # of somebody else
+    for number in (2, 15, 17, 256):
+        with pytest.raises(HoldfastError, match=r"lost.*that fits the files: 16, found"):
+            holdfast.Run(store).set_spread(number)
+    holdfast.Run(store).set_spread(16)
+    assert store.get(names.SPREAD, 1 << 20) == before
+    save_spread(store, 16, 1)
+    assert len(holdfast.Run(store).snapshots()) == 10
 
 
 RECORDS = {

@@ -8,21 +8,30 @@ know of it. It reads the record when it needs it, not before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from holdfast.deadline import Deadline
-from holdfast.errors import AlreadyExists, Denied, HoldfastError, NotFound
+from holdfast.errors import (
+    AlreadyExists,
+    Denied,
+    DigestMismatch,
+    HoldfastError,
+    ManifestInvalid,
+    NotFound,
+)
 from holdfast.format import names
 from holdfast.format.records import MAX_PREFIXES, MAX_RECORD, Spread, decode_spread, encode_spread
 from holdfast.storage import store as base_store
 from holdfast.storage.checks import is_partial
 from holdfast.storage.store import Entry, RangeReader, Stat, Store, Traits, Upload
-from holdfast.text import to_repr
+from holdfast.text import MAX_SHOWN, format_list, to_repr
 
 T = TypeVar("T")
+
+_HASH: Final = "xxh3-128+rank"
 
 
 def spread_store(store: Store) -> SpreadStore:
@@ -42,18 +51,41 @@ def read_spread(store: Store) -> Spread | None:
     Raises ``FormatError`` if the record is damaged or of a later format, and ``StoreError``.
     """
     try:
-        raw = store.get(names.SPREAD, MAX_RECORD)
+        return decode_spread(store.get(names.SPREAD, MAX_RECORD), names.SPREAD)
     except NotFound:
         return None
-    return decode_spread(raw, names.SPREAD)
+    except (ManifestInvalid, DigestMismatch) as e:
+        raise type(e)(
+            f"{names.SPREAD} in {store.url}, which has the number of folders over which the run is"
+            " spread, is damaged or of another program",
+            expected=e.expected,
+            found=e.found,
+            todo=_restore_advice(store),
+            file=names.SPREAD,
+        ) from e
+
+
+def _restore_advice(store: Store) -> str:
+    """Return what to do about a damaged record."""
+    delete = f"holdfast.open_store({store.url!r}).delete({names.SPREAD!r})"
+    found = {e.name for e in base_store.list_level(store, "", "spread-") if e.kind != "object"}
+    if not any(map(names.is_spread_folder, found)):
+        return f"The run has no folders spread-XX, so it is not spread. Delete the file: {delete}"
+    return (
+        f"Delete the file: {delete}. Then call holdfast.Run({store.url!r}).set_spread(N) with the"
+        " number that the run had, as in Checkpointer(spread=N). A number that does not fit the"
+        " files in the folders spread-XX is refused, with those that fit"
+    )
 
 
 def create_spread(store: SpreadStore, prefixes: int, has_versions: Callable[[], object]) -> None:
     """Create the record of a run, or check that it is the one that exists.
 
-    ``has_versions`` returns something true if the run has versions. Raises ``HoldfastError`` if
-    ``prefixes`` is invalid, if the run has a record with another number, or if it has versions and
-    no record, and what ``read_spread`` raises.
+    A record that was lost is restored: that of a run with versions is created if all files in the
+    folders ``spread-XX`` are where it says. ``has_versions`` returns something true if the run has
+    versions. Raises ``HoldfastError`` if ``prefixes`` is invalid, if the run has a record with
+    another number, or if it has versions, no record, and no files that ``prefixes`` fits, and what
+    ``read_spread`` raises.
     """
     if type(prefixes) is not int or not 2 <= prefixes <= MAX_PREFIXES:
         raise HoldfastError(
@@ -63,17 +95,41 @@ def create_spread(store: SpreadStore, prefixes: int, has_versions: Callable[[], 
         )
     found = store.look_again()
     if found is None:
-        if has_versions():
-            raise _other_spread_error(store.url, prefixes, "versions that are not spread")
+        if has_versions() and prefixes not in (fitting := _fitting_numbers(store.unspread)):
+            raise _other_spread_error(store.url, prefixes, "versions that are not spread", fitting)
         with suppress(AlreadyExists):
-            store.put_if_absent(names.SPREAD, encode_spread(Spread("xxh3-128+rank", prefixes)))
+            store.put_if_absent(names.SPREAD, encode_spread(Spread(_HASH, prefixes)))
         found = store.look_again()  # another process may have been faster
     if found is None or found.prefixes != prefixes:
         number = "none" if found is None else found.prefixes
         raise _other_spread_error(store.url, prefixes, f"spread={number}")
 
 
-def _other_spread_error(url: str, prefixes: int, found: str) -> HoldfastError:
+def _fitting_numbers(store: Store) -> list[int]:
+    """Return the numbers of prefixes that fit all files in the folders ``spread-XX`` of a run; none
+    if there are no such files."""
+    fitting, is_spread = [*range(2, MAX_PREFIXES + 1)], False
+    for entry in base_store.list_level(store, "", "spread-"):
+        if entry.kind == "object" or not names.is_spread_folder(entry.name):
+            continue
+        for stat in store.list(entry.name):
+            key = _usual_key(stat.key)
+            if names.is_spreadable(key):
+                is_spread = True
+                fitting = [n for n in fitting if Spread(_HASH, n).place(key) == stat.key]
+    return fitting if is_spread else []
+
+
+def _other_spread_error(
+    url: str, prefixes: int, found: str, fitting: Sequence[int] = ()
+) -> HoldfastError:
+    if fitting:
+        return HoldfastError(
+            f"The record {names.SPREAD} of {url} was lost, and {prefixes} is not its number",
+            expected=f"a number that fits the files: {format_list(fitting, MAX_SHOWN)}",
+            found=prefixes,
+            todo="Call holdfast.Run(URL).set_spread with the right number, which restores it",
+        )
     return HoldfastError(
         f"{url} does not spread its shards over {prefixes} prefixes",
         expected=f"an empty run, or one that was created with spread={prefixes}",
