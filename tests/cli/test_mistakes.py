@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
+from holdfast import events
 from holdfast.cli import VERBS, exit_codes
 from holdfast.cli.output import to_json_value
 from holdfast.errors import (
@@ -29,6 +31,7 @@ from holdfast.errors import (
 from holdfast.run.metrics import check_metrics
 from holdfast.run.run import Run
 from holdfast.sinks.wording import to_printable
+from holdfast.storage.open import open_store
 from holdfast.text import with_article
 from tests.cli.invoke import CommandResult, run_cli
 
@@ -195,10 +198,69 @@ def test_a_typo_in_the_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["ls"], ["diff", "a"], ["ls", "a", "b"], ["ls", "a", "--jsno"]]
-)
+    "arguments",
+    [
+        ["ls"], ["diff", "a"], ["ls", "a", "b"], ["ls", "a", "--jsno"], ["--jsno"], ["lss"],
+        ["pin", "a", "ftp://me:S3CRET@h/x"], ["ls", "a", "https://h/x?sig=S3CRET"],
+        ["ftp://me:S3CRET@h/x"], ["ls", "a", "b", "--json"],
+    ],
+)  # fmt: skip
 def test_invalid_arguments(arguments: list[str]) -> None:
-    assert run_cli(*arguments).code == 2
+    result = run_cli(*arguments)
+    check_error_line(result, 2)
+    assert result.out == ""
+    verb = f" {arguments[0]}" if arguments[0] in VERBS else ""
+    assert result.err.endswith(f" See `cli{verb} --help`.\n")
+    assert "S3CRET" not in result.err
+
+
+def test_no_arguments_show_the_help() -> None:
+    result = run_cli()
+    assert "Commands:" in result.out + result.err
+
+
+@pytest.mark.parametrize("arguments", [["pin", 1], ["request-save"], ["copy", "memory://no"]])
+def test_what_python_can_do_and_no_command(arguments: list[object]) -> None:
+    """``fsspec+`` stores accept no writes until a program accepts their weakness."""
+    url = f"fsspec+memory://{uuid.uuid4().hex}"
+    weak = open_store(url, allow_weak=True)
+    hf.save(open_store(f"{url}/version_1", allow_weak=True), {"n": 1}, step=1)
+    verb, *rest = arguments
+    other = [f"{url}/version_1", f"{url}/copy"] if verb == "copy" else [url, *rest]
+    result = run_cli(verb, *other)
+    check_error_line(result, 5, "allow_weak=True", "No command can accept it, but Python can")
+    assert hf.Run(weak).pin(1).step == 1
+
+
+# -- waiting for a server ------------------------------------------------------------------------
+
+
+def emit_waiting(seconds: float = 295.2, store: str = "s3://bucket/runs/a") -> None:
+    error = Unavailable("Could not connect to http://h:1", todo="Check the network")
+    events.emit("waiting", store=store, action="list folder", error=error, seconds=seconds)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_command_that_waits_for_a_server_says_so_once(
+    run: str, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    listing = Run.listing
+
+    def wait(self: Run) -> object:
+        emit_waiting()
+        emit_waiting(265.2)
+        emit_waiting(store="s3://other")
+        return listing(self)
+
+    monkeypatch.setattr(Run, "listing", wait)
+    result = run_cli("ls", run, *(["--json"] if as_json else []))
+    assert result.code == 0
+    assert result.err.splitlines() == ([] if as_json else [
+        f"holdfast: waiting for {store}: Could not connect to http://h:1."
+        " (up to 295 s; Ctrl-C stops it)"
+        for store in ("s3://bucket/runs/a", "s3://other")
+    ])  # fmt: skip
+    emit_waiting()  # the command is over
 
 
 def test_an_unknown_environment_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

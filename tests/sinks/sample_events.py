@@ -38,6 +38,12 @@ EVENTS: dict[str, dict[str, Any]] = {
     "deleted": {"version": "version_1000"},
     "pin_left": {"key": "pin-1.json", "store": "runs/a", "error": "timeout"},
     "read_again": {"store": "s3://b/runs/a", "error": NO_SPACE},
+    "waiting": {
+        "store": "s3://b/runs/a",
+        "action": "write manifest.json",
+        "error": NO_SPACE,
+        "seconds": 290.0,
+    },
     "read_alone": {"url": "runs/a/version_1200", "reason": "rank 2 cannot map it"},
     "request_unseen": {"store": "runs/a", "error": "timeout"},
     "not_agreed": {"wanted": ["save 3", "stop"], "error": "Rank 2 has died"},

@@ -35,6 +35,7 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
         "deleted": "INFO",
         "pin_left": "WARNING",
         "read_again": "WARNING",
+        "waiting": "WARNING",
         "read_alone": "WARNING",
         "request_unseen": "WARNING",
         "not_agreed": "WARNING",

@@ -15,14 +15,18 @@ import difflib
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from keyword import iskeyword
-from typing import Any
+from typing import IO, Any
 
 import click
 
+from holdfast import events
 from holdfast.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from holdfast.errors import HoldfastError
+from holdfast.text import hide_secrets
 
 VERBS = (
     "ls",
@@ -39,8 +43,38 @@ VERBS = (
 )
 
 
+class UsageErrorLine(click.UsageError):
+    """An invalid command line, which is shown as one line, as every other error is."""
+
+    def show(self, file: IO[str] | None = None) -> None:
+        message = " ".join(hide_secrets(self.format_message()).split())
+        end = "" if message.endswith((".", "?")) else "."
+        path = "holdfast" if self.ctx is None else self.ctx.command_path
+        click.echo(f"holdfast: {message}{end} See `{path} --help`.", file, err=file is None)
+
+
+_NoArguments: type[click.UsageError] = getattr(
+    click.exceptions, "NoArgsIsHelpError", UsageErrorLine
+)
+"""What click raises to show the help, from click 8.2 on."""
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except (UsageErrorLine, _NoArguments):
+        raise
+    except click.UsageError as e:
+        raise UsageErrorLine(e.format_message(), e.ctx) from e
+
+
 class VerbGroup(click.Group):
     """Find verbs by name, and convert errors to one line on stderr and an exit code."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _one_line():
+            return super().make_context(*args, **extra)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -70,16 +104,17 @@ class VerbGroup(click.Group):
         # thresholds, a quarter of its time is scanning them.
         gc.set_threshold(100_000, 20, 50)
         try:
-            result = super().invoke(ctx)
+            with events.attach(_WaitingLine(ctx)), _one_line():
+                result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
             # otherwise the flush of the remaining buffer at exit raises a second error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(BROKEN_PIPE)
         except (HoldfastError, OSError) as e:
-            from holdfast.cli.output import describe_error, print_json, wants_json
+            from holdfast.cli.output import add_advice, describe_error, print_json, wants_json
 
-            document = describe_error(e)
+            document = describe_error(add_advice(e))
             click.echo(f"holdfast: {document['message']}", err=True)
             if wants_json(ctx):
                 print_json({"error": document, "exit": exit_code(e)})
@@ -91,6 +126,24 @@ class VerbGroup(click.Group):
             gc.set_threshold(*thresholds)
             gc.unfreeze()
         return result
+
+
+class _WaitingLine:
+    """A sink that prints one line for each server for which a command waits."""
+
+    def __init__(self, ctx: click.Context) -> None:
+        self._ctx = ctx
+        self._shown: set[str] = set()
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        if name != "waiting":
+            return
+        from holdfast.cli.output import describe_wait, wants_json
+
+        store = str(fields.get("store"))
+        if store not in self._shown and not wants_json(self._ctx):
+            self._shown.add(store)
+            click.echo(f"holdfast: {describe_wait(fields)}", err=True)
 
 
 @click.group(

@@ -11,8 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 import click
 import numpy as np
 
-from holdfast.errors import HoldfastError
-from holdfast.sinks.wording import to_printable
+from holdfast.errors import Denied, HoldfastError
+from holdfast.sinks.wording import format_error_brief, number_field, text_field, to_printable
 from holdfast.text import to_repr
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,6 +106,24 @@ def format_error_line(error: BaseException) -> str:
         where = f"{error.filename}: " if error.filename is not None else ""
         return to_printable(f"{where}{error.strerror}")
     return to_printable(str(error) or type(error).__name__)
+
+
+def add_advice(error: BaseException) -> BaseException:
+    """Return an error whose advice a user of a command can follow."""
+    if isinstance(error, Denied) and "allow_weak=True" in (error.todo or ""):
+        return error.with_advice(
+            "No command can accept it, but Python can: pass that store to holdfast.Run (pin,"
+            " sweep), holdfast.save, or holdfast.Checkpointer"
+        )
+    return error
+
+
+def describe_wait(fields: Mapping[str, Any]) -> str:
+    """Return the line for the event ``waiting``."""
+    error, seconds = fields.get("error"), number_field(fields, "seconds")
+    cause = format_error_brief(error) if isinstance(error, HoldfastError) else str(error)
+    longest = "" if seconds is None else f"up to {seconds:.0f} s; "
+    return f"waiting for {text_field(fields, 'store')}: {cause} ({longest}Ctrl-C stops it)"
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

@@ -20,6 +20,7 @@ _LEVELS = {
     "left_unsaved": logging.WARNING,
     "pin_left": logging.WARNING,
     "read_again": logging.WARNING,
+    "waiting": logging.WARNING,
     "request_unseen": logging.WARNING,
     "read_alone": logging.WARNING,
     "not_agreed": logging.WARNING,

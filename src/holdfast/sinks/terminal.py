@@ -25,6 +25,7 @@ _STYLES = {
     "left_unsaved": "yellow",
     "pin_left": "yellow",
     "read_again": "yellow",
+    "waiting": "yellow",
     "request_unseen": "yellow",
     "read_alone": "yellow",
     "not_agreed": "yellow",

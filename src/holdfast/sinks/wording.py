@@ -141,6 +141,10 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         longest = number_field(fields, "longest")
         end = "" if longest is None else f", and keeps waiting for up to {format_duration(longest)}"
         return f"{waited} for {_format_ranks(fields)} in {text_field(fields, 'what')}{end}"
+    if name == "waiting":
+        end = "" if seconds is None else f" for up to {format_duration(seconds)}"
+        action, store = text_field(fields, "action"), text_field(fields, "store")
+        return f"waiting{end} to {action} in {store}: {_error_without_todo(fields)}"
     if name == "structure_changed":
         counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
         leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
