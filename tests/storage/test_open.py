@@ -142,6 +142,7 @@ def test_a_folder_without_a_name_in_a_url(url):
     "url",
     [
         "ftp://user:S3CRET@h/x",
+        "ftp://user:S3CRET@h/..",
         "https://acct.blob.core.windows.net/cont?sv=2020&sig=S3CRET",
         "s3:/key:S3CRET@h/x",
         "az://user:S3CRET@h//x",

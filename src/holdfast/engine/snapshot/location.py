@@ -14,6 +14,7 @@ from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.storage.open import check_url, has_authority, open_store
 from holdfast.storage.store import Store, list_level, within
+from holdfast.text import hide_secrets
 
 Url = str | os.PathLike[str] | Store
 
@@ -74,7 +75,7 @@ def locate(url: Url) -> Location:
         return Location(open_store(text), "")  # the snapshot is a whole bucket
     if folder in ("", ".", ".."):
         raise StoreError(
-            f"{os.fspath(url)!r} is not the URL of a snapshot", expected="RUN/version_120"
+            f"{hide_secrets(text)!r} is not the URL of a snapshot", expected="RUN/version_120"
         )
     if not scheme:
         root = root or ("/" if text.startswith("/") else ".")
