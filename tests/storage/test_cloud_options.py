@@ -49,7 +49,7 @@ def test_a_url_names_a_container_and_a_folder(scheme, path, store, folder):
         ("az://Upper/run", "does not name a container. Expected .*, found 'az://Upper/run'"),
         ("az://account:hunter2@bucket/run", "credentials, and other options are not part"),
         ("az://bucket?sig=SECRETSIG/run", "does not name a container"),
-        ("az://bucket//run", "Invalid key"),
+        ("az://bucket//run", "has no name"),
         ("az://bucket/a/../b", "Invalid key"),
     ],
 )

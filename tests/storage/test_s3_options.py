@@ -43,7 +43,7 @@ def test_a_url_names_a_bucket_and_a_folder(url, store, folder):
         ("s3://key:secret@bucket/run", "Credentials and other options are not part of the URL"),
         ("s3://bucket?region=x/run", "does not name a bucket"),
         ("s3://b/run", "does not name a bucket"),
-        ("s3://bucket//run", "Invalid key"),
+        ("s3://bucket//run", "has no name"),
         ("s3://bucket/a/../b", "Invalid key"),
     ],
 )
