@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.deadline import Deadline
 from holdfast.errors import (
     AlreadyExists,
     HoldfastError,
@@ -21,7 +22,7 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.storage.hdfs import closing, connection
+from holdfast.storage.hdfs import closing, connection, upload
 from holdfast.storage.hdfs.connection import Connection
 from holdfast.testing.contract import partial_keys, put
 from holdfast.types import MIB
@@ -149,11 +150,8 @@ def test_a_save_survives_or_raises_whichever_call_fails_once(run_url, faults, mo
 
     with ThreadPoolExecutor(16) as threads:
         errors = [*threads.map(save, range(len(calls)))]
-    # a shard is a stream, of which this step cannot be repeated
-    failed = [number for number, error in enumerate(errors) if error]
-    assert [(calls[number], errors[number]) for number in failed] == [("hsync", Unavailable)]
-    steps = [1, *(number + 2 for number, error in enumerate(errors) if error is None)]
-    check_run(holdfast.open_store(run_url, timeout=60), steps)
+    assert [(call, error) for call, error in zip(calls, errors, strict=True) if error] == []
+    check_run(holdfast.open_store(run_url, timeout=60), [1, *range(2, len(calls) + 2)])
 
 
 @pytest.mark.parametrize("name", ["create", "write", "hsync", "close", "rename", "get_file_info"])
@@ -194,6 +192,47 @@ def test_a_lost_reply_of_the_commit(run_url, faults):
     faults.heal()
     assert store.put_if_absent("n", b"unknown").length == 7
     assert partial_keys(store) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 36 * MIB])
+@pytest.mark.parametrize("name", ["write", "hsync", "close"])
+def test_a_step_of_an_upload_that_hangs_or_fails(run_url, faults, monkeypatch, name, size):
+    """A short file is written anew. A long one is opened again: its first bytes are not kept."""
+    monkeypatch.setattr(upload, "_FIRST_LIMIT", 1.0)
+    store = holdfast.open_store(run_url, timeout=60)
+    data, number = np.random.default_rng(0).bytes(size), 8 if size > MIB and name == "write" else 0
+    for when, error in (("late", 3.0), ("before", OSError("refused")), ("after", OSError("lost"))):
+        faults.fail(number, when, error, name=name)
+        with store.put(when, size) as file:
+            for at in range(0, size, 4 * MIB):
+                file.write_at(at, memoryview(data)[at : at + 4 * MIB])
+            file.commit()
+        assert store.get(when, size) == data
+        assert faults.log.count("append") == (size > MIB and name != "close")
+        faults.heal()
+    assert partial_keys(store) == []
+
+
+@pytest.mark.slow
+def test_a_small_file_whose_write_hangs_is_written_anew(run_url, faults, monkeypatch):
+    monkeypatch.setattr(upload, "_FIRST_LIMIT", 1.0)
+    store = holdfast.open_store(run_url, timeout=60)
+    for name in ("create", "write", "hsync"):
+        faults.fail(0, "late", 3.0, name=name)
+        assert store.put_if_absent(name, b"123").length == 3
+        assert faults.log.count("create") == 2
+        faults.heal()
+    assert [stat.key for stat in store.list("")] == ["create", "hsync", "write"]
+
+
+def test_a_file_that_is_opened_again_too_late_is_closed(run_url):
+    """The call was abandoned, so nobody else would end the lease."""
+    store = holdfast.open_store(run_url)
+    store.put_if_absent("a", b"1")
+    client, path = store.connection._client, store.path("a")
+    upload._append(client, path, Deadline("a test", 0.0))
+    upload._append(client, path, Deadline("a test", 0.0))  # it is not open
 
 
 def test_a_lost_reply_of_close_ends_the_lease(run_url, faults):
@@ -366,6 +405,29 @@ def test_a_datanode_is_killed_during_a_write(cluster):
                     cluster.kill(victims[-1])
             upload.commit()
         assert store.get("v/a", len(data)) == data
+    finally:
+        cluster.resume()
+
+
+@pytest.mark.slow
+def test_one_of_three_datanodes_is_gone(cluster):
+    """A small shard is accepted before any DataNode gets it: only its sync fails, or never ends."""
+    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=60)
+    data = np.random.default_rng(2).bytes(MIB)
+    holdfast.save(store.at("version_1"), STATE, step=1)
+    cluster.kill("datanode1")
+    begin = time.monotonic()
+    try:
+        with ThreadPoolExecutor(25) as threads:
+            puts = [threads.submit(put, store, f"shards/{i}", data) for i in range(12)]
+            puts += [threads.submit(store.put_if_absent, f"small/{i}", b"1") for i in range(12)]
+            saved = threads.submit(holdfast.save, store.at("version_2"), STATE, step=2)
+            for future in [*puts, saved]:
+                future.result()
+        assert time.monotonic() - begin < 60
+        assert all(store.get(f"shards/{i}", MIB) == data for i in range(12))
+        assert [s.step for s in holdfast.Run(store).snapshots() if s.verify().ok] == [1, 2]
+        assert partial_keys(store) == []
     finally:
         cluster.resume()
 

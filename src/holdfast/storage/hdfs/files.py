@@ -157,15 +157,18 @@ class HdfsFiles(RemoteStore):
 
         def attempt() -> T:
             limit = Deadline.after(LONGEST_CALL, deadline.purpose).earlier(deadline)
-            return self._try(action, key, request, limit)
+            return self.call_once(action, key, request, limit)
 
         return self.connection.throttle.call(operation, deadline, attempt)
 
-    def call_once(self, action: str, key: str, request: Callable[[Any], T]) -> T:
-        """Return what ``request(client)`` returns. It is a step that cannot be repeated."""
-        return self._try(action, key, request, self.deadline_for(action, key))
+    def call_once(
+        self, action: str, key: str, request: Callable[[Any], T], limit: Deadline | None = None
+    ) -> T:
+        """Return what ``request(client)`` returns. It is a step that cannot be repeated alone.
 
-    def _try(self, action: str, key: str, request: Callable[[Any], T], deadline: Deadline) -> T:
+        ``limit``: when it is abandoned, instead of at the deadline. Raises ``StoreError``.
+        """
+        deadline = self.deadline_for(action, key).earlier(limit)
         try:
             return self.connection.call(request, deadline)
         except StoreError:

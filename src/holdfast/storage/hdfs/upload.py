@@ -9,13 +9,16 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import check_written_length, weak_store_error
 from holdfast.storage.hdfs.closing import close_file
+from holdfast.storage.hdfs.connection import LONGEST_CALL
 from holdfast.storage.hdfs.files import HdfsFiles
 from holdfast.storage.store import Stat
 from holdfast.types import MIB
@@ -29,24 +32,32 @@ _RECOVERY_PAUSES = (1, 2, 4, 8, 16, 24, 0)
 """Seconds after each question whether the NameNode has closed a file. Less than a heartbeat of the
 DataNodes (3 s by default) may be too short for them to do it."""
 
+_FIRST_LIMIT = 10.0
+"""Seconds after which a step of a write is abandoned, and the bytes are written in another way.
+When a DataNode is gone that is not the first one of a new block, hdfs-native waits for ever."""
+
 
 class HdfsAppender:
-    """A large file that is being written under a temporary name, and then renamed to its key."""
+    """A large file that is being written under a temporary name, and then renamed to its key.
+
+    Each call of hdfs-native is a step of its own, so nothing follows one that was abandoned.
+    """
 
     def __init__(self, store: HdfsFiles, key: str, length: int) -> None:
         self._store, self._key, self._length = store, key, length
         self._files = _TemporaryFiles(store, key)
+        self._limits = _Limits()
+        self._path = ""
         self._writer: Any = None
         self._position = 0
         self._tail: deque[bytes] = deque()  # the last bytes, which no DataNode may have yet
 
     def append(self, data: memoryview) -> None:
-        if self._writer is None:
-            self._writer = self._store.call("create", "write", self._key, self._files.create)
-        writer = self._writer
         block = bytes(data)  # hdfs-native copies other buffers one element at a time
+        self._require_file()
+        writer = self._writer
         try:
-            self._store.call_once("write", self._key, lambda client: writer.write(block))
+            self._call_once("write", lambda _: writer.write(block))
         except Unavailable:
             self._go_on(block)
         self._position += len(block)
@@ -54,54 +65,88 @@ class HdfsAppender:
         while sum(map(len, self._tail)) - len(self._tail[0]) >= _IN_FLIGHT:
             self._tail.popleft()
 
+    def commit(self) -> Stat:
+        store, key = self._store, self._key
+        self._require_file()
+        writer = self._writer
+        try:
+            if self._length:
+                try:
+                    self._call_once("write", lambda _: _sync(store, key, writer))
+                except Unavailable:
+                    self._go_on(b"")
+            self._close()
+        except NotFound as e:
+            raise _deleted_error(store, key) from e
+        return _rename(self._files, self._path, self._length, store.look_up(self._path, key))
+
+    def abort(self) -> None:
+        self._writer = None
+        self._files.delete()
+
+    def _require_file(self) -> None:
+        if self._writer is None:
+            create = self._files.create
+            self._path, self._writer = self._store.call("create", "write", self._key, create)
+
+    def _close(self) -> None:
+        path, writer = self._path, self._writer
+        try:
+            self._call_once("close", lambda c: close_file(c, path, writer))
+        except Unavailable:
+            deadline = self._store.deadline_for("close", self._key)
+            recover = partial(_recover_lease, self._store, self._key, path, deadline)
+            self._store.connection.throttle.call("recover_lease", deadline, recover)
+
     def _go_on(self, data: bytes) -> None:
         """Write ``data``, of which DataNodes may have a part, after an error of the writer.
 
         The client replaces a DataNode that fails within a block, but not one that is gone when it
         begins a block. Then, the file is closed with the bytes that the DataNodes have, and opened
-        again.
+        again. If all bytes are known, they go to a new file instead, which takes less time. In
+        either case, they are synced, because a failure may appear only then.
         """
-        store, key, path = self._store, self._key, self._files.paths[-1]
-        rest = b"".join([*self._tail, data])
-        stop = self._position + len(data)
-        begin = stop - len(rest)
-
-        def write_rest(client: Any) -> None:
-            _recover_lease(client, path)
-            length = client.get_file_info(path).length
-            if not begin <= length <= stop:
-                raise StoreError(
-                    f"{store.url} has lost bytes of {key} with the DataNodes that had them",
-                    expected=f"{begin} to {stop} bytes",
-                    found=f"{length} bytes",
-                    todo="Save again; more copies of each block (replication=) make this rare",
-                    key=key,
-                    store=store.url,
-                )
-            self._writer = writer = client.append(path)
-            writer.write(rest[length - begin :])
-
-        store.call("append", "write", key, write_rest)
-
-    def commit(self) -> Stat:
         store, key = self._store, self._key
-        if self._writer is None:
-            self._writer = store.call("create", "write", key, self._files.create)
-        writer, path = self._writer, self._files.paths[-1]
-        try:
-            if self._length:
-                store.call_once("write", key, lambda client: _sync(store, key, writer))
-            try:
-                store.call_once("close", key, lambda client: close_file(client, path, writer))
-            except Unavailable:
-                store.call("recover_lease", "close", key, lambda c: _recover_lease(c, path))
-        except NotFound as e:
-            raise _deleted_error(store, key) from e
-        return _rename(self._files, self._length, store.look_up(path, key))
+        deadline = store.deadline_for("write", key)
+        rest = b"".join([*self._tail, data])
+        begin = self._position + len(data) - len(rest)
 
-    def abort(self) -> None:
-        self._writer = None
-        self._files.delete()
+        def write_rest() -> tuple[str, Any]:
+            path, missing = self._path, rest
+            if begin:
+                missing = self._recover(path, begin, rest, deadline)
+            with self._limits.step(deadline) as limit:
+                if begin:
+                    writer = store.call_once("write", key, lambda c: _append(c, path, limit), limit)
+                else:
+                    path, writer = store.call_once("write", key, self._files.create, limit)
+                store.call_once("write", key, lambda _: _write(store, key, writer, missing), limit)
+            return path, writer
+
+        self._path, self._writer = store.connection.throttle.call("append", deadline, write_rest)
+
+    def _recover(self, path: str, begin: int, rest: bytes, deadline: Deadline) -> bytes:
+        """Let the NameNode close a file, and return the bytes of ``rest`` that it does not have.
+
+        ``begin``: where ``rest`` begins in the file. Raises ``StoreError``.
+        """
+        store, key = self._store, self._key
+        _recover_lease(store, key, path, deadline)
+        length = store.call_once("look up", key, lambda c: c.get_file_info(path), deadline).length
+        if not begin <= length <= begin + len(rest):
+            raise StoreError(
+                f"{store.url} has lost bytes of {key} with the DataNodes that had them",
+                expected=f"{begin} to {begin + len(rest)} bytes",
+                found=f"{length} bytes",
+                todo="Save again; more copies of each block (replication=) make this rare",
+                key=key,
+                store=store.url,
+            )
+        return rest[length - begin :]
+
+    def _call_once(self, action: str, request: Callable[[Any], object]) -> None:
+        with self._limits.step(self._store.deadline_for(action, self._key)) as limit:
+            self._store.call_once(action, self._key, request, limit)
 
 
 def put_small(store: HdfsFiles, key: str, data: bytes) -> Stat:
@@ -110,23 +155,45 @@ def put_small(store: HdfsFiles, key: str, data: bytes) -> Stat:
     Raises ``AlreadyExists`` and other kinds of ``StoreError``.
     """
     files = _TemporaryFiles(store, key)
+    deadline = store.deadline_for("write", key)
+    limits = _Limits()
 
-    def write(client: Any) -> Any:
-        writer = files.create(client)
-        if data:
-            writer.write(data)
-            _sync(store, key, writer)
-        close_file(client, files.paths[-1], writer)
-        return client.get_file_info(files.paths[-1])
+    def write() -> tuple[str, Any]:
+        with limits.step(deadline) as limit:
+            path, writer = store.call_once("write", key, files.create, limit)
+            store.call_once("write", key, lambda _: _write(store, key, writer, data), limit)
+            store.call_once("close", key, lambda c: close_file(c, path, writer), limit)
+            return path, store.call_once("look up", key, lambda c: c.get_file_info(path), limit)
 
     try:
         try:
-            status = store.call("create", "write", key, write)
+            path, status = store.connection.throttle.call("create", deadline, write)
         except NotFound as e:
             raise _deleted_error(store, key) from e
-        return _rename(files, len(data), status)
+        return _rename(files, path, len(data), status)
     finally:
         files.delete()
+
+
+class _Limits:
+    """The times at which the steps of one write are abandoned: early enough for a few more tries.
+
+    After a step that took too long, the next ones get more time: HDFS may be slow.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = _FIRST_LIMIT
+
+    @contextmanager
+    def step(self, deadline: Deadline) -> Iterator[Deadline]:
+        seconds = min(self._seconds, max(1.0, deadline.seconds_left / 4))
+        limit = Deadline.after(seconds, deadline.purpose).earlier(deadline)
+        try:
+            yield limit
+        except Unavailable:
+            if not limit.seconds_left:
+                self._seconds = min(1.5 * self._seconds, LONGEST_CALL)
+            raise
 
 
 class _TemporaryFiles:
@@ -140,15 +207,16 @@ class _TemporaryFiles:
         self.store, self.key = store, key
         self.paths: list[str] = []
 
-    def create(self, client: Any) -> Any:
-        """Create a file, and return its writer. Raises the errors of hdfs-native."""
+    def create(self, client: Any) -> tuple[str, Any]:
+        """Create a file. Return its path and its writer. Raises the errors of hdfs-native."""
         from hdfs_native import WriteOptions
 
         folder, _, name = self.store.path(self.key).rpartition("/")
-        self.paths.append(f"{folder}/.{name[:48]}.{secrets.token_hex(8)}.partial")
+        path = f"{folder}/.{name[:48]}.{secrets.token_hex(8)}.partial"
+        self.paths.append(path)
         options = self.store.options
-        return client.create(
-            self.paths[-1],
+        return path, client.create(
+            path,
             WriteOptions(
                 block_size=options.block_size, replication=options.replication, create_parent=True
             ),
@@ -162,6 +230,21 @@ class _TemporaryFiles:
             with suppress(StoreError):  # the error of the upload counts
                 store.delete_file(path, self.key)
         self.paths = []
+
+
+def _write(store: HdfsFiles, key: str, writer: Any, data: bytes) -> None:
+    """Write bytes and make them durable, as ``_sync`` does."""
+    if data:
+        writer.write(data)
+        _sync(store, key, writer)
+
+
+def _append(client: Any, path: str, limit: Deadline) -> Any:
+    """Open a closed file again, and return its writer. Raises the errors of hdfs-native."""
+    writer = client.append(path)
+    if not limit.seconds_left:
+        writer.close()  # this call was abandoned, and nobody else would end the lease
+    return writer
 
 
 def _sync(store: HdfsFiles, key: str, writer: Any) -> None:
@@ -180,26 +263,32 @@ def _sync(store: HdfsFiles, key: str, writer: Any) -> None:
         raise weak_store_error(key, store.url, _PROMISE, found)
 
 
-def _recover_lease(client: Any, path: str) -> None:
+def _recover_lease(store: HdfsFiles, key: str, path: str, deadline: Deadline) -> None:
     """Let the NameNode close a file with the bytes that the DataNodes have.
 
-    Raises ``OSError`` if it does not in time, and the errors of hdfs-native. Each question whether
-    the file is closed makes the DataNodes begin anew, so the pauses grow.
+    Raises ``Unavailable`` if it does not in time, and other kinds of ``StoreError``. Each question
+    whether the file is closed makes the DataNodes begin anew, so the pauses grow.
     """
     for pause in _RECOVERY_PAUSES:
-        if client.recover_lease(path):
+        limit = Deadline.after(LONGEST_CALL, deadline.purpose).earlier(deadline)
+        if store.call_once("close", key, lambda client: client.recover_lease(path), limit):
             return
-        time.sleep(pause)
-    raise OSError("the NameNode has not closed the file: check that its DataNodes run")
+        time.sleep(min(pause, deadline.seconds_left))
+    raise Unavailable(
+        f"Cannot close {key} in {store.url}: the NameNode does not get its last block",
+        todo="Check that the DataNodes run that have it",
+        key=key,
+        store=store.url,
+    )
 
 
-def _rename(files: _TemporaryFiles, length: int, status: Any) -> Stat:
-    """Rename the last file to its key, delete the others, and return the status.
+def _rename(files: _TemporaryFiles, path: str, length: int, status: Any) -> Stat:
+    """Rename one of the files to its key, delete the others, and return the status.
 
     ``status``: what the NameNode says about the file. A rename keeps the time of its last change.
     Raises ``AlreadyExists``.
     """
-    store, key, path = files.store, files.key, files.paths[-1]
+    store, key = files.store, files.key
     if status is None:
         raise _deleted_error(store, key)
     check_written_length(key, store.url, length, status.length)
@@ -216,7 +305,7 @@ def _rename(files: _TemporaryFiles, length: int, status: Any) -> Stat:
     except AlreadyExists:
         store.refuse_folder(key)
         raise
-    files.paths.pop()
+    files.paths.remove(path)
     files.delete()
     return Stat(key, status.length, status.modification_time / 1000)
 
