@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from holdfast.errors import HoldfastError, Unavailable
 from holdfast.threads import Latch, start_thread
@@ -15,6 +16,9 @@ T = TypeVar("T")
 
 CLEANUP_SECONDS = 10.0
 """Seconds after a deadline in which what a failed operation has left is removed."""
+
+_EXIT_SECONDS = 2.0
+"""The longest time for which the end of the process waits for calls that have not ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,65 @@ class Deadline:
         return self if other is None or self.at <= other.at else other
 
 
+class Call(Generic[T]):
+    """A call of a function in a thread of its own, which may be abandoned.
+
+    Raises ``OSError`` if no thread can be started.
+    """
+
+    def __init__(self, function: Callable[[], T], name: str) -> None:
+        self._function = function
+        self._results: list[T] = []
+        self._errors: list[BaseException] = []
+        self._done = Latch()
+        self._thread = Thread(target=self._run, daemon=True, name=name)
+        _running.add(self._thread)
+        if not start_thread(self._thread):
+            _running.discard(self._thread)
+            raise OSError("cannot start a thread: raise the limit (ulimit -u)")
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as e:  # noqa: BLE001  (``result`` raises it)
+            self._errors.append(e)
+        finally:
+            self._done.set()
+            _running.discard(self._thread)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for at most ``seconds``, and return whether the function has ended."""
+        return self._done.wait(seconds)
+
+    def result(self) -> T:
+        """Wait for the function. Return what it returned, or raise its error."""
+        self.wait()
+        if self._errors and not isinstance(self._errors[0], Exception):
+            text = str(self._errors[0])
+            raise RuntimeError(text) from self._errors[0]  # a panic in a library in Rust
+        if self._errors:
+            raise self._errors[0]
+        return self._results[0]
+
+
+_running: set[Thread] = set()
+"""The threads of the calls that have not ended, whether somebody waits for them or not."""
+
+
+@atexit.register
+def _wait_for_calls() -> None:
+    """Wait for a while for the calls that have not ended.
+
+    A thread that returns from a library in Rust while the interpreter ends aborts the process:
+    Python ends such a thread by unwinding its stack, which Rust does not allow. A call that takes
+    longer than this, such as one to a server that is away, could return in that moment. Then, the
+    process ends with SIGABRT instead of its exit status. Nothing that was committed is lost.
+    """
+    deadline = Deadline.after(_EXIT_SECONDS, "the calls at the end of the process")
+    for thread in list(_running):
+        thread.join(deadline.seconds_left)
+
+
 def call_within(deadline: Deadline, function: Callable[[], T]) -> T:
     """Return ``function()``, which runs in a thread that is abandoned when the deadline passes.
 
@@ -71,24 +134,7 @@ def call_within(deadline: Deadline, function: Callable[[], T]) -> T:
     """
     if not deadline.seconds_left:
         raise TimeoutError(f"the deadline has passed for: {deadline.purpose}")
-    results: list[T] = []
-    errors: list[BaseException] = []
-    done = Latch()
-
-    def run() -> None:
-        try:
-            results.append(function())
-        except BaseException as e:  # noqa: BLE001  (the caller raises it)
-            errors.append(e)
-        finally:
-            done.set()
-
-    if not start_thread(Thread(target=run, daemon=True, name="holdfast-call")):
-        raise OSError("cannot start a thread: raise the limit (ulimit -u)")
-    if not done.wait(deadline.seconds_left):
+    call = Call(function, "holdfast-call")
+    if not call.wait(deadline.seconds_left):
         raise TimeoutError(f"no answer by the deadline for: {deadline.purpose}")
-    if errors and not isinstance(errors[0], Exception):
-        raise RuntimeError(str(errors[0])) from errors[0]  # a panic in a library in Rust
-    if errors:
-        raise errors[0]
-    return results[0]
+    return call.result()

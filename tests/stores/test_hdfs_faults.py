@@ -582,3 +582,30 @@ def test_another_process_after_a_fork(run_url):
         os._exit(0 if ok else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert store.get("b", 1) == b"2"
+
+
+LATE_REPLIES = """
+import os, signal, subprocess, sys, holdfast
+url, namenode, seconds = sys.argv[1:]
+store = holdfast.open_store(url, timeout=1)
+store.put_if_absent("a", b"1")
+os.kill(int(namenode), signal.SIGSTOP)
+for i in range(6):
+    try:
+        store.put_if_absent(f"b{i}", b"1")
+    except holdfast.errors.Unavailable:
+        pass
+subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {namenode}"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0, 0.05, 0.15, 0.3])
+def test_the_end_of_a_process_waits_for_the_replies_to_abandoned_calls(cluster, seconds):
+    url, namenode = f"{cluster.url}/{uuid.uuid4().hex}", cluster.processes["namenode"].pid
+    command = [sys.executable, "-c", LATE_REPLIES, url, str(namenode), str(seconds)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        cluster.send(signal.SIGCONT, "namenode")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -6,21 +6,13 @@ early, and then asks again after 500 ms: in a save of four small files, almost a
 
 from __future__ import annotations
 
-import atexit
 from contextlib import suppress
-from threading import Thread
 from typing import Any
 
-from holdfast.deadline import Deadline
-from holdfast.threads import Latch, start_thread
+from holdfast.deadline import Call
 
 _PAUSES = (0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 """Seconds before each look at whether the last block was reported."""
-
-_EXIT_SECONDS = 2.0
-"""The longest time for which the exit of the process waits for hdfs-native."""
-
-_closing: set[Thread] = set()
 
 
 def close_file(client: Any, path: str, writer: Any) -> None:
@@ -29,32 +21,14 @@ def close_file(client: Any, path: str, writer: Any) -> None:
     ``writer.close`` runs in another thread. If the last block was reported in the meantime, this
     closes the file with a request of its own, and leaves that thread to end.
     """
-    done = Latch()
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            writer.close()
-        except BaseException as e:  # noqa: BLE001  (the caller raises it)
-            errors.append(e)
-        finally:
-            done.set()
-            _closing.discard(thread)
-
-    thread = Thread(target=run, daemon=True, name="holdfast-close")
-    _closing.add(thread)
-    if not start_thread(thread):
-        _closing.discard(thread)
-        raise OSError("cannot start a thread: raise the limit (ulimit -u)")
+    call = Call(writer.close, "holdfast-close")
     for pause in _PAUSES:
-        if done.wait(pause):
+        if call.wait(pause):
             break
         with suppress(Exception):  # the other thread finds out what is wrong
             if _is_reported(client, path) and client.recover_lease(path):
                 return
-    done.wait()
-    if errors:
-        raise errors[0]
+    call.result()
 
 
 def _is_reported(client: Any, path: str) -> bool:
@@ -68,12 +42,3 @@ def _is_reported(client: Any, path: str) -> bool:
         return False
     space = client.get_content_summary(path).space_consumed
     return bool(space == status.length * status.replication)
-
-
-@atexit.register
-def _wait_for_threads() -> None:
-    """A thread that returned from hdfs-native while the interpreter ends would abort the process.
-    (Python ends such a thread by unwinding its stack, which code in Rust does not allow.)"""
-    deadline = Deadline.after(_EXIT_SECONDS, "the end of hdfs-native")
-    for thread in list(_closing):
-        thread.join(deadline.seconds_left)
