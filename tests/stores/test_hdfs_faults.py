@@ -551,8 +551,23 @@ def test_what_people_get_wrong(hdfs, monkeypatch, tmp_path):
     for options in ({"timeout": 0}, {"replication": 0}, {"concurrency": "8"}, {"config": 3}):
         with pytest.raises(StoreError, match=f"Invalid value for {next(iter(options))}="):
             holdfast.open_store(hdfs.url, **options)
+    for options in (
+        *({"config": ("abc",)}, {"config": (["a", "S3CRET"],)}, {"config": {"a": ["S3CRET"]}}),
+        *({"config": {3: "S3CRET"}}, {"config": "S3CRET"}, {"config": None}),
+        *({"replication": 1 << 40}, {"replication": 1 << 15}, {"block_size": 1 << 63}),
+    ):
+        with pytest.raises(StoreError, match=f"Invalid value for {next(iter(options))}=") as caught:
+            holdfast.open_store(hdfs.url, **options)
+        assert "S3CRET" not in str(caught.value)
+    for url in ("hdfs://user:S3CRET@h/x", "hdfs://h?delegation=S3CRET"):
+        with pytest.raises(StoreError, match="does not name a folder") as caught:
+            holdfast.open_store(url)
+        assert "S3CRET" not in str(caught.value)
     with pytest.raises(StoreError, match="HADOOP_CONF_DIR"):
         holdfast.open_store("hdfs:///runs").stat("x")
+    with pytest.raises(StoreError, match="the URL has no port") as caught:
+        holdfast.open_store("hdfs://127.0.0.1/runs/a").stat("x")
+    assert "InvalidArgument" not in str(caught.value)
     monkeypatch.setenv("HADOOP_CONF_DIR", str(hdfs.configuration))
     monkeypatch.setattr(connection, "_connections", {})
     with pytest.raises(NotFound):
@@ -571,6 +586,19 @@ def test_what_people_get_wrong(hdfs, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "hdfs_native", None)
     with pytest.raises(StoreError, match=r"pip install 'holdfast\[hdfs\]'"):
         holdfast.open_store("hdfs://other/x")
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, OverflowError])
+def test_an_error_of_this_process_is_not_repeated(run_url, faults, error):
+    store = holdfast.open_store(run_url, timeout=60)
+    faults.fail(0, "before", error("a value"), 1 << 30)
+    for call in (lambda: store.stat("a"), lambda: store.put_if_absent("a", b"1")):
+        faults.log.clear()
+        with pytest.raises(StoreError, match="a value") as caught:
+            call()
+        assert not isinstance(caught.value, Unavailable)
+        assert faults.log[0] in ("get_file_info", "create")
+        assert len({*faults.log}) == len(faults.log)
 
 
 def test_another_process_after_a_fork(run_url):

@@ -40,6 +40,10 @@ _DEFAULTS = {
 }
 
 
+_INT = (int, type(None))
+_SCALAR = (str, int, float)
+
+
 @dataclass(frozen=True, slots=True)
 class HdfsOptions:
     """The options of ``holdfast.open_store("hdfs://...", **options)``.
@@ -63,16 +67,30 @@ class HdfsOptions:
     def from_mapping(cls, options: Mapping[str, Any]) -> HdfsOptions:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
         values = dict(options)
-        config = values.get("config", {})
-        if isinstance(config, Mapping):
-            values["config"] = tuple(sorted((str(k), str(v)) for k, v in config.items()))
+        values["config"] = _config_items(values.get("config", {}))
         rules: tuple[Rule, ...] = (
             ("config", tuple, lambda c: True, "a dict of properties of Hadoop"),
-            ("replication", (int, type(None)), lambda n: n is None or n >= 1, "at least 1"),
-            ("block_size", (int, type(None)), lambda n: n is None or n >= 1 << 20, "1 MiB or more"),
+            ("replication", _INT, lambda n: n is None or 1 <= n < 1 << 15, "1 to 32767"),
+            ("block_size", _INT, lambda n: n is None or 1 << 20 <= n <= 1 << 40, "1 MiB to 1 TiB"),
             ("allow_weak", bool, lambda b: True, "True or False"),
         )
         return make_options(cls, "an HDFS store", values, rules)
+
+
+def _config_items(config: Any) -> tuple[tuple[str, str], ...]:
+    """Return the properties in order. Raises ``StoreError``, without them: one may be a token."""
+    if isinstance(config, Mapping):
+        config = tuple(config.items())
+    is_valid = isinstance(config, tuple) and all(
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in config
+    )
+    if not is_valid or not all(isinstance(value, _SCALAR) for _, value in config):
+        raise StoreError(
+            "Invalid value for config=",
+            expected="a dict of properties of Hadoop: names, and texts or numbers",
+            found="something else, which is not shown because it may be secret",
+        )
+    return tuple(sorted((name, str(value)) for name, value in config))
 
 
 class Readers:

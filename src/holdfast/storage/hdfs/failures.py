@@ -49,7 +49,16 @@ def translate(error: BaseException, action: str, key: str, url: str) -> StoreErr
         return exists_error(key, url)
     if isinstance(error, OSError):
         return Unavailable(f"{what}: {error}", **unknown, **fields)
+    if isinstance(error, TypeError | ValueError | OverflowError):  # a value of this process
+        return StoreError(f"{what}: {text[:300]}", todo="Check the options of the store", **fields)
     if (remote := _REMOTE.search(text)) is None:
+        if "No NameNode hosts found" in text:
+            return StoreError(
+                f"{what}: the URL has no port, and no name service is known by this name",
+                expected="hdfs://NAMENODE:PORT/folder, or a name service of hdfs-site.xml",
+                todo="Add the port, or set HADOOP_CONF_DIR to the folder of hdfs-site.xml",
+                **fields,
+            )
         if text.startswith(("InvalidArgument", "UrlParseError", "InvalidPath")):
             todo = "Check the URL, and that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
             return StoreError(f"{what}: {text}", todo=todo, **fields)

@@ -13,6 +13,7 @@ from holdfast.storage.hdfs.files import HdfsFiles, to_stat
 from holdfast.storage.hdfs.upload import HdfsAppender, put_small
 from holdfast.storage.sequential_upload import SequentialUpload
 from holdfast.storage.store import Entry, Stat, Upload
+from holdfast.text import hide_secrets
 
 _URL = re.compile(r"(hdfs://[^/?#@]*)((?:/.*)?)", re.DOTALL)
 
@@ -92,7 +93,7 @@ def open_hdfs(url: str, **options: Any) -> HdfsStore:
     match = _URL.fullmatch(url)
     if match is None:
         raise StoreError(
-            f"{url} does not name a folder in HDFS",
+            f"{hide_secrets(url)} does not name a folder in HDFS",
             expected="hdfs://NAMENODE:PORT/folder",
             todo="Users and other options are not part of the URL",
         )
