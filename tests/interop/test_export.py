@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickletools
@@ -12,6 +13,7 @@ import tempfile
 import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -34,13 +36,16 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.format import names
+from holdfast.interop import export as export_module
 from holdfast.interop.export import ExportPlan, locate_export, plan_export, write_export
 from holdfast.run.policy import EverySteps
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Traits, Upload
 from holdfast.testing.faults import Fault, FaultFs
 from tests.engine.snapshot.manual_shards import split_columns, split_rows, write_resharded
 from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
+from tests.engine.unreliable_stores import HookedStore, HookedUpload
 from tests.trainings import flip_bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -494,6 +499,52 @@ def test_export_to_another_store() -> None:
         raw = location.store.get(location.key(name), 1 << 20)
         if kind == "safetensors":
             assert torch.equal(st.load(raw)["w"], torch.arange(5.0))
+
+
+class AppendingStore(MemoryStore):
+    """A store that only appends. It counts the bytes that wait for those in front of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: dict[int, int] = {}
+        self.position = self.most_waiting = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits("appending", 1, durable=False, ordered=True)
+
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
+        store = HookedStore(self)
+        upload = HookedUpload(store, key, super().put(key, length))
+        real, lock = upload.write_at, Lock()
+
+        def write_at(offset: int, data: memoryview) -> None:
+            with lock:
+                self.waiting[offset] = len(data)
+                while self.position in self.waiting:
+                    self.position += self.waiting.pop(self.position)
+                self.most_waiting = max(self.most_waiting, sum(self.waiting.values()))
+            real(offset, data)
+
+        upload.write_at = write_at  # type: ignore[method-assign]
+        return upload
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_few_bytes_wait_if_a_store_only_appends(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 1 << 16
+    monkeypatch.setattr(export_module, "SEGMENT", 2 * nbytes)
+    model = {f"w{i:02}": torch.full((nbytes // 4,), i, dtype=torch.float32) for i in range(20)}
+    snapshot, store = holdfast.save(unused_url(), {"model": model}), AppendingStore()
+    plan = plan_export(snapshot, kind)
+    write_export(snapshot, plan, Location(store, "out"))
+    [file] = plan.files
+    assert store.position == file.length
+    assert store.waiting == {}
+    assert store.most_waiting <= 3 * nbytes + 1000
+    raw = io.BytesIO(store.get(f"out/{file.name}", 1 << 30))
+    loaded = torch.load(raw)["model"] if kind == "torch" else st.load(raw.getvalue())
+    assert_same(dict(sorted(loaded.items())), model)
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:

@@ -53,9 +53,9 @@ MAX_SHARD_SIZE = 5 * 10**9
 """Maximum bytes of tensors in one Hugging Face file: the default of its libraries."""
 
 SEGMENT = 64 * MIB
-"""How many bytes of a file are exported before the next ones, to a store that uploads parts. The
-leaves come in the order in which a shard has them, so a part may have to wait for its last bytes:
-this bounds the parts that wait in memory."""
+"""How many bytes of a file are exported before the next ones, to a store that uploads parts or only
+appends. The leaves come in the order in which a shard has them, and a leaf with a checksum comes
+before its header. This bounds the bytes that wait for those in front of them."""
 
 MAX_LISTED = 20
 
@@ -292,11 +292,11 @@ def _write_file(snapshot: Snapshot, file: OutputFile, location: Location, advanc
     def write_piece(at: int, raw: bytes) -> None:
         upload.write_at(at, memoryview(raw))
 
+    is_split = store.traits.part_size or store.traits.ordered
     with store.put(location.key(file.name), file.length) as upload:
-        if build_header is None:
-            for at, raw in file.build_framing(()):
-                write_piece(at, raw)
-        for numbers in _split_by_offset(file, SEGMENT if store.traits.part_size else file.length):
+        for at, raw in file.pieces:
+            write_piece(at, raw)
+        for numbers in _split_by_offset(file, SEGMENT if is_split else file.length):
 
             def write(i: int, at: int, data: memoryview, numbers: list[int] = numbers) -> None:
                 upload.write_at(file.offsets[numbers[i]] + at, data)
@@ -310,9 +310,8 @@ def _write_file(snapshot: Snapshot, file: OutputFile, location: Location, advanc
                     found = ((length, crc) for _, length, crc in sorted(crcs[n]))
                     checksums[n] = torchzip.combine_crc32(found)
                     write_piece(*build_header(n, checksums[n]))
-        if build_header is not None:
-            for at, raw in file.build_framing(checksums):
-                write_piece(at, raw)
+        if file.build_directory is not None:
+            write_piece(*file.build_directory(checksums))
         upload.commit()
 
 

@@ -19,7 +19,8 @@ from holdfast.types import DTYPES
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-BuildFraming = Callable[[Sequence[int]], list[tuple[int, bytes]]]
+Piece = tuple[int, bytes]
+"""Bytes of a file, with their offset."""
 
 UNSUPPORTED_DTYPES = ("complex32", "complex128")
 """The dtypes that safetensors has no code for."""
@@ -52,18 +53,18 @@ class OutputTensor:
 class OutputFile:
     """The layout of a file of ``length`` bytes, in which leaf ``keys[i]`` begins at ``offsets[i]``.
 
-    ``build_framing`` returns all other bytes as pairs of an offset and a piece. If
-    ``build_leaf_header`` is not None, the leaves have headers: it returns that of a leaf, given its
-    number and CRC-32. ``build_framing`` then returns all the rest, given the CRC-32 of each leaf,
-    and otherwise ignores its argument.
+    ``pieces``: all other bytes that are known before the leaves are read, in ascending order. If
+    the leaves have checksums, ``build_leaf_header`` returns the header of a leaf, given its number
+    and CRC-32, and ``build_directory`` returns the end of the file, given the CRC-32 of each leaf.
     """
 
     name: str
     length: int
     keys: tuple[str, ...]
     offsets: tuple[int, ...]
-    build_framing: BuildFraming
-    build_leaf_header: Callable[[int, int], tuple[int, bytes]] | None = None
+    pieces: tuple[Piece, ...]
+    build_leaf_header: Callable[[int, int], Piece] | None = None
+    build_directory: Callable[[Sequence[int]], Piece] | None = None
 
 
 def plan_safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
@@ -83,7 +84,7 @@ def plan_safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputF
     header = build_header(rows)
     offsets = tuple(len(header) + row[3] for row in rows)
     keys = tuple(t.key for t in ordered)
-    return OutputFile(name, len(header) + at, keys, offsets, lambda _: [(0, header)])
+    return OutputFile(name, len(header) + at, keys, offsets, ((0, header),))
 
 
 def plan_hf_files(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[OutputFile]:
@@ -99,7 +100,7 @@ def plan_hf_files(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[
     }
     raw = (json.dumps(index, indent=2) + "\n").encode()
     files = [plan_safetensors_file(name, shard) for name, shard in zip(names, shards, strict=True)]
-    return [*files, OutputFile(INDEX_FILE, len(raw), (), (), lambda _: [(0, raw)])]
+    return [*files, OutputFile(INDEX_FILE, len(raw), (), (), ((0, raw),))]
 
 
 def _split_into_files(
@@ -132,17 +133,15 @@ def plan_torch_file(name: str, data_pkl: bytes, tensors: Sequence[OutputTensor])
     archive = torchzip.plan_archive(records)
     offsets = [r.data_offset for r in archive.records]
 
-    def build_framing(checksums: Sequence[int]) -> list[tuple[int, bytes]]:
-        contents = zip(offsets, small.values(), strict=False)
-        small_checksums = [*map(zlib.crc32, small.values())]
-        headers = [archive.encode_header(n, crc) for n, crc in enumerate(small_checksums)]
-        return [*contents, *headers, archive.encode_directory([*small_checksums, *checksums])]
-
+    small_checksums = [*map(zlib.crc32, small.values())]
+    headers = [archive.encode_header(n, crc) for n, crc in enumerate(small_checksums)]
+    contents = zip(offsets, small.values(), strict=False)
     return OutputFile(
         name,
         archive.length,
         keys=tuple(t.key for t in tensors),
         offsets=tuple(offsets[len(small) :]),
-        build_framing=build_framing,
+        pieces=tuple(sorted([*headers, *contents])),
         build_leaf_header=lambda n, crc: archive.encode_header(len(small) + n, crc),
+        build_directory=lambda crcs: archive.encode_directory([*small_checksums, *crcs]),
     )
