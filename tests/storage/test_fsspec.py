@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import uuid
 from datetime import UTC, datetime
 
@@ -335,8 +336,43 @@ def test_errors_are_translated(faulty, error, expected):
     with pytest.raises(StoreError) as caught:
         list(open_faulty().list(""))
     assert type(caught.value) is expected
-    assert caught.value.__cause__ is error
     assert type(error).__name__ in str(caught.value)
+
+
+SECRET = "S3CRET/+=x"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"token": SECRET},
+        {"client_kwargs": {"headers": {"Authorization": f"Basic {SECRET}"}}, "a": [1, None]},
+        {"auth": ("user", SECRET.encode())},
+        {"target_options": {"password": SECRET}},
+    ],
+)
+@pytest.mark.parametrize("text", ["bad %s", "http://u:%s@h/", "GET /a?delegation=%s&op=x failed"])
+def test_an_error_shows_no_secret(faulty, monkeypatch, options, text):
+    sent = [SECRET, "S3CRET/%2B%3Dx", "S3CRET%2F%2B%3Dx", f"Basic {SECRET}"]
+    faulty.error = OSError(" ".join(text % form for form in sent))
+    store, faulty.fail_at = open_faulty(**options), 1
+    with pytest.raises(StoreError, match="Cannot list") as caught:
+        list(store.list(""))
+    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value.fields)
+    assert "S3CRET" not in shown
+
+
+def test_an_option_that_names_a_file_is_shown(faulty):
+    faulty.error, faulty.fail_at = OSError("cannot read /home/me/id_rsa"), 1
+    with pytest.raises(StoreError, match="/home/me/id_rsa"):
+        open_faulty(key_filename="/home/me/id_rsa", password="abc").stat("a")
+
+
+def test_webhdfs_shows_no_token():
+    store = open_store("fsspec+webhdfs://127.0.0.1:9/x", token="S3CRET", timeout=5)
+    with pytest.raises(Unavailable, match="webhdfs/v1/x/a") as caught:
+        store.stat("a")
+    assert "S3CRET" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -429,12 +465,24 @@ def test_a_listing_shows_what_others_did(tmp_path):
         ("fsspec+nonsense://a", "Protocol not known: nonsense"),
         ("fsspec+smb://a", "smbprotocol"),
         ("fsspec+ftp://me:secret@host/a", "password"),
+        ("fsspec+ftp://me:sec/ret@host/a", "password"),
+        ("fsspec+ftp://:secret@host/a", "password"),
+        ("fsspec+simplecache::ftp://me:secret@host/a", "does not name one file system"),
+        ("fsspec+nonsense://host/a?sig=secret", "query"),
+        ("fsspec+http://host/a?x=1&sig=secret", "query"),
     ],
 )
 def test_bad_urls(url, message):
     with pytest.raises(StoreError, match=message) as caught:
         holdfast.Run(url)
-    assert "secret" not in str(caught.value)
+    shown = "".join(traceback.format_exception(caught.value)) + run_cli("ls", url).err
+    assert "secret" not in shown
+    assert "sec/ret" not in shown
+
+
+@pytest.mark.parametrize("rest", ["host:8020/run@120", "a/b:c@d", "a/what?/b", "/a:b@c"])
+def test_a_url_without_credentials_is_accepted(rest):
+    assert open_store(f"fsspec+memory://{rest}").url == f"fsspec+memory://{rest}"
 
 
 def test_without_fsspec(monkeypatch):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, TypeVar
+from urllib.parse import quote, quote_plus
 
 from holdfast.deadline import call_within
 from holdfast.errors import Denied, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import weak_store_error
 from holdfast.storage.remote import RemoteStore
 from holdfast.storage.store import Stat, check_key
+from holdfast.text import hide_secrets
 
 T = TypeVar("T")
 
@@ -23,6 +26,8 @@ _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "modi
 _RMDIR_KEEPS_FILES = {f"fsspec.implementations.{n}" for n in ("local", "memory", "sftp", "ftp")}
 """The modules whose ``rmdir`` refuses a folder with files. Others delete the files, too."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SECRET_OPTION = re.compile(r"pass|secret|token|key|auth|cred|sas|sig|cookie|conn", re.IGNORECASE)
+_FILE_OPTION = re.compile(r"(file|filename|path)$", re.IGNORECASE)
 _AWAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENOTCONN}
 
 
@@ -30,15 +35,22 @@ class FsspecFiles(RemoteStore):
     """The files of the file system that ``connect`` returns, in the folder ``root``.
 
     Many file systems use one connection that serves one call at a time, so each call borrows its
-    own. Each call ends within ``timeout`` seconds.
+    own. Each call ends within ``timeout`` seconds. No message contains one of ``secrets``.
     """
 
     def __init__(
-        self, url: str, root: str, connect: Callable[[], Any], allow_weak: bool, timeout: float
+        self,
+        url: str,
+        root: str,
+        connect: Callable[[], Any],
+        allow_weak: bool,
+        timeout: float,
+        secrets: tuple[str, ...] = (),
     ) -> None:
         super().__init__(url if url.endswith("://") else url.rstrip("/"), "", timeout)
         self._root = root if not root else root.rstrip("/") + "/"
         self._connect = connect
+        self._secrets = secrets
         self._allow_weak = allow_weak
         self._unused: dict[int, list[Any]] = {}  # per process: a fork cannot share connections
 
@@ -115,8 +127,8 @@ class FsspecFiles(RemoteStore):
             return call_within(self.deadline_for(action, key), function)
         except StoreError:
             raise
-        except Exception as e:
-            raise self._translate(e, action, key) from e
+        except Exception as e:  # noqa: BLE001  (the cause is left out: it may show credentials)
+            raise self._translate(e, action, key) from None
 
     def borrow(self) -> Any:
         try:
@@ -131,7 +143,8 @@ class FsspecFiles(RemoteStore):
 
     def _translate(self, error: Exception, action: str, key: str) -> StoreError:
         """Return the error of this store for an error of a file system."""
-        what = f"Cannot {action} {key} in {self.url}: {type(error).__name__}: {error}"
+        text = shown(error, self._secrets)
+        what = f"Cannot {action} {key} in {self.url}: {type(error).__name__}: {text}"
         fields = {"key": key, "store": self.url}
         code = getattr(error, "errno", None)
         kinds = " ".join(c.__name__ for c in type(error).__mro__)
@@ -145,6 +158,46 @@ class FsspecFiles(RemoteStore):
         if code in _AWAY or isinstance(error, EOFError) or "Timeout" in kinds or "Conn" in kinds:
             return Unavailable(what, **fields)
         return StoreError(what, **fields)
+
+
+def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts in the options of a file system that may be credentials, by their names."""
+    found = {
+        text
+        for name, value in options.items()
+        for whole in _texts_in(value, _is_secret(name))
+        for text in (whole, whole.rpartition(" ")[2])  # "Bearer" precedes a token
+        if len(text) >= 4  # a shorter one would hide parts of words
+    }
+    as_sent = {f(text) for text in found for f in (str, quote, lambda t: quote(t, ""), quote_plus)}
+    return tuple(sorted(as_sent, key=len, reverse=True))  # one may contain another
+
+
+def _is_secret(name: object) -> bool:
+    text = str(name)
+    return _SECRET_OPTION.search(text) is not None and _FILE_OPTION.search(text) is None
+
+
+def _texts_in(value: Any, is_secret: bool) -> Iterator[str]:
+    """Yield the texts in a value, or those with the name of a secret in a dict in it."""
+    if isinstance(value, str) and is_secret:
+        yield value
+    elif isinstance(value, bytes) and is_secret:
+        yield value.decode(errors="replace")
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts_in(inner, is_secret or _is_secret(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts_in(inner, is_secret)
+
+
+def shown(error: object, secrets: tuple[str, ...] = ()) -> str:
+    """Return the text of an error of a library, without credentials."""
+    text = str(error)
+    for secret in secrets:
+        text = text.replace(secret, "...")
+    return hide_secrets(text)
 
 
 def wrapped_kind(fs: Any) -> type:

@@ -8,6 +8,7 @@ report an error as a missing file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -23,14 +24,20 @@ from holdfast.storage.checks import (
     short_read_error,
     too_long_error,
 )
-from holdfast.storage.fsspec.files import FsspecFiles
+from holdfast.storage.fsspec.files import FsspecFiles, secrets_in, shown
 from holdfast.storage.fsspec.upload import FileAppender
 from holdfast.storage.sequential_upload import SequentialUpload
 from holdfast.storage.store import Entry, Stat, Traits, Upload
+from holdfast.text import hide_secrets
 from holdfast.types import MIB
 
 INSTALL = "Install it: pip install 'holdfast[fsspec]'"
 
+
+_PASSWORD = re.compile(r"(?![^/@]*:\d+/)[^/@]*:[^@]*@")
+"""A password, which may contain slashes. What follows a host and its port is a folder."""
+
+_QUERY = re.compile(r"[^?]*\?[^/?=]*=")
 
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci")
 
@@ -156,30 +163,21 @@ def open_fsspec(
     call of it. The other options are those of the file system. Raises ``StoreError`` if fsspec does
     not know the protocol, or lacks a package for it.
     """
-    inner = url.removeprefix("fsspec+")
-    protocol, _, rest = inner.partition("://")
-    if not protocol or "::" in inner:
-        raise StoreError(
-            f"{url} does not name one file system", expected="fsspec+PROTOCOL://PATH", found=url
-        )
-    if ":" in rest.partition("/")[0].rpartition("@")[0]:
-        raise StoreError(
-            f"The URL of a store must not contain a password (fsspec+{protocol}://...)",
-            todo="Pass it as an option: holdfast.open_store(URL, password=...)",
-        )
     check_option(TIMEOUT, timeout)
+    inner, secrets = url.removeprefix("fsspec+"), secrets_in(options)
+    protocol = _check_url(inner)
     try:
         import fsspec
     except ImportError as e:
-        raise StoreError(f"{url} needs the package fsspec", todo=INSTALL) from e
+        raise StoreError(f"{hide_secrets(url)} needs the package fsspec", todo=INSTALL) from e
     try:
         root = fsspec.get_filesystem_class(protocol)._strip_protocol(inner)
     except (ImportError, ValueError) as e:
         raise StoreError(
-            f"fsspec cannot open {url}",
-            found=str(e),
+            f"fsspec cannot open {hide_secrets(url)}",
+            found=shown(e, secrets),
             todo="Install the package for this protocol, or check the spelling",
-        ) from e
+        ) from None
 
     def connect() -> Any:
         from fsspec.dircache import DirCache
@@ -188,4 +186,23 @@ def open_fsspec(
         fs.dircache = DirCache(use_listings_cache=False)  # other processes change the files
         return fs
 
-    return FsspecStore(url, root, connect, allow_weak, timeout)
+    return FsspecStore(url, root, connect, allow_weak, timeout, secrets)
+
+
+def _check_url(url: str) -> str:
+    """Return the protocol of a URL. Raises ``StoreError`` if it may contain credentials, because
+    messages show it."""
+    protocol, _, rest = url.partition("://")
+    if not protocol or "::" in url:
+        raise StoreError(
+            "The URL does not name one file system",
+            expected="fsspec+PROTOCOL://PATH",
+            found=hide_secrets(f"fsspec+{url}"),
+        )
+    for pattern, part, option in ((_PASSWORD, "password", "password"), (_QUERY, "query", "NAME")):
+        if pattern.match(rest):
+            raise StoreError(
+                f"The URL of a store must not contain a {part} (fsspec+{protocol}://...)",
+                todo=f"Pass it as an option: holdfast.open_store(URL, {option}=...)",
+            )
+    return protocol
