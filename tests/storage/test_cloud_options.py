@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 
 import pytest
 
@@ -12,6 +13,7 @@ from holdfast.storage.cloud import endpoint
 from holdfast.storage.cloud.failures import translate
 from holdfast.storage.cloud.upload import StreamAppender
 from holdfast.storage.sequential_upload import SequentialUpload
+from tests.cli.invoke import run_cli
 
 KEY = "c2VjcmV0LWtleQ=="
 SECRETS = (KEY, "SECRETSIG", "TOKENTOKEN", "hunter2")
@@ -46,9 +48,12 @@ def test_a_url_names_a_container_and_a_folder(scheme, path, store, folder):
         ("az://", "does not name a container.*Expected az://CONTAINER/folder"),
         ("az:///run", "does not name a container"),
         ("gs://", "Expected gs://CONTAINER/folder"),
-        ("az://Upper/run", "does not name a container. Expected .*, found 'az://Upper/run'"),
+        ("az://Upper/run", "does not name a container .*, found 'az://Upper/run'"),
         ("az://account:hunter2@bucket/run", "credentials, and other options are not part"),
         ("az://bucket?sig=SECRETSIG/run", "does not name a container"),
+        ("az://bucket/run?sv=1&sig=SECRETSIG", "does not name a container and a folder.*see docs"),
+        ("az://bucket/a/b?sig=SECRETSIG/run", "credentials, and other options are not part"),
+        ("gs://bucket/run?X-Goog-Signature=SECRETSIG", "does not name a container and a folder"),
         ("az://bucket//run", "has no name"),
         ("az://bucket/a/../b", "Invalid key"),
     ],
@@ -56,7 +61,8 @@ def test_a_url_names_a_container_and_a_folder(scheme, path, store, folder):
 def test_a_mistyped_url_is_refused(url, message):
     with pytest.raises(StoreError, match=message) as caught:
         holdfast.open_store(url)
-    assert not any(secret in str(caught.value) for secret in SECRETS)
+    shown = str(caught.value) + run_cli("ls", url).err
+    assert not any(secret in shown for secret in SECRETS)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +121,24 @@ def test_a_client_that_cannot_be_created_says_what_to_do(options, message):
         holdfast.open_store("az://bucket/run", **options).stat("a")
 
 
-def test_a_missing_service_account_is_named():
-    store = holdfast.open_store("gs://bucket/run", service_account="/no/such/file.json")
-    with pytest.raises(StoreError, match=r"/no/such/file.json.*GOOGLE_SERVICE_ACCOUNT"):
+@pytest.mark.parametrize("is_option", [True, False])
+@pytest.mark.parametrize(
+    "value", ["/no/such.json", '{"private_key": "SECRETSIG"}', "SECRETSIG", "file"]
+)
+def test_a_service_account_that_is_not_a_key_file(value, is_option, monkeypatch, tmp_path):
+    if value == "file":  # a path, of a file that is not a key
+        value = str(tmp_path / "key.json")
+        (tmp_path / "key.json").write_text('"SECRETSIG"')
+    options = {"service_account": value} if is_option else {}
+    if not is_option:
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", value)
+    store = holdfast.open_store("gs://bucket/run", **options)
+    with pytest.raises(
+        StoreError, match=r"service_account= .*must be the path of a key f"
+    ) as caught:
         store.stat("a")
+    shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value.fields)
+    assert not any(secret in shown + repr(store.options) for secret in SECRETS)
 
 
 def test_the_missing_package_is_named(monkeypatch):

@@ -96,7 +96,7 @@ class GoogleOptions(CloudOptions):
     path of a file with a key.
     """
 
-    service_account: str | None = None
+    service_account: str | None = field(default=None, repr=False)
 
     scheme: ClassVar[str] = "gs"
     hidden_uploads: ClassVar[str] = (

@@ -21,6 +21,7 @@ _NOT_SENT = re.compile(r"kind: Connect,|ConnectError\(|dns error|tcp connect err
 _NO_CONTAINER = re.compile(
     r"ContainerNotFound|NoSuchBucket|specified (?:container|bucket) does not exist"
 )
+_KEY_FILE = re.compile(r"service account file|OpenCredentials|DecodeCredentials|ReadCredentials")
 _BAD_REPLY = re.compile(
     r"HTTP error|body error|missing from response|invalid (?:list|bulk delete) response"
     r"|response body|error decoding|Error receiving"
@@ -73,6 +74,9 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
         return Denied(f"{what}: there are no credentials", todo=_CREDENTIALS[scheme], **fields)
     if status:
         return _translate_status(status, f"{what}: {_reason(status, text)}", text, fields)
+    if _KEY_FILE.search(text):  # which may be the key itself, instead of the path of a file
+        todo = "service_account= and GOOGLE_SERVICE_ACCOUNT must be the path of a key file"
+        return StoreError(f"{what}: the file with the key cannot be read", todo=todo, **fields)
     if _NOT_SENT.search(text):
         return Unavailable(
             f"{what}: the server cannot be reached", todo="Check the endpoint", **fields

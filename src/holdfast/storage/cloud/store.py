@@ -18,6 +18,7 @@ from holdfast.storage.cloud.endpoint import AzureOptions, CloudOptions, GoogleOp
 from holdfast.storage.cloud.upload import StreamAppender
 from holdfast.storage.sequential_upload import SequentialUpload
 from holdfast.storage.store import Entry, Stat, Upload
+from holdfast.text import hide_secrets
 
 _CONTAINER = re.compile(r"[a-z0-9$][a-z0-9._-]{1,221}")
 
@@ -151,9 +152,10 @@ def open_google(url: str, **options: Any) -> CloudStore:
 
 def _open(url: str, options: CloudOptions) -> CloudStore:
     container, _, folder = url.removeprefix(f"{options.scheme}://").partition("/")
-    if not _CONTAINER.fullmatch(container):
+    has_credentials = hide_secrets(url) != url  # a SAS, or a user
+    if has_credentials or not _CONTAINER.fullmatch(container):
         raise StoreError(
-            "The URL does not name a container",
+            "The URL does not name a container and a folder",
             expected=f"{options.scheme}://CONTAINER/folder",
             found=None if "@" in url or "?" in url else repr(url),  # they precede credentials
             todo="The account, credentials, and other options are not part of the URL: see"
