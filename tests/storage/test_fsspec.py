@@ -1,5 +1,6 @@
 """Stores in the file systems of fsspec, which promise nothing, and which fail."""
 
+import gc
 import math
 import os
 import sys
@@ -13,6 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 import holdfast
 from holdfast.deadline import Deadline
@@ -429,6 +431,125 @@ def test_a_call_that_never_returns_ends_in_time(faulty, monkeypatch):
     assert time.monotonic() - start < 30
     released.set()
     assert into == b"x" * 100  # the late call changes nothing
+
+
+class HangingFile(AbstractBufferedFile):
+    """A file whose bytes are sent when it is closed, to a server that does not answer."""
+
+    released, senders = threading.Event(), []
+
+    def _upload_chunk(self, final=False):
+        self.senders.append(threading.current_thread().name)
+        self.released.wait(60)
+
+
+@pytest.fixture
+def hanging(faulty, monkeypatch):
+    HangingFile.released, HangingFile.senders = threading.Event(), []
+    monkeypatch.setattr(
+        faulty, "_open", lambda self, path, mode, **_: HangingFile(self, path, mode)
+    )
+    yield HangingFile
+    HangingFile.released.set()
+
+
+@pytest.mark.parametrize("over", [0, 1, 20])
+def test_no_finalizer_sends_the_rest_of_a_file(hanging, monkeypatch, over):
+    """The deadline passes before the file is closed, so long that nothing is cleaned up, or while
+    it is being closed."""
+    now, begin = [0.0], time.monotonic()
+    if not over:
+        monkeypatch.setattr("holdfast.deadline.CLEANUP_SECONDS", 0.3)
+        deadline = Deadline.after(0.3, "a test")
+    else:
+        monkeypatch.setattr("holdfast.deadline.CLEANUP_SECONDS", 1.3)
+        deadline = Deadline("a test", 0.3, lambda: now[0])
+    upload = open_faulty().within(deadline).put("m", 3)
+    upload.write_at(0, memoryview(b"123"))
+    now[0] = over
+    with pytest.raises(Unavailable):
+        upload.commit()
+    del upload
+    gc.collect()
+    assert time.monotonic() - begin < 10
+    assert hanging.senders == ([] if over == 20 else ["holdfast-call"])
+
+
+def test_a_file_that_is_opened_too_late_is_given_up(hanging, faulty, monkeypatch):
+    opened, may_open, files = threading.Event(), threading.Event(), []
+
+    def open_late(self, path, mode, **_):
+        opened.set()
+        may_open.wait(60)
+        files.append(HangingFile(self, path, mode))
+        return files[0]
+
+    monkeypatch.setattr(faulty, "_open", open_late)
+    monkeypatch.setattr(faulty, "close", lambda _: closed.set(), raising=False)
+    closed = threading.Event()
+    with pytest.raises(Unavailable):
+        open_faulty(timeout=0.2).put_if_absent("m", b"123")
+    assert opened.wait(10)
+    may_open.set()
+    assert closed.wait(10)
+    assert files[0].closed
+    assert hanging.senders == []
+
+
+@pytest.fixture
+def clients(faulty, monkeypatch):
+    """Give each connection a client, and return them all."""
+    made = []
+
+    class Client:
+        def __init__(self):
+            self.closed = threading.Event()
+            self.close = self.closed.set
+            made.append(self)
+
+    create = faulty.__init__
+
+    def create_with_client(self, **options):
+        create(self, **options)
+        self.client = Client()
+
+    monkeypatch.setattr(faulty, "__init__", create_with_client)
+    return made
+
+
+def test_a_failed_creation_uses_the_connection_again(faulty, clients):
+    store = open_faulty()
+    store.put_if_absent("m", b"1")
+    for _ in range(20):
+        with pytest.raises(AlreadyExists):
+            store.put_if_absent("m", b"2")
+    assert len(clients) == 1
+    assert not clients[0].closed.is_set()
+
+
+@pytest.mark.parametrize("name", ["info", "makedirs", "_open", "close", "mv"])
+def test_a_broken_connection_is_closed(faulty, clients, monkeypatch, name):
+    def fail(*_, **__):
+        raise ConnectionResetError("gone")
+
+    store = open_faulty()
+    if name == "close":
+        monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.close", fail)
+    else:
+        monkeypatch.setattr(faulty, name, fail)
+    with pytest.raises(Unavailable):
+        store.put_if_absent("m", b"1")
+    unused = [fs.client for found in store._unused.values() for fs in found]
+    assert all(client.closed.wait(10) for client in clients if client not in unused)
+    assert any(client.closed.is_set() for client in clients)
+
+
+def test_a_call_that_hangs_loses_its_connection(faulty, clients, monkeypatch):
+    """So that the thread, which waits for the connection, ends."""
+    monkeypatch.setattr(faulty, "info", lambda self, _: self.client.closed.wait(60))
+    with pytest.raises(Unavailable, match="no answer by the deadline"):
+        open_faulty(timeout=0.2).stat("m")
+    assert clients[0].closed.wait(10)
 
 
 def test_a_forked_process_connects_again(faulty, monkeypatch):

@@ -7,8 +7,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from threading import Thread
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
 
@@ -18,6 +19,7 @@ from holdfast.storage.checks import weak_store_error
 from holdfast.storage.remote import RemoteStore
 from holdfast.storage.store import Stat, check_key
 from holdfast.text import hide_secrets
+from holdfast.threads import start_thread
 
 T = TypeVar("T")
 
@@ -108,18 +110,34 @@ class FsspecFiles(RemoteStore):
 
     def call(self, action: str, key: str, work: Callable[[Any], T]) -> T:
         """Return ``work(fs)``. Raises ``StoreError``."""
+        borrowed: list[Any] = []
 
         def work_on_connection() -> T:
-            fs = self.borrow()
-            try:
-                result = work(fs)
-            except (*MISSING, PermissionError):
-                self.give_back(fs)
-                raise  # after another error, the connection may be broken
-            self.give_back(fs)
-            return result
+            borrowed.append(self.borrow())
+            with self.giving_back(borrowed):
+                return work(borrowed[0])
 
-        return self.bounded(action, key, work_on_connection)
+        try:
+            return self.bounded(action, key, work_on_connection)
+        finally:  # the deadline has passed: let the thread that waits for the connection end
+            self.close(borrowed)
+
+    @contextmanager
+    def giving_back(self, borrowed: list[Any]) -> Iterator[None]:
+        """Give back the borrowed connection, or close it if an error of the block may have broken
+        it. Another thread may close it before."""
+        is_intact = False
+        try:
+            yield
+            is_intact = True
+        except (*MISSING, PermissionError):
+            is_intact = True
+            raise
+        finally:
+            if is_intact:
+                with suppress(IndexError):
+                    self.give_back(borrowed.pop())
+            self.close(borrowed)
 
     def bounded(self, action: str, key: str, function: Callable[[], T]) -> T:
         """Return ``function()``. Raises ``Unavailable`` when the deadline passes."""
@@ -141,6 +159,22 @@ class FsspecFiles(RemoteStore):
     def give_back(self, fs: Any) -> None:
         self._unused.setdefault(os.getpid(), []).append(fs)
 
+    def close(self, borrowed: list[Any]) -> None:
+        """Close the borrowed connection, if there is one. Does not wait, because that may hang.
+
+        The file systems leave that to the garbage collector, which does not end the threads and the
+        sockets of some clients.
+        """
+        with suppress(IndexError):
+            fs = borrowed.pop()
+            fs = getattr(fs, "fs", fs)
+            owners = (getattr(fs, "client", None), getattr(fs, "ftp", None), fs)
+            found = [getattr(owner, "close", None) for owner in owners]
+            if closers := [close for close in found if callable(close)]:
+                start_thread(
+                    Thread(target=_close, args=closers, daemon=True, name="holdfast-close")
+                )
+
     def _translate(self, error: Exception, action: str, key: str) -> StoreError:
         """Return the error of this store for an error of a file system."""
         text = shown(error, self._secrets)
@@ -158,6 +192,12 @@ class FsspecFiles(RemoteStore):
         if code in _AWAY or isinstance(error, EOFError) or "Timeout" in kinds or "Conn" in kinds:
             return Unavailable(what, **fields)
         return StoreError(what, **fields)
+
+
+def _close(*closers: Callable[[], object]) -> None:
+    for close in closers:
+        with suppress(Exception):
+            close()
 
 
 def secrets_in(options: Mapping[str, Any]) -> tuple[str, ...]:

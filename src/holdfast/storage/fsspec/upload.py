@@ -33,8 +33,9 @@ class FileAppender:
         folder, slash, name = key.rpartition("/")
         self._partial = f"{folder}{slash}.{name[:48]}.{secrets.token_hex(8)}.partial"
         self._partial_path = store.path(self._partial)
-        self._fs: Any = None
         self._file: Any = None
+        self._borrowed: list[Any] = []  # the connection of the file, while the file is open
+        self._is_busy = self._is_ended = False
 
     def append(self, data: memoryview) -> None:
         self._require_file()
@@ -46,7 +47,7 @@ class FileAppender:
     def commit(self) -> Stat:
         store, key = self._store, self._key
         self._require_file()
-        self._bounded("write", self._file.close)
+        self._bounded("write", self._close)
         check_written_length(key, store.url, self._length, store.stat(self._partial).length)
         self._require_absent()
         try:
@@ -60,15 +61,20 @@ class FileAppender:
             if not isinstance(e, Unavailable) and self._is_absent():
                 raise
             raise e.with_advice(outcome="unknown") from e  # the move may still be going on
-        store.give_back(self._fs)
         return stat
 
     def abort(self) -> None:
-        if self._fs is not None:
+        """Close the file, unless a call of it hangs, and remove it."""
+        self._is_ended = True
+        if self._file is None:
+            return
+        store, self._store = self._store, self._store.for_cleanup()
+        if self._borrowed and not self._is_busy:
             with suppress(StoreError):
-                self._bounded("close", self._file.close)
-            with suppress(StoreError):  # sweep removes a file that remains
-                self._store.delete(self._partial)
+                self._bounded("close", self._close)
+        self._discard()
+        with suppress(StoreError):  # sweep removes a file that remains
+            store.delete(self._partial)
 
     def _require_moved(self) -> None:
         """Check the move: some file systems do not report that it failed."""
@@ -97,24 +103,46 @@ class FileAppender:
         return True
 
     def _require_file(self) -> None:
-        if self._fs is None:
-            self._fs, self._file = self._bounded("create", self._open)
+        if self._file is None:
+            self._bounded("create", self._open)
 
-    def _open(self) -> Any:
-        fs = self._store.borrow()
-        folder = self._partial_path.rpartition("/")[0]
-        for last in [False] * _MAX_TRIES + [True]:
-            try:
-                if folder:
-                    fs.makedirs(folder, exist_ok=True)
-                return fs, fs.open(self._partial_path, "wb")
-            except MISSING:  # a delete has removed the empty folder
-                if last:
-                    raise
-        raise AssertionError
+    def _open(self) -> None:
+        borrowed = [self._store.borrow()]
+        fs, folder = borrowed[0], self._partial_path.rpartition("/")[0]
+        with self._store.giving_back(borrowed):
+            for last in [False] * _MAX_TRIES + [True]:
+                try:
+                    if folder:
+                        fs.makedirs(folder, exist_ok=True)
+                    self._file = fs.open(self._partial_path, "wb")
+                    break
+                except MISSING:  # a delete has removed the empty folder
+                    if last:
+                        raise
+            self._borrowed.append(borrowed.pop())
+        if self._is_ended:  # the deadline has passed
+            self._discard()
+
+    def _close(self) -> None:
+        with self._store.giving_back(self._borrowed):
+            self._file.close()
+
+    def _discard(self) -> None:
+        """Give up the file, if it is still open. Its finalizer must not write the rest: it would do
+        so in any thread, for as long as the server hangs."""
+        with suppress(AttributeError):
+            self._file._closed = True  # the name in fsspec and in paramiko
+        self._store.close(self._borrowed)
 
     def _bounded(self, action: str, function: Callable[[], T]) -> T:
-        return self._store.bounded(action, self._key, function)
+        def run() -> T:
+            self._is_busy = True
+            try:
+                return function()
+            finally:
+                self._is_busy = False
+
+        return self._store.bounded(action, self._key, run)
 
 
 def _move(fs: Any, source: str, target: str) -> None:
