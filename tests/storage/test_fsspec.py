@@ -244,6 +244,21 @@ def test_a_save_raises_or_commits_at_each_failed_call(faulty, error):
     assert outcomes["saved"] >= 1  # a failure to delete, or none
 
 
+@pytest.mark.parametrize("error", [OSError("Failure"), FileExistsError(17, "exists")])
+def test_a_folder_that_another_process_creates_at_the_same_moment(faulty, monkeypatch, error):
+    make, calls = MemoryFileSystem.makedirs, []
+
+    def overtaken(self, path, exist_ok=False):
+        make(self, path, exist_ok)
+        calls.append(path)
+        if len(calls) < 3:
+            raise error
+
+    monkeypatch.setattr(faulty, "makedirs", overtaken)
+    open_faulty().put_if_absent("v/m", b"1")
+    assert len(calls) == 3
+
+
 @pytest.mark.parametrize("fault", ["truncated", "unmoved", "uncopied", "half copied"])
 def test_a_silent_failure_is_found(faulty, fault, monkeypatch):
     store = open_faulty()

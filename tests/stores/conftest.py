@@ -13,6 +13,7 @@ from tests.stores.emulators import Azurite, LocalStack
 from tests.stores.hdfs_server import Hdfs
 from tests.stores.install import Missing
 from tests.stores.servers import Ceph, running
+from tests.stores.sftp_server import Sftp
 
 FOLDER = Path(__file__).parent
 
@@ -55,6 +56,10 @@ def running_localstack(request):
     return running_or_skip(request, LocalStack)
 
 
+def running_sftp(request):
+    return running_or_skip(request, Sftp)
+
+
 @pytest.fixture(scope="session")
 def ceph(request):
     with running_ceph(request) as server:
@@ -77,6 +82,12 @@ def azurite(request):
 @pytest.fixture(scope="session")
 def localstack(request):
     with running_localstack(request) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sftp(request):
+    with running_sftp(request) as server:
         yield server
 
 

@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -125,14 +126,22 @@ RECIPES = {
     ),
     "azurite": Recipe(("node", "npm"), ("nodejs", "npm"), _AZURITE, _fill_azurite),
     "localstack": Recipe((), (), " ".join(_LOCALSTACK), _fill_localstack),
+    "sftp": Recipe(("sshd", "ssh-keygen"), ("openssh-server",)),
 }
 
 
 # -- what is there, and what is missing --------------------------------------------------------
 
 
+def find_program(name: str) -> str | None:
+    """Return the path of a program. Only root has the folders of servers in its PATH."""
+    return shutil.which(
+        name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin"
+    )
+
+
 def missing_programs(name: str) -> list[str]:
-    return [p for p in RECIPES[name].programs if shutil.which(p) is None]
+    return [p for p in RECIPES[name].programs if find_program(p) is None]
 
 
 def is_filled(name: str) -> bool:
@@ -157,11 +166,35 @@ def _install_packages(names: list[str]) -> None:
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     try:
         run("apt-get", "update", "-qq", **quiet)
-        for name in names:
-            packages = RECIPES[name].packages
-            run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages, **quiet)
+        with _services_refused():
+            for name in names:
+                packages = ("--no-install-recommends", *RECIPES[name].packages)
+                run("apt-get", "install", "-y", "-qq", *packages, **quiet)
     except Missing as e:
         print(e)
+
+
+_POLICY = Path("/usr/sbin/policy-rc.d")
+
+
+@contextmanager
+def _services_refused() -> Iterator[None]:
+    """Let no package start a service of the system, such as sshd on port 22.
+
+    Debian's scripts ask this program whether they may. A container usually has one that refuses.
+    """
+    try:
+        with _POLICY.open("x") as file:
+            file.write("#!/bin/sh\nexit 101\n")
+    except FileExistsError:
+        yield
+        return
+    try:
+        _POLICY.chmod(0o755)
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            _POLICY.unlink()
 
 
 def install(name: str) -> None:

@@ -80,10 +80,15 @@ class Daemons:
                 start_new_session=True,
             )
 
+    def pids(self, *names: str) -> list[int]:
+        """Return the processes to which ``send`` sends a signal: of these names, or all."""
+        found = (self.processes[name] for name in names or self.processes)
+        return [process.pid for process in found if process.poll() is None]
+
     def send(self, number: signal.Signals, *names: str) -> None:
-        for name in names or self.processes:
+        for pid in self.pids(*names):
             with suppress(ProcessLookupError):
-                self.processes[name].send_signal(number)
+                os.kill(pid, number)
 
     def pause(self, *names: str) -> None:
         """Stop processes with SIGSTOP, and return when none of their threads runs any more.
@@ -91,7 +96,7 @@ class Daemons:
         The signal alone returns earlier: on a busy machine, a server may still answer after it.
         """
         self.send(signal.SIGSTOP, *names)
-        pids = [self.processes[name].pid for name in names or self.processes]
+        pids = self.pids(*names)
         self.wait_until(lambda: all(map(is_stopped, pids)))
 
     def kill(self, *names: str) -> None:

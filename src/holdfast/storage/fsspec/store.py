@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.buffers import as_byte_view
-from holdfast.errors import AlreadyExists, NotFound, StoreError
+from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from holdfast.storage.checks import (
     TIMEOUT,
     check_option,
@@ -101,7 +101,7 @@ class FsspecStore(FsspecFiles):
                 data = self.call("read", key, lambda fs: fs.cat_file(path, offset, offset + length))
             else:
                 self.stat(key)
-        except NotFound:
+        except (NotFound, Unavailable):
             raise
         except StoreError as e:
             found = max(0, self.stat(key).length - offset)

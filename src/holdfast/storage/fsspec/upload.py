@@ -116,8 +116,11 @@ class FileAppender:
                         fs.makedirs(folder, exist_ok=True)
                     self._file = fs.open(self._partial_path, "wb")
                     break
-                except MISSING:  # a delete has removed the empty folder
-                    if last:
+                except OSError as e:
+                    # A delete has removed the empty folder. Or another process has just created a
+                    # folder: the server of SFTP then reports an error without a number.
+                    is_failure = type(e) is OSError and e.errno is None
+                    if last or not (is_failure or isinstance(e, (*MISSING, FileExistsError))):
                         raise
             self._borrowed.append(borrowed.pop())
         if self._is_ended:  # the deadline has passed
