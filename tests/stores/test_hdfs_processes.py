@@ -1,13 +1,17 @@
 """Several processes, and files of other programs, in one folder in HDFS."""
 
+import time
 import uuid
 
 import pytest
 
 import holdfast
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.pins import hold_pin
 from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
+from holdfast.format.names import index_name, random_id, shard_name
 from holdfast.run.writer_lock import WriterLock
-from holdfast.testing.contract import put
+from holdfast.testing.contract import partial_keys, put
 
 
 @pytest.fixture
@@ -110,3 +114,23 @@ def test_an_empty_folder_is_not_an_object(run_url):
     store.connection._client.delete(store.path("v/a"), recursive=False)
     store.delete("v")
     assert store.look_up(store.path("v"), "v").isdir
+
+
+@pytest.mark.parametrize("name", [shard_name, index_name])
+def test_an_upload_that_takes_longer_than_the_minimum_age_is_protected_by_its_pin(run_url, name):
+    """HDFS shows the time of the creation of a file that is open."""
+    store, attempt, now = holdfast.open_store(run_url), random_id(), time.time() + 30 * 24 * 3600
+    key = f"version_1/{name(123_456, 654_321, attempt)}"
+    with store.put(key, 2) as upload, hold_pin(Location(store, "version_1"), attempt):
+        upload.write_at(0, memoryview(b"1"))
+        (partial,) = partial_keys(store)
+        assert holdfast.Run(store).sweep(grace=0, now=now).kept == [
+            (partial, "a save is in progress")
+        ]
+        upload.write_at(1, memoryview(b"2"))
+        upload.commit()
+    assert store.get(key, 2) == b"12"
+    upload = store.put(f"{key}x", 2)
+    upload.write_at(0, memoryview(b"1"))
+    assert len(holdfast.Run(store).sweep(grace=0, now=now).removed) == 2
+    upload.abort()
