@@ -52,29 +52,7 @@ def translate(error: BaseException, action: str, key: str, url: str) -> StoreErr
     if isinstance(error, TypeError | ValueError | OverflowError):  # a value of this process
         return StoreError(f"{what}: {text[:300]}", todo="Check the options of the store", **fields)
     if (remote := _REMOTE.search(text)) is None:
-        if "No NameNode hosts found" in text:
-            return StoreError(
-                f"{what}: the URL has no port, and no name service is known by this name",
-                expected="hdfs://NAMENODE:PORT/folder, or a name service of hdfs-site.xml",
-                todo="Add the port, or set HADOOP_CONF_DIR to the folder of hdfs-site.xml",
-                **fields,
-            )
-        if text.startswith(("InvalidArgument", "UrlParseError", "InvalidPath")):
-            todo = "Check the URL, and that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
-            return StoreError(f"{what}: {text}", todo=todo, **fields)
-        if text.startswith(("SASL", "GSSAPI", "NoSASL")):
-            todo = "Renew the Kerberos ticket (kinit)"
-            return Denied(f"{what}: {text}", todo=todo, **fields)
-        if _NO_COPY in text:
-            # hdfs-native does not tell a DataNode that is away from one whose copy is damaged
-            nodes = ", ".join(":".join(found) for found in _DATANODE.findall(text))
-            todo = (
-                "Check that these DataNodes run. If they do, every copy of a block is damaged:"
-                " see hdfs fsck, and go back to another version"
-            )
-            what = f"{what}: no DataNode that has a copy returned the bytes"
-            return Unavailable(what, found=nodes, todo=todo, **fields)
-        return Unavailable(f"{what}: {text[:300]}", **unknown, **fields)
+        return _translate_client(text, what, fields, unknown)
     name = remote[1].rpartition(".")[2].rpartition("$")[2]
     message = remote[2].partition("\\n")[0]
     what = f"{what}: {name}: {message}"
@@ -93,3 +71,32 @@ def translate(error: BaseException, action: str, key: str, url: str) -> StoreErr
         todo = "Check that the DataNodes run, and that they have space"
         return Unavailable(what, todo=todo, **fields)
     return StoreError(what, **fields)
+
+
+def _translate_client(
+    text: str, what: str, fields: dict[str, Any], unknown: dict[str, str]
+) -> StoreError:
+    """Return the error for one that no server has sent. ``text`` describes it."""
+    if "No NameNode hosts found" in text:
+        return StoreError(
+            f"{what}: the URL has no port, and no name service is known by this name",
+            expected="hdfs://NAMENODE:PORT/folder, or a name service of hdfs-site.xml",
+            todo="Add the port, or set HADOOP_CONF_DIR to the folder of hdfs-site.xml",
+            **fields,
+        )
+    if text.startswith(("InvalidArgument", "UrlParseError", "InvalidPath")):
+        todo = "Check the URL, and that HADOOP_CONF_DIR names the folder of hdfs-site.xml"
+        return StoreError(f"{what}: {text}", todo=todo, **fields)
+    if text.startswith(("SASL", "GSSAPI", "NoSASL")):
+        todo = "Renew the Kerberos ticket (kinit)"
+        return Denied(f"{what}: {text}", todo=todo, **fields)
+    if _NO_COPY in text:
+        # hdfs-native does not tell a DataNode that is away from one whose copy is damaged
+        nodes = ", ".join(":".join(found) for found in _DATANODE.findall(text))
+        todo = (
+            "Check that these DataNodes run. If they do, every copy of a block is damaged:"
+            " see hdfs fsck, and go back to another version"
+        )
+        what = f"{what}: no DataNode that has a copy returned the bytes"
+        return Unavailable(what, found=nodes, todo=todo, **fields)
+    return Unavailable(f"{what}: {text[:300]}", **unknown, **fields)

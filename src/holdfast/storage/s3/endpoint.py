@@ -6,19 +6,17 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from holdfast.deadline import Deadline
+from holdfast.deadline import Call, Deadline
 from holdfast.errors import StoreError, Unavailable
 from holdfast.settings import aws_variables
 from holdfast.storage.checks import Rule, make_options
 from holdfast.storage.remote import Server
 from holdfast.storage.s3.pace import IN_FLIGHT, Pace
-from holdfast.threads import start_thread
 from holdfast.types import MIB
 from holdfast.version import __version__
 
@@ -117,7 +115,7 @@ class Clients:
         self._credentials: Any = None
         self.url = ""
         self._addresses = 1  # of the server: each may take the timeout of a connection
-        self._fetching: Future[None] | None = None
+        self._fetching: Call[None] | None = None
         self._lock = Lock()
 
     def client(self, deadline: Deadline, longest: int) -> Any:
@@ -152,28 +150,15 @@ class Clients:
         if self._session is not None and (is_due is None or not is_due()):
             return
         with self._lock:
+            if self._fetching is None or self._fetching.wait(0):
+                self._fetching = Call(self._fetch, "holdfast-credentials")
             fetching = self._fetching
-            if fetching is None or fetching.done():
-                fetching = self._fetching = Future()
-                thread = Thread(target=self._run, args=(fetching,), daemon=True)
-                thread.name = "holdfast-credentials"
-                if not start_thread(thread):
-                    raise StoreError("No thread can be started", todo="Raise the limit (ulimit -u)")
-        try:
-            fetching.result(deadline.seconds_left)
-        except TimeoutError as e:
+        if not fetching.wait(deadline.seconds_left):
             raise Unavailable(
                 "The credentials did not arrive in time",
                 todo="Check credential_process, STS, or SSO in the configuration of AWS",
-            ) from e
-
-    def _run(self, fetching: Future[None]) -> None:
-        try:
-            self._fetch()
-        except BaseException as e:  # noqa: BLE001  (raised by those that wait)
-            fetching.set_exception(e)
-        else:
-            fetching.set_result(None)
+            )
+        fetching.result()
 
     def _fetch(self) -> None:
         """Find the credentials, or renew those that expire soon."""
