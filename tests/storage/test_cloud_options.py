@@ -76,11 +76,25 @@ def test_a_mistyped_url_is_refused(url, message):
         ("gs://b1b/r", {"timeout": 0}, "timeout="),
         ("gs://b1b/r", {"timeout": True}, "timeout="),
         ("az://b1b/r", {"endpoint": "localhost"}, "endpoint=. Expected https://HOST"),
+        ("az://b1b/r", {"anonymous": "no"}, "anonymous=. Expected True or False, found 'no'"),
+        ("gs://b1b/r", {"anonymous": 1}, "anonymous=. Expected True or False"),
+        ("az://b1b/r", {"account": 3}, "account=. Expected the name of an account, found 3"),
+        ("az://b1b/r", {"account": ""}, "account=. Expected the name of an account"),
+        ("az://b1b/r", {"account_key": KEY.encode()}, "key=. Expected the base64.*found bytes"),
+        ("az://b1b/r", {"account_key": [KEY]}, "account_key=. Expected the base64.*found list"),
+        ("az://b1b/r", {"account_key": "TOKENTOKEN-"}, "account_key=. Expected the base64 text"),
+        ("az://b1b/r", {"account_key": ""}, "account_key=. Expected the base64 text"),
+        ("az://b1b/r", {"sas_token": 5}, "sas_token=. Expected a text with sig=, found int"),
+        ("az://b1b/r", {"sas_token": "TOKENTOKEN"}, "sas_token=. Expected a text with sig="),
+        ("gs://b1b/r", {"service_account": {"k": KEY}}, "_account=. Expected the path.*found dict"),
+        ("gs://b1b/r", {"service_account": '{"k": "hunter2"}'}, "Expected the path of a key file"),
+        ("gs://b1b/r", {"service_account": "-----BEGIN\nhunter2"}, "Expected the path of a key"),
     ],
 )
 def test_an_invalid_option_is_refused(url, options, message):
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match=message) as caught:
         holdfast.open_store(url, **options)
+    assert not any(secret in str(caught.value) for secret in SECRETS)
 
 
 @pytest.mark.parametrize("url", ["az://b1b/r", "gs://b1b/r"])
@@ -99,26 +113,24 @@ def test_without_credentials_nothing_is_written(url):
 
 
 def test_no_message_shows_credentials():
-    secrets = {"account_key": KEY, "sas_token": "sv=1&sig=SECRETSIG"}
-    store = holdfast.open_store("az://bucket/run", account="a", **secrets)
-    shown = [repr(store), repr(store.options), store.url]
-    for options in ({"part_size": 1}, {"endpoint": "ftp://a:hunter2@host"}):
-        with pytest.raises(StoreError) as caught:
-            holdfast.open_store("az://bucket/run", **secrets, **options)
-        shown += [str(caught.value), repr(caught.value.fields)]
+    shown = []
+    for secret in ({"account_key": KEY}, {"sas_token": "sv=1&sig=SECRETSIG"}):
+        store = holdfast.open_store("az://bucket/run", account="a", **secret)
+        shown += [repr(store), repr(store.options), store.url]
+        for options in ({"part_size": 1}, {"endpoint": "ftp://a:hunter2@host"}):
+            with pytest.raises(StoreError) as caught:
+                holdfast.open_store("az://bucket/run", **secret, **options)
+            shown += [str(caught.value), repr(caught.value.fields)]
     assert not any(secret in text for text in shown for secret in SECRETS)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"),
-        ({"account": "a", "account_key": "-"}, "Invalid Access Key"),
-    ],
-)
-def test_a_client_that_cannot_be_created_says_what_to_do(options, message):
+def test_a_client_that_cannot_be_created_says_what_to_do(monkeypatch):
+    message = r"Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"
     with pytest.raises(StoreError, match=message):
-        holdfast.open_store("az://bucket/run", **options).stat("a")
+        holdfast.open_store("az://bucket/run").stat("a")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "-")
+    with pytest.raises(StoreError, match="Invalid Access Key"):
+        holdfast.open_store("az://bucket/run", account="a").stat("a")
 
 
 @pytest.mark.parametrize("is_option", [True, False])
@@ -132,13 +144,10 @@ def test_a_service_account_that_is_not_a_key_file(value, is_option, monkeypatch,
     options = {"service_account": value} if is_option else {}
     if not is_option:
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", value)
-    store = holdfast.open_store("gs://bucket/run", **options)
-    with pytest.raises(
-        StoreError, match=r"service_account= .*must be the path of a key f"
-    ) as caught:
-        store.stat("a")
+    with pytest.raises(StoreError, match=r"service_account=.* the path of a key file") as caught:
+        holdfast.open_store("gs://bucket/run", **options).stat("a")
     shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value.fields)
-    assert not any(secret in shown + repr(store.options) for secret in SECRETS)
+    assert not any(secret in shown for secret in SECRETS)
 
 
 def test_the_missing_package_is_named(monkeypatch):
@@ -180,6 +189,20 @@ def test_a_name_that_the_cloud_changes_or_refuses_is_an_error(key):
     store = holdfast.open_store("az://bucket/run")
     with pytest.raises(StoreError, match="Invalid key"):
         store.put_if_absent(key, b"")
+
+
+def test_the_folder_that_makes_a_name_invalid_is_shown():
+    with pytest.raises(StoreError, match=r"names that end with a dot, found 'a\./b/manifest.json'"):
+        holdfast.open_store("az://bucket/a./b").stat("manifest.json")
+
+
+def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch):
+    options = {"account": "a", "account_key": KEY}
+    store = holdfast.open_store("az://bucket/run", part_size=5 << 20, **options)
+    monkeypatch.setattr("holdfast.storage.cloud.upload.start_thread", lambda _: False)
+    message = r"Cannot write a to az://bucket/run: no thread.*ulimit"
+    with store.put("a", 6 << 20) as upload, pytest.raises(StoreError, match=message):
+        upload.write_at(0, memoryview(bytes(1 << 20)))
 
 
 def test_a_name_of_an_unfinished_upload_is_refused():

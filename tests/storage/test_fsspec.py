@@ -631,6 +631,9 @@ def test_bad_options():
     for timeout in (0, -1, "5", None, True, math.inf):
         with pytest.raises(StoreError, match="timeout="):
             open_store("fsspec+memory://a", timeout=timeout)
+    for value in ("False", 1, 0, None):
+        with pytest.raises(StoreError, match=r"allow_weak=. Expected True or False"):
+            open_store("fsspec+memory://a", allow_weak=value)
     store = open_store("fsspec+dir://a", path="/", target_protocol="nonsense")
     with pytest.raises(StoreError, match="Protocol not known: nonsense"):
         store.stat("a")

@@ -158,6 +158,35 @@ def test_bytes_that_are_written_twice_are_refused(twice):
     assert appender.is_aborted
 
 
+def test_the_same_bytes_twice_in_memory_and_in_the_file(monkeypatch):
+    monkeypatch.setattr(sequential_upload, "WINDOW", 10)
+    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
+    upload, appender = begin(20)
+    for _ in range(3):
+        upload.write_at(10, memoryview(bytes(10)))
+    upload.write_at(0, memoryview(bytes(10)))
+    with pytest.raises(StoreError, match="twice"):
+        upload.commit()
+    assert appender.is_aborted
+    assert sequential_upload._memory._left == 10
+
+
+def test_bytes_that_cannot_be_copied_return_their_memory(monkeypatch):
+    upload, _ = begin(20)
+    monkeypatch.setattr(sequential_upload, "as_byte_view", lambda data: Uncopyable())
+    with pytest.raises(MemoryError):
+        upload.write_at(10, memoryview(bytes(10)))
+    assert sequential_upload._memory._left == 64 * MIB
+
+
+class Uncopyable:
+    def __len__(self):
+        return 10
+
+    def __bytes__(self):
+        raise MemoryError
+
+
 def test_a_full_disk_says_what_to_do(monkeypatch):
     monkeypatch.setattr(sequential_upload, "WINDOW", 0)
     monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import os
 from threading import Lock
 from typing import IO, Protocol
@@ -47,7 +48,9 @@ class SequentialUpload(Upload):
         self._appender = appender
         self._lock = Lock()
         self._position = 0
-        self._early: list[tuple[int, int, bytes | None]] = []  # a heap: offset, size, bytes
+        # a heap: offset, size, a number (bytes and None have no order), bytes
+        self._early: list[tuple[int, int, int, bytes | None]] = []
+        self._numbers = itertools.count()
         self._file: IO[bytes] | None = None  # has the bytes that are None above
         self._is_open = True
         self._is_released = False
@@ -94,7 +97,12 @@ class SequentialUpload(Upload):
     def _keep(self, offset: int, view: memoryview) -> None:
         """Copy bytes whose turn has not come."""
         if _memory.take(len(view)):
-            heapq.heappush(self._early, (offset, len(view), bytes(view)))
+            try:
+                data = bytes(view)
+            except BaseException:
+                _memory.give(len(view))
+                raise
+            heapq.heappush(self._early, (offset, len(view), next(self._numbers), data))
             return
         try:
             if self._file is None:
@@ -113,12 +121,12 @@ class SequentialUpload(Upload):
                 key=self._key,
                 store=self._url,
             ) from e
-        heapq.heappush(self._early, (offset, len(view), None))
+        heapq.heappush(self._early, (offset, len(view), next(self._numbers), None))
 
     def _append_early(self) -> None:
         """Append the kept bytes whose turn has come."""
         while self._early and self._early[0][0] <= self._position:
-            offset, size, data = heapq.heappop(self._early)
+            offset, size, _, data = heapq.heappop(self._early)
             if data is not None:
                 _memory.give(size)
             if offset < self._position:
@@ -134,7 +142,7 @@ class SequentialUpload(Upload):
         if self._is_released:
             return
         self._is_released = True
-        _memory.give(sum(size for _, size, data in self._early if data is not None))
+        _memory.give(sum(size for _, size, _, data in self._early if data is not None))
         self._early = []
         if self._file is not None:
             self._file.close()

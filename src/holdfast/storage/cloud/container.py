@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from holdfast.buffers import as_byte_view
-from holdfast.deadline import Deadline
+from holdfast.deadline import Deadline, call_within
 from holdfast.errors import Denied, StoreError, Unavailable
 from holdfast.storage.checks import (
     check_range,
@@ -26,6 +26,11 @@ from holdfast.storage.store import Stat, Traits
 from holdfast.types import MIB
 
 T = TypeVar("T")
+
+
+_FOREIGN_REPLIES = 3
+"""The number of replies without sense after which an unknown server is another kind of server. A
+proxy may send one of them while it is busy."""
 
 
 class CloudContainer(BucketStore):
@@ -66,7 +71,7 @@ class CloudContainer(BucketStore):
             raise StoreError(
                 f"Invalid key {key[:200]!r} for {self.url}",
                 expected="no control characters, backslashes, or names that end with a dot",
-                found=repr(key[:200]),
+                found=repr(name),  # the folder of the store may be what is invalid
                 key=key,
                 store=self.url,
             )
@@ -185,8 +190,32 @@ class CloudContainer(BucketStore):
     def _list_any(self, client: Any) -> None:
         import obstore
 
-        with translated("list", "", self.url):
+        def first() -> None:
             next(iter(obstore.list(client, "holdfast-looks-for-the-container")), None)
+
+        with translated("list", "", self.url):
+            self._list_within(self.deadline_for("list", ""), "", first)
+
+    def _list_within(self, deadline: Deadline, folder: str, function: Callable[[], T]) -> T:
+        """Return ``function()``, one call of obstore that sends requests until a listing ends."""
+        try:
+            return call_within(deadline, function)
+        except TimeoutError:
+            raise Unavailable(
+                f"Listing {folder or self.url} in {self.root} is too slow",
+                key=folder,
+                store=self.url,
+            ) from None
+
+    def call_list(self, folder: str, request: Callable[[Any], T]) -> T:
+        """Return ``request(client)``, which sends any number of requests, by the deadline."""
+        deadline = self.deadline_for("list", folder)
+        return self.within(deadline).call(
+            "ListObjects",
+            "list",
+            folder,
+            lambda client: self._list_within(deadline, folder, lambda: request(client)),
+        )
 
     def _send(
         self, action: str, key: str, request: Callable[[Any], T], deadline: Deadline, longest: int
@@ -194,10 +223,28 @@ class CloudContainer(BucketStore):
         endpoint = self.endpoint
         try:
             with translated(action, key, self.url):
-                return request(endpoint.client(self.container, deadline.seconds_left, longest))
+                result = request(endpoint.client(self.container, deadline.seconds_left, longest))
         except Denied:
             endpoint.forget_clients()  # they keep credentials, and that there were none
             raise
+        except Unavailable as e:
+            if "foreign" in e.fields and self.root not in endpoint.known:
+                endpoint.foreign_replies += 1
+                if endpoint.foreign_replies >= _FOREIGN_REPLIES:
+                    raise self._foreign_server_error(e) from None
+            raise
+        endpoint.known.add(self.root)
+        endpoint.foreign_replies = 0
+        return result
+
+    def _foreign_server_error(self, error: Unavailable) -> StoreError:
+        """Return the error for a server none of whose replies has been valid: a web server."""
+        name = {"az": "Azure", "gs": "Google Cloud Storage"}[self.options.scheme]
+        return StoreError(
+            f"The server of {self.root} does not answer as {name} does",
+            todo="Check the endpoint",
+            **error.fields,
+        )
 
 
 def to_stat(found: Any, key: str) -> Stat:

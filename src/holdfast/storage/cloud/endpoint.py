@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import binascii
 import os
+from base64 import b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -46,19 +48,26 @@ class CloudOptions:
 
     scheme: ClassVar[str] = ""
     hidden_uploads: ClassVar[str] = ""
+    rules: ClassVar[tuple[Rule, ...]] = ()
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
         rules: tuple[Rule, ...] = (
             ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
-            ("endpoint", (str, type(None)), _is_web, "https://HOST or http://HOST"),
+            ("endpoint", (str, type(None)), _is_web, _WEB),
+            ("anonymous", bool, lambda b: True, "True or False"),
         )
-        return make_options(cls, f"a {cls.scheme}:// store", options, rules)
+        return make_options(cls, f"a {cls.scheme}:// store", options, (*rules, *cls.rules))
 
     def config(self) -> dict[str, Any]:
         """Return the options as obstore names them. What it lacks comes from the environment."""
         raise NotImplementedError
+
+    def credential(self) -> dict[str, Any] | None:
+        """Return the credential that is given, for a provider of obstore. It takes precedence over
+        the environment variables, unlike what ``config`` returns."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,7 @@ class AzureOptions(CloudOptions):
 
     What is None comes from the environment variables that begin with ``AZURE_``, the Azure CLI, or
     a managed identity. ``account``: the name of the storage account. ``account_key`` or
-    ``sas_token``: the credentials.
+    ``sas_token``: the credentials, instead of all those of the environment.
     """
 
     account: str | None = None
@@ -76,15 +85,36 @@ class AzureOptions(CloudOptions):
 
     scheme: ClassVar[str] = "az"
     hidden_uploads: ClassVar[str] = "Azure deletes them after 7 days"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ("account", (str, type(None)), lambda name: name != "", "the name of an account"),
+    )
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """See ``CloudOptions``. Raises ``StoreError`` also for more than one credential."""
+        made = super(AzureOptions, cls).from_mapping(options)
+        _check_secret("account_key", made.account_key, _is_base64, "the base64 text of a key")
+        _check_secret("sas_token", made.sas_token, lambda s: "sig=" in s, "a text with sig=")
+        names = ("account_key", "sas_token", "anonymous")
+        given = [f"{name}=" for name in names if getattr(made, name)]
+        if len(given) > 1:
+            raise StoreError("An az:// store has two credentials", found=" and ".join(given))
+        return made
 
     def config(self) -> dict[str, Any]:
         return {
             "endpoint": self.endpoint,
             "account_name": self.account,
-            "account_key": self.account_key,
-            "sas_key": self.sas_token,
             "skip_signature": self.anonymous or None,
         }
+
+    def credential(self) -> dict[str, Any] | None:
+        if self.sas_token is not None:
+            return {"sas_token": self.sas_token, "expires_at": None}
+        if self.account_key is None and not self.anonymous:
+            return None
+        # without a signature, obstore would still check the key of the environment
+        return {"access_key": self.account_key or "", "expires_at": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +134,13 @@ class GoogleOptions(CloudOptions):
         ' "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]}'
     )
 
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """See ``CloudOptions``."""
+        made = super(GoogleOptions, cls).from_mapping(options)
+        _check_secret("service_account", made.service_account, _is_path, "the path of a key file")
+        return made
+
     def config(self) -> dict[str, Any]:
         return {
             "base_url": self.endpoint,
@@ -118,11 +155,16 @@ class Endpoint(Server):
     def __init__(self, options: CloudOptions, variables: frozenset[tuple[str, str]]) -> None:
         super().__init__(options.concurrency, options.timeout)
         self.options = options
+        own = {"az": "AZURE_", "gs": "GOOGLE_"}[options.scheme]
+        for name, value in variables if options.endpoint is None else ():
+            if name in _URL_VARIABLES and name.startswith(own) and not _is_web(value):
+                raise StoreError(f"Invalid value for the variable {name}", expected=_WEB)
         self._allow_http = any(
             url.startswith("http://")
             for url in (options.endpoint or "", *(v for n, v in variables if n in _URL_VARIABLES))
         )
         self._clients: dict[tuple[str, int], Any] = {}
+        self.foreign_replies = 0  # since the last valid one
         self._lock = Lock()
 
     def client(self, container: str, seconds_left: float, longest: int) -> Any:
@@ -153,10 +195,13 @@ class Endpoint(Server):
         classes: dict[str, Callable[..., Any]] = {"az": store.AzureStore, "gs": store.GCSStore}
         options = self.options
         is_writer, longest_pause = retry_seconds > 0, min(5.0, retry_seconds / 4)
+        credential = options.credential()
+        provider = {} if credential is None else {"credential_provider": lambda: credential}
         with translated("open", "", f"{options.scheme}://{container}"):
             return classes[options.scheme](
                 container,
                 config={k: v for k, v in options.config().items() if v is not None},
+                **provider,
                 client_options={
                     "timeout": timedelta(seconds=timeout),
                     "connect_timeout": timedelta(seconds=min(timeout, 15)),
@@ -179,8 +224,29 @@ class Endpoint(Server):
             )
 
 
+_WEB = "https://HOST or http://HOST"
+
+
 def _is_web(url: str | None) -> bool:
     return url is None or url.startswith(("https://", "http://"))
+
+
+def _is_path(text: str) -> bool:
+    return not text.lstrip().startswith(("{", "-----BEGIN"))
+
+
+def _is_base64(text: str) -> bool:
+    try:
+        return bool(b64decode(text, validate=True))
+    except (binascii.Error, ValueError):
+        return False
+
+
+def _check_secret(name: str, value: object, is_valid: Callable[[str], bool], expected: str) -> None:
+    """Raise ``StoreError`` unless a credential is valid or None. The message does not show it."""
+    if value is not None and not (isinstance(value, str) and is_valid(value)):
+        found = type(value).__name__ if not isinstance(value, str) else "another text"
+        raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
 
 
 _URL_VARIABLES = {"AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"}

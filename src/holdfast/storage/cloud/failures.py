@@ -22,6 +22,11 @@ _NO_CONTAINER = re.compile(
     r"ContainerNotFound|NoSuchBucket|specified (?:container|bucket) does not exist"
 )
 _KEY_FILE = re.compile(r"service account file|OpenCredentials|DecodeCredentials|ReadCredentials")
+_TLS = re.compile(
+    r"corrupt message|InvalidContentType|invalid peer certificate|InvalidCertificate"
+    r"|HandshakeFailure|ProtocolVersion|invalid HTTP version|Parse\(\s*Version"
+)
+_FOREIGN = re.compile(r"Header missing from response|invalid (?:list|bulk delete) response")
 _BAD_REPLY = re.compile(
     r"HTTP error|body error|missing from response|invalid (?:list|bulk delete) response"
     r"|response body|error decoding|Error receiving"
@@ -58,7 +63,7 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     """Return the error of the store at ``url`` for an error of obstore.
 
     ``action``: "read", for the message. Fields: ``status`` of the reply; ``throttled`` and
-    ``outcome`` for ``Throttle``.
+    ``outcome`` for ``Throttle``; ``foreign`` if the reply may be that of another kind of server.
     """
     if isinstance(error, StoreError):
         return error
@@ -77,11 +82,19 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     if _KEY_FILE.search(text):  # which may be the key itself, instead of the path of a file
         todo = "service_account= and GOOGLE_SERVICE_ACCOUNT must be the path of a key file"
         return StoreError(f"{what}: the file with the key cannot be read", todo=todo, **fields)
+    if "credential provider" in text:  # of an option
+        todo = "Check account_key= and sas_token="
+        return Denied(f"{what}: the credentials are not valid", todo=todo, **fields)
+    if _TLS.search(text):
+        todo = "Check whether the endpoint begins with http:// or https://, and its certificate"
+        return StoreError(f"{what}: TLS failed, or the server needs it", todo=todo, **fields)
     if _NOT_SENT.search(text):
         return Unavailable(
             f"{what}: the server cannot be reached", todo="Check the endpoint", **fields
         )
     if _BAD_REPLY.search(text):
+        if _FOREIGN.search(text):
+            fields["foreign"] = True
         return Unavailable(f"{what}: there is no valid reply", outcome="unknown", **fields)
     if kind == "InvalidPathError":  # the name of an object of somebody else
         todo = "Rename or delete that object: its name has an empty or a relative part"

@@ -57,10 +57,8 @@ class CloudStore(CloudContainer):
 
     def list(self, prefix: str) -> Iterator[Stat]:
         pages = _Pages(self._folder_name(prefix))
-        while (page := self.call("ListObjects", "list", prefix, pages.read)) is not None:
-            self.endpoint.known.add(self.root)
+        while (page := self.call_list(prefix, pages.read)) is not None:
             yield from self._stats(page)
-        self.endpoint.known.add(self.root)
 
     def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
         """See the function."""
@@ -69,10 +67,7 @@ class CloudStore(CloudContainer):
         start = self._folder_name(folder)
         if "/" in prefix:
             return
-        reply = self.call(
-            "ListObjects", "list", folder, lambda c: obstore.list_with_delimiter(c, start)
-        )
-        self.endpoint.known.add(self.root)
+        reply = self.call_list(folder, lambda c: obstore.list_with_delimiter(c, start))
         for common in reply["common_prefixes"]:
             name = common.rstrip("/").rpartition("/")[2]
             if name.startswith(prefix):
@@ -109,11 +104,17 @@ class CloudStore(CloudContainer):
 
 
 class _Pages:
-    """The pages of a listing. After a failure, it goes on behind what has arrived."""
+    """The pages of a listing. After a failure, or with another client, whose requests may take
+    another time, it goes on behind what has arrived.
+
+    It asks the server for the names from there on. Azure includes the first of them, and other
+    servers ignore that.
+    """
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder
         self._position: str | None = None
+        self._client: Any = None
         self._stream: Iterator[Any] | None = None
 
     def read(self, client: Any) -> Any:
@@ -121,13 +122,16 @@ class _Pages:
         import obstore
 
         stream = self._stream
-        if stream is None:
+        if stream is None or client is not self._client:
             stream = iter(
                 obstore.list(client, self._folder, offset=self._position, chunk_size=1000)
             )
         self._stream = None
         page = next(stream, None)
-        self._stream = stream
+        self._client, self._stream = client, stream
+        if page and self._position is not None:
+            position = self._position
+            page = [found for found in page if found["path"] > position]
         if page:
             self._position = page[-1]["path"]
         return page

@@ -13,6 +13,7 @@ from holdfast.storage.checks import exists_error
 from holdfast.storage.cloud.container import CloudContainer
 from holdfast.storage.cloud.failures import translate
 from holdfast.storage.store import Stat, part_length
+from holdfast.threads import start_thread
 from holdfast.types import BLOCK_SIZE
 
 PARALLEL_PARTS = 4
@@ -93,8 +94,15 @@ class StreamAppender:
             self._seconds = self._store.deadline_for("write", self._key).seconds_left
             client = self._store.endpoint.streaming_client(self._store.container, self._seconds)
             name = f"holdfast upload of {self._key}"
-            self._thread = Thread(target=self._run, args=(client,), name=name, daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._run, args=(client,), name=name, daemon=True)
+            if not start_thread(thread):
+                raise StoreError(
+                    f"Cannot write {self._key} to {self._store.url}: no thread can be started",
+                    todo="Raise the limit (ulimit -u)",
+                    key=self._key,
+                    store=self._store.url,
+                )
+            self._thread = thread
         self._pieces.put(piece)
 
     def _wait(self, action: str) -> None:

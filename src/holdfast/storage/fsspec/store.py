@@ -164,6 +164,7 @@ def open_fsspec(
     not know the protocol, or lacks a package for it.
     """
     check_option(TIMEOUT, timeout)
+    check_option(("allow_weak", bool, lambda b: True, "True or False"), allow_weak)
     inner, secrets = url.removeprefix("fsspec+"), secrets_in(options)
     protocol = _check_url(inner)
     try:
