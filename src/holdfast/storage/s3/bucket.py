@@ -40,7 +40,7 @@ from holdfast.types import MIB
 
 T = TypeVar("T")
 
-_FIRST_BLOCK, _FAST = 64 << 10, 0.1
+FIRST_BLOCK, _FAST = 64 << 10, 0.1
 """The length of the first block of a reply, in bytes, and the seconds in which a block is fast."""
 
 _PERMISSION = ("AccessDenied", "403")
@@ -158,14 +158,20 @@ class S3Bucket(BucketStore):
         return self.call("GetObject", "read", key, read)
 
     def read_body(
-        self, body: Any, view: memoryview, key: str, advance: Callable[[int], object]
-    ) -> None:
+        self,
+        body: Any,
+        view: memoryview,
+        key: str,
+        advance: Callable[[int], object],
+        size: int = FIRST_BLOCK,
+    ) -> int:
         """Fill the view. Raises ``Unavailable`` if the reply ends before, or is too slow.
 
         boto3 returns when a block is full. The blocks begin small and grow as long as they arrive
-        fast, so that the deadline is checked in time.
+        fast, so that the deadline is checked in time. ``size``: that of the first block. Returns
+        that of the next one, for more of the same reply.
         """
-        deadline, done, size = self.deadline_for("read", key), 0, _FIRST_BLOCK
+        deadline, done = self.deadline_for("read", key), 0
         while done < len(view):
             before = deadline.clock()
             count = body.readinto(view[done : done + size])
@@ -180,7 +186,8 @@ class S3Bucket(BucketStore):
                     f"Reading {key} in {self.url} is too slow", store=self.url, key=key
                 )
             is_fast = deadline.clock() - before < _FAST
-            size = min(2 * size, MIB) if is_fast else max(size // 2, _FIRST_BLOCK // 16)
+            size = min(2 * size, MIB) if is_fast else max(size // 2, FIRST_BLOCK // 16)
+        return size
 
     def _head(self, client: Any, name: str, key: str) -> Stat:
         with self.translated("look up", key):

@@ -7,7 +7,7 @@ from typing import Any, Self
 from holdfast.buffers import as_byte_view
 from holdfast.errors import StoreError
 from holdfast.storage.checks import short_read_error
-from holdfast.storage.s3.bucket import S3Bucket
+from holdfast.storage.s3.bucket import FIRST_BLOCK, S3Bucket
 from holdfast.storage.store import RangeReader
 
 
@@ -24,6 +24,7 @@ class S3Range(RangeReader):
         self._offset, self._length = offset, length
         self._done = 0
         self._body: Any = None
+        self._block = FIRST_BLOCK
         self._tag: dict[str, str] = {}  # a replaced object is an error
 
     def __enter__(self) -> Self:
@@ -47,7 +48,9 @@ class S3Range(RangeReader):
                 if self._body is None:
                     self._open(client)
                 left = view[self._done - start :]
-                self._store.read_body(self._body, left, self._key, advance)
+                self._block = self._store.read_body(
+                    self._body, left, self._key, advance, self._block
+                )
             except BaseException:
                 self.__exit__()  # the next try goes on behind the bytes that have arrived
                 raise
