@@ -200,9 +200,10 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch):
     options = {"account": "a", "account_key": KEY}
     store = holdfast.open_store("az://bucket/run", part_size=5 << 20, **options)
     monkeypatch.setattr("holdfast.storage.cloud.upload.start_thread", lambda _: False)
-    message = r"Cannot write a to az://bucket/run: no thread.*ulimit"
-    with store.put("a", 6 << 20) as upload, pytest.raises(StoreError, match=message):
+    upload = store.put("a", 6 << 20)
+    with pytest.raises(StoreError, match=r"Cannot write a to az://bucket/run: no thread.*ulimit"):
         upload.write_at(0, memoryview(bytes(1 << 20)))
+    upload.abort()
 
 
 def test_a_name_of_an_unfinished_upload_is_refused():

@@ -28,11 +28,6 @@ from holdfast.types import MIB
 T = TypeVar("T")
 
 
-_FOREIGN_REPLIES = 3
-"""The number of replies without sense after which an unknown server is another kind of server. A
-proxy may send one of them while it is busy."""
-
-
 class CloudContainer(BucketStore):
     """The requests that ``CloudStore`` and ``StreamAppender`` share, for objects below ``prefix``.
 
@@ -229,12 +224,11 @@ class CloudContainer(BucketStore):
             raise
         except Unavailable as e:
             if "foreign" in e.fields and self.root not in endpoint.known:
-                endpoint.foreign_replies += 1
-                if endpoint.foreign_replies >= _FOREIGN_REPLIES:
+                if self.root in endpoint.suspect:
                     raise self._foreign_server_error(e) from None
+                endpoint.suspect.add(self.root)  # one reply may be damaged
             raise
         endpoint.known.add(self.root)
-        endpoint.foreign_replies = 0
         return result
 
     def _foreign_server_error(self, error: Unavailable) -> StoreError:

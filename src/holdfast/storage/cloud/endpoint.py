@@ -150,7 +150,10 @@ class GoogleOptions(CloudOptions):
 
 
 class Endpoint(Server):
-    """The clients with certain options in this process, and what it has learned of the server."""
+    """The clients with certain options in this process, and what it has learned of the server.
+
+    ``suspect``: the URLs of the containers one reply of which was not that of such a server.
+    """
 
     def __init__(self, options: CloudOptions, variables: frozenset[tuple[str, str]]) -> None:
         super().__init__(options.concurrency, options.timeout)
@@ -163,8 +166,8 @@ class Endpoint(Server):
             url.startswith("http://")
             for url in (options.endpoint or "", *(v for n, v in variables if n in _URL_VARIABLES))
         )
+        self.suspect: set[str] = set()
         self._clients: dict[tuple[str, int], Any] = {}
-        self.foreign_replies = 0  # since the last valid one
         self._lock = Lock()
 
     def client(self, container: str, seconds_left: float, longest: int) -> Any:
