@@ -113,6 +113,7 @@ class Clients:
         self._clients: dict[int, Any] = {}
         self._session: Any = None
         self._credentials: Any = None
+        self._found: Any = None  # what they were when they were fetched
         self.url = ""
         self._addresses = 1  # of the server: each may take the timeout of a connection
         self._fetching: Call[None] | None = None
@@ -137,10 +138,7 @@ class Clients:
         """Return True if these clients have found other credentials than those of ``others``."""
         try:
             self._await_credentials(deadline)
-            found, before = self._credentials, others._credentials
-            return bool(found) and (
-                not before or found.get_frozen_credentials() != before.get_frozen_credentials()
-            )
+            return self._found is not None and self._found != others._found
         except Exception:  # noqa: BLE001  (they cannot be found now)
             return False
 
@@ -175,7 +173,7 @@ class Clients:
             self._credentials = credentials
             self._session = session  # it keeps the description of the service, which takes 0.3 s
         if self._credentials is not None:
-            self._credentials.get_frozen_credentials()
+            self._found = self._credentials.get_frozen_credentials()
 
     def _create_session(self) -> Any:
         import boto3
