@@ -107,14 +107,15 @@ def train(options: argparse.Namespace) -> None:
                 mean = loss.detach().clone()
                 dist.all_reduce(mean)
                 mean /= dist.get_world_size()
-                ckpt.step({"loss": mean})
-                evaluation = ""
-                if progress.step % options.every == 0:
+                step = progress.step + 1
+                line = f"step {step:4}  loss {mean.item():.9f}"
+                if step % options.every == 0:
                     # a resumed run does not repeat this, so it must not change what follows
                     with holdfast.isolated_rng():
-                        evaluation = f"  held out {evaluate(loss_module, held_out):.4f}"
+                        line += f"  held out {evaluate(loss_module, held_out):.4f}"
                 if is_coordinator:
-                    print(f"step {progress.step:4}  loss {mean.item():.9f}{evaluation}", flush=True)
+                    print(line, flush=True)  # before the save: no version is ahead of the log
+                ckpt.step({"loss": mean})  # counts the step, and saves when due
                 if progress.step >= options.steps:
                     break
             else:

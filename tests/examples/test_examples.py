@@ -92,3 +92,33 @@ def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path: Path) -> No
     )
     assert [n for _, n in starts] == ["4", "4", "2", "3", "1"]
     assert [int(step or 0) for step, _ in starts] == [0, 0, 4, 12, 16]
+
+
+STOP_AT_THE_COMMIT = """
+import os, sys
+sys.path.insert(0, sys.argv.pop(1))
+import fsdp, holdfast
+
+step = holdfast.Checkpointer.step
+
+def stop(self, metrics):
+    step(self, metrics)
+    self.wait()
+    if self.statistics()["saves"]:
+        os._exit(9)
+
+holdfast.Checkpointer.step = stop
+fsdp.main()
+"""
+
+
+def test_the_log_of_fsdp_includes_the_steps_of_every_version(tmp_path: Path) -> None:
+    """A process that ends as soon as a version is committed has printed the losses up to it.
+
+    A resumed run does not repeat these steps, so no other log would include them.
+    """
+    command = [sys.executable, "-c", STOP_AT_THE_COMMIT, EXAMPLES, "run", "--every", "3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr
+    assert [s.step for s in holdfast.Run(tmp_path / "run").snapshots()] == [3]
+    assert re.findall(r"^step +(\d+)  loss ", done.stdout, re.MULTILINE) == ["1", "2", "3"]
