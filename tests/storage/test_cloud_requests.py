@@ -211,7 +211,7 @@ def test_a_server_that_differs_in_tls(scheme, reply):
 )
 def test_a_variable_with_an_endpoint_without_a_scheme(monkeypatch, url, name):
     monkeypatch.setenv(name, "127.0.0.1:10")
-    with pytest.raises(StoreError, match=f"variable {name}. Expected https://HOST or http://HOST"):
+    with pytest.raises(StoreError, match=f"variable {name}. Expected http://HOST or https://HOST"):
         holdfast.open_store(url)
     holdfast.open_store(url, endpoint="http://127.0.0.1:9")
 

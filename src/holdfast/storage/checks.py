@@ -77,6 +77,15 @@ _SECRET_OPTIONS = {
     *("account_key", "sas_token", "service_account", "config"),  # a password
 }
 CONCURRENCY: Rule = ("concurrency", int, lambda n: 1 <= n <= 1024, "1 to 1024")
+WEB_URL = "http://HOST or https://HOST, without a password"
+
+
+def is_web_url(url: str | None) -> bool:
+    """Return True for the URL of a server without a user name or password, and for None."""
+    return url is None or (url.startswith(("http://", "https://")) and "@" not in url)
+
+
+ENDPOINT: Rule = ("endpoint", (str, type(None)), is_web_url, WEB_URL)
 
 
 def make_options(
@@ -103,8 +112,9 @@ def check_option(rule: Rule, value: Any) -> None:
     name, types, is_valid, expected = rule
     is_bool = isinstance(value, bool) and types is not bool
     if is_bool or not isinstance(value, types) or not is_valid(value):
-        is_secret = name in _SECRET_OPTIONS
-        found = f"a value of type {type(value).__name__}" if is_secret else to_repr(value)
+        found = to_repr(value)
+        if name in _SECRET_OPTIONS:
+            found = f"another value of type {type(value).__name__}"
         raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
 
 

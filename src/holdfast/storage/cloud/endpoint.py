@@ -13,9 +13,10 @@ from typing import Any, ClassVar, Self
 
 from holdfast.errors import StoreError
 from holdfast.settings import cloud_variables
-from holdfast.storage.checks import Rule, make_options
+from holdfast.storage.checks import ENDPOINT, WEB_URL, Rule, is_web_url, make_options
 from holdfast.storage.cloud.failures import translated
 from holdfast.storage.remote import Server
+from holdfast.text import with_article
 from holdfast.types import MIB
 from holdfast.version import __version__
 
@@ -27,6 +28,8 @@ the longest one that its deadline allows."""
 
 MIN_PART = 5 * MIB
 """The least length of a part other than the last one (the limit of Google)."""
+
+_TEXT = (str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +58,11 @@ class CloudOptions:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
         rules: tuple[Rule, ...] = (
             ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
-            ("endpoint", (str, type(None)), _is_web, _WEB),
             ("anonymous", bool, lambda b: True, "True or False"),
+            ENDPOINT,
         )
-        return make_options(cls, f"a {cls.scheme}:// store", options, (*rules, *cls.rules))
+        kind = with_article(f"{cls.scheme}:// store")
+        return make_options(cls, kind, options, (*rules, *cls.rules))
 
     def config(self) -> dict[str, Any]:
         """Return the options as obstore names them. What it lacks comes from the environment."""
@@ -86,15 +90,15 @@ class AzureOptions(CloudOptions):
     scheme: ClassVar[str] = "az"
     hidden_uploads: ClassVar[str] = "Azure deletes them after 7 days"
     rules: ClassVar[tuple[Rule, ...]] = (
-        ("account", (str, type(None)), lambda name: name != "", "the name of an account"),
+        ("account", _TEXT, lambda name: name != "", "the name of an account"),
+        ("account_key", _TEXT, lambda s: s is None or _is_base64(s), "the base64 text of a key"),
+        ("sas_token", _TEXT, lambda s: s is None or "sig=" in s, "a text with sig="),
     )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """See ``CloudOptions``. Raises ``StoreError`` also for more than one credential."""
         made = super(AzureOptions, cls).from_mapping(options)
-        _check_secret("account_key", made.account_key, _is_base64, "the base64 text of a key")
-        _check_secret("sas_token", made.sas_token, lambda s: "sig=" in s, "a text with sig=")
         names = ("account_key", "sas_token", "anonymous")
         given = [f"{name}=" for name in names if getattr(made, name)]
         if len(given) > 1:
@@ -133,13 +137,9 @@ class GoogleOptions(CloudOptions):
         'add this rule to the bucket: {"rule": [{"action": {"type":'
         ' "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]}'
     )
-
-    @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
-        """See ``CloudOptions``."""
-        made = super(GoogleOptions, cls).from_mapping(options)
-        _check_secret("service_account", made.service_account, _is_path, "the path of a key file")
-        return made
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ("service_account", _TEXT, lambda s: s is None or _is_path(s), "the path of a key file"),
+    )
 
     def config(self) -> dict[str, Any]:
         return {
@@ -160,8 +160,8 @@ class Endpoint(Server):
         self.options = options
         own = {"az": "AZURE_", "gs": "GOOGLE_"}[options.scheme]
         for name, value in variables if options.endpoint is None else ():
-            if name in _URL_VARIABLES and name.startswith(own) and not _is_web(value):
-                raise StoreError(f"Invalid value for the variable {name}", expected=_WEB)
+            if name in _URL_VARIABLES and name.startswith(own) and not is_web_url(value):
+                raise StoreError(f"Invalid value for the variable {name}", expected=WEB_URL)
         self._allow_http = any(
             url.startswith("http://")
             for url in (options.endpoint or "", *(v for n, v in variables if n in _URL_VARIABLES))
@@ -227,13 +227,6 @@ class Endpoint(Server):
             )
 
 
-_WEB = "https://HOST or http://HOST"
-
-
-def _is_web(url: str | None) -> bool:
-    return url is None or url.startswith(("https://", "http://"))
-
-
 def _is_path(text: str) -> bool:
     return not text.lstrip().startswith(("{", "-----BEGIN"))
 
@@ -243,13 +236,6 @@ def _is_base64(text: str) -> bool:
         return bool(b64decode(text, validate=True))
     except (binascii.Error, ValueError):
         return False
-
-
-def _check_secret(name: str, value: object, is_valid: Callable[[str], bool], expected: str) -> None:
-    """Raise ``StoreError`` unless a credential is valid or None. The message does not show it."""
-    if value is not None and not (isinstance(value, str) and is_valid(value)):
-        found = type(value).__name__ if not isinstance(value, str) else "another text"
-        raise StoreError(f"Invalid value for {name}=", expected=expected, found=found)
 
 
 _URL_VARIABLES = {"AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"}
@@ -267,14 +253,13 @@ def shared_endpoint(options: CloudOptions) -> Endpoint:
     try:
         import obstore  # noqa: F401
     except ImportError as e:
-        raise StoreError(
-            f"A {options.scheme}:// store needs the package obstore", todo=INSTALL
-        ) from e
+        kind = with_article(f"{options.scheme}:// store").capitalize()
+        raise StoreError(f"{kind} needs the package obstore", todo=INSTALL) from e
     if not _process:
         _process.append(os.getpid())
     if _process[0] != os.getpid():
         raise StoreError(
-            f"A {options.scheme}:// store cannot be used in a process forked from one that used it",
+            f"{options.scheme}:// cannot be used in a process forked from one that used it",
             todo="Start the process with the method 'spawn' or 'forkserver' of multiprocessing",
         )
     variables = cloud_variables()

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from holdfast.deadline import Call, Deadline
 from holdfast.errors import StoreError, Unavailable
 from holdfast.settings import aws_variables
-from holdfast.storage.checks import Rule, make_options
+from holdfast.storage.checks import ENDPOINT, WEB_URL, Rule, is_web_url, make_options
 from holdfast.storage.remote import Server
 from holdfast.storage.s3.pace import IN_FLIGHT, Pace
 from holdfast.types import MIB
@@ -87,7 +87,7 @@ class S3Options:
             ("concurrency", whole, lambda n: n is None or 1 <= n <= 1024, "1 to 1024"),
             ("checksum", str, CHECKSUMS.__contains__, " or ".join(CHECKSUMS)),
             ("addressing", text, _ADDRESSING.__contains__, "'path' or 'virtual'"),
-            ("endpoint", text, is_web_url, "http://HOST or https://HOST, without a password"),
+            ENDPOINT,
             *((name, text, lambda value: True, "text") for name in _TEXTS),
             *((name, bool, lambda value: True, "True or False") for name in _SWITCHES),
         )
@@ -167,7 +167,7 @@ class Clients:
             if not is_web_url(self.url):
                 raise StoreError(
                     "The endpoint in the environment variables or files of AWS is invalid",
-                    expected="http://HOST or https://HOST, without a password",
+                    expected=WEB_URL,
                 )
             self._addresses = count_addresses(self.url)
             self._credentials = credentials
@@ -231,11 +231,6 @@ class Clients:
 _AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")
 
 
-def is_web_url(url: str | None) -> bool:
-    """Return True for the URL of a server without a user name or password, and for None."""
-    return url is None or (url.startswith(("http://", "https://")) and "@" not in url)
-
-
 def count_addresses(url: str) -> int:
     """Return the number of IP addresses of a server; 1 if it is unknown."""
     parts = urlsplit(url)
@@ -250,8 +245,8 @@ class Endpoint(Server):
     """The clients with certain options in this process, and what it has learned of the server.
 
     ``variables``: those of the environment for which it was made. ``clients``: those with the
-    credentials that were found last. ``checks_crc``: whether the server
-    checks CRC-32C, None if that is not known yet. ``pace``: what the uploads have shown.
+    credentials that were found last. ``checks_crc``: whether the server checks CRC-32C, None if
+    that is not known yet. ``pace``: what the uploads have shown.
     """
 
     def __init__(self, options: S3Options, variables: Variables) -> None:
