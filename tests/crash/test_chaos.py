@@ -243,8 +243,8 @@ def check_end(root: str, work: Path, tmp_path: Path) -> None:
     for version in run.listing().versions:
         report = run.open(version).verify()
         assert report.ok, report.problems
-    for step in {v.step for v in run.listing().lasting_pins}:
-        run.unpin(step)
+    for version in {*run.listing().lasting_pins}:
+        run.unpin(version.step, version.branch)  # perhaps not on the current lineage
     swept = run.sweep(grace=0, abandoned=True, now=time.time() + 120)
     assert swept.kept == []
     check_no_orphans(run)
