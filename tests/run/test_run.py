@@ -425,6 +425,28 @@ def test_sweep_removes_abandoned_versions_only_on_request(store: MemoryStore) ->
     assert run.line() == [Version(20), Version(40, 1)]
 
 
+def test_sweep_keeps_what_is_no_longer_abandoned_after_its_removal_of_orphans(
+    store: MemoryStore,
+) -> None:
+    """The orphans may be so many that their removal takes hours."""
+    branch_off(store, at=20, to=40)  # abandons versions 40 and 60
+    orphan = f"version_80/{shard_name(0, 1, random_id())}"
+    store.put_if_absent(orphan, b"orphan")
+    hooked = HookedStore(store)
+
+    def go_back(method: str, key: str) -> None:
+        if (method, key) == ("delete", orphan):
+            run = Run(store)
+            run.leave_from(run.open(Version(40)), Version(40), "resume(at=40)")
+            run.pin(60, branch=0)
+
+    hooked.before = go_back
+    swept = Run(hooked).sweep(grace=0, abandoned=True)
+    assert swept.removed == [orphan]
+    assert swept.kept == [("version_60", "it is pinned")]
+    assert Run(store).line() == [Version(20), Version(40)]
+
+
 def test_opening_a_missing_version(store: MemoryStore) -> None:
     with pytest.raises(NotFound, match="no snapshot"):
         Run(store).open(Version(99))

@@ -303,17 +303,24 @@ class _Sweep:
     def delete_abandoned(self, roots: Roots, dry_run: bool) -> list[Stat]:
         """Delete the versions that are not on the current lineage, and return their files."""
         listing = roots.listing
-        unknown = branches_of_unknown_origin(self.catalog, listing)
-        if unknown:
-            file = names.branch_name(unknown[-1])
-            reason = f"{file} is unreadable, and no version of the branch names its origin"
-            self.kept.append((ALL_ABANDONED, reason))
-            return []
-        abandoned = {*listing.versions} - {*lineage_of(self.catalog, listing)}
-        folders = {v: self.catalog.files(v, listing) for v in abandoned}
+        folders = {v: self.catalog.files(v, listing) for v in self._find_abandoned(roots)}
+        if folders and not dry_run:
+            # The removal of the orphans and the listing of the folders may have taken long. A
+            # training may have continued from an abandoned version meanwhile, and others pinned.
+            roots = find_roots(self.catalog, self.now)
+            folders = {v: folders[v] for v in self._find_abandoned(roots) & folders.keys()}
         linked = {v: link_reason(f) for v, f in folders.items() if f.links}
-        deletable, kept = roots.select_deletable(abandoned - linked.keys())
+        deletable, kept = roots.select_deletable(folders.keys() - linked.keys())
         self.kept += [(str(v), reason) for v, reason in sorted({**kept, **linked}.items())]
         if dry_run:
             return [s for v in sorted(deletable) for s in folders[v].stats]
         return delete_versions(self.catalog, {v: folders[v] for v in deletable})
+
+    def _find_abandoned(self, roots: Roots) -> set[Version]:
+        """Return the versions that are not on the current lineage; none if it is unknown."""
+        if unknown := branches_of_unknown_origin(self.catalog, roots.listing):
+            file = names.branch_name(unknown[-1])
+            reason = f"{file} is unreadable, and no version of the branch names its origin"
+            self.kept.append((ALL_ABANDONED, reason))
+            return set()
+        return {*roots.listing.versions} - {*lineage_of(self.catalog, roots.listing)}
