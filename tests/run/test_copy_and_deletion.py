@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 
 import holdfast
+from holdfast import machine
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
@@ -18,6 +20,7 @@ from holdfast.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavai
 from holdfast.format.names import MANIFEST, Version, parse_notice, parse_pin, random_id
 from holdfast.run.policy import KeepLast
 from holdfast.run.run import Run
+from holdfast.run.writer_lock import WriterLock
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from tests.engine.unreliable_stores import HookedStore
@@ -248,3 +251,23 @@ def test_orphan_evaluations_and_lasting_pins_that_a_copy_uses_are_kept(
     assert not any(s.removed for s in swept)
     assert Run(to).metrics(copied.version) == {"loss": 1}
     assert Run(to).pins() == [VERSION]
+
+
+def test_a_training_that_takes_a_run_over_leaves_the_notices_of_the_previous_one(
+    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The previous training may be alive on another machine, and in the middle of a deletion."""
+    identity = machine.process_identity
+    for at in range(count_calls(orphans(snapshot), DELETIONS["sweep"][1])):
+        to, deletion = orphans(snapshot), Actor(DELETIONS["sweep"][1])
+        with monkeypatch.context() as patch:
+            for module in (pins, machine):
+                patch.setattr(module, "process_identity", lambda: ("elsewhere", "boot", "1:1"))
+            WriterLock(to).acquire()
+            deletion.run(to, at)
+        assert machine.process_identity is identity
+        WriterLock(to).acquire()
+        with suppress(Unavailable):
+            copy_to(snapshot)(to)
+        deletion.run(to, None)
+        exists(to)

@@ -71,15 +71,16 @@ class WriterLock:
         raise contended_error(WRITER_LOCK, self._store.url)
 
     def _release_pins_of(self, previous: Pin) -> None:
-        """Remove the pins and notices of the previous writer, if it was another process.
+        """Remove the pins of the previous writer, if it was another process.
 
         That process commits nothing more. Without this, its pins would stay for days, until they
-        expire. That also happens if the store fails here.
+        expire. That also happens if the store fails here. Its notices stay: it may still be alive
+        and in the middle of a deletion.
         """
         identity = (previous.host, previous.boot, previous.process)
         if identity != machine.process_identity():
             with suppress(StoreError):
-                keys = [*pins.list_process_pins(self._store), *pins.list_notices(self._store)]
+                keys = pins.list_process_pins(self._store)
                 for key, pin in pins.read_process_pins(self._store, keys):
                     if isinstance(pin, Pin) and (pin.host, pin.boot, pin.process) == identity:
                         pins.remove_pin(Location(self._store, ""), key)
