@@ -17,7 +17,7 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavailable
-from holdfast.format.names import MANIFEST, Version, parse_notice, parse_pin, random_id
+from holdfast.format.names import MANIFEST, Version, notice_name, parse_notice, parse_pin, random_id
 from holdfast.run.policy import KeepLast
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
@@ -149,7 +149,7 @@ def test_two_copies_that_interrupt_each_other(
 
 def notice(to: Store, version: Version | None) -> str:
     location = Location(to, "version_7")
-    return pins.create_pin(location, random_id(), version, lambda n: f"deleting-{n}.json")
+    return pins.create_pin(location, random_id(), version, notice_name)
 
 
 @pytest.mark.parametrize("version", [VERSION, None])
@@ -182,8 +182,8 @@ def test_a_notice_of_another_version_stops_no_copy(snapshot: Snapshot) -> None:
 
 def test_an_unreadable_notice_stops_copies(snapshot: Snapshot) -> None:
     to = orphans(snapshot)
-    to.put_if_absent("deleting-0123456789ab.json", b"damaged")
-    with pytest.raises(Unavailable, match="deleting-0123456789ab"):
+    to.put_if_absent("deleting/0123456789ab.json", b"damaged")
+    with pytest.raises(Unavailable, match="deleting/0123456789ab"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
@@ -231,7 +231,7 @@ def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: Snapsh
             raise holdfast.errors.Denied(f"May not write {key}")
 
     store.before = deny
-    with pytest.raises(StoreError, match="May not write deleting-"):
+    with pytest.raises(StoreError, match="May not write deleting/"):
         Run(store).sweep(grace=0)
     assert len(list(to.list("version_7"))) == 2
     assert len(Run(store).sweep(grace=0, dry_run=True).removed) == 2

@@ -22,7 +22,7 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import HoldfastError, NotFound, SkippedVersion, StoreError, Unavailable
-from holdfast.format.names import MANIFEST, Version, parse_notice, random_id, shard_name
+from holdfast.format.names import MANIFEST, NOTICES, Version, random_id, shard_name
 from holdfast.run import catalog
 from holdfast.run.catalog import VersionRecord
 from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
@@ -631,7 +631,7 @@ def failing(inner: Store, at: int, *, lost: bool) -> HookedStore:
 def folders_and_files(store: Store) -> set[str]:
     """Return the names in the folder of a run, except notices: one may be left like a pin."""
     names = {stat.key.partition("/")[0] for stat in store.list("")}
-    return {name for name in names if parse_notice(name) is None}
+    return names - {NOTICES}
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["failed", "lost"])

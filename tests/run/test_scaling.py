@@ -19,6 +19,8 @@ import pytest
 from msgspec.structs import replace
 
 import holdfast
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
@@ -358,3 +360,16 @@ def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path: Path) 
             assert latest is not None
             assert latest.step == 2
             assert latest.verify().ok
+
+
+def test_a_copy_of_a_version_does_not_list_its_run(tmp_path: Path) -> None:
+    """A copy of a run would otherwise list it once for each of its versions."""
+    source = holdfast.save(tmp_path / "source" / "version_5", STATE, step=5)
+    counts = []
+    for name, count in (("small", 5), ("large", 50)):
+        fs = CountingFs()
+        store = LocalStore(make_run(tmp_path / name, count), fs=fs)
+        copy_snapshot(source, Location(store, "version_5"))
+        assert name not in fs.folders
+        counts.append(fs.take())
+    assert counts[0] == counts[1]

@@ -219,10 +219,9 @@ def _is_run_member(name: str) -> bool:
         names.parse_version,
         names.parse_branch,
         names.parse_pin,
-        names.parse_notice,
         names.parse_lasting_pin,
     )
-    known = name in (names.WRITER_LOCK, names.SAVE_REQUEST, names.SPREAD)
+    known = name in (names.WRITER_LOCK, names.SAVE_REQUEST, names.SPREAD, names.NOTICES)
     known = known or names.is_spread_folder(name)
     return known or any(parse(name) is not None for parse in parsers)
 

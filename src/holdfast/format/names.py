@@ -14,6 +14,7 @@ MAX_STEP = 10**18 - 1  # 18 digits
 SAVE_REQUEST = "request-save.json"
 WRITER_LOCK = "writer.json"
 SPREAD = "spread.json"
+NOTICES = "deleting"
 
 _VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetensors")
@@ -22,7 +23,7 @@ _SPREADABLE = re.compile(rf"{_VERSION.pattern}/(?:{_SHARD.pattern}|{_INDEX.patte
 _SPREAD_FOLDER = re.compile(r"spread-[0-9a-f]{2}")
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
-_NOTICE = re.compile(r"deleting-([0-9a-f]{12})\.json")
+_NOTICE = re.compile(rf"{NOTICES}/([0-9a-f]{{12}})\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 _EVALUATION = re.compile(rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})\.json")
@@ -138,12 +139,15 @@ def parse_pin(name: str) -> str | None:
 
 
 def notice_name(notice: str) -> str:
-    """Return the file name of the notice of a process that deletes files."""
-    return f"deleting-{notice}.json"
+    """Return the key, relative to the run, of the notice of a process that deletes files.
+
+    Notices have a folder of their own, so that listing them costs the same in a run of any length.
+    """
+    return f"{NOTICES}/{notice}.json"
 
 
-def parse_notice(name: str) -> str | None:
-    match = _NOTICE.fullmatch(name)
+def parse_notice(key: str) -> str | None:
+    match = _NOTICE.fullmatch(key)
     return None if match is None else match[1]
 
 

@@ -288,7 +288,7 @@ class _Sweep:
 
     def _stale_notices(self) -> list[str]:
         store = self.catalog.store
-        found = pins.read_process_pins(store, pins.list_notices(store))
+        found = pins.read_process_pins(store, pins.list_notices(Location(store, "")))
         return [key for key, notice in found if pins.is_stale(store, key, notice, self.now)]
 
     def _unless_kept(self, stat: Stat, reason: str | None, min_age: float) -> list[Stat]:

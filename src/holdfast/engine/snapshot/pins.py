@@ -20,6 +20,7 @@ from holdfast.engine.snapshot.location import Location, get_bounded
 from holdfast.errors import BrokenLink, Denied, FormatError, NotFound, StoreError, Unavailable
 from holdfast.format.names import (
     MANIFEST,
+    NOTICES,
     Version,
     notice_name,
     parse_notice,
@@ -54,7 +55,8 @@ def create_pin(
     """Pin the files of an attempt, and optionally a version; return the pin's key.
 
     The pin is valid while this process lives. ``location``: the location of any version of the run.
-    ``make_name`` returns the name of the file. Raises ``StoreError`` if the pin cannot be written.
+    ``make_name`` returns its key, relative to the run. Raises ``StoreError`` if the pin cannot be
+    written.
     """
     host, boot, process = process_identity()
     name = None if version is None else str(version)
@@ -99,8 +101,7 @@ def require_no_deletion(location: Location, version: Version) -> None:
 
     Raises ``Unavailable`` if a process announced that it does.
     """
-    keys = list_notices(location.store, location.run_key("").rstrip("/"))
-    for key, notice in read_process_pins(location.store, keys):
+    for key, notice in read_process_pins(location.store, list_notices(location)):
         about = None if isinstance(notice, FormatError) else notice.version
         if about in (None, str(version)) and not is_stale(location.store, key, notice):
             raise Unavailable(
@@ -175,11 +176,12 @@ def list_process_pins(store: Store) -> list[str]:
     return [e.name for e in entries if parse_pin(e.name) is not None and e.kind != "folder"]
 
 
-def list_notices(store: Store, folder: str = "") -> list[str]:
-    """Return the keys of the notices in the folder of a run: see ``announce_deletion``."""
-    entries = list_level(store, folder, "deleting-")
-    found = (e.name for e in entries if parse_notice(e.name) is not None and e.kind != "folder")
-    return [f"{folder}/{name}" if folder else name for name in found]
+def list_notices(location: Location) -> list[str]:
+    """Return the keys of the notices of a run: see ``announce_deletion``. ``location``: as for
+    ``create_pin``."""
+    entries = list_level(location.store, location.run_key(NOTICES))
+    found = (f"{NOTICES}/{e.name}" for e in entries if e.kind != "folder")
+    return [location.run_key(name) for name in found if parse_notice(name) is not None]
 
 
 def read_process_pins(store: Store, keys: Iterable[str]) -> Iterator[tuple[str, Pin | FormatError]]:
