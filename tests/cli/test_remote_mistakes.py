@@ -115,8 +115,14 @@ def test_a_mistyped_name_in_a_large_folder(folders: MemoryStore) -> None:
     check(run_cli("ls", f"{folders.url}/data"), "Perhaps you meant", "/data-0")
 
 
-def test_a_training_without_a_version_is_found_behind_many_folders(folders: MemoryStore) -> None:
-    folders.put_if_absent("writer.json", b"{}")
+@pytest.mark.parametrize(
+    "key",
+    ["writer.json", "spread.json", "spread-01/version_1/shard", "deleting/0123456789ab.json"],
+)
+def test_a_training_without_a_version_is_found_behind_many_folders(
+    folders: MemoryStore, key: str
+) -> None:
+    folders.put_if_absent(key, b"{}")
     assert resolve._has_run_files(folders.url)
 
 

@@ -200,7 +200,8 @@ def _has_run_files(url: Url) -> bool:
     found = _names_in(url) or []
     if len(found) >= _MAX_NAMES and _local_path(url) is None:
         store = unspread(open_store(url))
-        for prefix in ("version_", names.WRITER_LOCK, names.SAVE_REQUEST, "branch-", "pin-"):
+        files = (names.WRITER_LOCK, names.SAVE_REQUEST, names.NOTICES)
+        for prefix in ("version_", "branch-", "pin-", "spread", *files):
             found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
     return any(map(_is_run_member, found))
 
