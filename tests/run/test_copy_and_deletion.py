@@ -17,7 +17,15 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavailable
-from holdfast.format.names import MANIFEST, Version, notice_name, parse_notice, parse_pin, random_id
+from holdfast.format.names import (
+    MANIFEST,
+    Version,
+    notice_name,
+    parse_notice,
+    parse_pin,
+    random_id,
+    shard_name,
+)
 from holdfast.run.policy import KeepLast
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
@@ -220,6 +228,22 @@ def test_a_full_store_does_not_prevent_deletion(
         assert len(result.removed) == 2
     if name == "delete":
         assert result == nbytes
+
+
+def test_a_sweep_of_a_store_that_stays_full_does_not_read_the_run_for_each_file() -> None:
+    """A store with snapshots frees no space when a file is deleted."""
+    store, counts = HookedStore(MemoryStore()), Counter[str]()
+    for step in range(64):
+        store.put_if_absent(f"version_{step}/{shard_name(0, 1, random_id())}", b"orphan")
+
+    def refuse(method: str, key: str) -> None:
+        counts[method] += 1
+        if method == "put_if_absent":
+            raise NoSpace(f"No room for {key}")
+
+    store.before = refuse
+    assert len(Run(store).sweep(grace=0).removed) == 64
+    assert counts["stat"] < 64 * 8  # it was 64 * 34
 
 
 def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: Snapshot) -> None:

@@ -156,27 +156,34 @@ def _delete_selected(
     ``select`` returns those of the files that nothing protects. ``version``: the version of all of
     them, or None. ``look_again_from`` and ``now``: see ``find_roots``.
 
-    If there is no space for a notice, one file is deleted without it, to make space. There is no
-    space for the pin of a copy either.
+    While there is no space for a notice, files are deleted without it, to make space, and the
+    notice is tried again after each one. There is no space for the pin of a copy either. Some
+    stores, such as those with snapshots, free none; the roots are therefore read again only after
+    1, 2, 4, ... files.
     """
     removed: dict[str, Stat] = {}
+    batch, limit = list[Stat](), 1
 
-    def delete(limit: int | None = None) -> int:
+    def decide() -> list[Stat]:
         roots = find_roots(catalog, now, look_again_from)
-        stats = [stat for stat in select(roots) if stat.key not in removed][:limit]
+        return [stat for stat in select(roots) if stat.key not in removed]
+
+    def delete(stats: list[Stat]) -> None:
         for stat in stats:
             catalog.store.delete(stat.key)
             removed[stat.key] = stat
-        return len(stats)
 
     while True:
         try:
             with pins.announce_deletion(Location(catalog.store, ""), version):
-                delete()
-            return [*removed.values()]
-        except NoSpace:
-            if not delete(limit=1):
+                delete(decide())
                 return [*removed.values()]
+        except NoSpace:
+            if not batch:
+                batch, limit = decide()[:limit], 2 * limit
+            if not batch:
+                return [*removed.values()]
+            delete([batch.pop(0)])
 
 
 # -- sweep ---------------------------------------------------------------------------------------
