@@ -181,6 +181,27 @@ def test_a_notice_stops_a_copy_while_its_process_lives(
     assert Run(to).sweep().removed == [key]
 
 
+def test_the_next_deletion_removes_a_notice_that_could_not_be_removed(snapshot: Snapshot) -> None:
+    """The process may live for months, and its notice stops copies as long."""
+    to = orphans(snapshot)
+    store = HookedStore(to)
+
+    def fail(method: str, key: str) -> None:
+        if method == "delete" and parse_notice(key):
+            raise Unavailable("The server restarts")
+
+    store.before = fail
+    Run(store).sweep(grace=0)
+    with pytest.raises(
+        Unavailable, match=r"notice deleting/\w+\.json of process \d+ on [^ ]+, since"
+    ):
+        copy_snapshot(snapshot, Location(to, "version_7"))
+    to.put_if_absent(f"version_8/{shard_name(0, 1, random_id())}", b"orphan")
+    Run(to).sweep(grace=0)
+    assert not list(to.list("deleting"))
+    copy_snapshot(snapshot, Location(to, "version_7"))
+
+
 def test_a_notice_of_another_version_stops_no_copy(snapshot: Snapshot) -> None:
     to = orphans(snapshot)
     notice(to, Version(8))

@@ -45,6 +45,13 @@ REMOTE_PIN_TTL = 7 * 24 * 3600.0
 A process on another machine cannot be checked.
 """
 
+_ended_notices: dict[str, set[str]] = {}
+"""The keys of the notices of this process that it could not remove, by the URL of the store.
+
+This process may live for months, and its notices stop copies as long. The next deletion therefore
+removes them.
+"""
+
 
 def create_pin(
     location: Location,
@@ -93,7 +100,13 @@ def announce_deletion(location: Location, version: Version | None) -> Iterator[N
     try:
         yield
     finally:
-        remove_pin(location, key)
+        ended = _ended_notices.setdefault(location.store.url, set())
+        earlier = [*ended]
+        ended.add(key)
+        with _reporting_left_pin(location, key):
+            for notice in (key, *earlier):
+                location.store.delete(notice)
+                ended.discard(notice)
 
 
 def require_no_deletion(location: Location, version: Version) -> None:
@@ -109,8 +122,10 @@ def require_no_deletion(location: Location, version: Version) -> None:
                 expected="no notice of a deletion",
                 found=f"the notice {key}"
                 if isinstance(notice, FormatError)
-                else f"the notice {key} of process {notice.process} on host {notice.host}",
-                todo="Copy again later. If that process does not run anymore, delete its notice",
+                else f"the notice {key} of process {notice.process.partition(':')[0]} on"
+                f" {notice.host.partition(' ')[0]}, since {notice.created}",
+                todo="Copy again later. If that process has ended, or deletes nothing (its log has"
+                " the event pin_left), delete the notice",
                 key=key,
                 store=location.store.url,
             )
@@ -164,8 +179,14 @@ def remove_pin(location: Location, key: str) -> None:
     An error of the store does not fail the save, because the commit does not depend on the pin. A
     pin that remains is invalid when this process ends, and ``sweep`` removes it.
     """
-    try:
+    with _reporting_left_pin(location, key):
         location.store.delete(key)
+
+
+@contextmanager
+def _reporting_left_pin(location: Location, key: str) -> Iterator[None]:
+    try:
+        yield
     except StoreError as e:
         events.emit("pin_left", key=key, store=location.store.url, error=str(e))
 
