@@ -27,6 +27,7 @@ from holdfast.format.records import Branch, encode_branch
 from holdfast.run.address import open_version
 from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
 from holdfast.run.run import Run
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Stat
 from tests.engine.unreliable_stores import HookedStore
@@ -445,6 +446,18 @@ def test_sweep_keeps_what_is_no_longer_abandoned_after_its_removal_of_orphans(
     assert swept.removed == [orphan]
     assert swept.kept == [("version_60", "it is pinned")]
     assert Run(store).line() == [Version(20), Version(40)]
+
+
+def test_sweep_keeps_the_files_of_a_save_in_a_run_within_the_run(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "version_1", {"x": 1}, step=1)
+    inner, attempt = LocalStore(tmp_path / "inner"), random_id()
+    with (
+        pins.hold_pin(Location(inner, "version_1"), attempt),
+        inner.put(f"version_1/{shard_name(0, 1, attempt)}", 4) as upload,
+    ):
+        assert Run(tmp_path).sweep(grace=0, now=time.time() + DAY).removed == []
+        upload.write_at(0, memoryview(b"data"))
+        upload.commit()
 
 
 def test_opening_a_missing_version(store: MemoryStore) -> None:

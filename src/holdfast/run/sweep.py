@@ -208,7 +208,8 @@ def sweep(
     catalog: Catalog, *, grace: float, abandoned: bool, dry_run: bool, now: float
 ) -> SweepResult:
     """See ``Run.sweep``."""
-    listing, partials = catalog.listing(), list(catalog.store.partials(""))
+    listing = catalog.listing()
+    partials = [s for s in catalog.store.partials("") if not _is_of_inner_run(s.key)]
     files = catalog.all_files(listing)
     # The roots are read after the listing. A save that has begun since then has none of the listed
     # files, and a save that has ended since then has a manifest. A copy that has begun since then
@@ -229,6 +230,12 @@ def sweep(
     nbytes = sum(s.length for s in removed)
     hidden = catalog.store.traits.hidden_uploads
     return SweepResult([s.key for s in removed], state.kept, nbytes, hidden)
+
+
+def _is_of_inner_run(key: str) -> bool:
+    """Return True for a file in a run within the run, whose pins are in the folder of that run."""
+    folder, _, rest = key.partition("/")
+    return "/" in rest and not names.is_spread_folder(folder)
 
 
 def find_orphans(
