@@ -126,6 +126,16 @@ def test_a_training_without_a_version_is_found_behind_many_folders(
     assert resolve._has_run_files(folders.url)
 
 
+def test_the_newest_of_very_many_versions_is_not_claimed_to_be_known() -> None:
+    """S3 lists the versions in the order of their names: version_1995 comes before version_999."""
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    for step in sorted(range(0, 10_000, 5), key=str):
+        store.put_if_absent(f"version_{step}/manifest.json", b"")
+    result = run_cli("show", f"{store.url}/version_7")
+    check(result, "found at least 1,000 versions in the same folder", "RUN@latest")
+    assert "newest" not in result.err
+
+
 @pytest.mark.parametrize("verb", ["ls", "verify", "show", "pin"])
 def test_a_run_without_a_version(root: str, verb: str) -> None:
     open_store(f"{root}/new").put_if_absent("writer.json", b"{}")

@@ -274,6 +274,8 @@ def _describe_missing(place: str, wanted: str) -> tuple[str, str | None]:
     versions = sorted(v for v in map(names.parse_version, around) if v is not None)
     if forms and versions:
         found = f"{format_count(len(versions), 'version')} in the same folder"
+        if len(around) >= _MAX_NAMES and _local_path(place) is None:
+            return f"at least {found}", forms  # the newest one may not be among them
         return found, f"The newest is {versions[-1]}. {forms}"
     run_name = name.rpartition("@")[0]
     if run_name in around:
