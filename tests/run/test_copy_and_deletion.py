@@ -267,6 +267,27 @@ def test_a_sweep_of_a_store_that_stays_full_does_not_read_the_run_for_each_file(
     assert counts["stat"] < 64 * 8  # it was 64 * 34
 
 
+def test_retention_writes_no_notice_while_a_reader_protects_all_files(snapshot: Snapshot) -> None:
+    """The pin of a reader that was killed on another machine counts for a week."""
+    to = with_newer(snapshot)
+    run, calls, held = Run(store := HookedStore(to)), Counter[str](), list[str]()
+
+    def pin(method: str, key: str) -> None:
+        calls[method] += 1
+        if (method, key) == ("delete", f"version_7/{MANIFEST}"):
+            held.append(pins.create_pin(Location(to, "version_7"), random_id(), VERSION))
+
+    store.before = pin
+    run.retain(KeepLast(1))
+    assert len(list(to.list("version_7"))) == 2
+    calls.clear()
+    run.retain(KeepLast(1))
+    assert calls["put_if_absent"] == calls["delete"] == 0
+    to.delete(held[0])
+    run.retain(KeepLast(1))
+    assert not list(to.list("version_7"))
+
+
 def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: Snapshot) -> None:
     to = orphans(snapshot)
     store = HookedStore(to)

@@ -108,14 +108,15 @@ def delete_versions(catalog: Catalog, folders: Mapping[Version, FolderFiles]) ->
         catalog.store.delete(manifest_key)
         removed += [s for s in files if s.key == manifest_key]
         events.emit("deleted", version=str(version))
-    return removed + finish_deletions(catalog)
+    return removed + finish_deletions(catalog, is_new=True)
 
 
-def finish_deletions(catalog: Catalog) -> list[Stat]:
+def finish_deletions(catalog: Catalog, *, is_new: bool = False) -> list[Stat]:
     """Perform steps 3 to 5 for all half-deleted versions, and return the deleted files.
 
     Retention tries again the next time it runs for files that are protected or could not be
-    deleted. After a restart, these files are orphans that ``sweep`` removes.
+    deleted. After a restart, these files are orphans that ``sweep`` removes. ``is_new``: some have
+    not been tried. Otherwise, a pin may protect all of them for days: no notice is written then.
     """
     half_deleted = catalog.half_deleted
 
@@ -133,6 +134,8 @@ def finish_deletions(catalog: Catalog) -> list[Stat]:
         return []
     # a version that refers to one of these is newer
     oldest = min(version.step for version in half_deleted)
+    if not is_new and not select(find_roots(catalog, look_again_from=oldest)):
+        return []
     notice = min(half_deleted) if len(half_deleted) == 1 else None
     removed = _delete_selected(catalog, select, notice, look_again_from=oldest)
     keys = {stat.key for stat in removed}
