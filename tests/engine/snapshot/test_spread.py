@@ -22,6 +22,7 @@ from holdfast.errors import (
     FormatTooNew,
     HoldfastError,
     ManifestInvalid,
+    NoSnapshot,
     NotFound,
 )
 from holdfast.format import names
@@ -350,6 +351,10 @@ def test_a_lost_record_is_restored_only_with_a_number_that_fits() -> None:
     before = store.get(names.SPREAD, 1 << 20)
     store.delete(names.SPREAD)
     put(store, "spread-00/notes.txt", b"1")  # of somebody else
+    with pytest.raises(NoSnapshot, match=r"is missing, and so is spread\.json"):
+        holdfast.Run(store).latest()
+    with pytest.raises(FormatError, match=r"Call holdfast\.Run\('.*'\)\.set_spread\(N\)"):
+        holdfast.Run(store).open(Version(9)).check_files()
     for number in (2, 15, 17, 256):
         with pytest.raises(HoldfastError, match=r"lost.*that fits the files: 16, found"):
             holdfast.Run(store).set_spread(number)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from holdfast.engine.snapshot.location import Location
-from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
+from holdfast.engine.snapshot.spread import RESTORE_SPREAD, SpreadStore
+from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound, StoreError
 from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex, decode_index
 from holdfast.format.index_columns import SchemaCache
 from holdfast.format.manifest import MAX_MANIFEST, Shard
+from holdfast.format.names import SPREAD
+from holdfast.storage.store import Store
 from holdfast.text import VERIFY_ADVICE
 
 _OPEN_IN_RUN = (
@@ -78,11 +83,14 @@ def check_length(location: Location, name: str, length: int) -> None:
     try:
         actual = location.store.stat(file).length
     except NotFound as e:
+        is_lost = _has_lost_record(location.store)
+        todo = RESTORE_SPREAD.format(location.store.url) if is_lost else VERIFY_ADVICE
         raise FormatError(
-            f"{location.url} is damaged: {name} is missing",
+            f"{location.url} is damaged: {name} is missing"
+            + (f", and so is {SPREAD}, which says where it is" if is_lost else ""),
             expected=f"{length} bytes",
             found=e.found or "no such file",
-            todo=VERIFY_ADVICE if location.folder else _OPEN_IN_RUN,
+            todo=todo if location.folder else _OPEN_IN_RUN,
             file=file,
             offset=0,
         ) from e
@@ -95,3 +103,10 @@ def check_length(location: Location, name: str, length: int) -> None:
             file=file,
             offset=min(actual, length),
         )
+
+
+def _has_lost_record(store: Store) -> bool:
+    """Return True if a run has folders over which it is spread, but has lost the record of it."""
+    with suppress(StoreError):
+        return isinstance(store, SpreadStore) and store.has_lost_record()
+    return False  # it is only advice

@@ -32,6 +32,11 @@ from holdfast.text import MAX_SHOWN, format_list, to_repr
 T = TypeVar("T")
 
 _HASH: Final = "xxh3-128+rank"
+RESTORE_SPREAD = (
+    "Call holdfast.Run({!r}).set_spread(N) with the number that the run had, as in"
+    " Checkpointer(spread=N). A number that does not fit the files in the folders spread-XX is"
+    " refused, with those that fit"
+)
 
 
 def spread_store(store: Store) -> SpreadStore:
@@ -67,15 +72,16 @@ def read_spread(store: Store) -> Spread | None:
 
 def _restore_advice(store: Store) -> str:
     """Return what to do about a damaged record."""
-    delete = f"holdfast.open_store({store.url!r}).delete({names.SPREAD!r})"
+    delete = f"Delete the file: holdfast.open_store({store.url!r}).delete({names.SPREAD!r})"
+    if _has_folders(store):
+        return f"{delete}. {RESTORE_SPREAD.format(store.url)}"
+    return f"The run has no folders spread-XX, so it is not spread. {delete}"
+
+
+def _has_folders(store: Store) -> bool:
+    """Return True if there is a folder over which a run is, or was, spread."""
     found = {e.name for e in base_store.list_level(store, "", "spread-") if e.kind != "object"}
-    if not any(map(names.is_spread_folder, found)):
-        return f"The run has no folders spread-XX, so it is not spread. Delete the file: {delete}"
-    return (
-        f"Delete the file: {delete}. Then call holdfast.Run({store.url!r}).set_spread(N) with the"
-        " number that the run had, as in Checkpointer(spread=N). A number that does not fit the"
-        " files in the folders spread-XX is refused, with those that fit"
-    )
+    return any(map(names.is_spread_folder, found))
 
 
 def create_spread(store: SpreadStore, prefixes: int, has_versions: Callable[[], object]) -> None:
@@ -144,12 +150,14 @@ class _Known:
     """What is known of a run. All views of one store share it.
 
     ``spread`` is None if there was no record, or if nobody has ``looked``. ``strays`` maps keys to
-    where a listing found their objects, if that is not where the record says.
+    where a listing found their objects, if that is not where the record says. ``is_lost``: see
+    ``has_lost_record``.
     """
 
     spread: Spread | None = None
     looked: bool = False
     strays: dict[str, str] = field(default_factory=dict)
+    is_lost: bool | None = None
 
 
 class SpreadStore:
@@ -188,6 +196,12 @@ class SpreadStore:
             self._known.spread = read_spread(self.unspread)
             self._known.looked = True
         return self._known.spread
+
+    def has_lost_record(self) -> bool:
+        """Return True if there is no record, but a folder for it, which is looked for once."""
+        if self._known.is_lost is None:
+            self._known.is_lost = _has_folders(self.unspread)
+        return self._known.is_lost and self._known.spread is None
 
     def learn(self, spread: Spread | None) -> None:
         """Take over what another rank has read, so that this one does not read it."""
