@@ -455,6 +455,7 @@ def test_sweep_keeps_the_files_of_a_save_in_a_run_within_the_run(tmp_path: Path)
         pins.hold_pin(Location(inner, "version_1"), attempt),
         inner.put(f"version_1/{shard_name(0, 1, attempt)}", 4) as upload,
     ):
+        (tmp_path / "inner" / ".writer.json.0123456789abcdef.partial").touch()
         assert Run(tmp_path).sweep(grace=0, now=time.time() + DAY).removed == []
         upload.write_at(0, memoryview(b"data"))
         upload.commit()

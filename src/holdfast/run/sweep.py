@@ -212,7 +212,7 @@ def sweep(
 ) -> SweepResult:
     """See ``Run.sweep``."""
     listing = catalog.listing()
-    partials = [s for s in catalog.store.partials("") if not _is_of_inner_run(s.key)]
+    partials = [s for s in catalog.store.partials("") if _is_of_run(s.key)]
     files = catalog.all_files(listing)
     # The roots are read after the listing. A save that has begun since then has none of the listed
     # files, and a save that has ended since then has a manifest. A copy that has begun since then
@@ -235,10 +235,12 @@ def sweep(
     return SweepResult([s.key for s in removed], state.kept, nbytes, hidden)
 
 
-def _is_of_inner_run(key: str) -> bool:
-    """Return True for a file in a run within the run, whose pins are in the folder of that run."""
-    folder, _, rest = key.partition("/")
-    return "/" in rest and not names.is_spread_folder(folder)
+def _is_of_run(key: str) -> bool:
+    """Return True for a file in one of the folders of a run. Other folders have other writers, such
+    as that of a run within the run, whose pins are there."""
+    folder, slash, rest = key.partition("/")
+    is_own = folder == names.NOTICES or names.parse_version(folder) is not None
+    return not slash or names.is_spread_folder(folder) or (is_own and "/" not in rest)
 
 
 def find_orphans(
