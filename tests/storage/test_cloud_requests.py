@@ -11,6 +11,7 @@ import pytest
 import holdfast
 from holdfast.deadline import Deadline
 from holdfast.errors import StoreError, Unavailable
+from holdfast.storage.cloud.failures import translate
 from tests.cli.invoke import run_cli
 
 KEY, OTHER = "c2VjcmV0LWtleQ==", "b3RoZXIta2V5"
@@ -157,6 +158,16 @@ def test_a_web_server_is_not_a_cloud(server, monkeypatch, tmp_path, scheme, act)
     assert f"does not answer as {name} does. Check the endpoint" in message
     assert time.monotonic() - began < 5
     assert len(server.requests) < 5
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_unknown"),
+    [("upstream connect error", True), ("<Error><Code>ServerBusy</Code></Error>", False)],
+)
+def test_a_proxy_that_is_busy_may_have_passed_a_write_on(reply, is_unknown):
+    error = translate(OSError(f"status code: 503, body: {reply}"), "write", "a", "az://bucket")
+    assert isinstance(error, Unavailable)
+    assert (error.throttled, error.is_outcome_unknown) == (True, is_unknown)
 
 
 def test_an_invalid_reply_of_a_known_server_is_repeated(server):

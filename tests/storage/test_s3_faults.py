@@ -91,6 +91,53 @@ def test_an_upload_whose_completion_is_looked_up_needs_no_second_request_at_once
     assert time.monotonic() - start < 10
 
 
+def test_a_completion_without_a_reply_that_cannot_be_looked_up_says_that_it_is_unknown(s3):
+    lost = lose_first("POST", "uploadId=", lambda handler: handler.serve())
+
+    def refused(method, path, handler):
+        if method == "GET" and "uploads" in path:
+            handler.fail(403, "AccessDenied")
+            return True
+        return lost(method, path, handler)
+
+    s3.hook, data = refused, bytes(20 * MIB)
+    with open_run(s3).put("version_1/x", len(data)) as upload:
+        upload.write_at(0, memoryview(data))
+        with pytest.raises(Denied) as caught:
+            upload.commit()
+    assert caught.value.is_outcome_unknown
+    assert s3.objects["run/version_1/x"] == data
+
+
+def test_a_proxy_that_passes_a_write_on_and_reports_that_it_is_busy(s3):
+    """As Envoy does if the connection to the server breaks after the request."""
+    seen = []
+
+    def busy(method, path, handler):
+        if method != "PUT" or seen:
+            return False
+        seen.append(path)
+        answer, handler.answer = handler.answer, lambda *arguments, **headers: None
+        handler.serve()
+        handler.answer = answer
+        answer(503, b"upstream connect error or disconnect/reset before headers")
+        return True
+
+    s3.hook = busy
+    store = open_run(s3, timeout=20)
+    with store.put("version_1/x", 3) as upload:
+        upload.write_at(0, memoryview(b"123"))
+        upload.commit()
+    assert store.get("version_1/x", 9) == b"123"
+    seen.clear()
+    with open_run(s3, timeout=0.5).put("version_1/y", 3) as upload:
+        upload.write_at(0, memoryview(b"123"))
+        with pytest.raises(Unavailable) as caught:
+            upload.commit()
+    assert caught.value.is_outcome_unknown
+    assert "run/version_1/y" in s3.objects
+
+
 def test_a_lost_creation_does_not_abort_the_upload_of_another_process(s3):
     """Copies of one version have the same names. The other one was begun an hour before."""
     data, other = bytes(20 * MIB), open_run(s3, timeout=6).put("version_1/x", 20 * MIB)
@@ -182,6 +229,34 @@ def test_a_reply_that_arrives_slowly_ends_by_the_deadline(s3, view):
     with pytest.raises(Unavailable):
         store.get_range("a", 0, MIB, memoryview(bytearray(MIB)))
     assert time.monotonic() - start < 6
+
+
+@pytest.mark.slow
+def test_a_second_try_of_a_read_ends_by_the_deadline_of_the_first(s3):
+    """The first reply breaks off after 3 s of 4, and the second one would never end."""
+    began = time.monotonic()
+
+    def slow(method, path, handler):
+        first = int(handler.headers.get("Range", "bytes=0").split("=")[1].split("-")[0])
+        where = f"bytes {first}-{MIB - 1}/{MIB}"
+        handler.answer(206, b"", Content_Length=str(MIB - first), ETag='"x"', Content_Range=where)
+        is_first = time.monotonic() < began + 2.9
+        while time.monotonic() < began + (3 if is_first else 20):
+            handler.wfile.write(bytes(4096))
+            time.sleep(0.05)
+        handler.close_connection = True
+        return True
+
+    s3.hook = slow
+    store = open_run(s3, timeout=4)
+    for read in (
+        lambda: store.get_range("a", 0, MIB, memoryview(bytearray(MIB))),
+        lambda: store.get("a", MIB),
+    ):
+        began = time.monotonic()
+        with pytest.raises(Unavailable):
+            read()
+        assert time.monotonic() - began < 6
 
 
 @pytest.mark.slow

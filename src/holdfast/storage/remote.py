@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def _outcome_unknown() -> Iterator[None]:
+def outcome_unknown() -> Iterator[None]:
     """Add to an error of the block that the object may have been created."""
     try:
         yield
@@ -99,7 +99,7 @@ class RemoteStore(ABC):
     @abstractmethod
     def get(self, key: str, limit: int) -> bytes: ...
 
-    @_outcome_unknown()
+    @outcome_unknown()
     def require_stat(self, key: str, length: int) -> Stat:
         """Return the status of an object that was just written. Raises ``StoreError`` if the server
         shows another length."""
@@ -114,7 +114,7 @@ class RemoteStore(ABC):
         or the outcome is unknown.
         """
         try:
-            with _outcome_unknown():
+            with outcome_unknown():
                 stat = self.stat(key)
                 if stat.length == len(data) and self.get(key, len(data)) == data:
                     return stat
@@ -256,7 +256,7 @@ class BucketStore(RemoteStore):
             raise error
         self.require_equal(key, data, error)
 
-    @_outcome_unknown()
+    @outcome_unknown()
     def require_conditional_put(self, key: str, data: bytes) -> None:
         """Check that the server does not replace an object that this process has created.
 

@@ -117,6 +117,8 @@ def _translate_status(status: int, what: str, text: str, fields: dict[str, Any])
     if status in (401, 403):
         return Denied(what, todo=_PERMISSIONS[scheme], **fields)
     if status in (429, 503):
+        if status == 503 and not _CODE.search(text):
+            fields["outcome"] = "unknown"  # a proxy may have passed the request on
         return Unavailable(what, throttled=True, **fields)
     if status == 408 or (status >= 500 and status != 501):
         return Unavailable(what, outcome="unknown", **fields)

@@ -20,6 +20,7 @@ from holdfast.storage.checks import check_written_length, weak_store_error
 from holdfast.storage.hdfs.closing import close_file
 from holdfast.storage.hdfs.connection import LONGEST_CALL
 from holdfast.storage.hdfs.files import HdfsFiles
+from holdfast.storage.remote import outcome_unknown
 from holdfast.storage.store import Stat
 from holdfast.types import MIB
 
@@ -296,7 +297,8 @@ def _rename(files: _TemporaryFiles, path: str, length: int, status: Any) -> Stat
     try:
         store.call("rename", "commit", key, lambda c: c.rename(path, target, overwrite=False))
     except NotFound as e:  # an earlier try has renamed it, or ``sweep`` has deleted it
-        found = store.look_up(target, key)
+        with outcome_unknown():
+            found = store.look_up(target, key)
         if found is None or (found.length, found.modification_time) != (
             status.length,
             status.modification_time,

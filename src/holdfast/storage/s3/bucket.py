@@ -136,6 +136,7 @@ class S3Bucket(BucketStore):
 
     def get(self, key: str, limit: int) -> bytes:
         name = self.object_name(key)
+        store = self.within(self.deadline_for("read", key))  # one deadline for all tries
 
         def read(client: Any) -> bytes:
             reply = client.get_object(Bucket=self.bucket, Key=name)
@@ -145,7 +146,7 @@ class S3Bucket(BucketStore):
                 if length > limit:
                     raise too_long_error(key, self.url, limit, length)
                 data = bytearray(length)
-                self.read_body(body, memoryview(data), key, no_op)
+                store.read_body(body, memoryview(data), key, no_op)
             if has_other_md5(reply, data):
                 raise Unavailable(
                     f"{key} changed on its way from {self.url}",
@@ -155,7 +156,7 @@ class S3Bucket(BucketStore):
                 )
             return bytes(data)
 
-        return self.call("GetObject", "read", key, read)
+        return store.call("GetObject", "read", key, read)
 
     def read_body(
         self,

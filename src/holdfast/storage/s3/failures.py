@@ -16,7 +16,7 @@ _THROTTLED = {
     "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded",
     "TooManyRequestsException", "ServiceUnavailable", "503", "429",
 }  # fmt: skip
-"""The codes with which a server asks for fewer requests. It has done nothing."""
+"""The codes with which a server asks for fewer requests. It has done nothing, except for "503"."""
 
 _TRY_AGAIN = {
     "InternalError", "RequestTimeout", "OperationAborted", "ConditionalRequestConflict", "Busy",
@@ -122,6 +122,8 @@ def _translate_reply(error: Any, what: str, server: str, fields: dict[str, Any])
     what = f"{what}: {code}" if message in (code, "Unknown") else f"{what}: {code}: {message}"
     if code in _THROTTLED or status in (429, 503):
         pause = _seconds(headers.get("retry-after"), headers.get("date"))
+        if code == "503":  # not of S3, but of a proxy, which may have passed the request on
+            fields["outcome"] = "unknown"
         return Unavailable(what, throttled=True, retry_after=pause, **fields)
     if code in _TRY_AGAIN or status >= 500:
         if status == 501:

@@ -37,6 +37,8 @@ class S3Range(RangeReader):
 
     def read_into(self, view: memoryview) -> None:
         view, start = as_byte_view(view), self._done
+        store, key = self._store, self._key
+        store = store.within(store.deadline_for("read", key))  # one deadline for all tries
         if start + len(view) > self._length:
             raise self._too_short(self._length)
 
@@ -48,15 +50,13 @@ class S3Range(RangeReader):
                 if self._body is None:
                     self._open(client)
                 left = view[self._done - start :]
-                self._block = self._store.read_body(
-                    self._body, left, self._key, advance, self._block
-                )
+                self._block = store.read_body(self._body, left, key, advance, self._block)
             except BaseException:
                 self.__exit__()  # the next try goes on behind the bytes that have arrived
                 raise
 
         if view:
-            self._store.call("", "read", self._key, read)
+            store.call("", "read", key, read)
 
     def _open(self, client: Any) -> None:
         """Request what has not arrived."""

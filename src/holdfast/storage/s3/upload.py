@@ -21,6 +21,7 @@ from holdfast.buffers import as_byte_view
 from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.errors import NotFound, StoreError, Unavailable
 from holdfast.storage.checks import WrittenRanges, exists_error
+from holdfast.storage.remote import outcome_unknown
 from holdfast.storage.s3.bucket import S3Bucket
 from holdfast.storage.s3.endpoint import INSTALL, TIMEOUTS
 from holdfast.storage.s3.failures import no_tag_error
@@ -278,6 +279,7 @@ class S3Upload(Upload):
         if refusal is not None and not (is_repeated and self._is_complete()):
             raise self._refused(refusal) from refusal
 
+    @outcome_unknown()
     def _is_complete(self) -> bool:
         """Return True if the object is this one: the reply to an earlier try was lost.
 
