@@ -52,8 +52,9 @@ def to_repr(value: object) -> str:
         return _long_repr.repr(value)
 
 
-# A user with a port after it, as in ``hdfs://host:8020/run@120``, is a host.
-_USER = re.compile(r"(://)(?![^\s@/]*:\d+/)(?:[^\s@/]+:[^\s@]*|[^\s@/]*)@")
+# A user with a port after it, as in ``hdfs://host:8020/run@120``, is a host. A user may be an
+# e-mail address, and a password may contain "@". Only a password may contain a slash.
+_USER = re.compile(r"(://)(?:(?![^\s/]*:\d+/)[^\s/:]*:[^\s@]*(?:@[^\s@/]*)*@|[^\s/]*@)")
 _QUERY = re.compile(r"\?[^\s?=\"'<>]*=[^\s\"'<>)]*")
 
 

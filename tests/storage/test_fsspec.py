@@ -567,6 +567,23 @@ def test_a_call_that_hangs_loses_its_connection(faulty, clients, monkeypatch):
     assert clients[0].closed.wait(10)
 
 
+def test_a_connection_that_comes_too_late_is_not_used(faulty, monkeypatch):
+    """The late deletion removed what was written after it had been reported as failed."""
+    store, may_connect = open_faulty(), threading.Event()
+    store.put_if_absent("m", b"1")
+    slow = open_faulty(timeout=0.2)
+    connect, given_up = slow._connect, threading.Event()
+    slow._connect = lambda: (may_connect.wait(60), connect())[1]
+    monkeypatch.setattr(faulty, "close", lambda _: given_up.set(), raising=False)
+    with pytest.raises(Unavailable):
+        slow.delete("m")
+    store.delete("m")
+    store.put_if_absent("m", b"2")
+    may_connect.set()
+    assert given_up.wait(10)
+    assert store.get("m", 9) == b"2"
+
+
 def test_a_forked_process_connects_again(faulty, monkeypatch):
     store = open_faulty()
     store.put_if_absent("m", b"1")
@@ -603,6 +620,10 @@ def test_a_listing_shows_what_others_did(tmp_path):
         ("fsspec+ftp://me:secret@host/a", "password"),
         ("fsspec+ftp://me:sec/ret@host/a", "password"),
         ("fsspec+ftp://:secret@host/a", "password"),
+        ("fsspec+ftp://me@corp.com:secret@host/a", "password"),
+        ("fsspec+sftp://me@corp.com:secret@host:22/a", "password"),
+        ("fsspec+sftp://me@corp.com:sec/ret@host/a", "password"),
+        ("fsspec+sftp://me:sec@secret@host/a", "password"),
         ("fsspec+simplecache::ftp://me:secret@host/a", "does not name one file system"),
         ("fsspec+nonsense://host/a?sig=secret", "query"),
         ("fsspec+http://host/a?x=1&sig=secret", "query"),
@@ -616,7 +637,9 @@ def test_bad_urls(url, message):
     assert "sec/ret" not in shown
 
 
-@pytest.mark.parametrize("rest", ["host:8020/run@120", "a/b:c@d", "a/what?/b", "/a:b@c"])
+@pytest.mark.parametrize(
+    "rest", ["host:8020/run@120", "me@host:22/run@120", "a/b:c@d", "a/what?/b", "/a:b@c"]
+)
 def test_a_url_without_credentials_is_accepted(rest):
     assert open_store(f"fsspec+memory://{rest}").url == f"fsspec+memory://{rest}"
 

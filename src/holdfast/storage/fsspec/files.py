@@ -111,15 +111,19 @@ class FsspecFiles(RemoteStore):
     def call(self, action: str, key: str, work: Callable[[Any], T]) -> T:
         """Return ``work(fs)``. Raises ``StoreError``."""
         borrowed: list[Any] = []
+        is_over = False
 
         def work_on_connection() -> T:
             borrowed.append(self.borrow())
             with self.giving_back(borrowed):
+                if is_over:  # a late deletion could remove what was written after it
+                    raise TimeoutError("the connection came too late")
                 return work(borrowed[0])
 
         try:
             return self.bounded(action, key, work_on_connection)
         finally:  # the deadline has passed: let the thread that waits for the connection end
+            is_over = True
             self.close(borrowed)
 
     @contextmanager

@@ -34,8 +34,9 @@ from holdfast.types import MIB
 INSTALL = "Install it: pip install 'holdfast[fsspec]'"
 
 
-_PASSWORD = re.compile(r"(?![^/@]*:\d+/)[^/@]*:[^@]*@")
-"""A password, which may contain slashes. What follows a host and its port is a folder."""
+_PASSWORD = re.compile(r"(?![^/]*:\d+/)[^/:]*:[^@]*@|[^/]*:[^/]*@")
+"""A password, which may contain slashes. The user may be an e-mail address. What follows a host and
+its port is a folder."""
 
 _QUERY = re.compile(r"[^?]*\?[^/?=]*=")
 
