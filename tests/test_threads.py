@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
 import sys
 import threading
 import time
@@ -223,6 +224,33 @@ def test_a_thread_whose_start_was_interrupted_stays_in_no_table(
     assert ran == ["t"] * begins
     assert failures == []
     assert thread not in threading.enumerate()
+
+
+def test_a_latch_is_waited_for_longer_than_a_lock_can_wait() -> None:
+    """Such as with ``timeout=10**10`` of a store."""
+    latch = Latch()
+    timer = threading.Timer(0.05, latch.set)
+    timer.start()
+    assert latch.wait(1e30)
+    timer.join()
+
+
+INTERRUPTED_CALL = """
+from holdfast import deadline
+def interrupt(thread):
+    raise KeyboardInterrupt
+deadline.start_thread = interrupt
+try:
+    deadline.Call(print, "call")
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def test_a_process_ends_after_a_call_whose_start_was_interrupted() -> None:
+    command = [sys.executable, "-c", INTERRUPTED_CALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_all_threads_that_wait_for_a_latch_continue_when_it_is_set() -> None:

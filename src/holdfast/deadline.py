@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 from typing import Generic, TypeVar
@@ -123,7 +124,8 @@ def _wait_for_calls() -> None:
     """
     deadline = Deadline.after(_EXIT_SECONDS, "the calls at the end of the process")
     for thread in list(_running):
-        thread.join(deadline.seconds_left)
+        with suppress(RuntimeError):  # Ctrl-C came before it was started
+            thread.join(deadline.seconds_left)
 
 
 def call_within(deadline: Deadline, function: Callable[[], T]) -> T:

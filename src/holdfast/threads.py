@@ -215,8 +215,9 @@ class Latch:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for at most ``timeout`` seconds, and return whether the event has happened."""
         if not self._is_set:
+            seconds = -1 if timeout is None else min(max(0, timeout), threading.TIMEOUT_MAX)
             try:
-                self._lock.acquire(timeout=-1 if timeout is None else max(0, timeout))
+                self._lock.acquire(timeout=seconds)
             finally:
                 self._release_if_set()  # for the next thread that waits
         return self._is_set
