@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.disks import disk  # noqa: F401  (a fixture)
+from tests.storage.fake_s3 import s3  # noqa: F401  (a fixture)
 
 
 @pytest.fixture(autouse=True)

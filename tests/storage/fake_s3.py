@@ -2,12 +2,17 @@
 server has. ``hook(method, path, handler)`` may answer a request; it then returns True."""
 
 import hashlib
+import os
 import re
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+import holdfast
 
 BUCKET = "bucket"
 DATE, WHEN = "Wed, 25 Nov 2026 03:00:00 GMT", "2026-11-25T03:00:00.000Z"
@@ -169,3 +174,22 @@ def running_fake_s3():
         yield fake
     finally:
         fake.stop()
+
+
+def open_run(s3, **options):
+    return holdfast.open_store("s3://bucket/run", endpoint=s3.endpoint, **{"timeout": 5, **options})
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    for name in os.environ:
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/dev/null")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    with running_fake_s3() as fake:
+        yield fake

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
@@ -29,6 +30,10 @@ uses the longest one that its deadline allows."""
 CREDENTIALS_TIMEOUT = 5
 """The same for the services that issue credentials (STS, SSO), which a request may wait for. It is
 tried twice."""
+
+_LAST_MINUTES = 11 * 60
+"""Seconds before credentials expire from which on a request waits for other ones. (boto3 waits from
+10 minutes before on, and without a limit.)"""
 
 MAX_REQUESTS = 32
 """The default of the largest number of requests in progress."""
@@ -117,6 +122,7 @@ class Clients:
         self.url = ""
         self._addresses = 1  # of the server: each may take the timeout of a connection
         self._fetching: Call[None] | None = None
+        self._fetched_at = 0.0  # when the last thread began
         self._lock = Lock()
 
     def client(self, deadline: Deadline, longest: int) -> Any:
@@ -143,20 +149,30 @@ class Clients:
             return False
 
     def _await_credentials(self, deadline: Deadline) -> None:
-        """Wait until there are credentials that are valid for some minutes, or none at all."""
+        """Wait until there are credentials that are valid for some minutes, or none at all.
+
+        boto3 renews credentials 15 minutes before they expire. If that takes long, requests go on
+        with those that are still valid.
+        """
         is_due = getattr(self._credentials, "refresh_needed", None)
         if self._session is not None and (is_due is None or not is_due()):
             return
         with self._lock:
             if self._fetching is None or self._fetching.wait(0):
                 self._fetching = Call(self._fetch, "holdfast-credentials")
+                self._fetched_at = time.monotonic()
             fetching = self._fetching
-        if not fetching.wait(deadline.seconds_left):
+        seconds = deadline.seconds_left
+        has_time = self._session is not None and is_due is not None and not is_due(_LAST_MINUTES)
+        if has_time:
+            seconds = min(seconds, self._fetched_at + CREDENTIALS_TIMEOUT - time.monotonic())
+        if fetching.wait(seconds):
+            fetching.result()
+        elif not has_time:
             raise Unavailable(
                 "The credentials did not arrive in time",
                 todo="Check credential_process, STS, or SSO in the configuration of AWS",
             )
-        fetching.result()
 
     def _fetch(self) -> None:
         """Find the credentials, or renew those that expire soon."""

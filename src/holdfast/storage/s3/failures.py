@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email.utils
 import hashlib
+import json
 import re
 import time
 from typing import Any
@@ -75,6 +76,13 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
         if action == "read" and status == 412:
             return replaced_error(key, url)
         return _translate_reply(error, what, server, fields)
+    if isinstance(error, json.JSONDecodeError):
+        todo = "Check credential_process in the configuration of AWS"
+        return Denied(
+            f"{what}: the program for credentials has not printed JSON", todo=todo, **fields
+        )
+    if isinstance(error, boto.SSOError):
+        return Denied(f"{what}: {error}", todo="Log in again: aws sso login", **fields)
     if isinstance(error, boto.NoCredentialsError | boto.CredentialRetrievalError):
         return Denied(f"{what}: there are no credentials", todo=_CREDENTIALS, **fields)
     if isinstance(
