@@ -3,6 +3,7 @@
 import math
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from time import monotonic, sleep
 
 import pytest
 
@@ -267,6 +268,27 @@ def test_a_failure_of_another_thread_ends_the_tries(clock):
         in_parallel(range(2), work, threads=2)
     assert calls == [] or calls[0] < 100
     assert throttle.call("Put", NO_DEADLINE, Failing(Unavailable("reset"))) == "done"
+
+
+def test_a_pause_ends_soon_after_another_thread_has_failed():
+    """Also one for which the server has asked. The request is not sent again."""
+    pauses, calls, throttle = Event(), [], Throttle(8, sleep=lambda s: (pauses.set(), sleep(s)))
+
+    def busy():
+        calls.append(1)
+        raise slow_down(20.0)
+
+    def work(number):
+        if number:
+            pauses.wait(10)
+            raise Denied("expired")
+        throttle.call("Put", Deadline.after(60, "the test"), busy)
+
+    began = monotonic()
+    with pytest.raises(Denied):
+        in_parallel(range(2), work, threads=2)
+    assert monotonic() - began < 10
+    assert len(calls) == 1
 
 
 def test_other_errors_are_not_repeated(clock):

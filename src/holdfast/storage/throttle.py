@@ -162,10 +162,11 @@ class Throttle:
                 pause += MIN_PAUSE if asked is None else float(asked)
                 self._slow_down(min(pause, _LONGEST_HOLD))
             left = min(deadline.seconds_left, since + self._patience - self._clock())
+            if left > pause and not is_canceled():
+                self._report(operation, error, self._clock() - began, left)
+                self._pause(pause, is_retry=True)
             if left <= pause or is_canceled():
                 raise _gave_up(error, tries, self._clock() - began, deadline, is_unknown) from error
-            self._report(operation, error, self._clock() - began, left)
-            self._pause(pause, is_retry=True)
 
     def _report(self, operation: str, error: StoreError, seconds: float, left: float) -> None:
         """Report a call that has been repeated for a while, unless one was reported lately."""
@@ -211,7 +212,9 @@ class Throttle:
         with self._lock:
             self._waited += seconds
             self._retries += is_retry
-        while seconds > _SLICE and not is_canceled():
+        while seconds > _SLICE:
+            if is_canceled():
+                return
             self._sleep(_SLICE)
             seconds -= _SLICE
         self._sleep(seconds)
