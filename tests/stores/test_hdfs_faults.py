@@ -24,6 +24,7 @@ from holdfast.errors import (
 )
 from holdfast.storage.hdfs import closing, connection, upload
 from holdfast.storage.hdfs.connection import Connection
+from holdfast.storage.hdfs.files import HdfsFiles
 from holdfast.testing.contract import partial_keys, put
 from holdfast.types import MIB
 from tests.stores.conftest import running_hdfs
@@ -194,11 +195,25 @@ def test_a_lost_reply_of_the_commit(run_url, faults):
     assert partial_keys(store) == []
 
 
+def test_a_lost_reply_of_the_commit_that_cannot_be_looked_up(run_url, faults, monkeypatch):
+    def away(*_):
+        raise Unavailable("away")
+
+    store = holdfast.open_store(run_url, timeout=30)
+    faults.fail(0, "after", ConnectionResetError("lost"), name="rename")
+    with monkeypatch.context() as patch, pytest.raises(Unavailable, match="away") as caught:
+        patch.setattr(HdfsFiles, "look_up", away)
+        store.put_if_absent("m", b"own")
+    assert caught.value.is_outcome_unknown
+    assert store.get("m", 9) == b"own"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 36 * MIB])
 @pytest.mark.parametrize("name", ["write", "hsync", "close"])
 def test_a_step_of_an_upload_that_hangs_or_fails(run_url, faults, monkeypatch, name, size):
-    """A short file is written anew. A long one is opened again: its first bytes are not kept."""
+    """A short file is written anew. A long one is opened again: its first bytes are not kept. If
+    it has all bytes, it is copied: they could not be synced any more."""
     monkeypatch.setattr(upload, "_FIRST_LIMIT", 1.0)
     store = holdfast.open_store(run_url, timeout=60)
     data, number = np.random.default_rng(0).bytes(size), 8 if size > MIB and name == "write" else 0
@@ -209,7 +224,10 @@ def test_a_step_of_an_upload_that_hangs_or_fails(run_url, faults, monkeypatch, n
                 file.write_at(at, memoryview(data)[at : at + 4 * MIB])
             file.commit()
         assert store.get(when, size) == data
-        assert faults.log.count("append") == (size > MIB and name != "close")
+        is_copied = size > MIB and name == "hsync" and when != "before"
+        assert faults.log.count("append") == (size > MIB and name != "close" and not is_copied)
+        if is_copied:
+            assert (faults.log.count("create"), faults.log.count("hsync")) == (2, 2)
         faults.heal()
     assert partial_keys(store) == []
 

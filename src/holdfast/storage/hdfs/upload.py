@@ -22,7 +22,7 @@ from holdfast.storage.hdfs.connection import LONGEST_CALL
 from holdfast.storage.hdfs.files import HdfsFiles
 from holdfast.storage.remote import outcome_unknown
 from holdfast.storage.store import Stat
-from holdfast.types import MIB
+from holdfast.types import BLOCK_SIZE, MIB
 
 _PROMISE = "a file whose bytes are on disk when its upload is committed (hsync)"
 
@@ -106,6 +106,9 @@ class HdfsAppender:
         begins a block. Then, the file is closed with the bytes that the DataNodes have, and opened
         again. If all bytes are known, they go to a new file instead, which takes less time. In
         either case, they are synced, because a failure may appear only then.
+
+        A sync has an effect only on a block that gets bytes. If the last block gets no more of
+        them, and its DataNodes may have them only in memory, the file is copied.
         """
         store, key = self._store, self._key
         deadline = store.deadline_for("write", key)
@@ -113,27 +116,45 @@ class HdfsAppender:
         begin = self._position + len(data) - len(rest)
 
         def write_rest() -> tuple[str, Any]:
-            path, missing = self._path, rest
+            path, missing, goes_on = self._path, rest, False
             if begin:
-                missing = self._recover(path, begin, rest, deadline)
+                found = self._recover(path, begin, rest, deadline)
+                goes_on = found.length < begin + len(rest) and found.length % found.blocksize > 0
             with self._limits.step(deadline) as limit:
-                if begin:
+                if goes_on:
+                    missing = rest[found.length - begin :]
                     writer = store.call_once("write", key, lambda c: _append(c, path, limit), limit)
                 else:
                     path, writer = store.call_once("write", key, self._files.create, limit)
+            if not goes_on:
+                self._copy(self._path, begin, writer, deadline)
+            with self._limits.step(deadline) as limit:
                 store.call_once("write", key, lambda _: _write(store, key, writer, missing), limit)
             return path, writer
 
         self._path, self._writer = store.connection.throttle.call("append", deadline, write_rest)
 
-    def _recover(self, path: str, begin: int, rest: bytes, deadline: Deadline) -> bytes:
-        """Let the NameNode close a file, and return the bytes of ``rest`` that it does not have.
+    def _copy(self, source: str, length: int, writer: Any, deadline: Deadline) -> None:
+        """Write the first bytes of a closed file to another one."""
+        store, key = self._store, self._key
+        for start in range(0, length, BLOCK_SIZE):
+
+            def copy(client: Any, start: int = start) -> None:
+                size = min(BLOCK_SIZE, length - start)
+                writer.write(bytes(client.read(source).read_range(start, size)))
+
+            with self._limits.step(deadline) as limit:
+                store.call_once("write", key, copy, limit)
+
+    def _recover(self, path: str, begin: int, rest: bytes, deadline: Deadline) -> Any:
+        """Let the NameNode close a file, and return its status. ``rest`` has what it lacks.
 
         ``begin``: where ``rest`` begins in the file. Raises ``StoreError``.
         """
         store, key = self._store, self._key
         _recover_lease(store, key, path, deadline)
-        length = store.call_once("look up", key, lambda c: c.get_file_info(path), deadline).length
+        found = store.call_once("look up", key, lambda c: c.get_file_info(path), deadline)
+        length = found.length
         if not begin <= length <= begin + len(rest):
             raise StoreError(
                 f"{store.url} has lost bytes of {key} with the DataNodes that had them",
@@ -143,7 +164,7 @@ class HdfsAppender:
                 key=key,
                 store=store.url,
             )
-        return rest[length - begin :]
+        return found
 
     def _call_once(self, action: str, request: Callable[[Any], object]) -> None:
         with self._limits.step(self._store.deadline_for(action, self._key)) as limit:
