@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from botocore.credentials import RefreshableCredentials
 
-from holdfast.errors import Denied, Unavailable
+from holdfast.errors import Denied, StoreError, Unavailable
 from holdfast.settings import aws_variables, cloud_variables
 from holdfast.storage.s3 import endpoint as endpoints
 from tests.storage.fake_s3 import open_run
@@ -79,6 +79,28 @@ def test_a_profile_of_sso_without_a_login(s3, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(Denied, match="aws sso login"):
         open_run(s3, profile="team").stat("a")
+
+
+@pytest.mark.parametrize(
+    ("proxy", "kind", "message"),
+    [
+        ("http://user:SECRET@127.0.0.1:9", Unavailable, "cannot be reached. Check HTTP_PROXY"),
+        ("socks5://user:SECRET@127.0.0.1:9", Unavailable, "proxy cannot be reached"),
+        ("http://user:SEC/RET@127.0.0.1:9", StoreError, "proxy is invalid. Check HTTP_PROXY"),
+        ("http://user:SEC#RET@127.0.0.1:9", StoreError, "proxy is invalid"),
+        ("http://user:SECRET@127.0.0.1:99999", StoreError, "proxy is invalid"),
+        ("http://user:SEC\nRET@127.0.0.1:9", Unavailable, "proxy cannot be reached"),
+    ],
+)
+def test_a_wrong_proxy_shows_no_password(s3, monkeypatch, proxy, kind, message):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, proxy)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
+    with pytest.raises(StoreError, match=message) as caught:
+        open_run(s3, timeout=1).stat("a")
+    assert type(caught.value) is kind
+    assert "SEC" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_token_with_a_line_break_is_not_shown(s3, monkeypatch):

@@ -53,11 +53,13 @@ _NO_TLS = re.compile(
 
 
 _BAD_HEADER, _BAD_ENDPOINT = "Invalid header value", "Invalid endpoint"
+_BAD_PROXY, _NO_PROXY = "Failed to parse: ", "Failed to connect to proxy"
 
 
 def shows_credentials(error: Exception) -> bool:
     """Return True if the text of an error of boto3 may contain a header or a password."""
-    return _BAD_HEADER in str(error) or _BAD_ENDPOINT in str(error)
+    text = str(error)
+    return any(words in text for words in (_BAD_HEADER, _BAD_ENDPOINT, _BAD_PROXY, _NO_PROXY))
 
 
 def translate(error: Exception, action: str, key: str, url: str, server: str) -> StoreError:
@@ -98,6 +100,12 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
     if _BAD_HEADER in text:
         what = f"{what}: the session token or the access key contains a line break"
         return Denied(what, todo="Remove it from the variable or the file", **fields)
+    if _BAD_PROXY in text:  # urllib3 has split the URL in the middle of the password
+        todo = 'Check HTTP_PROXY and HTTPS_PROXY: write "/" as %2F and "#" as %23 in a password'
+        return StoreError(f"{what}: the URL of the proxy is invalid", todo=todo, **fields)
+    if _NO_PROXY in text:
+        todo = "Check HTTP_PROXY, HTTPS_PROXY, and NO_PROXY"
+        return Unavailable(f"{what}: the proxy cannot be reached", todo=todo, **fields)
     if isinstance(error, boto.SSLError) and _NO_TLS.search(text):
         todo = f"Check the endpoint, {server}, and the certificate (AWS_CA_BUNDLE)"
         return StoreError(f"{what}: {text}", todo=todo, **fields)
