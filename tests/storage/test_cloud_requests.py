@@ -10,8 +10,10 @@ import pytest
 
 import holdfast
 from holdfast.deadline import Deadline
-from holdfast.errors import StoreError, Unavailable
+from holdfast.errors import NotFound, StoreError, Unavailable
 from holdfast.storage.cloud.failures import translate
+from holdfast.storage.cloud.store import CloudStore
+from holdfast.storage.cloud.upload import StreamAppender
 from tests.cli.invoke import run_cli
 
 KEY, OTHER = "c2VjcmV0LWtleQ==", "b3RoZXIta2V5"
@@ -168,6 +170,28 @@ def test_a_proxy_that_is_busy_may_have_passed_a_write_on(reply, is_unknown):
     error = translate(OSError(f"status code: 503, body: {reply}"), "write", "a", "az://bucket")
     assert isinstance(error, Unavailable)
     assert (error.throttled, error.is_outcome_unknown) == (True, is_unknown)
+
+
+@pytest.mark.parametrize(("error", "is_unknown"), [(Unavailable, True), (NotFound, False)])
+def test_a_completion_that_was_refused_and_cannot_be_looked_up(
+    server, monkeypatch, error, is_unknown
+):
+    """Azure refuses the second one, which obstore sends when the reply to the first is lost."""
+    appender = StreamAppender(open_azure(server, account_key=KEY), "a", 3)
+    replies = [NotFound("a"), error("a")]
+
+    def wait(action):
+        raise StoreError("400: InvalidBlockList")
+
+    def stat(*_):
+        raise replies.pop(0)
+
+    monkeypatch.setattr(appender, "_send", lambda piece: None)
+    monkeypatch.setattr(appender, "_wait", wait)
+    monkeypatch.setattr(CloudStore, "stat", stat)
+    with pytest.raises(StoreError, match="InvalidBlockList") as caught:
+        appender.commit()
+    assert caught.value.is_outcome_unknown == is_unknown
 
 
 def test_an_invalid_reply_of_a_known_server_is_repeated(server):

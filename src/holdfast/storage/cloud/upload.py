@@ -68,9 +68,14 @@ class StreamAppender:
         try:
             self._wait("complete")
         except StoreError as e:
-            if not self._is_visible():
-                is_unknown = {"outcome": "unknown"} if isinstance(e, Unavailable) else {}
-                raise e.with_advice(**is_unknown) from None
+            is_unknown = isinstance(e, Unavailable)
+            try:
+                is_visible = self._length_found() == self._length
+            except StoreError:  # that of the completion counts
+                is_visible, is_unknown = False, True
+            if not is_visible:
+                fields = {"outcome": "unknown"} if is_unknown else {}
+                raise e.with_advice(**fields) from None
         return store.require_stat(key, self._length)
 
     def abort(self) -> None:
@@ -82,12 +87,6 @@ class StreamAppender:
         with suppress(NotFound):
             return self._store.stat(self._key).length
         return None
-
-    def _is_visible(self) -> bool:
-        try:
-            return self._length_found() == self._length
-        except StoreError:  # that of the completion counts
-            return False
 
     def _send(self, piece: bytes | None) -> None:
         if self._thread is None:
