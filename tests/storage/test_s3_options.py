@@ -219,3 +219,23 @@ def test_a_service_for_credentials_that_never_answers(monkeypatch, tmp_path):
         with pytest.raises(Unavailable, match="credentials did not arrive in time"):
             store.stat("a")
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"access_key_id": "a"}, "one of access_key_id= and secret_access_key="),
+        ({"secret_access_key": "SECRET"}, "one of access_key_id= and secret_access_key="),
+        ({"access_key_id": "a", "secret_access_key": 5}, "secret_access_key=.*text.*type int"),
+        ({"access_key_id": "a", "secret_access_key": ["SECRET"]}, "secret_access_key="),
+        ({"endpoint": 3}, "endpoint=. Expected http://HOST"),
+        ({"endpoint": "127.0.0.1:9"}, "endpoint=. Expected http://HOST"),
+        ({"endpoint": "http://user:SECRET@host"}, "without a password"),
+        ({"region": 3}, "region=. Expected text"),
+        ({"anonymous": "no"}, "anonymous=. Expected True or False"),
+    ],
+)
+def test_an_option_of_a_wrong_type_or_a_half_of_two_is_refused(options, message):
+    with pytest.raises(StoreError, match=message) as caught:
+        holdfast.open_store("s3://bucket/run", **options)
+    assert "SECRET" not in str(caught.value)

@@ -43,6 +43,9 @@ T = TypeVar("T")
 FIRST_BLOCK, _FAST = 64 << 10, 0.1
 """The length of the first block of a reply, in bytes, and the seconds in which a block is fast."""
 
+_SLOWEST = 20_000
+"""Bytes per second from which on a block that has become slow still ends by the deadline."""
+
 _PERMISSION = ("AccessDenied", "403")
 """The codes of a server that has accepted the credentials."""
 
@@ -169,13 +172,15 @@ class S3Bucket(BucketStore):
         """Fill the view. Raises ``Unavailable`` if the reply ends before, or is too slow.
 
         boto3 returns when a block is full. The blocks begin small and grow as long as they arrive
-        fast, so that the deadline is checked in time. ``size``: that of the first block. Returns
-        that of the next one, for more of the same reply.
+        fast, so that the deadline is checked in time. Near the deadline, they are small: a reply
+        may become slow. ``size``: that of the first block. Returns that of the next one, for more
+        of the same reply.
         """
         deadline, done = self.deadline_for("read", key), 0
         while done < len(view):
             before = deadline.clock()
-            count = body.readinto(view[done : done + size])
+            block = max(FIRST_BLOCK // 16, int(min(size, _SLOWEST * deadline.seconds_left)))
+            count = body.readinto(view[done : done + block])
             if not count:
                 raise Unavailable(
                     f"The reply for {key} in {self.url} is incomplete", store=self.url, key=key
