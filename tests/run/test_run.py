@@ -350,6 +350,14 @@ def test_an_address_of_a_missing_run(tmp_path: Path) -> None:
 # -- deleting ------------------------------------------------------------------------------------
 
 
+def test_delete_takes_the_step_of_a_version_of_the_current_lineage(store: MemoryStore) -> None:
+    branch_off(store, at=20, to=40)
+    assert Run(store).delete(20) > 0
+    with pytest.raises(NotFound, match="no version of step 60 on the current lineage"):
+        Run(store).delete(60)
+    assert Run(store).listing().versions == [Version(40), Version(40, 1), Version(60)]
+
+
 def test_delete_removes_the_manifest_first(store: MemoryStore) -> None:
     order: list[str] = []
     delete = store.delete

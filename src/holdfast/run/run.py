@@ -348,12 +348,15 @@ class Run:
 
     # -- deleting ------------------------------------------------------------------------------
 
-    def delete(self, version: Version) -> int:
+    def delete(self, version: Version | int) -> int:
         """Delete a version, manifest first, and return the number of bytes that this freed.
 
-        Raises ``NotFound``, and ``HoldfastError`` if the version is pinned, if a process is
-        reading it, or if another version refers to it.
+        ``version``: also the step of one on the current lineage. Raises ``NotFound``, and
+        ``HoldfastError`` if the version is pinned, if a process is reading it, or if another
+        version refers to it.
         """
+        if not isinstance(version, Version):
+            version = self.find(version)
         return sweep.delete(self.catalog, version)
 
     def retain(self, policy: KeepPolicy) -> list[Version]:

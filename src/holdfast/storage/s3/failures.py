@@ -191,15 +191,16 @@ def no_tag_error(key: str, url: str) -> Unavailable:
     )
 
 
-def has_other_md5(reply: Any, data: bytearray) -> bool:
-    """Return True if the bytes are not those of the object, as far as its entity tag tells.
+def find_other_md5(reply: Any, data: bytearray) -> str | None:
+    """Return the MD5 of the bytes if it is not what the entity tag says; None if it is.
 
     The tag of an object that was written by one PUT is its MD5, unless it is encrypted with a key
-    of KMS or of the customer.
+    of KMS or of the customer. Some servers use tags that only look like it.
     """
     tag = str(reply.get("ETag", "")).strip('"')
     is_md5 = re.fullmatch("[0-9a-f]{32}", tag) is not None
     encryption = (reply.get("ServerSideEncryption") or "AES256", reply.get("SSECustomerAlgorithm"))
     if not is_md5 or encryption != ("AES256", None):
-        return False
-    return hashlib.md5(data, usedforsecurity=False).hexdigest() != tag
+        return None
+    found = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    return None if found == tag else found
