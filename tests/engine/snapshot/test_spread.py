@@ -345,6 +345,24 @@ def test_the_advice_restores_a_record(
     assert holdfast.Run(url).latest().verify().ok
 
 
+def test_a_lost_record_of_a_run_without_versions_needs_a_number_that_fits() -> None:
+    """With another number, sweep would not look where failed saves have left files."""
+    store = MemoryStore("orphans")
+    holdfast.Run(store).set_spread(16)
+    spread = holdfast.Run(store).store.spread
+    orphans = [
+        spread.place(f"version_{n}/shard-00000-of-00001.0123456789ab.safetensors") for n in range(8)
+    ]
+    for key in orphans:
+        store.put_if_absent(key, b"x")
+    store.delete("spread.json")
+    with pytest.raises(HoldfastError, match="was lost, and 2 is not its number"):
+        holdfast.Run(store).set_spread(2)
+    holdfast.Run(store).set_spread(16)
+    assert len(holdfast.Run(store).sweep(grace=0).removed) == len(orphans)
+    assert [s.key for s in store.list("")] == ["spread.json"]
+
+
 def test_a_lost_record_is_restored_only_with_a_number_that_fits() -> None:
     store = MemoryStore()
     save_spread(store, 16, 9)

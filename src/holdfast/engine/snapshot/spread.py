@@ -87,11 +87,11 @@ def _has_folders(store: Store) -> bool:
 def create_spread(store: SpreadStore, prefixes: int, has_versions: Callable[[], object]) -> None:
     """Create the record of a run, or check that it is the one that exists.
 
-    A record that was lost is restored: that of a run with versions is created if all files in the
-    folders ``spread-XX`` are where it says. ``has_versions`` returns something true if the run has
-    versions. Raises ``HoldfastError`` if ``prefixes`` is invalid, if the run has a record with
-    another number, or if it has versions, no record, and no files that ``prefixes`` fits, and what
-    ``read_spread`` raises.
+    A record that was lost is restored: that of a run with versions, or with files in the folders
+    ``spread-XX``, is created if all these files are where it says. ``has_versions`` returns
+    something true if the run has versions. Raises ``HoldfastError`` if ``prefixes`` is invalid, if
+    the run has a record with another number, or if it has no record, and versions or files that
+    ``prefixes`` does not fit, and what ``read_spread`` raises.
     """
     if type(prefixes) is not int or not 2 <= prefixes <= MAX_PREFIXES:
         raise HoldfastError(
@@ -101,7 +101,8 @@ def create_spread(store: SpreadStore, prefixes: int, has_versions: Callable[[], 
         )
     found = store.look_again()
     if found is None:
-        if has_versions() and prefixes not in (fitting := _fitting_numbers(store.unspread)):
+        fitting = _fitting_numbers(store.unspread)
+        if prefixes not in fitting and (fitting or has_versions()):
             raise _other_spread_error(store.url, prefixes, "versions that are not spread", fitting)
         with suppress(AlreadyExists):
             store.put_if_absent(names.SPREAD, encode_spread(Spread(_HASH, prefixes)))

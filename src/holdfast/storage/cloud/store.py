@@ -160,7 +160,8 @@ def _open(url: str, options: CloudOptions) -> CloudStore:
     if has_credentials or not _CONTAINER.fullmatch(container):
         raise StoreError(
             "The URL does not name a container and a folder",
-            expected=f"{options.scheme}://CONTAINER/folder",
+            expected=f"{options.scheme}://CONTAINER/folder, with a name of at least two lowercase"
+            " letters, digits, dots, hyphens, and underscores",
             found=None if "@" in url or "?" in url else repr(url),  # they precede credentials
             todo="The account, credentials, and other options are not part of the URL: see"
             " docs/stores.md",
