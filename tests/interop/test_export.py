@@ -601,6 +601,8 @@ def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.M
     for to in ("", "/"):
         with pytest.raises(StoreError, match="does not name a folder"):
             locate_export(to, "hf")
+    location, name = locate_export("memory://bucket.pt", "torch")
+    assert (location.url, name) == ("memory://bucket.pt", None)
     assert not list(tmp_path.rglob("*.partial"))
 
 

@@ -1,6 +1,7 @@
 """``open_store``: from the user's argument to a store."""
 
 import re
+import uuid
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,42 @@ def test_the_error_for_an_unknown_scheme_lists_the_known_schemes(url):
 def test_an_argument_that_names_no_location_is_an_error(url):
     with pytest.raises(StoreError):
         open_store(url)
+
+
+UNNAMED = "not name|no name|is not the URL of a snapshot"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "az://", "gs:///", "memory://", "memory:///", "file://", "file:///"]
+)
+def test_a_url_without_a_name_is_not_a_local_folder(tmp_path, monkeypatch, url):
+    """As from ``"s3://$BUCKET"`` with an empty variable."""
+    monkeypatch.chdir(tmp_path)
+    for use in (lambda: holdfast.save(url, {"n": 1}), lambda: holdfast.load(url)):
+        with pytest.raises(StoreError, match=UNNAMED):
+            use()
+    version = f"memory://test-open-{uuid.uuid4().hex}/version_1"
+    holdfast.save(version, {"x": torch.ones(1)}, step=1)
+    (tmp_path / "file:").mkdir()  # a folder with such a name is not what the URL means
+    for arguments in (
+        ("copy", version, url),
+        ("reshard", version, url, "--shards", "2"),
+        ("export", version, "--to", "safetensors", url),
+        ("show", url),
+    ):
+        result = run_cli(*arguments)
+        assert result.code == 5
+        assert re.search(UNNAMED, result.err)
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["file:"]
+
+
+def test_the_last_level_of_a_file_url_is_decoded(tmp_path):
+    url = f"file://{tmp_path}/a%20b%3F"
+    holdfast.save(f"{url}/version_1", {"x": torch.ones(1)}, step=1)
+    assert run_cli("copy", f"{url}@1", f"file://{tmp_path}/c%20d").code == 0
+    assert run_cli("show", f"file://{tmp_path}/c%20d").code == 0
+    assert run_cli("export", f"{url}@1", "--to", "torch", f"file://{tmp_path}/e%20f").code == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a b?", "c d", "e f"]
 
 
 LOST_SLASHES = [

@@ -125,7 +125,7 @@ def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
     """
     folder, slash, last = to.rpartition("/")
     name = None
-    if last.endswith(SUFFIXES[kind]):
+    if last.endswith(SUFFIXES[kind]) and not folder.endswith(":/"):  # s3://BUCKET.pt is a bucket
         to, name = folder or slash or ".", last
     if "://" not in to and os.path.basename(to.rstrip("/")) in ("", ".", ".."):
         if not to.strip("/"):

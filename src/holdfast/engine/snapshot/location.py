@@ -68,17 +68,20 @@ def locate(url: Url) -> Location:
     """
     if not isinstance(url, str | os.PathLike):
         return Location(open_store(url), "")
-    text = check_url(url).rstrip("/")
+    text = check_url(url)
     scheme, separator, path = text.rpartition("://")
+    if scheme == "file":  # the folder's name is decoded, as the levels before it are
+        scheme, separator, path = "", "", open_store(text).url
+    path = path.rstrip("/")  # not the whole text: of "s3://", "s3:" would remain, a local folder
     root, _, folder = path.rpartition("/")
     if has_authority(scheme) and not root:
-        return Location(open_store(text), "")  # the snapshot is a whole bucket
+        return Location(open_store(f"{scheme}{separator}{path}"), "")  # it is a whole bucket
     if folder in ("", ".", ".."):
         raise StoreError(
             f"{hide_secrets(text)!r} is not the URL of a snapshot", expected="RUN/version_120"
         )
     if not scheme:
-        root = root or ("/" if text.startswith("/") else ".")
+        root = root or ("/" if path.startswith("/") else ".")
     return Location(spread_store(open_store(f"{scheme}{separator}{root}")), folder)
 
 
