@@ -7,6 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import holdfast as hf
 from holdfast.cli.verbs.copy import CopyResult, _copy_run
 from holdfast.cli.verbs.ls import list_versions
 from holdfast.cli.verbs.verify import _verify_run
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, CommitError, NotFound
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
@@ -582,3 +585,26 @@ def test_two_copies_of_a_run_that_interrupt_each_other_both_succeed(
             assert isinstance(actor.result, CopyResult)
             assert len(actor.result.copied) + len(actor.result.present) == 2
         assert all(hf.Run(to).open(v).verify().ok for v in run.listing().versions)
+
+
+def test_the_versions_of_a_run_are_not_all_in_memory(
+    empty_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A snapshot has its tree and its indexes in memory: megabytes for a large model."""
+    for step in range(1, 21):
+        hf.save(f"{empty_url}/a/version_{step}", {"x": np.full(4, step)}, step=step)
+    alive, most = WeakSet[Snapshot](), 0
+    original = Snapshot.__init__
+
+    def init(self: Snapshot, *arguments: Any) -> None:
+        nonlocal most
+        original(self, *arguments)
+        alive.add(self)
+        most = max(most, len(alive))
+
+    monkeypatch.setattr(Snapshot, "__init__", init)
+    copy = ("copy", f"{empty_url}/a", f"{empty_url}/b")
+    for arguments in (copy, copy, ("ls", copy[2]), ("verify", copy[2])):
+        most = 0
+        assert run_cli(*arguments).code == 0
+        assert 1 <= most <= 4, arguments

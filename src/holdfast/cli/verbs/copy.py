@@ -56,14 +56,36 @@ from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy of a run keeps of one snapshot at the destination.
+
+    A ``Snapshot`` has its tree and indexes in memory, which a run of many versions would fill.
+    """
+
+    location: Location
+    digest: str
+    step: int | None
+    nbytes: int
+    nbytes_checked: int
+
+    @classmethod
+    def of(cls, copy: Snapshot) -> Copied:
+        return cls(copy.location, copy.digest, copy.step, copy.nbytes, bytes_to_read(copy))
+
+    @property
+    def url(self) -> str:
+        return self.location.url
+
+
 @dataclass(slots=True)
 class CopyResult:
     """The snapshots that were copied, were already present, or are damaged and were not copied."""
 
     source: str
     destination: str
-    copied: list[Snapshot] = field(default_factory=list)
-    present: list[Snapshot] = field(default_factory=list)
+    copied: list[Copied] = field(default_factory=list)
+    present: list[Copied] = field(default_factory=list)
     damaged: list[tuple[str, HoldfastError]] = field(default_factory=list)
     branches: int = 0
     evaluations: int = 0
@@ -102,7 +124,7 @@ def _copy_single(snapshot: Snapshot, destination: str, quiet: bool) -> CopyResul
     raise_if_exists(location)
     with progress_bar("copying", bytes_to_read(snapshot), quiet=quiet) as advance:
         copied = copy_snapshot(snapshot, location, advance)
-    return CopyResult(snapshot.url, copied.url, [copied])
+    return CopyResult(snapshot.url, copied.url, [Copied.of(copied)])
 
 
 def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> CopyResult:
@@ -118,22 +140,22 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
         branches=len(listing.branches),
         stray_warning=stray_snapshot_warning(run),
     )
-    already_copied: list[Snapshot] = []
-    remaining: list[tuple[Snapshot, Location]] = []
+    digests: dict[Version, str] = {}  # of the versions in ``result.present``
+    remaining: dict[Version, int] = {}  # the bytes to read
     for version in listing.versions:
         try:
             snapshot = run.open(version)
-            location = destination.location(version)
-            if _is_copy_at(snapshot, location):
-                result.present.append(open_location(location))
-                already_copied.append(snapshot)
+            copy = _find_copy(snapshot, destination.location(version))
+            if copy is not None:
+                result.present.append(Copied.of(copy))
+                digests[version] = snapshot.digest
             else:
-                remaining.append((snapshot, location))
+                remaining[version] = bytes_to_read(snapshot)
         except NotFound:
             continue  # deleted in the meantime
         except FormatError as e:
             result.damaged.append((str(version), e))
-    _refuse_other_training(run, listing, destination, existing, result, remaining)
+    _refuse_other_training(run, listing, destination, existing, result, [*remaining])
     for file in map(branch_name, listing.branches):
         try:
             raw = get_bounded(run.store, file, MAX_RECORD)
@@ -141,42 +163,46 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
             result.damaged.append((file, e))
         else:
             destination.store.put_if_absent(file, raw)
-    for snapshot, target in zip(already_copied, result.present, strict=True):
-        _copy_records(run, listing, snapshot, target, result)
-    nbytes = sum(bytes_to_read(snapshot) for snapshot, _ in remaining)
-    with progress_bar("copying", nbytes, quiet=quiet) as advance:
-        for snapshot, location in remaining:
+    for (version, digest), copied in zip(digests.items(), result.present, strict=True):
+        _copy_records(run, listing, version, digest, copied, result)
+    with progress_bar("copying", sum(remaining.values()), quiet=quiet) as advance:
+        for version in remaining:
             try:
-                target = _copy_unless_present(snapshot, location, advance, result)
-                _copy_records(run, listing, snapshot, target, result)
+                snapshot = run.open(version)
+                location = destination.location(version)
+                copied = _copy_unless_present(snapshot, location, advance, result)
+                _copy_records(run, listing, version, snapshot.digest, copied, result)
             except NotFound:
-                if is_snapshot(snapshot.location):  # otherwise it was deleted in the meantime
+                if is_snapshot(run.location(version)):  # otherwise it was deleted in the meantime
                     raise
             except FormatError as e:
-                result.damaged.append((location.folder, e))
+                result.damaged.append((str(version), e))
     return result
 
 
 def _copy_unless_present(
     snapshot: Snapshot, location: Location, advance: Advance, result: CopyResult
-) -> Snapshot:
+) -> Copied:
     """Copy a snapshot, and return the copy, which a concurrent copy may have made meanwhile."""
     try:
-        result.copied.append(copy_snapshot(snapshot, location, advance))
+        result.copied.append(Copied.of(copy_snapshot(snapshot, location, advance)))
         return result.copied[-1]
     except AlreadyExists:
-        if not _is_copy_at(snapshot, location):  # raises unless it is a copy of this snapshot
+        copy = _find_copy(snapshot, location)  # raises for any other snapshot
+        if copy is None:
             raise
-        result.present.append(open_location(location))
+        result.present.append(Copied.of(copy))
         return result.present[-1]
 
 
 def _copy_records(
-    run: Run, listing: Listing, snapshot: Snapshot, target: Snapshot, result: CopyResult
+    run: Run, listing: Listing, version: Version, digest: str, target: Copied, result: CopyResult
 ) -> None:
-    """Copy the evaluations of a version, which also hold for its copy, and its lasting pin."""
-    version = snapshot.version
-    for evaluation in run.catalog.evaluations(version, snapshot.digest):
+    """Copy the evaluations of a version, which also hold for its copy, and its lasting pin.
+
+    ``digest``: that of the version's manifest.
+    """
+    for evaluation in run.catalog.evaluations(version, digest):
         key = target.location.key(evaluation_name(evaluation.name, evaluation.attempt))
         copied = replace(evaluation, manifest_digest=target.digest)
         target.location.store.put_if_absent(key, encode_evaluation(copied))
@@ -188,17 +214,17 @@ def _copy_records(
         result.pins += 1
 
 
-def _is_copy_at(snapshot: Snapshot, location: Location) -> bool:
-    """Return True if ``location`` has a copy of the snapshot, or the original of this snapshot.
+def _find_copy(snapshot: Snapshot, location: Location) -> Snapshot | None:
+    """Return the copy of the snapshot at ``location``, or the original of this snapshot.
 
-    Returns False if there is no snapshot. Raises ``AlreadyExists`` for any other snapshot, and for
-    a damaged one.
+    Returns None if there is no snapshot. Raises ``AlreadyExists`` for any other snapshot, and for a
+    damaged one.
     """
     try:
         other = open_location(location)
         other.check_files()
     except NotFound:
-        return False
+        return None
     except FormatError as e:
         raise AlreadyExists(
             f"There is already a damaged snapshot at {location.url}; nothing was changed",
@@ -218,7 +244,7 @@ def _is_copy_at(snapshot: Snapshot, location: Location) -> bool:
             found=f"a snapshot that another save created at {other.created}",
             todo="Copy to another location",
         )
-    return True
+    return other
 
 
 def _find_divergence(
@@ -247,13 +273,15 @@ def _position(version: Version) -> tuple[int, int]:
     return version.branch, version.step
 
 
-def _began_together(snapshot: Snapshot, destination: Run, versions: Sequence[Version]) -> bool:
+def _began_together(
+    run: Run, version: Version, destination: Run, versions: Sequence[Version]
+) -> bool:
     """Return True if a version of the source and the destination belong to one training.
 
     The time at which the training began identifies it.
     """
-    began = read_training_metadata(snapshot).get("began")
     try:
+        began = read_training_metadata(run.open(version)).get("began")
         return began is not None and began == read_training_metadata(
             destination.open(versions[-1])
         ).get("began")
@@ -267,7 +295,7 @@ def _refuse_other_training(
     destination: Run,
     existing: Listing,
     result: CopyResult,
-    remaining: list[tuple[Snapshot, Location]],
+    remaining: Sequence[Version],
 ) -> None:
     """Raise ``AlreadyExists`` if the destination contains versions that the source never had.
 
@@ -277,7 +305,7 @@ def _refuse_other_training(
     if not versions:
         return
     if not result.present and not (
-        remaining and _began_together(remaining[0][0], destination, versions)
+        remaining and _began_together(run, remaining[0], destination, versions)
     ):
         raise AlreadyExists(
             f"{destination.url} contains another training; nothing was changed",
@@ -285,9 +313,7 @@ def _refuse_other_training(
             found=f"{format_count(len(versions), 'version')} that {result.source} does not have",
             todo="Copy to another location, or copy single versions",
         )
-    divergence = _find_divergence(
-        run, listing, destination, existing, result, [s.version for s, _ in remaining]
-    )
+    divergence = _find_divergence(run, listing, destination, existing, result, remaining)
     if divergence is not None:
         advice = "Copy to another location"
         records = [branch_name(n) for n in listing.branches if n not in existing.branches]
@@ -317,27 +343,27 @@ def _build_document(result: CopyResult, seconds: float) -> dict[str, Any]:
         "evaluations": result.evaluations,
         "pins": result.pins,
         "stray": result.stray_warning is not None,
-        "bytes": sum(map(bytes_to_read, result.copied)),
+        "bytes": sum(copy.nbytes_checked for copy in result.copied),
         "seconds": round(seconds, 6),
     }
 
 
-def _build_snapshot_document(snapshot: Snapshot) -> dict[str, Any]:
-    return {"snapshot": snapshot.url, "step": snapshot.step, "bytes": snapshot.nbytes}
+def _build_snapshot_document(copy: Copied) -> dict[str, Any]:
+    return {"snapshot": copy.url, "step": copy.step, "bytes": copy.nbytes}
 
 
 def render(result: CopyResult, seconds: float) -> None:
     """Print the outcome for each version, and a summary."""
     console = make_console()
-    for snapshot in result.present:
-        print_line(console, f"already present  {snapshot.url}", "dim")
-    for snapshot in result.copied:
-        print_line(console, f"copied           {snapshot.url}")
+    for copy in result.present:
+        print_line(console, f"already present  {copy.url}", "dim")
+    for copy in result.copied:
+        print_line(console, f"copied           {copy.url}")
     for version, error in result.damaged:
         print_line(console, f"NOT copied       {version}: {format_error_line(error)}", "red")
     if result.stray_warning is not None:
         print_line(console, result.stray_warning, "yellow")
-    nbytes = sum(map(bytes_to_read, result.copied))
+    nbytes = sum(copy.nbytes_checked for copy in result.copied)
     count = format_count(len(result.copied), "snapshot")
     summary = f"{count} copied, {format_size(nbytes)}, all checked{format_speed(nbytes, seconds)}"
     parts = (

@@ -22,7 +22,6 @@ from holdfast.cli.console import (
 )
 from holdfast.cli.output import describe_error, json_option, print_result
 from holdfast.cli.resolve import format_count, resolve_run, stray_snapshot_warning
-from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version
 from holdfast.format.records import Branch
@@ -42,11 +41,13 @@ class VersionEntry:
     """One version of the run.
 
     ``nbytes`` counts the files that the manifest names or, if the manifest cannot be read, all
-    files in the folder of the version. ``metrics`` are those of the save and of evaluations.
+    files in the folder of the version; ``referred_bytes``: those in files of other versions.
+    ``metrics`` are those of the save and of evaluations. ``reason``: that of the save, if the
+    manifest can be read and states one. (The manifest itself would fill the memory if a run has
+    many versions.)
     """
 
     version: Version
-    snapshot: Snapshot | None
     problem: HoldfastError | None
     on_lineage: bool
     pinned: bool
@@ -54,17 +55,9 @@ class VersionEntry:
     created: str
     record: VersionRecord = VersionRecord()  # noqa: RUF009  (frozen)
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    referred_bytes: int = 0
+    reason: str | None = None
     is_latest: bool = False
-
-    @property
-    def referred_bytes(self) -> int:
-        """Bytes that the version refers to in files of other versions."""
-        return 0 if self.snapshot is None else self.snapshot.referred_bytes
-
-    @property
-    def reason(self) -> str | None:
-        """The reason of the save, if the manifest can be read and states one."""
-        return None if self.snapshot is None else self.snapshot.metadata.get("reason")
 
     @property
     def status(self) -> str:
@@ -152,7 +145,6 @@ def _read_entry(
         evaluated = run.catalog.metrics(version, record)
         return VersionEntry(
             version,
-            snapshot,
             problem,
             on_lineage,
             pinned,
@@ -160,10 +152,12 @@ def _read_entry(
             snapshot.created,
             record,
             {**snapshot.metadata.get("metrics", {}), **evaluated},
+            snapshot.referred_bytes,
+            snapshot.metadata.get("reason"),
         )
     modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
     nbytes, created = sum(f.length for f in files), modified.isoformat(timespec="seconds")
-    return VersionEntry(version, None, problem, on_lineage, pinned, nbytes, created)
+    return VersionEntry(version, problem, on_lineage, pinned, nbytes, created)
 
 
 def _build_document(result: ListResult) -> dict[str, Any]:

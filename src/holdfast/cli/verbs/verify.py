@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -27,7 +28,14 @@ from holdfast.engine.snapshot.location import get_bounded
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.snapshot.verify import CheckedChunks, Problem
 from holdfast.errors import Denied, DigestMismatch, FormatError, NotFound, StoreError, Unavailable
-from holdfast.format.names import MANIFEST, branch_name, is_shard_name, parse_evaluation, pin_name
+from holdfast.format.names import (
+    MANIFEST,
+    Version,
+    branch_name,
+    is_shard_name,
+    parse_evaluation,
+    pin_name,
+)
 from holdfast.format.records import MAX_RECORD, decode_branch, decode_evaluation, decode_lasting_pin
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
@@ -88,17 +96,13 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
     next save would refer to damaged data.
     """
     results: list[VerifyResult] = []
-    opened: list[Snapshot] = []
+    own_bytes: dict[Version, int] = {}
+    is_incremental = False
     newest = _newest_version(run, listing)
-    for version in listing.versions:
-        location = run.location(version)
-        try:
-            opened.append(run.open(version))
-        except NotFound:
-            continue
-        except (FormatError, StoreError) as e:
-            key = location.key(MANIFEST)
-            results.append(_failed_result(str(version), key, location.url, e))
+    for version in listing.versions:  # not kept open: the trees of many versions fill the memory
+        if (snapshot := _open_version(run, version, results)) is not None:
+            own_bytes[version] = bytes_to_read(snapshot) - snapshot.referred_bytes
+            is_incremental |= bool(snapshot.bases)
     for key, decode in _run_records(run, listing):
         try:
             decode(get_bounded(run.store, key, MAX_RECORD), key)
@@ -107,21 +111,31 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
         except (FormatError, StoreError) as e:
             results.append(_failed_result(key, key, f"{run.url}/{key}", e))
     seen: CheckedChunks = {}  # reads data that several versions refer to only once
-    nbytes = sum(bytes_to_read(s) - s.referred_bytes for s in opened)
-    with progress_bar("verifying", nbytes, quiet=quiet) as advance:
-        for snapshot in opened:
-            try:
-                report = snapshot.verify(advance, seen)
-            except NotFound:
-                continue
-            results.append(
-                VerifyResult(snapshot.location.folder, snapshot.url, report.nbytes, report.problems)
-            )
+    with progress_bar("verifying", sum(own_bytes.values()), quiet=quiet) as advance:
+        for version in own_bytes:
+            snapshot = _open_version(run, version, results)
+            with suppress(NotFound):
+                if snapshot is not None:
+                    report = snapshot.verify(advance, seen)
+                    results.append(
+                        VerifyResult(str(version), report.url, report.nbytes, report.problems)
+                    )
     order = {str(v): i for i, v in enumerate(listing.versions)}
     results.sort(key=lambda result: order.get(result.name, len(order)))
     newest_result = next((r for r in results if r.name == newest), None)
-    is_incremental = any(s.bases for s in opened)
     return results, _damage_warning(newest_result) if is_incremental else None
+
+
+def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Snapshot | None:
+    """Open a version, or add its problem to ``results``. Returns None if it was deleted, too."""
+    location = run.location(version)
+    try:
+        return run.open(version)
+    except NotFound:
+        return None
+    except (FormatError, StoreError) as e:
+        results.append(_failed_result(str(version), location.key(MANIFEST), location.url, e))
+        return None
 
 
 def _newest_version(run: Run, listing: Listing) -> str | None:
