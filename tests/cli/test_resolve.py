@@ -9,6 +9,7 @@ import pytest
 import holdfast as hf
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
+from holdfast.storage.store import Stat
 from tests.cli.invoke import run_cli, train_branch
 
 
@@ -90,3 +91,25 @@ def test_a_folder_that_is_both_a_run_and_a_snapshot(store: MemoryStore, empty_ur
 
 def keys(url: str) -> list[str]:
     return [s.key for s in open_store(url).list("")]
+
+
+@pytest.mark.parametrize("arguments", [("show", "@latest"), ("show", "@3"), ("pin", "", "3")])
+def test_the_requests_for_one_version_do_not_grow_with_the_run(
+    arguments: tuple[str, ...], empty_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    original = MemoryStore.stat
+
+    def stat(self: MemoryStore, key: str) -> Stat:
+        counts[-1] += 1
+        return original(self, key)
+
+    monkeypatch.setattr(MemoryStore, "stat", stat)
+    verb, address, *rest = arguments
+    for versions in (5, 20):
+        counts.append(0)
+        for step in range(1, versions + 1):
+            hf.save(f"{empty_url}/{versions}/version_{step}", {"n": step}, step=step)
+        counts[-1] = 0
+        assert run_cli(verb, f"{empty_url}/{versions}{address}", *rest).code == 0
+    assert counts[0] == counts[1]

@@ -62,7 +62,7 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
         run, has_files = Run(url), _has_run_files(url)
         if has_files or (not require_version and _has_partials(run.store)):
             listing = run.listing()
-            if listing.versions or not require_version:
+            if not require_version or listing.has_version():
                 return run, listing
             raise NoSnapshot(
                 f"{url} has no version",

@@ -33,7 +33,7 @@ def open_version(address: str | os.PathLike[str]) -> Snapshot:
     run = Run(url)
     if version == "latest" and (snapshot := run.latest()) is not None:
         return snapshot
-    if version == "latest" or not run.listing().versions:
+    if version == "latest" or not run.listing().has_version():
         raise NotFound(
             f"{run.url} is not a run with versions",
             todo=path_advice(suggest_similar_path(url)),

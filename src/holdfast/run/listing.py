@@ -40,6 +40,11 @@ class Listing:
         """The versions that exist, oldest first. The store is asked about each one, once."""
         return [v for v in self.folders if self.exists(v)]
 
+    def has_version(self) -> bool:
+        """Return True if there is a version. The store is asked about the newest ones, until one
+        exists: ``versions`` costs a request for each version."""
+        return any(map(self.exists, reversed(self.folders)))
+
 
 @dataclass(frozen=True, slots=True)
 class FolderFiles:
