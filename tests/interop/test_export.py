@@ -547,6 +547,22 @@ def test_few_bytes_wait_if_a_store_only_appends(kind: str, monkeypatch: pytest.M
     assert_same(dict(sorted(loaded.items())), model)
 
 
+def test_a_large_leaf_does_not_wait_for_a_small_one_that_is_assembled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nbytes = 1 << 22
+    monkeypatch.setattr(export_module, "SEGMENT", nbytes // 8)
+    model = {"a": torch.randn(4, 8), "b": torch.randn(nbytes // 4)}
+    original = holdfast.save(unused_url(), {"model": model})
+    snapshot = write_resharded(original, Location(MemoryStore(), "v"), split_columns(4), 4)
+    store = AppendingStore()
+    plan = plan_export(snapshot, "safetensors")
+    write_export(snapshot, plan, Location(store, "out"))
+    assert store.most_waiting <= nbytes // 2  # of some threads, not all of "b"
+    loaded = st.load(store.get("out/model.safetensors", 1 << 30))
+    assert_same(dict(sorted(loaded.items())), model)
+
+
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
     snapshot = holdfast.open(save_state(state_of_all_dtypes()))
     for kind in ("hf", "torch"):

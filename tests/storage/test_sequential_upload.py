@@ -116,6 +116,21 @@ def test_bytes_in_order_are_not_copied(temporary_files):
     assert temporary_files == []
 
 
+def test_the_temporary_file_is_as_large_as_what_waits(monkeypatch, temporary_files):
+    """As in an export for PyTorch, in which each tensor waits for its header."""
+    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
+    sequential_upload._memory.take(sequential_upload.WINDOW)
+    data = random.Random(0).randbytes(8 * MIB)
+    upload, _ = begin(len(data))
+    most = 0
+    for start in range(0, len(data), MIB):
+        for at in (start + MIB // 2, start):
+            upload.write_at(at, memoryview(data)[at : at + MIB // 2])
+            most = max(most, os.fstat(temporary_files[0].fileno()).st_blocks * 512)
+    assert upload.commit() == data
+    assert most < 2 * MIB
+
+
 def test_many_uploads_share_the_memory(temporary_files):
     uploads = [begin(64 * MIB)[0] for _ in range(4)]
     for upload in uploads:

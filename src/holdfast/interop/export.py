@@ -316,14 +316,16 @@ def _write_file(snapshot: Snapshot, file: OutputFile, location: Location, advanc
 
 
 def _split_by_offset(file: OutputFile, nbytes: int) -> Iterator[list[int]]:
-    """Yield the numbers of the leaves in the order of their offsets, in groups that begin within
-    ``nbytes`` bytes of the file. A leaf is in one group, whatever its size."""
+    """Yield the numbers of the leaves in the order of their offsets, in groups that lie within
+    ``nbytes`` bytes of the file. A larger leaf is a group of its own: in a group, the leaves that
+    are assembled come last, so one in front of it would keep all of it waiting."""
     in_order = sorted(range(len(file.keys)), key=file.offsets.__getitem__)
+    ends = [file.offsets[n] for n in in_order[1:]] + [file.length]
     start = 0
     while start < len(in_order):
         end = file.offsets[in_order[start]] + nbytes
         stop = start + 1
-        while stop < len(in_order) and file.offsets[in_order[stop]] < end:
+        while stop < len(in_order) and ends[stop] <= end:
             stop += 1
         yield in_order[start:stop]
         start = stop

@@ -38,8 +38,8 @@ class SequentialUpload(Upload):
     """Appends the ``length`` bytes of an object in order; ``write_at`` gets them in any order.
 
     A write at the end of what was appended is passed on without a copy. One beyond it is copied
-    into memory while ``WINDOW`` allows it, and otherwise into a temporary file, which may grow to
-    the length of the object. ``url``: the store, for messages.
+    into memory while ``WINDOW`` allows it, and otherwise into a temporary file, whose space is
+    released when all that is in it has had its turn. ``url``: the store, for messages.
     """
 
     def __init__(self, url: str, key: str, length: int, appender: Appender) -> None:
@@ -52,6 +52,7 @@ class SequentialUpload(Upload):
         self._early: list[tuple[int, int, int, bytes | None]] = []
         self._numbers = itertools.count()
         self._file: IO[bytes] | None = None  # has the bytes that are None above
+        self._pieces_in_file = 0
         self._is_open = True
         self._is_released = False
 
@@ -122,21 +123,24 @@ class SequentialUpload(Upload):
                 store=self._url,
             ) from e
         heapq.heappush(self._early, (offset, len(view), next(self._numbers), None))
+        self._pieces_in_file += 1
 
     def _append_early(self) -> None:
         """Append the kept bytes whose turn has come."""
         while self._early and self._early[0][0] <= self._position:
             offset, size, _, data = heapq.heappop(self._early)
+            is_new = offset == self._position  # otherwise, it was written twice
             if data is not None:
                 _memory.give(size)
-            if offset < self._position:
-                continue  # written twice
-            if data is not None:
-                self._append(memoryview(data))
+                if is_new:
+                    self._append(memoryview(data))
             elif self._file is not None:
-                for start in range(offset, offset + size, BLOCK_SIZE):
+                for start in range(offset, offset + size, BLOCK_SIZE) if is_new else ():
                     length = min(BLOCK_SIZE, offset + size - start)
                     self._append(memoryview(os.pread(self._file.fileno(), length, start)))
+                self._pieces_in_file -= 1
+                if not self._pieces_in_file:  # an export waits for the header of each large tensor
+                    self._file.truncate(0)
 
     def _release(self, *, abort: bool) -> None:
         if self._is_released:
