@@ -26,6 +26,7 @@ from holdfast.interop.import_ import (
 )
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
+from tests.cli.invoke import run_cli
 from tests.engine.states import assert_same
 
 MODEL = {
@@ -265,3 +266,12 @@ def test_the_size_counts_what_is_fetched(store):
         target.put_if_absent(stat.key, store.get(stat.key, 1 << 30))
     sizes = [size_of_foreign(f"{url}/{p}") for p in ("a", "b", "a/x.safetensors", "b/x.pt", "c")]
     assert sizes == [0, 104, 0, 104, 0]
+    assert size_of_foreign(url) == 0
+
+
+def test_a_whole_bucket_is_a_folder(tmp_path):
+    url = f"memory://{uuid.uuid4()}"
+    open_store(url).put_if_absent("model.safetensors", to_safetensors(MODEL))
+    for place in (url, f"{url}/"):
+        result = run_cli("import", place, tmp_path / place[-3:].strip("/"), "--step", "1")
+        assert (result.code, result.err) == (0, "")

@@ -14,6 +14,7 @@ from holdfast.errors import NotFound, StoreError, Unavailable
 from holdfast.storage.cloud.failures import translate
 from holdfast.storage.cloud.store import CloudStore
 from holdfast.storage.cloud.upload import StreamAppender
+from holdfast.storage.store import Stat
 from tests.cli.invoke import run_cli
 
 KEY, OTHER = "c2VjcmV0LWtleQ==", "b3RoZXIta2V5"
@@ -320,3 +321,29 @@ def test_a_listing_goes_on_with_another_client(server):
         patch.setattr(type(store), "_send", send)
         assert [stat.key for stat in store.list("")] == [name[4:] for name in names]
     assert len({id(client) for client in clients}) == len(server.requests) == 2
+
+
+def test_empty_objects_of_others_with_any_name_are_listed(server):
+    """An empty object is looked up, because it may be a "folder", but not under any name."""
+    blobs = listing(["run/a", "run/b.", "run/c\\d", "run/e?f=g"])
+    server.reply = lambda path: blobs.replace(b"<Content-Length>1<", b"<Content-Length>0<")
+    store = open_azure(server, account_key=KEY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store), "_head", lambda self, client, name, key: Stat(key, 0, 0))
+        assert [stat.key for stat in store.list("")] == ["a", "b.", "c\\d", "e?f=g"]
+        assert len([*store.list_level("")]) == 4
+
+
+@pytest.mark.parametrize("scheme", ["az", "gs"])
+def test_a_query_in_the_last_level_is_refused(scheme, monkeypatch):
+    """``locate`` opens the levels before it as a store, which does not see it."""
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "a")
+    monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    for url in (f"{scheme}://bucket/version_1?{SAS}", f"{scheme}://bucket/run/version_1?{SAS}"):
+        for verb in (["show"], ["verify"], ["export", "--to", "hf", "out"], ["import", "run"]):
+            result = run_cli(verb[0], url, *verb[1:])
+            assert result.code == 5
+            assert "SECRETSIG" not in result.err + result.out

@@ -17,6 +17,7 @@ from holdfast.storage.s3.store import S3Store
 from holdfast.storage.s3.upload import S3Upload
 from holdfast.storage.store import part_length
 from holdfast.types import MIB
+from tests.cli.invoke import run_cli
 
 
 @pytest.mark.parametrize(
@@ -239,3 +240,14 @@ def test_an_option_of_a_wrong_type_or_a_half_of_two_is_refused(options, message)
     with pytest.raises(StoreError, match=message) as caught:
         holdfast.open_store("s3://bucket/run", **options)
     assert "SECRET" not in str(caught.value)
+
+
+def test_a_version_of_a_run_that_is_a_whole_bucket(s3, monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    holdfast.save("s3://bucket/version_1", {"n": 1}, step=1)
+    for address in ("s3://bucket@latest", "s3://bucket@1", "s3://bucket/@1"):
+        assert "s3://bucket/version_1" in run_cli("show", address).out
+        assert run_cli("copy", address, tmp_path / address[-4:].strip("/")).code == 0
+    assert "s3://bucket has no version of step 2" in run_cli("show", "s3://bucket@2").err
+    assert "one version, not a run" in run_cli("ls", "s3://bucket@1").err
+    assert "...@bucket does not name a bucket" in run_cli("show", "s3://key:secret@bucket").err

@@ -21,7 +21,7 @@ from holdfast.engine.snapshot.spread import SpreadStore, unspread
 from holdfast.errors import AlreadyExists, NoSnapshot, NotFound, StoreError
 from holdfast.format import names
 from holdfast.format.names import split_address
-from holdfast.run.address import ADDRESS_FORMS, open_version
+from holdfast.run.address import ADDRESS_FORMS, is_bucket, open_version
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
@@ -58,7 +58,7 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
     Raises ``NotFound`` if there is no run, and ``NoSnapshot`` if ``require_version`` is True and
     the run has no version.
     """
-    if not (_has_version_name(url) and _is_snapshot(url)):
+    if not _is_bucket_address(url) and not (_has_version_name(url) and _is_snapshot(url)):
         run, has_files = Run(url), _has_run_files(url)
         if has_files or (not require_version and _has_partials(run.store)):
             listing = run.listing()
@@ -140,10 +140,17 @@ def stray_snapshot_warning(run: Run) -> str | None:
 def _is_address(url: str) -> bool:
     """Return True if ``url`` is an address within a run; an existing path of that name takes
     precedence."""
+    if _is_bucket_address(url):
+        return True
     if split_address(url)[1] is None or _is_snapshot(url):
         return False
     path = _local_path(url)
     return path is None or not os.path.lexists(path)
+
+
+def _is_bucket_address(url: str) -> bool:
+    run, version = split_address(url)
+    return version is not None and is_bucket(run)
 
 
 def resolve_run_allow_empty(url: str) -> Run:

@@ -84,9 +84,10 @@ def size_of_foreign(path: str) -> int:
     """
     path, location = locate_foreign(path)
     if location is not None:
-        with suppress(NotFound):
-            file = StoredFile(location)
-            return 0 if read_safetensors.is_safetensors(file) else file.length
+        if location.folder:
+            with suppress(NotFound):
+                file = StoredFile(location)
+                return 0 if read_safetensors.is_safetensors(file) else file.length
         found = (e.stat for e in list_level(location.store, location.folder))
         return sum(s.length for s in found if s and not s.key.endswith(".safetensors"))
     if not os.path.isdir(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from holdfast.engine.snapshot.location import path_advice, suggest_similar_path
 from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
@@ -15,6 +16,14 @@ ADDRESS_FORMS = (
 )
 
 
+_BUCKET = re.compile(r"(s3|az|gs)://[^/@]+")
+
+
+def is_bucket(url: str) -> bool:
+    """Return True if ``URL@120`` must be an address: no name of a bucket contains an ``@``."""
+    return _BUCKET.fullmatch(url) is not None
+
+
 def open_version(address: str | os.PathLike[str]) -> Snapshot:
     """Open the snapshot at an address.
 
@@ -25,11 +34,12 @@ def open_version(address: str | os.PathLike[str]) -> Snapshot:
     Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``.
     """
     url, version = split_address(os.fspath(address))
-    try:
-        return open_snapshot(address)
-    except NotFound as e:
-        if version is None:
-            raise e.with_advice(ADDRESS_FORMS) from e
+    if version is None or not is_bucket(url):
+        try:
+            return open_snapshot(address)
+        except NotFound as e:
+            if version is None:
+                raise e.with_advice(ADDRESS_FORMS) from e
     run = Run(url)
     if version == "latest" and (snapshot := run.latest()) is not None:
         return snapshot

@@ -23,6 +23,7 @@ from holdfast.storage.cloud.endpoint import TIMEOUTS, CloudOptions, Endpoint, sh
 from holdfast.storage.cloud.failures import translated
 from holdfast.storage.remote import BucketStore
 from holdfast.storage.store import Stat, Traits
+from holdfast.text import hide_secrets
 from holdfast.types import MIB
 
 T = TypeVar("T")
@@ -59,15 +60,18 @@ class CloudContainer(BucketStore):
         )
 
     def object_name(self, key: str) -> str:
-        """Also refuse a key that Azure or Google would refuse or change."""
+        """Also refuse a key that Azure or Google would refuse or change, and one with a query: it
+        may be a SAS, in a part of a URL that ``open_azure`` does not see."""
         name = super().object_name(key)
+        shown = hide_secrets(name)
         is_changed = "\\" in name or any(s.endswith(".") for s in name.split("/"))
-        if is_changed or any(ord(c) < 32 or c == "\x7f" for c in name):
+        if is_changed or shown != name or any(ord(c) < 32 or c == "\x7f" for c in name):
             raise StoreError(
-                f"Invalid key {key[:200]!r} for {self.url}",
-                expected="no control characters, backslashes, or names that end with a dot",
-                found=repr(name),  # the folder of the store may be what is invalid
-                key=key,
+                f"Invalid key {hide_secrets(key[:200])!r} for {self.url}",
+                expected="no control characters, backslashes, queries (?a=b), or"
+                " names that end with a dot",
+                found=repr(shown),  # the folder of the store may be what is invalid
+                key=hide_secrets(key),
                 store=self.url,
             )
         return name

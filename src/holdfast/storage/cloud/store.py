@@ -100,7 +100,15 @@ class CloudStore(CloudContainer):
             if path.startswith(self.prefix):
                 stat = to_stat(found, path.removeprefix(self.prefix))
                 with suppress(NotFound):
-                    yield stat if stat.length else self.stat(stat.key)
+                    yield stat if stat.length or self._refuses(stat.key) else self.stat(stat.key)
+
+    def _refuses(self, key: str) -> bool:
+        """Return True for the key of another program that cannot be looked up."""
+        try:
+            self.object_name(key)
+        except StoreError:
+            return True
+        return False
 
 
 class _Pages:
