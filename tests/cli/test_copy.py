@@ -18,7 +18,7 @@ from holdfast.cli.verbs.copy import CopyResult, _copy_run
 from holdfast.cli.verbs.ls import list_versions
 from holdfast.cli.verbs.verify import _verify_run
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import AlreadyExists, CommitError, NotFound
+from holdfast.errors import AlreadyExists, CommitError, FormatTooNew, NotFound
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
 from holdfast.storage.memory import MemoryStore
@@ -608,3 +608,64 @@ def test_the_versions_of_a_run_are_not_all_in_memory(
         most = 0
         assert run_cli(*arguments).code == 0
         assert 1 <= most <= 4, arguments
+
+
+def test_an_evaluation_that_differs_does_not_stop_a_copy(
+    store: MemoryStore, empty_url: str
+) -> None:
+    run = hf.Run(store)
+    run.add_metrics(20, {"x": 1.0})
+    assert run_cli("copy", store.url, empty_url).code == 0
+    run.add_metrics(20, {"x": 2.0})
+    with training(store, EverySteps(20)) as (state, ckpt):
+        ckpt.resume()
+        train(state, ckpt, 80)
+    [key] = [k for k in keys(empty_url) if "/eval-" in k]
+    copy = open_store(empty_url)
+    copy.delete(key)
+    copy.put_if_absent(key, b"damaged")
+    result = run_cli("copy", store.url, empty_url)
+    assert result.code == 8
+    assert "NOT copied       version_20/eval-" in result.out
+    assert "version_80" in result.out
+    copy.delete(key)
+    assert run_cli("copy", store.url, empty_url).code == 0
+    assert hf.Run(empty_url).metrics(20)["x"] == 2.0
+    assert run_cli("verify", empty_url).code == 0
+
+
+def test_a_copy_of_a_later_format_is_not_called_damaged(
+    run: str, empty_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_cli("copy", run, empty_url).code == 0
+    original = Snapshot.check_files
+
+    def check_files(self: Snapshot) -> None:
+        if self.url.startswith(empty_url):
+            raise FormatTooNew("its format is 9")
+        original(self)
+
+    monkeypatch.setattr(Snapshot, "check_files", check_files)
+    result = run_cli("copy", run, empty_url)
+    assert result.code == 8
+    assert "a snapshot of a later format" in result.err
+    assert "damaged" not in result.err
+    assert "Copy with a newer Holdfast" in result.err
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+def test_nothing_is_written_to_an_address(
+    kind: str, run: str, empty_url: str, tmp_path: Path
+) -> None:
+    url = empty_url if kind == "memory" else str(tmp_path)
+    assert run_cli("copy", run, f"{url}/b").code == 0
+    for arguments in (
+        ("copy", f"{run}@20", f"{url}/b@20"),
+        ("copy", run, f"{url}/b@20"),
+        ("reshard", f"{run}@20", f"{url}/b@20", "--shards", "2"),
+    ):
+        result = run_cli(*arguments)
+        assert result.code == 8
+        assert "is the address of a version" in result.err
+    assert run_cli("copy", f"{run}@20", f"{url}/other@20").code == 0  # no such run
+    assert run_cli("show", f"{url}/b@20").code == 0

@@ -99,8 +99,9 @@ def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
 def check_version_name(snapshot: Snapshot, location: Location) -> None:
     """Check that a copy of the snapshot may have the name of the location.
 
-    Raises ``AlreadyExists`` if it is the name of another version.
+    Raises ``AlreadyExists`` if it is the name of another version, or an address.
     """
+    refuse_address(location.url)
     manifest = snapshot.manifest
     version = names.parse_version(location.folder.rpartition("/")[2])
     if version is not None and (version.step, version.branch) != (manifest.step, manifest.branch):
@@ -116,10 +117,25 @@ def check_run_target(run: Run) -> None:
 
     Raises ``AlreadyExists`` if the location is a snapshot, or has the name of a version.
     """
+    refuse_address(run.url)
     if _has_version_name(run.url) or _is_snapshot(run.store):
         raise AlreadyExists(
             f"{run.url} is the location of a snapshot, not of a run; nothing was changed",
             todo="Give a folder for the whole run",
+        )
+
+
+def refuse_address(url: str) -> None:
+    """Check that a location to write to is not the address of a version, such as ``RUN@120``.
+
+    A folder of that name would hide the version. Raises ``AlreadyExists`` if ``RUN`` is a run and
+    the literal location has nothing.
+    """
+    run, version = split_address(url)
+    if version is not None and _is_address(url) and versions_in(locate(run)) and not _names_in(url):
+        raise AlreadyExists(
+            f"{url} is the address of a version, not of a folder; nothing was changed",
+            todo=f"Give the run, {run}, or a folder in it: {os.path.join(run, 'version_N')}",
         )
 
 

@@ -34,7 +34,7 @@ from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot, locate
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.transform.copy import Advance, attempt_of_copy, copy_snapshot
-from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
+from holdfast.errors import AlreadyExists, FormatError, FormatTooNew, HoldfastError, NotFound
 from holdfast.format.names import (
     MANIFEST,
     Version,
@@ -205,8 +205,12 @@ def _copy_records(
     for evaluation in run.catalog.evaluations(version, digest):
         key = target.location.key(evaluation_name(evaluation.name, evaluation.attempt))
         copied = replace(evaluation, manifest_digest=target.digest)
-        target.location.store.put_if_absent(key, encode_evaluation(copied))
-        result.evaluations += 1
+        try:
+            target.location.store.put_if_absent(key, encode_evaluation(copied))
+            result.evaluations += 1
+        except AlreadyExists as e:  # the other versions are copied all the same
+            advice = "If `holdfast verify` says that it is damaged, delete it, and copy again"
+            result.damaged.append((key, e.with_advice(advice)))
     if version in listing.lasting_pins:
         pin = encode_lasting_pin(LastingPin(str(version), utc_now()))
         with suppress(AlreadyExists):
@@ -225,6 +229,12 @@ def _find_copy(snapshot: Snapshot, location: Location) -> Snapshot | None:
         other.check_files()
     except NotFound:
         return None
+    except FormatTooNew as e:
+        raise AlreadyExists(
+            f"There is already a snapshot of a later format at {location.url}; nothing was changed",
+            found=e.what,
+            todo="Copy with a newer Holdfast, or to another location",
+        ) from e
     except FormatError as e:
         raise AlreadyExists(
             f"There is already a damaged snapshot at {location.url}; nothing was changed",
