@@ -111,6 +111,32 @@ def test_commands_that_write(run: str, parent: str, tmp_path: Path) -> None:
     assert run_cli("pin", run, 1, "--remove").code == 0
 
 
+def test_what_to_delete_or_move_is_named_by_its_place(run: str, parent: str) -> None:
+    """The user does it with another tool, which does not follow the record."""
+    other = Run(f"{parent}/other")
+    other.set_spread(16)
+    shard = next(k for k in keys(Run(run).store) if names.is_shard_name(k.rpartition("/")[2]))
+    put(other.store, shard, b"somebody's")
+    refused = run_cli("copy", run, other.url)
+    place = Run(run).store.place(shard)
+    assert place.startswith("spread-")
+    assert f"{place} already exists in" in refused.err
+
+    state = {"frozen": np.arange(20_000.0), "p": holdfast.Progress()}
+    with holdfast.Checkpointer(f"{parent}/base", state, incremental=True, spread=16) as ckpt:
+        for _ in range(2):
+            ckpt.step()
+            ckpt.save()
+    store = Run(f"{parent}/base").store
+    [base] = {k for k in keys(store) if names.is_shard_name(k.rpartition("/")[2]) and "n_1/" in k}
+    raw = bytearray(store.get(base, 1 << 20))
+    raw[5000] ^= 1
+    store.delete(base)
+    put(store, base, bytes(raw))
+    danger = run_cli("verify", f"{parent}/base", "--json").json["danger"]
+    assert f"Move {store.place(base)} out of the run now" in danger
+
+
 def test_sweep(run: str, parent: str) -> None:
     orphan = f"version_3/{shard_name(0, 1, '0c9d1e2f3a4b')}"
     put(Run(run).store, orphan, b"123")

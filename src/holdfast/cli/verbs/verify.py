@@ -123,7 +123,7 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
     order = {str(v): i for i, v in enumerate(listing.versions)}
     results.sort(key=lambda result: order.get(result.name, len(order)))
     newest_result = next((r for r in results if r.name == newest), None)
-    return results, _damage_warning(newest_result) if is_incremental else None
+    return results, _damage_warning(run, newest_result) if is_incremental else None
 
 
 def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Snapshot | None:
@@ -161,7 +161,7 @@ def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes,
     ]
 
 
-def _damage_warning(newest: VerifyResult | None) -> str | None:
+def _damage_warning(run: Run, newest: VerifyResult | None) -> str | None:
     """Return urgent advice if the newest version of a run with incremental versions is damaged.
 
     An incremental save checks only the length of the data that it refers to, not the digest.
@@ -169,9 +169,10 @@ def _damage_warning(newest: VerifyResult | None) -> str | None:
     problems = newest.problems if newest else ()
     damaged = {p.file for p in problems if isinstance(p.error, DigestMismatch)}
     # an incremental version refers to shards only, not to manifests or indexes
-    files = sorted(f for f in damaged if is_shard_name(f.rpartition("/")[2]))
-    if newest is None or not files:
+    shards = sorted(f for f in damaged if is_shard_name(f.rpartition("/")[2]))
+    if newest is None or not shards:
         return None
+    files = map(run.store.place, shards)
     return (
         f"If training is running, its next save will refer to the damaged data in {newest.name}."
         f" Move {', '.join(files)} out of the run now; the next save is then a full one"

@@ -214,12 +214,12 @@ class SpreadStore:
         return type(self)(base_store.within(self.unspread, deadline), self._known)
 
     def put(self, key: str, length: int, head: int = 0) -> Upload:
-        place = self._place(key)
+        place = self.place(key)
         upload = self.unspread.put(place, length, *([head] if self.traits.part_size else []))
         return upload if place == key else _SpreadUpload(upload, key)
 
     def put_if_absent(self, key: str, data: bytes) -> Stat:
-        return replace(self.unspread.put_if_absent(self._place(key), data), key=key)
+        return replace(self.unspread.put_if_absent(self.place(key), data), key=key)
 
     def get(self, key: str, limit: int) -> bytes:
         return self._find(key, lambda place: self.unspread.get(place, limit))
@@ -241,7 +241,7 @@ class SpreadStore:
 
     def delete(self, key: str) -> None:
         stray = self._known.strays.pop(key, None)
-        for place in {self._place(key)} | ({stray} if stray is not None else set()):
+        for place in {self.place(key)} | ({stray} if stray is not None else set()):
             self.unspread.delete(place)
 
     def list(self, prefix: str) -> Iterator[Stat]:
@@ -267,7 +267,7 @@ class SpreadStore:
         """Yield what is directly in a folder itself, and not in the folders of the record."""
         for entry in base_store.list_level(self.unspread, folder, prefix):
             key = f"{folder}/{entry.name}"
-            if entry.kind != "folder" and self._is_spread(key) and self._place(key) != key:
+            if entry.kind != "folder" and self._is_spread(key) and self.place(key) != key:
                 self._known.strays[key] = key
             if folder or not names.is_spread_folder(entry.name):
                 yield entry
@@ -285,7 +285,7 @@ class SpreadStore:
         target_of: Callable[[str], str | None] = self.unspread.link_target  # type: ignore[attr-defined]
 
         def link_target(key: str) -> str | None:
-            target = target_of(self._known.strays.get(key) or self._place(key))
+            target = target_of(self._known.strays.get(key) or self.place(key))
             return target if target is None else _usual_key(target)
 
         return link_target
@@ -302,7 +302,7 @@ class SpreadStore:
         is_version = not folder or names.parse_version(first) is not None
         return is_version and (begins.startswith(prefix) or prefix.startswith(begins))
 
-    def _place(self, key: str) -> str:
+    def place(self, key: str) -> str:
         """Return where the object of a key is, if it is where it should be."""
         if not self._is_spread(key):
             return key

@@ -25,6 +25,7 @@ from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.read import group_items, read_group
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.spread import spread_store
 from holdfast.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NotFound
 from holdfast.format import names
 from holdfast.format.digest import digest
@@ -254,8 +255,9 @@ def _write_shard(
 def _not_a_copy_error(
     location: Location, key: str, expected: object, found: object
 ) -> AlreadyExists:
+    place = spread_store(location.store).place(key)  # where to delete it
     return AlreadyExists(
-        f"{key} already exists in {location.store.url} and is not a copy of this snapshot's file",
+        f"{place} already exists in {location.store.url} and is not a copy of this snapshot's file",
         expected=expected,
         found=found,
         todo="Copy to another location, or delete that file first",
