@@ -9,13 +9,24 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
+import holdfast
 from holdfast import buffers
-from holdfast.buffers import Buffer, BufferPool, address_of, as_byte_view, direct_io_length
-from holdfast.errors import HoldfastError, StoreError
+from holdfast.buffers import (
+    Buffer,
+    BufferPool,
+    address_of,
+    as_byte_view,
+    direct_io_length,
+    shared_pool,
+)
+from holdfast.errors import HoldfastError, StoreError, Unavailable
 from holdfast.storage.local.os_calls import Fs
 from holdfast.storage.local.store import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.threads import Workers, in_parallel
 
 UNIT = 64 * 1024
 
@@ -288,3 +299,67 @@ def test_fork_during_a_direct_write_does_not_corrupt_the_file(tmp_path):
     finally:
         store.delete("a")
         os.rmdir(folder)
+
+
+@pytest.fixture
+def one_shared_buffer(monkeypatch):
+    """The only buffer of the pool that the synchronous operations share; another one has it."""
+    pool = BufferPool(buffers.BLOCK_SIZE)
+    monkeypatch.setattr(buffers, "_pool", pool)
+    return pool.acquire()
+
+
+def test_a_save_and_a_load_end_in_time_while_another_operation_has_all_buffers(one_shared_buffer):
+    state = {"w": np.arange(3000)}
+    saved = MemoryStore()
+    shared_pool().release(one_shared_buffer)
+    holdfast.save(saved, state)
+    shared_pool().acquire()
+    target = MemoryStore()
+    for name, call in (
+        ("save", lambda: holdfast.save(target, state, timeout=0.1)),
+        ("load", lambda: holdfast.load(saved, timeout=0.1)),
+    ):
+        with ThreadPoolExecutor(1) as threads:
+            future = threads.submit(call)
+            with pytest.raises(Unavailable, match=f"The time is over for the {name}"):
+                future.result(10)
+    assert list(target.list("")) == []
+
+
+def test_many_buffers_are_not_awaited_behind_a_thread_that_collects_for_longer():
+    pool = BufferPool(2 * UNIT, UNIT)
+    held = pool.acquire()
+
+    def check():
+        raise Unavailable("the time is over")
+
+    with ThreadPoolExecutor(1) as threads:
+        collecting = threads.submit(pool.acquire_many, 2)
+        while pool.allocated_bytes < 2 * UNIT:
+            time.sleep(0.001)
+        with pytest.raises(Unavailable):
+            pool.acquire_many(2, check)
+        with pytest.raises(Unavailable):
+            pool.acquire(check=check)
+        pool.release(held)
+        for buffer in collecting.result(10):
+            pool.release(buffer)
+    assert len(pool.acquire_many(2, check)) == 2  # the next one may collect
+
+
+def test_a_wait_for_a_buffer_ends_when_another_thread_of_the_operation_has_failed(
+    one_shared_buffer,
+):
+    workers, waiting = Workers.create(), threading.Event()
+
+    def work(item):
+        if item == "fails":
+            waiting.wait(10)
+            raise KeyError(item)
+        waiting.set()
+        with workers.buffer():
+            pass
+
+    with pytest.raises(KeyError):
+        in_parallel(["waits", "fails"], work, 2)

@@ -25,6 +25,9 @@ _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
 _LIBC = ctypes.CDLL(None)
 
+_WAIT_PART = 0.5
+"""Seconds of a wait after which it is checked whether the wait must end."""
+
 
 class Buffer:
     """A page-aligned block of ``size`` bytes at ``address``, whose pages are already allocated.
@@ -70,7 +73,8 @@ class BufferPool:
         self._on_create = on_create
         self._lock = Lock()  # ``with`` on a Condition can leave it acquired (see ``Latch``)
         self._condition = Condition(self._lock)
-        self._collecting = Lock()
+        self._may_collect = Condition(self._lock)
+        self._collector: object = None
         self._free: list[Buffer] = []
         self._count = 0
         self._closed = False
@@ -100,18 +104,22 @@ class BufferPool:
     def free_bytes(self) -> int:
         return len(self._free) * self.buffer_size
 
-    def acquire(self, timeout: float | None = None) -> Buffer:
+    def acquire(
+        self, timeout: float | None = None, check: Callable[[], object] = lambda: None
+    ) -> Buffer:
         """Return a buffer, and wait for one while the budget is used up.
 
-        Raises ``StoreError`` if no buffer is released within ``timeout`` seconds, or if the pool is
-        closed.
+        Without a ``timeout``, ``check`` is called regularly during the wait; it raises to end the
+        wait. Raises ``StoreError`` if no buffer is released within ``timeout`` seconds, or if the
+        pool is closed.
         """
         with self._lock:
             while not self._condition.wait_for(
                 lambda: self._closed or self._free or self._count < self._limit,
-                1.0 if timeout is None else timeout,
+                _WAIT_PART if timeout is None else timeout,
             ):
                 if timeout is None:
+                    check()
                     continue  # wait in parts: an exception may have prevented a notification
                 raise StoreError(
                     "Timed out while waiting for a free buffer",
@@ -128,21 +136,30 @@ class BufferPool:
             self._count += 1
         return self._create_buffer()
 
-    def acquire_many(self, count: int) -> list[Buffer]:
+    def acquire_many(self, count: int, check: Callable[[], object] = lambda: None) -> list[Buffer]:
         """Return ``count`` buffers, at most as many as the budget allows, as ``acquire`` does.
 
         Only one thread at a time collects several buffers. If two did, each could wait for what
         the other has.
         """
         buffers: list[Buffer] = []
-        with self._collecting:
-            try:
-                while len(buffers) < count:
-                    buffers.append(self.acquire())
-            except BaseException:
-                for buffer in buffers:
-                    self.release(buffer)
-                raise
+        own = object()  # not a lock: the wait for a lock cannot call ``check``
+        try:
+            with self._lock:
+                while not self._may_collect.wait_for(lambda: self._collector is None, _WAIT_PART):
+                    check()
+                self._collector = own
+            while len(buffers) < count:
+                buffers.append(self.acquire(check=check))
+        except BaseException:
+            for buffer in buffers:
+                self.release(buffer)
+            raise
+        finally:
+            if self._collector is own:
+                self._collector = None
+                with self._lock:
+                    self._may_collect.notify()
         return buffers
 
     def preallocate(self, nbytes: int) -> None:

@@ -14,6 +14,7 @@ from threading import Lock, Thread, local
 from typing import ParamSpec, Self, TypeVar
 
 from holdfast.buffers import Buffer, BufferPool, shared_pool
+from holdfast.errors import StoreError
 from holdfast.settings import read_settings
 from holdfast.types import MIB
 
@@ -65,18 +66,29 @@ def gc_paused(function: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """A few threads that take the next item each, the buffers that they share, and ``advance``,
-    which is called after each item to show that the operation makes progress."""
+    """A few threads that take the next item each, and the buffers that they share.
+
+    ``advance`` is called after each item to show that the operation makes progress. ``check_time``
+    raises once the time of the operation is over. It is called while a thread waits for a buffer,
+    which another operation may have for longer.
+    """
 
     pool: BufferPool
     threads: int
     advance: Callable[[], object] = no_op
+    check_time: Callable[[], object] = no_op
 
     @classmethod
-    def create(cls, pool: BufferPool | None = None, advance: Callable[[], object] = no_op) -> Self:
+    def create(
+        cls,
+        pool: BufferPool | None = None,
+        advance: Callable[[], object] = no_op,
+        check_time: Callable[[], object] = no_op,
+    ) -> Self:
         """Return workers with as many threads as ``HOLDFAST_THREADS`` says. Without a ``pool``,
         they use the one that the synchronous operations of the process share."""
-        return cls(shared_pool() if pool is None else pool, read_settings().threads, advance)
+        pool = shared_pool() if pool is None else pool
+        return cls(pool, read_settings().threads, advance, check_time)
 
     def each(self, items: Sequence[T], work: Callable[[T], None], nbytes: int = 1 << 50) -> None:
         """Call ``work`` on every item. Raises the first error; then no further item is started.
@@ -89,11 +101,24 @@ class Workers:
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:
         """Borrow a buffer for the duration of a ``with`` block."""
-        buffer = self.pool.acquire()
+        (buffer,) = self.acquire(1)
         try:
             yield buffer
         finally:
             self.pool.release(buffer)
+
+    def acquire(self, count: int) -> list[Buffer]:
+        """Return ``count`` buffers of the pool, as ``BufferPool.acquire_many`` does. The wait for
+        them ends when the time of the operation is over, or another thread of it has failed."""
+
+        def check() -> None:
+            self.check_time()
+            if is_canceled():
+                raise StoreError("Another thread failed while this one waited for a free buffer")
+
+        if count == 1:
+            return [self.pool.acquire(check=check)]
+        return self.pool.acquire_many(count, check) if count else []
 
 
 def in_parallel(

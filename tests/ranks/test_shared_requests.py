@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 import holdfast
+from holdfast import buffers
+from holdfast.buffers import BufferPool
+from holdfast.engine.distributed import host_memory
 from holdfast.engine.distributed.kv import Timeouts
 from holdfast.engine.loading import shared_read
 from holdfast.errors import DigestMismatch, RankFailed, StoreError
+from holdfast.types import BLOCK_SIZE
 from tests.engine.snapshot.test_group_reads import RequestStore, random_state
 from tests.fakegroup import FakeGroup
 from tests.ranks.test_shared_read import without_sharing
@@ -168,6 +173,28 @@ def test_one_rank_dies_or_hangs_while_the_others_wait_for_its_part(failed):
     assert isinstance(
         found[1], KeyboardInterrupt if failed == "silent" else StoreError | RankFailed
     )
+
+
+def test_a_rank_with_more_threads_than_buffers_notices_that_another_one_has_died(monkeypatch):
+    """Threads that waited for buffers, which nobody would take the bytes of, kept it waiting."""
+    monkeypatch.setenv("HOLDFAST_THREADS", "16")
+    monkeypatch.setattr(host_memory, "WINDOW_BUDGET", 4 * BLOCK_SIZE)
+    monkeypatch.setattr(buffers, "_pool", BufferPool(4 * BLOCK_SIZE))
+    states = [random_state(64)] * 2
+    store, group = save(states), FakeGroup(2, Timeouts(silent=1.0, stuck=20.0))
+
+    def die():
+        group.views[1].disconnect()
+        raise KeyboardInterrupt
+
+    stores = [store, FailingStore(store, die)]
+    live = [{key: np.zeros_like(value) for key, value in state.items()} for state in states]
+    with ThreadPoolExecutor(1) as threads, group:
+        work = threads.submit(
+            group.outcomes, lambda rank: holdfast.load(stores[rank], into=live[rank])
+        )
+        found = work.result(20)
+    assert (type(found[0]), found[0].rank) == (RankFailed, 1)
 
 
 @pytest.fixture(autouse=True)

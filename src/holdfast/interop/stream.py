@@ -61,7 +61,7 @@ def stream_leaves(snapshot: Snapshot, keys: Sequence[str], write: WriteLeafBytes
         if group[0].end_chunk == 1:
             check_header(location, index, workers)
             return
-        with read_group(location, index, group, workers.pool) as verified:
+        with read_group(location, index, group, workers) as verified:
             for item, buffer, start in verified:
                 for number, offset, at, size in rows(item):
                     write(number, at, buffer.view[offset - start : offset - start + size])

@@ -19,6 +19,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from holdfast import events
+from holdfast.buffers import shared_pool
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.host_memory import (
     CONSUMED,
@@ -172,6 +173,12 @@ class _Exchange:
         self._failures: list[BaseException] = []
         self._lock = Lock()
         self._threads = read_settings().threads
+        # A thread that reads waits for the store, so at least one must be left to copy. A read must
+        # not wait for a buffer of this exchange either: only a rank none of whose tasks runs
+        # notices that another rank, which should take the bytes of the buffer, has died.
+        pool = shared_pool()
+        buffers = pool.budget // pool.buffer_size // max(map(len, groups), default=1)
+        self._max_reads = max(1, min(self._threads - 2, buffers))
 
     def run(self) -> None:
         """Exchange all items. Raises the first error of a callback or of another rank."""
@@ -202,9 +209,7 @@ class _Exchange:
             self._running.discard(task)
 
     def _next_task(self) -> Task | None:
-        # a thread that reads waits for the store, so at least one must be left to copy
-        max_reads = max(1, self._threads - 2)
-        if len(self._reading) + len(self._held) < max_reads:
+        if len(self._reading) + len(self._held) < self._max_reads:
             group = next(self._unread, None)
             if group is not None:
                 self._reading.add(group[0])

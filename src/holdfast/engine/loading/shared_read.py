@@ -141,8 +141,8 @@ class SharedReader:
         @contextmanager
         def read(group: Sequence[int]) -> Iterator[Iterable[MemorySlice]]:
             items = [shared_items[number] for number in group]
-            index, pool = indexes[items[0].shard], workers.pool
-            with read_group(location, index, items, pool, kept=True) as verified:
+            index = indexes[items[0].shard]
+            with read_group(location, index, items, workers, kept=True) as verified:
                 yield (
                     MemorySlice(
                         buffer.view[item.start - base : item.stop - base],
@@ -159,7 +159,7 @@ class SharedReader:
                     break
                 copy_to_targets(_narrow(own, item), targets, span, item.start)
 
-        workers = Workers.create(advance=advance)
+        workers = Workers.create(None, advance, location.check_time)
         with self._snapshot.not_found_if_deleted():
             counts = self._count_requesters(plan, indexes)
             max_length = max_item_size(len(self._peers.ranks))

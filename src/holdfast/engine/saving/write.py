@@ -103,7 +103,7 @@ def write_shard(
             piece.buffer = None
         buffers = [buffer for buffer in staged if buffer is not None]
         try:
-            unstaged = iter(workers.pool.acquire_many(staged.count(None)))
+            unstaged = iter(workers.acquire(staged.count(None)))
             filled = [next(unstaged) if buffer is None else buffer for buffer in staged]
             buffers = filled
             views = [

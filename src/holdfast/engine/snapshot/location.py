@@ -46,6 +46,11 @@ class Location:
         """Return the same location without the deadline."""
         return self if self.unlimited is None else Location(self.unlimited, self.folder)
 
+    def check_time(self) -> None:
+        """Raise ``Unavailable`` once the deadline has passed."""
+        if self.deadline is not None:
+            self.deadline.check()
+
     def key(self, name: str) -> str:
         """Return the key of a file of the snapshot."""
         return f"{self.folder}/{name}" if self.folder else name

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from holdfast import events
-from holdfast.buffers import Buffer, BufferPool
+from holdfast.buffers import Buffer
 from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.read_plan import ReadItem, ReadPlan, StridedCopy
 from holdfast.engine.snapshot.index_files import file_key
@@ -86,7 +86,7 @@ def execute_read_plan(
         if group[0].end_chunk == 1:
             check_header(location, index, workers)
             return
-        with read_group(location, index, group, workers.pool) as verified:
+        with read_group(location, index, group, workers) as verified:
             for item, buffer, start in verified:
                 copy_to_targets(item, targets, buffer, start)
 
@@ -160,7 +160,7 @@ def read_group(
     location: Location,
     index: ShardIndex,
     group: Sequence[ReadItem],
-    pool: BufferPool,
+    workers: Workers,
     *,
     kept: bool = False,
 ) -> Iterator[Iterator[tuple[ReadItem, Buffer, int]]]:
@@ -171,7 +171,7 @@ def read_group(
     For an incremental shard, offsets refer to the image, of which the shard has a part. Raises
     ``DigestMismatch`` or ``StoreError``, which name the file, the offset, and the leaves.
     """
-    first = group[0]
+    first, pool = group[0], workers.pool
     # start the read before the chunk, aligned in its file, if that fits into a buffer
     leading_bytes = index.locate_chunk(first.first_chunk)[1] % location.store.traits.alignment
     length = first.stop - first.start
@@ -181,7 +181,7 @@ def read_group(
     # the chunks of Holdfast's writer fit into a pooled buffer; those of another writer may not
     is_pooled = leading_bytes + length <= pool.buffer_size
     count = len(group) if kept else 1
-    buffers = pool.acquire_many(count) if is_pooled else [Buffer(leading_bytes + length)]
+    buffers = workers.acquire(count) if is_pooled else [Buffer(leading_bytes + length)]
     buffer = buffers[0]
 
     def check_item() -> Iterator[tuple[ReadItem, Buffer, int]]:

@@ -342,9 +342,8 @@ class Snapshot:
         checked = self.checked_headers if check_headers else None
         plan = gc_paused(make_read_plan)(indexes, requests, checked)
         with self.not_found_if_deleted():
-            execute_read_plan(
-                self.location, plan, indexes, targets, Workers.create(advance=advance)
-            )
+            workers = Workers.create(None, advance, self.location.check_time)
+            execute_read_plan(self.location, plan, indexes, targets, workers)
         self.checked_headers.update(plan.headers)
 
     def verify(

@@ -159,7 +159,7 @@ def _check_chunks(
     def check(group: Sequence[ReadItem]) -> None:
         error = None
         try:
-            with read_group(location, index, group, workers.pool) as verified:
+            with read_group(location, index, group, workers) as verified:
                 for _ in verified:
                     pass
         except (FormatError, StoreError) as e:

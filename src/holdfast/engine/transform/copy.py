@@ -278,7 +278,7 @@ def _read_shard(
         workers = replace(workers, threads=min(workers.threads, most_threads))
 
     def read(group: Sequence[ReadItem]) -> None:
-        with read_group(location, index, group, workers.pool) as verified:
+        with read_group(location, index, group, workers) as verified:
             for item, buffer, start in verified:
                 consume(item, buffer.view[item.start - start : item.stop - start])
 
