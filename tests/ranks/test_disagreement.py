@@ -11,10 +11,24 @@ import pytest
 
 import holdfast
 from holdfast.engine.distributed.kv import Timeouts
-from holdfast.errors import AlreadyExists, CommitError, PlanError, RankFailed
+from holdfast.errors import (
+    AlreadyExists,
+    CommitError,
+    Denied,
+    NotFound,
+    PlanError,
+    RankFailed,
+    StoreError,
+)
 from holdfast.storage.memory import MemoryStore
 from tests.crash.conftest import PoolTracker
-from tests.ranks.faults import SHORT_TIMEOUTS, ThreadedJob, assert_versions_intact, state_of
+from tests.ranks.faults import (
+    SHORT_TIMEOUTS,
+    Call,
+    ThreadedJob,
+    assert_versions_intact,
+    state_of,
+)
 from tests.ranks.test_commit import assert_nothing_left
 from tests.trainings import initial_state, state_after
 
@@ -33,9 +47,7 @@ def check_next_save(job: ThreadedJob, store: MemoryStore, step: int = 9) -> None
     assert_versions_intact(store, [step])
 
 
-def errors_on_all_ranks(
-    job: ThreadedJob, work: Work, kind: type[Exception] = RankFailed
-) -> list[Any]:
+def errors_on_all_ranks(job: ThreadedJob, work: Work, kind: Any = RankFailed) -> list[Any]:
     """Run ``work``, which must fail on all ranks within a bounded time. Return the errors."""
     began = time.monotonic()
     outcomes = job.group.outcomes(work)
@@ -103,6 +115,34 @@ def test_a_state_that_only_one_rank_has_raises_on_all(
     assert error is not PlanError or f"rank {other}" in str(outcomes[0])
     check_next_save(job, store)
     assert_nothing_left(trial_stores)
+
+
+@pytest.mark.parametrize("seconds", [None, 30.0])
+@pytest.mark.parametrize("other", [0, 1, 2])
+def test_all_ranks_raise_at_once_when_one_cannot_open_the_snapshot(
+    trial_stores: PoolTracker, other: int, seconds: float | None
+) -> None:
+    store = MemoryStore()
+    job = make_job(3, store, Timeouts(silent=30.0, stuck=60.0))
+    holdfast.save(f"{job.urls[0]}/version_8", state_after(8))
+
+    def deny(call: Call) -> None:
+        if call.target == "store":
+            raise Denied("not for this host", key=call.key)
+
+    def load(rank: int) -> Any:
+        return holdfast.load(job.url(rank, 8), initial_state(), timeout=seconds)
+
+    job.ranks[other].before_call = deny
+    for rank, outcome in enumerate(errors_on_all_ranks(job, load, StoreError | RankFailed)):
+        assert type(outcome) is (Denied if rank == other else RankFailed)
+        assert "not for this host" in str(outcome)
+        assert outcome.fields.get("rank", rank) == other
+    job.ranks[other].before_call = lambda call: None
+    job.group.run(load)
+    store.delete("version_8/manifest.json")
+    errors_on_all_ranks(job, load, NotFound)
+    check_next_save(job, store)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from typing import Any, Literal
 
 from holdfast import events
@@ -22,7 +22,7 @@ from holdfast.engine.loading.binding import STRICT, Leniency, warn_of_share
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from holdfast.engine.loading.targets import Finalize, LoadTargets
 from holdfast.engine.planning.select import ABSENT, make_key_filter, prune, rename
-from holdfast.engine.snapshot.location import Url, locate
+from holdfast.engine.snapshot.location import Location, Url, locate
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.state import modules
 from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed, RanksChanged
@@ -66,8 +66,22 @@ def load(  # noqa: PLR0913  (the public face)
     """
     warn_of_share(share)
     leniency = Leniency(missing, unexpected, cast, rename or {})
-    snapshot = open_location(locate(url).limit("load", timeout))
-    return load_snapshot(snapshot, into, keys, device, leniency, current_group(group))
+    ranks = LocalGroup() if into is None else current_group(group)
+    snapshot = _open_on_this_rank(locate(url).limit("load", timeout), ranks)
+    return load_snapshot(snapshot, into, keys, device, leniency, ranks)
+
+
+def _open_on_this_rank(location: Location, group: Group) -> Snapshot:
+    """Open a snapshot that all ranks are about to load. If this rank cannot, the others, which
+    would wait for it in the load, raise its error."""
+    try:
+        return open_location(location)
+    except BaseException as e:
+        with suppress(RankFailed):  # the other ranks know already that a rank failed
+            operation = f"the load of {location.url}"
+            with closing(group.collective(operation, deadline=location.deadline)) as collective:
+                collective.abort(e)
+        raise
 
 
 def load_snapshot(
