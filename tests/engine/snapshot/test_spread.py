@@ -480,7 +480,11 @@ def test_reading_needs_no_permission_for_the_record_of_an_unspread_run() -> None
         spread_store(inner).get(INDEX, 1)
     inner.put_if_absent(names.SPREAD, encode_spread(SPREAD))
     put(inner, SPREAD.place(INDEX), b"2")
-    assert spread_store(inner).get(INDEX, 1) == b"2"
+    reader = spread_store(inner)
+    assert reader.get(INDEX, 1) == b"2"
+    assert reader.get(SHARD, 1) == b"1"  # of a save that began before the record, which is known
+    with pytest.raises(Denied):
+        reader.get(SHARD.replace("120", "121"), 1)
 
 
 def test_a_snapshot_that_is_opened_without_its_run_says_so() -> None:

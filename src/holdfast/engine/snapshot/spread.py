@@ -309,19 +309,22 @@ class SpreadStore:
         return key if self.spread is None else self.spread.place(key)
 
     def _find(self, key: str, read: Callable[[str], T]) -> T:
-        """Read an object where it should be, or else at the other place."""
+        """Read an object where it should be, or else at the other place.
+
+        S3 denies access to what is missing if listing is not allowed.
+        """
         if not self._is_spread(key):
             return read(key)
         if (spread := self._known.spread) is not None:
             try:
                 return read(spread.place(key))
-            except NotFound:
-                with suppress(NotFound):
+            except (NotFound, Denied):
+                with suppress(NotFound, Denied):
                     return read(key)
                 raise
         try:
             return read(key)
-        except (NotFound, Denied):  # S3 denies access to what is missing if listing is not allowed
+        except (NotFound, Denied):
             with suppress(NotFound, Denied):
                 spread = self.look_again()
             if spread is None:
