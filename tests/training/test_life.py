@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 
 import holdfast
 from holdfast import events, machine
+from holdfast.deadline import Deadline
 from holdfast.errors import (
     Denied,
     FormatTooNew,
@@ -47,6 +49,7 @@ from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
 from holdfast.run.save_request import RequestedSave, put_request, read_request, request_and_wait
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.store import Stat
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.training.goodput import Goodput
 from tests.forging import seal, sealed_content
@@ -539,6 +542,38 @@ def test_a_writer_lock_removed_by_hand_is_restored() -> None:
             train(state, ckpt, state["progress"].step + 1)
             ckpt.wait()
     assert "writer.json" not in [s.key for s in store.list("")]
+
+
+def test_a_writer_lock_that_cannot_be_restored_leaves_nothing_unknown() -> None:
+    """The save looks at the lock in the time of the save, before it commits."""
+
+    class Server(MemoryStore):
+        has_deadline = False
+
+        def within(self, deadline: Deadline) -> Server:
+            view = copy(self)
+            view.has_deadline = True
+            return view
+
+        def put_if_absent(self, key: str, data: bytes) -> Stat:
+            if key == "writer.json" and lost:
+                lost.append(self.has_deadline)
+                raise Unavailable("no reply", key=key, outcome="unknown")
+            return super().put_if_absent(key, data)
+
+    lost: list[bool] = []
+    store = Server()
+    state = initial_state()
+    with Checkpointer(store, state, save=EverySteps(9), save_timeout=60) as ckpt:
+        train(state, ckpt, 1)
+        store.delete("writer.json")
+        lost.append(True)
+        with pytest.raises(Unavailable) as raised:
+            ckpt.save()
+        assert "outcome" not in raised.value.fields
+        assert lost == [True, True]
+        lost.clear()
+        ckpt.save()
 
 
 # -- the state before the step that raised -------------------------------------------------------

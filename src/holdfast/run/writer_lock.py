@@ -37,23 +37,24 @@ class WriterLock:
         self._store = store
         self._id: str | None = None
 
-    def acquire(self) -> None:
-        """Acquire the lock.
+    def acquire(self, store: Store | None = None) -> None:
+        """Acquire the lock. ``store``: as for ``check``.
 
         Raises ``HoldfastError`` if another live process on this machine holds the lock,
         ``FormatTooNew`` if a later format wrote the file, so that its owner is unknown, and
         ``StoreError`` if the run is not writable.
         """
-        owner = None if self._id is None else _read_owner(self._store)
+        store = self._store if store is None else store
+        owner = None if self._id is None else _read_owner(store)
         if owner is not None and owner.attempt == self._id:
             return
         lock = Pin(random_id(), None, machine.utc_now(), *machine.process_identity())
         previous = None
         for _ in range(MAX_PUTS):
             try:
-                self._store.put_if_absent(WRITER_LOCK, encode_pin(lock))
+                store.put_if_absent(WRITER_LOCK, encode_pin(lock))
             except AlreadyExists:
-                previous = _read_owner(self._store)
+                previous = _read_owner(store)
                 if (
                     previous is not None
                     and previous.process != lock.process
@@ -62,15 +63,16 @@ class WriterLock:
                     raise self._lock_error(
                         previous, "Another training writes to this run"
                     ) from None
-                self._store.delete(WRITER_LOCK)
+                store.delete(WRITER_LOCK)
             else:
                 self._id = lock.attempt
                 if previous is not None:
-                    self._release_pins_of(previous)
+                    self._release_pins_of(previous, store)
                 return
         raise contended_error(WRITER_LOCK, self._store.url)
 
-    def _release_pins_of(self, previous: Pin) -> None:
+    @staticmethod
+    def _release_pins_of(previous: Pin, store: Store) -> None:
         """Remove the pins of the previous writer, if it was another process.
 
         That process commits nothing more. Without this, its pins would stay for days, until they
@@ -80,10 +82,10 @@ class WriterLock:
         identity = (previous.host, previous.boot, previous.process)
         if identity != machine.process_identity():
             with suppress(StoreError):
-                keys = pins.list_process_pins(self._store)
-                for key, pin in pins.read_process_pins(self._store, keys):
+                keys = pins.list_process_pins(store)
+                for key, pin in pins.read_process_pins(store, keys):
                     if isinstance(pin, Pin) and (pin.host, pin.boot, pin.process) == identity:
-                        pins.remove_pin(Location(self._store, ""), key)
+                        pins.remove_pin(Location(store, ""), key)
 
     def check(self, store: Store) -> None:
         """Raise ``HoldfastError`` if another training has taken the lock over.
@@ -95,7 +97,7 @@ class WriterLock:
             return
         owner = _read_owner(store)
         if owner is None:  # removed by hand, or damaged: no other training holds the lock
-            self.acquire()
+            self.acquire(store)
         elif owner.attempt != self._id:
             raise self._lock_error(owner, "Another training has taken this run over")
 

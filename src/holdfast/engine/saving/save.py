@@ -217,11 +217,11 @@ def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_
                 receipt = write_local_shard(job, base)
 
             def commit(receipts: list[Receipt]) -> Snapshot:
-                shards = check_receipts(location, receipts, collective.size, job.partition.plan)
-                manifest = job.build_manifest(
-                    shards, 1 if base is None else base.manifest.chain + 1
-                )
-                fence(receipts)
+                with before_commit():
+                    shards = check_receipts(location, receipts, collective.size, job.partition.plan)
+                    chain = 1 if base is None else base.manifest.chain + 1
+                    manifest = job.build_manifest(shards, chain)
+                    fence(receipts)
                 collective.advance()  # raises if the deadline has passed
                 collective.begin_commit()  # raises if another rank failed before
                 return put_manifest(location, manifest, job.partition.plan)
