@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from threading import RLock, current_thread, local
@@ -180,6 +180,22 @@ def broadcast_from_first(
     return all_reduce(
         group, operation, lambda: on_each() is None, bool, lambda values: on_first(), value_type
     )
+
+
+@contextmanager
+def failing_together(group: Group, operation: str, deadline: Deadline | None) -> Iterator[None]:
+    """Send an error of the ``with`` block, which precedes an operation of all ranks, to the others.
+
+    Otherwise, they would wait in the operation for this rank, and never learn the cause.
+    """
+    try:
+        yield
+    except BaseException as e:
+        with suppress(RankFailed):  # the other ranks know already that a rank failed
+            collective = group.collective(operation, deadline=deadline)
+            collective.abort(e)
+            collective.close()
+        raise
 
 
 _groups: WeakKeyDictionary[Any, dict[tuple[int, str], StoreGroup]] = WeakKeyDictionary()

@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
+from typing import Any
 
 import msgspec
 
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning.select import KeyFilter
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
 from holdfast.format.names import join_key
@@ -234,3 +236,14 @@ def _format_keys(folded: Sequence[tuple[str, int]]) -> str:
 def _format_mismatches(mismatches: Mapping[str, str]) -> str:
     shown = [f"{key} {text}" for key, text in islice(mismatches.items(), _MAX_MISMATCHES_SHOWN)]
     return format_list(shown, len(shown), total=len(mismatches))
+
+
+def no_match_error(snapshot: Snapshot, keys: Any) -> MissingLeaf:
+    """Return the error of a load whose ``keys`` select nothing."""
+    return MissingLeaf(
+        f"No leaf of {snapshot.url} matches",
+        expected=f"keys like {keys!r}",
+        found=", ".join(snapshot.keys()[:10]),
+        todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
+        " across levels",
+    )

@@ -11,21 +11,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any, Literal
 
 from holdfast import events
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.distributed.group import Group, GroupSpec, LocalGroup, current_group
+from holdfast.engine.distributed.group import (
+    Group,
+    GroupSpec,
+    LocalGroup,
+    current_group,
+    failing_together,
+)
 from holdfast.engine.loading.binder import Binder
 from holdfast.engine.loading.binding import STRICT, Leniency, warn_of_share
+from holdfast.engine.loading.differences import no_match_error
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from holdfast.engine.loading.targets import Finalize, LoadTargets
 from holdfast.engine.planning.select import ABSENT, make_key_filter, prune, rename
-from holdfast.engine.snapshot.location import Location, Url, locate
+from holdfast.engine.snapshot.location import Url, locate
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.state import modules
-from holdfast.errors import HoldfastError, MissingLeaf, PlanError, RankFailed, RanksChanged
+from holdfast.errors import HoldfastError, PlanError, RankFailed, RanksChanged
 from holdfast.generators import Isolation
 from holdfast.text import warn_user, with_article
 from holdfast.threads import gc_paused
@@ -67,21 +74,10 @@ def load(  # noqa: PLR0913  (the public face)
     warn_of_share(share)
     leniency = Leniency(missing, unexpected, cast, rename or {})
     ranks = LocalGroup() if into is None else current_group(group)
-    snapshot = _open_on_this_rank(locate(url).limit("load", timeout), ranks)
+    location = locate(url).limit("load", timeout)
+    with failing_together(ranks, f"the load of {location.url}", location.deadline):
+        snapshot = open_location(location)
     return load_snapshot(snapshot, into, keys, device, leniency, ranks)
-
-
-def _open_on_this_rank(location: Location, group: Group) -> Snapshot:
-    """Open a snapshot that all ranks are about to load. If this rank cannot, the others, which
-    would wait for it in the load, raise its error."""
-    try:
-        return open_location(location)
-    except BaseException as e:
-        with suppress(RankFailed):  # the other ranks know already that a rank failed
-            operation = f"the load of {location.url}"
-            with closing(group.collective(operation, deadline=location.deadline)) as collective:
-                collective.abort(e)
-        raise
 
 
 def load_snapshot(
@@ -180,7 +176,7 @@ def _bind(
     if into is None:
         tree = prune(tree, selected)
         if tree is ABSENT:
-            raise _no_match_error(snapshot, keys)
+            raise no_match_error(snapshot, keys)
         return targets.add_fresh(tree, ""), ""
     if not isinstance(into, dict):
         raise PlanError(
@@ -200,15 +196,5 @@ def _bind(
         unexpected=leniency.unexpected == "error",
     )
     if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
-        raise _no_match_error(snapshot, keys)
+        raise no_match_error(snapshot, keys)
     return finalize, binder.differences.describe_reassigned()
-
-
-def _no_match_error(snapshot: Snapshot, keys: Any) -> MissingLeaf:
-    return MissingLeaf(
-        f"No leaf of {snapshot.url} matches",
-        expected=f"keys like {keys!r}",
-        found=", ".join(snapshot.keys()[:10]),
-        todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
-        " across levels",
-    )
