@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from typing import Any
 
 import pytest
 
 import holdfast
+from holdfast import deadline
 from holdfast.engine.distributed import store_collective
+from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.location import Location
 from holdfast.errors import RankFailed, Unavailable
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
+from holdfast.testing.contract import keys
+from tests.engine.unreliable_stores import HookedStore
+from tests.fakegroup import FakeGroup
 from tests.ranks.faults import Call, ThreadedJob, state_of
 
 VICTIM = 1
@@ -61,3 +69,31 @@ def test_all_ranks_raise_when_one_is_too_slow(
     assert all(not isinstance(o, BaseException) for o in outcomes_of(job, 30))
     assert [s.step for s in Run(inner).snapshots()] == [1]
     assert Run(inner).snapshots()[0].verify().ok
+
+
+def test_no_pin_remains_after_rank_0_has_waited_for_longer_than_a_cleanup_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadline, "CLEANUP_SECONDS", 0.05)
+    monkeypatch.setattr(store_collective, "LATE_SECONDS", 0.3)
+    store = open_store(f"fsspec+memory://{uuid.uuid4().hex}", allow_weak=True)
+    hanging, released = HookedStore(store), threading.Event()
+    hanging.before = lambda method, key: released.wait(30) if method == "put" else None
+    stores: list[Any] = [store, hanging]
+
+    def save(rank: int) -> Any:
+        try:
+            return holdfast.save(stores[rank], state_of(rank, 2, 1), step=1, timeout=0.5)
+        finally:
+            released.set()
+
+    with FakeGroup(2) as group:
+        outcomes = group.outcomes(save)
+    assert type(outcomes[0]) is RankFailed, outcomes
+    assert [key for key in keys(store) if key.startswith("pin-")] == []
+    location = Location(store, "version_1")
+    holdfast.save(store.at("version_1"), state_of(0, 1, 1), step=1)
+    with pins.pin_while_reading(location.limit("load", 0.2), pins.MIN_PINNED_BYTES):
+        assert [key for key in keys(store) if key.startswith("pin-")] != []
+        time.sleep(0.4)
+    assert [key for key in keys(store) if key.startswith("pin-")] == []

@@ -85,11 +85,11 @@ def pinned_base(
         if collective.rank == 0:
             # each pin also names the attempt
             versions = [None] if snapshot is None else sorted({snapshot.version, *snapshot.bases})
-            keys = []
+            keys: list[str] = []
+            pins_to_remove.callback(pins.remove_pins, location, keys)
             for version in versions:
                 with before_commit():
                     keys.append(pins.create_pin(location, attempt, version))
-                pins_to_remove.callback(pins.remove_pin, location, keys[-1])
             if snapshot is not None:
                 try:
                     pins.require_manifest(snapshot.location)

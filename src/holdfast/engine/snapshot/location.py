@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.deadline import Deadline
+from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.engine.snapshot.spread import spread_store, unspread
 from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
@@ -45,6 +45,15 @@ class Location:
     def without_limit(self) -> Location:
         """Return the same location without the deadline."""
         return self if self.unlimited is None else Location(self.unlimited, self.folder)
+
+    def for_cleanup(self) -> Location:
+        """Return the same location for the removal of what an operation has left.
+
+        It gets ``CLEANUP_SECONDS`` from now on if those after the deadline have passed: this rank
+        may have waited for another one for longer.
+        """
+        is_late = self.deadline is not None and not self.deadline.for_cleanup().seconds_left
+        return self.without_limit().limit("cleanup", CLEANUP_SECONDS) if is_late else self
 
     def check_time(self) -> None:
         """Raise ``Unavailable`` once the deadline has passed."""

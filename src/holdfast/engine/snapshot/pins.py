@@ -12,7 +12,7 @@ after the deletion. A copy first writes its pin and then checks for notices.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from holdfast import events
@@ -86,7 +86,7 @@ def hold_pin(location: Location, attempt: str, version: Version | None = None) -
     try:
         yield key
     finally:
-        remove_pin(location, key)
+        remove_pins(location, [key])
 
 
 @contextmanager
@@ -144,12 +144,14 @@ def pin_while_reading(
     Raises ``NotFound`` if the version was deleted before the pin existed.
     """
     version = parse_version(location.folder.rpartition("/")[2])
+    keys: list[str] = []
     with ExitStack() as pins:
+        pins.callback(remove_pins, location, keys)
         if version is not None and nbytes >= MIN_PINNED_BYTES:
             attempt, pinned = random_id(), False
             with suppress(StoreError):
                 for pinned_version in (version, *bases):
-                    pins.enter_context(hold_pin(location, attempt, pinned_version))
+                    keys.append(create_pin(location, attempt, pinned_version))
                 pinned = True
             if pinned:
                 require_manifest(location)
@@ -181,6 +183,14 @@ def remove_pin(location: Location, key: str) -> None:
     """
     with _reporting_left_pin(location, key):
         location.store.delete(key)
+
+
+def remove_pins(location: Location, keys: Sequence[str]) -> None:
+    """Remove pins at the end of an operation, as ``remove_pin`` does."""
+    if keys:
+        location = location.for_cleanup()
+    for key in keys:
+        remove_pin(location, key)
 
 
 @contextmanager
