@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.deadline import Deadline
+from holdfast.engine.distributed import store_collective
 from holdfast.engine.distributed.group import StoreGroup
 from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT, KeyValueStore, KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
@@ -147,6 +149,19 @@ def test_a_rank_that_never_starts_is_named(clients: Clients, missing: int) -> No
     failed_ranks = {getattr(outcomes[r], "rank", "none") for r in range(3) if r != missing}
     assert failed_ranks == {missing}
     assert time.monotonic() - began < 2 * SOON.stuck
+
+
+def test_the_deadline_of_an_operation_also_ends_the_wait_for_the_first_call_of_rank_0(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_collective, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(store_collective, "CLEANUP_SECONDS", 0.1)
+    group = StoreGroup(clients.connect(StoreView(FakeStore()), 1, 2, Timeouts(60, 60)), 2)
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="in the time for the save") as failed:
+        group.collective("the save", deadline=Deadline.after(0.3, "the save: 0.3 s"))
+    assert 0.4 < time.monotonic() - began < 20
+    assert failed.value.rank == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

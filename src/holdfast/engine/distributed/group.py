@@ -90,6 +90,8 @@ class StoreGroup:
                 self.kv, self.size, self.next_sequence_number(), operation, timeout, cause, deadline
             )
             try:
+                if isinstance(self.kv, SessionKVClient):
+                    self.kv.await_session(collective.exceeded)
                 missed_operation = collective.missed_operation()
             except RankFailed as error:
                 if isinstance(self.kv, SessionKVClient):  # rank 0 must not wait for this rank later

@@ -177,13 +177,18 @@ class SessionKVClient(KVClient):
             _last_closed_at = time.time()
 
     def _call(self, operation: Callable[[], T]) -> T:
-        if self._pid == os.getpid() and not self._joined.is_set():
-            self.start()
-            self._await_session()
+        self.await_session()
         return super()._call(operation)
 
-    def _await_session(self) -> None:
-        """Wait for the reply of rank 0. Raises ``RankFailed`` if it has ended, died, or is late."""
+    def await_session(self, exceeded: Callable[[float], str] = lambda waited: "") -> None:
+        """Wait for the reply of rank 0. Raises ``RankFailed`` if it has ended, died, or is late.
+
+        ``exceeded``: returns the limit that a wait of so many seconds exceeds, besides that of
+        ``Timeouts``, or an empty string.
+        """
+        if self._pid != os.getpid() or self._joined.is_set():
+            return
+        self.start()
         silent, stuck = self.timeouts.silent, self.timeouts.stuck
         waited = silent_for = 0.0
         now, last_greeting = self.clock(), self._coordinator
@@ -207,9 +212,10 @@ class SessionKVClient(KVClient):
             if is_current and silent_for > silent:
                 expected = f"a heartbeat within {silent:g} s"
                 raise self._no_reply_error(expected, "none: the process has died or hangs")
-            if waited > stuck:
+            limit = f"it to join within {stuck:g} s" if waited > stuck else exceeded(waited)
+            if limit:
                 found = "no response from rank 0 since this process started"
-                raise self._no_reply_error(f"it to join within {stuck:g} s", found)
+                raise self._no_reply_error(limit, found)
 
     def _no_reply_error(self, expected: str, found: str) -> RankFailed:
         return RankFailed(

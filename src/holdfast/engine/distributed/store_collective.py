@@ -267,13 +267,13 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
                     ):
                         self._stragglers_reported = True
                         emit_stragglers(stragglers, self.operation, now - started_at, timeout)
-                expected = self._exceeded(now - started_at)
+                expected = self.exceeded(now - started_at)
                 if expected and (missing := [r for r in pending_ranks() if not has_arrived(r)]):
                     raise detector.make_error(missing, expected, "that it has not arrived")
                 (sleep or self._sleep)(delay)
                 delay = min(delay * 1.5, max_delay)
 
-    def _exceeded(self, waited: float) -> str:
+    def exceeded(self, waited: float) -> str:
         """Return the limit that a wait of so many seconds exceeds, or an empty string."""
         deadline = self._deadline
         late = LATE_SECONDS + (CLEANUP_SECONDS if self.rank else 0)
