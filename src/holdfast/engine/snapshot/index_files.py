@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate, groupby
 
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.spread import RESTORE_SPREAD, SpreadStore
@@ -14,6 +16,11 @@ from holdfast.format.manifest import MAX_MANIFEST, Shard
 from holdfast.format.names import SPREAD
 from holdfast.storage.store import Store
 from holdfast.text import VERIFY_ADVICE
+from holdfast.threads import look_up_each
+from holdfast.types import MIB
+
+_BYTES_AT_ONCE = 16 * MIB
+"""The size of the indexes that are read before they are parsed."""
 
 _OPEN_IN_RUN = (
     "Open the snapshot as RUN/version_N, or make a self-contained copy with `holdfast copy`"
@@ -31,6 +38,22 @@ def read_index(
     check_length(location, shard.index.name, shard.index.length)
     raw = location.store.get(location.key(shard.index.name), MAX_MANIFEST)
     return parse_index(location, shard, raw, schema_cache)
+
+
+def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex]:
+    """Read the indexes of all shards of a snapshot, whose lengths were checked before."""
+    schema_cache = SchemaCache()
+    indexes, raw = list[ShardIndex](), dict[str, bytes]()
+
+    def read(shard: Shard) -> None:
+        raw[shard.name] = location.store.get(location.key(shard.index.name), MAX_MANIFEST)
+
+    ends = accumulate(shard.index.length for shard in shards)
+    for _, part in groupby(zip(ends, shards, strict=True), lambda e: e[0] // _BYTES_AT_ONCE):
+        group = [shard for _, shard in part]
+        look_up_each(group, read)
+        indexes += [parse_index(location, s, raw.pop(s.name), schema_cache) for s in group]
+    return indexes
 
 
 def parse_index(

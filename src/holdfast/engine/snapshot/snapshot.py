@@ -12,7 +12,7 @@ import numpy as np
 
 from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
 from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.index_files import check_length, read_index
+from holdfast.engine.snapshot.index_files import check_length, read_indexes
 from holdfast.engine.snapshot.leaf import LeafView
 from holdfast.engine.snapshot.location import (
     Location,
@@ -27,12 +27,12 @@ from holdfast.engine.snapshot.verify import CheckedChunks, Report, verify
 from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
 from holdfast.format import tree
 from holdfast.format.index import ShardIndex
-from holdfast.format.index_columns import LeafSchema, SchemaCache
+from holdfast.format.index_columns import LeafSchema
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version, split_address
 from holdfast.format.validate import LeafSpecs, check_plain, check_tree
 from holdfast.ragged import Ints
-from holdfast.threads import Workers, gc_paused, no_op
+from holdfast.threads import Workers, gc_paused, look_up_each, no_op
 
 
 def open_snapshot(url: Url) -> Snapshot:
@@ -255,8 +255,7 @@ class Snapshot:
     def read_indexes(self) -> list[ShardIndex]:
         """Do the same as ``indexes``, but read them again and do not keep them."""
         self.check_lengths(self.manifest.shards)
-        schema_cache = SchemaCache()
-        indexes = [read_index(self.location, s, schema_cache) for s in self.manifest.shards]
+        indexes = read_indexes(self.location, self.manifest.shards)
         self._check_indexes(indexes)
         return indexes
 
@@ -316,13 +315,16 @@ class Snapshot:
 
     def check_lengths(self, shards: Sequence[Shard]) -> None:
         """Check the lengths of some shards' files. Raises ``FormatError`` or ``StoreError``."""
-        for shard in shards:
-            for name, length in (
+        files = dict.fromkeys(
+            (file, length)
+            for shard in shards
+            for file, length in (
                 (shard.name, shard.length),
                 (shard.index.name, shard.index.length),
                 *((f.path, f.length) for f in shard.refers),
-            ):
-                check_length(self.location, name, length)
+            )
+        )
+        look_up_each([*files], lambda file: check_length(self.location, *file))
 
     def read(
         self,
