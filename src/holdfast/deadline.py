@@ -27,11 +27,13 @@ class Deadline:
     """A time on a monotonic clock. ``clock`` returns the current time, in seconds.
 
     ``purpose`` says what must have ended by then, for error messages: "the save of RUN/version_1".
+    ``is_for_cleanup``: see ``for_cleanup``.
     """
 
     purpose: str
     at: float
     clock: Callable[[], float] = time.monotonic
+    is_for_cleanup: bool = False
 
     @classmethod
     def after(
@@ -61,7 +63,10 @@ class Deadline:
 
     def for_cleanup(self) -> Deadline:
         """Return the deadline of what removes the leftovers of the operation."""
-        return Deadline(f"the cleanup after {self.purpose}", self.at + CLEANUP_SECONDS, self.clock)
+        if self.is_for_cleanup:
+            return self
+        purpose = f"the cleanup after {self.purpose}"
+        return Deadline(purpose, self.at + CLEANUP_SECONDS, self.clock, True)
 
     def earlier(self, other: Deadline | None) -> Deadline:
         """Return the earlier one of two deadlines."""

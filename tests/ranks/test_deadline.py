@@ -11,6 +11,7 @@ import pytest
 
 import holdfast
 from holdfast import deadline
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed import store_collective
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
@@ -91,9 +92,28 @@ def test_no_pin_remains_after_rank_0_has_waited_for_longer_than_a_cleanup_may_ta
         outcomes = group.outcomes(save)
     assert type(outcomes[0]) is RankFailed, outcomes
     assert [key for key in keys(store) if key.startswith("pin-")] == []
-    location = Location(store, "version_1")
-    holdfast.save(store.at("version_1"), state_of(0, 1, 1), step=1)
-    with pins.pin_while_reading(location.limit("load", 0.2), pins.MIN_PINNED_BYTES):
+
+
+class UserStore(MemoryStore):
+    """A store whose views refuse every call after their deadline."""
+
+    def within(self, deadline: Deadline) -> HookedStore:
+        view = HookedStore(self)
+        view.before = lambda method, key: deadline.check()
+        return view
+
+
+@pytest.mark.parametrize("kind", ["fsspec", "of a user"])
+@pytest.mark.parametrize("late", [False, True])
+def test_no_pin_remains_of_a_load_that_ends_after_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, kind: str, late: bool
+) -> None:
+    monkeypatch.setattr(deadline, "CLEANUP_SECONDS", 0.05 if late else 20)
+    url = f"fsspec+memory://{uuid.uuid4().hex}"
+    store: Any = UserStore() if kind == "of a user" else open_store(url, allow_weak=True)
+    store.put_if_absent("version_1/manifest.json", b"any")
+    location = Location(store, "version_1").limit("load", 0.2)
+    with pins.pin_while_reading(location, pins.MIN_PINNED_BYTES):
         assert [key for key in keys(store) if key.startswith("pin-")] != []
         time.sleep(0.4)
     assert [key for key in keys(store) if key.startswith("pin-")] == []

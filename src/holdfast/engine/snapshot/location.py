@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.engine.snapshot.spread import spread_store, unspread
@@ -49,11 +49,16 @@ class Location:
     def for_cleanup(self) -> Location:
         """Return the same location for the removal of what an operation has left.
 
-        It gets ``CLEANUP_SECONDS`` from now on if those after the deadline have passed: this rank
-        may have waited for another one for longer.
+        After the deadline, it gets ``CLEANUP_SECONDS``. They begin now if those after the deadline
+        have passed: this rank may have waited for another one for longer.
         """
-        is_late = self.deadline is not None and not self.deadline.for_cleanup().seconds_left
-        return self.without_limit().limit("cleanup", CLEANUP_SECONDS) if is_late else self
+        deadline, store = self.deadline, self.unlimited
+        if deadline is None or store is None or deadline.seconds_left:
+            return self
+        cleanup = deadline.for_cleanup()
+        if not cleanup.seconds_left:
+            cleanup = replace(cleanup, at=cleanup.clock() + CLEANUP_SECONDS)
+        return Location(within(store, cleanup), self.folder, cleanup, store)
 
     def check_time(self) -> None:
         """Raise ``Unavailable`` once the deadline has passed."""
