@@ -64,9 +64,9 @@ def train(url: str, cycle: int) -> None:
 
 
 def count_descriptors(at_most: int) -> int:
-    """Return how many are open. PyTorch closes some of its own a little later, so wait for it for a
-    second if there are more than expected."""
-    until = time.monotonic() + 1
+    """Return how many are open. PyTorch closes some of its own a little later, so wait for it for
+    10 seconds if there are more than expected."""
+    until = time.monotonic() + 10
     while (found := len(os.listdir("/proc/self/fd"))) > at_most > 0 and time.monotonic() < until:
         time.sleep(0.01)
     return found

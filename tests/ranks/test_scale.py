@@ -80,7 +80,8 @@ def test_rank_0_sends_the_shares_of_all_ranks_in_one_call() -> None:
     with FakeGroup(12, UNHURRIED) as group:
         calls = CallCounter(group)
         save(group)
-        assert (calls.counts[0]["multi_set"], calls.counts[0]["delete_key"]) == (1, 0)
+        assert calls.counts[0]["multi_set"] == 1
+        assert calls.counts[0]["delete_key"] in (0, 5)  # the last rank to leave deletes 5 keys
 
 
 def test_an_unchanged_structure_is_neither_sent_nor_planned_again(

@@ -619,3 +619,18 @@ def test_a_process_group_of_one_rank_is_local_and_a_fake_one_is_refused() -> Non
             current_group()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_rank_that_fails_and_leaves_last_deletes_what_rank_0_sent_it() -> None:
+    """It has not reached the operation in which rank 0 sent the value."""
+    with FakeGroup(2) as group:
+        first, second = (g.collective("the save") for g in group.groups)
+        for collective in (first, second):
+            collective.join()
+        second.gather("b", str)
+        assert first.gather("a", str) == ["a", "b"]
+        first.broadcast("c", str)
+        first.close()
+        second.abort(ValueError("x"))
+        second.close()
+        assert leftover_keys(group) == []

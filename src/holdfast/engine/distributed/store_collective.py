@@ -385,10 +385,11 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def _delete_leftovers(self) -> None:
         """Delete the values that no rank read because the collective failed.
 
-        Every operation that this rank has not reached has left at least one value.
+        Every operation that this rank has not reached has left at least one value. So the first of
+        these is looked at in any case, and the next ones until one has none.
         """
         op_number, found = 0, True
-        while found or op_number < self._op_number:
+        while found or op_number <= self._op_number:
             op_number += 1
             # A list, because ``any`` over a generator would stop at the first value.
             deleted = [
