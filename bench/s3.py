@@ -24,7 +24,7 @@ _METHOD = (
 
 
 def _transfers_on_sink(options: Options, endpoint: str) -> Section:
-    size, rounds = options.medium, 1 if options.quick else 5
+    size, rounds = options.medium, 1 if options.quick else 11
     connection = connection_to(endpoint)
     title = f"S3: the client's own cost, {size // _MIB} MiB"
     text = (
