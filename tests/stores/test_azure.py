@@ -219,7 +219,7 @@ def test_a_save_fails_in_time(az, proxy, request_name, action):
     assert store.url in str(caught.value)
     assert "Gave up after" in str(caught.value)
     proxy.inject()
-    check_nothing(store)
+    check_nothing(open_run(az, proxy))  # with more time: the machine may be busy
 
 
 def test_a_part_that_the_server_did_not_keep(store, proxy):
@@ -243,7 +243,7 @@ def test_a_server_that_goes_away_during_a_save_is_waited_for_once(az, proxy):
         save(store, 2)
     assert time.monotonic() - began < 4 + 3.5  # timeout, and two tries that get no byte for 1 s
     proxy.inject()
-    check_intact(store)
+    check_intact(open_run(az, proxy))
 
 
 def test_a_stopped_server_holds_no_call_up(az, proxy, azurite):
@@ -321,7 +321,7 @@ def test_a_lost_commit_whose_outcome_is_unknown_says_so(az, proxy):
         save(store)
     assert caught.value.is_outcome_unknown
     proxy.inject()
-    check_intact(store)
+    check_intact(open_run(az, proxy))
 
 
 @pytest.mark.parametrize("size", [1000, 12 * MIB])
