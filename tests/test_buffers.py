@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from holdfast.buffers import (
     direct_io_length,
     shared_pool,
 )
+from holdfast.engine.saving.image import Piece
+from holdfast.engine.saving.staging import stage_pieces
 from holdfast.errors import HoldfastError, StoreError, Unavailable
 from holdfast.storage.local.os_calls import Fs
 from holdfast.storage.local.store import LocalStore
@@ -346,6 +349,21 @@ def test_many_buffers_are_not_awaited_behind_a_thread_that_collects_for_longer()
         for buffer in collecting.result(10):
             pool.release(buffer)
     assert len(pool.acquire_many(2, check)) == 2  # the next one may collect
+
+
+def test_the_copy_of_a_save_waits_for_a_buffer_until_its_deadline():
+    pool = BufferPool(UNIT, UNIT)
+    held = pool.acquire()
+
+    def check():
+        raise Unavailable("the time is over")
+
+    pieces, image = [Piece(0, 1)], SimpleNamespace(length=1)
+    with pytest.raises(Unavailable):
+        stage_pieces(image, pieces, Workers(pool, 1, check_time=check))
+    assert pieces[0].buffer is None
+    pool.release(held)
+    assert pool.free_bytes == UNIT
 
 
 def test_a_wait_for_a_buffer_ends_when_another_thread_of_the_operation_has_failed(

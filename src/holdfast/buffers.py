@@ -140,8 +140,10 @@ class BufferPool:
         """Return ``count`` buffers, at most as many as the budget allows, as ``acquire`` does.
 
         Only one thread at a time collects several buffers. If two did, each could wait for what
-        the other has.
+        the other has. ``check``: as in ``acquire``.
         """
+        if count == 1:
+            return [self.acquire(check=check)]
         buffers: list[Buffer] = []
         own = object()  # not a lock: the wait for a lock cannot call ``check``
         try:

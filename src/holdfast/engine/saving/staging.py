@@ -41,7 +41,7 @@ def stage_pieces(
     """
 
     def fill(piece: Piece) -> None:
-        piece.buffer = buffer = workers.pool.acquire()
+        piece.buffer = buffer = workers.acquire(1)[0]
         with make_context():
             image.copy_piece(piece, buffer)
 
