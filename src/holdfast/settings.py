@@ -67,20 +67,18 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 def aws_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:
     """Return the environment variables that boto3 reads: a client is made for their values."""
-    environ = os.environ if environ is None else environ
     return _find_variables(environ, ("AWS_",))
 
 
 def cloud_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:
     """Return the environment variables that obstore reads: a client is made for their values."""
-    environ = os.environ if environ is None else environ
-    names = ("AZURE_", "AZURITE_", "GOOGLE_")
-    return _find_variables(environ, names)
+    return _find_variables(environ, ("AZURE_", "AZURITE_", "GOOGLE_"))
 
 
 def _find_variables(
-    environ: Mapping[str, str], beginnings: tuple[str, ...]
+    environ: Mapping[str, str] | None, beginnings: tuple[str, ...]
 ) -> frozenset[tuple[str, str]]:
+    environ = os.environ if environ is None else environ
     # not ``items``: another thread may remove a variable meanwhile
     found = ((n, environ.get(n)) for n in list(environ) if n.startswith(beginnings))
     return frozenset((n, v) for n, v in found if v is not None)

@@ -77,6 +77,8 @@ _SECRET_OPTIONS = {
     *("account_key", "sas_token", "service_account", "config"),  # a password
 }
 CONCURRENCY: Rule = ("concurrency", int, lambda n: 1 <= n <= 1024, "1 to 1024")
+OPTIONAL_TEXT = (str, type(None))
+"""The types of an option that is a text or None."""
 WEB_URL = "http://HOST or https://HOST, without a password"
 
 
@@ -85,7 +87,12 @@ def is_web_url(url: str | None) -> bool:
     return url is None or (url.startswith(("http://", "https://")) and "@" not in url)
 
 
-ENDPOINT: Rule = ("endpoint", (str, type(None)), is_web_url, WEB_URL)
+ENDPOINT: Rule = ("endpoint", OPTIONAL_TEXT, is_web_url, WEB_URL)
+
+
+def switch(name: str) -> Rule:
+    """Return the rule of an option that is True or False."""
+    return name, bool, lambda value: True, "True or False"
 
 
 def make_options(

@@ -27,17 +27,13 @@ _OPEN_IN_RUN = (
 )
 
 
-def read_index(
-    location: Location, shard: Shard, schema_cache: SchemaCache | None = None
-) -> ShardIndex:
+def read_index(location: Location, shard: Shard) -> ShardIndex:
     """Read the index of a shard, and check its length, digest, and content against the manifest.
 
-    ``schema_cache``: shared by all indexes of the snapshot. Raises ``FormatError`` or
-    ``StoreError``.
+    Raises ``FormatError`` or ``StoreError``.
     """
     check_length(location, shard.index.name, shard.index.length)
-    raw = location.store.get(location.key(shard.index.name), MAX_MANIFEST)
-    return parse_index(location, shard, raw, schema_cache)
+    return parse_index(location, shard, _get_index(location, shard))
 
 
 def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex]:
@@ -46,7 +42,7 @@ def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex
     indexes, raw = list[ShardIndex](), dict[str, bytes]()
 
     def read(shard: Shard) -> None:
-        raw[shard.name] = location.store.get(location.key(shard.index.name), MAX_MANIFEST)
+        raw[shard.name] = _get_index(location, shard)
 
     ends = accumulate(shard.index.length for shard in shards)
     for _, part in groupby(zip(ends, shards, strict=True), lambda e: e[0] // _BYTES_AT_ONCE):
@@ -56,10 +52,17 @@ def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex
     return indexes
 
 
+def _get_index(location: Location, shard: Shard) -> bytes:
+    return location.store.get(location.key(shard.index.name), MAX_MANIFEST)
+
+
 def parse_index(
     location: Location, shard: Shard, raw: bytes, schema_cache: SchemaCache | None = None
 ) -> ShardIndex:
-    """Do the same as ``read_index`` for bytes that were already read."""
+    """Do the same as ``read_index`` for bytes that were already read.
+
+    ``schema_cache``: shared by all indexes of the snapshot.
+    """
     file = location.key(shard.index.name)
     actual = digest(raw)
     if actual != shard.index.digest:

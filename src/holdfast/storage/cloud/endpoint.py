@@ -13,7 +13,15 @@ from typing import Any, ClassVar, Self
 
 from holdfast.errors import StoreError
 from holdfast.settings import cloud_variables
-from holdfast.storage.checks import ENDPOINT, WEB_URL, Rule, is_web_url, make_options
+from holdfast.storage.checks import (
+    ENDPOINT,
+    OPTIONAL_TEXT,
+    WEB_URL,
+    Rule,
+    is_web_url,
+    make_options,
+    switch,
+)
 from holdfast.storage.cloud.failures import translated
 from holdfast.storage.remote import Server
 from holdfast.text import with_article
@@ -28,8 +36,6 @@ the longest one that its deadline allows."""
 
 MIN_PART = 5 * MIB
 """The least length of a part other than the last one (the limit of Google)."""
-
-_TEXT = (str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class CloudOptions:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
         rules: tuple[Rule, ...] = (
             ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
-            ("anonymous", bool, lambda b: True, "True or False"),
+            switch("anonymous"),
             ENDPOINT,
         )
         kind = with_article(f"{cls.scheme}:// store")
@@ -90,9 +96,14 @@ class AzureOptions(CloudOptions):
     scheme: ClassVar[str] = "az"
     hidden_uploads: ClassVar[str] = "Azure deletes them after 7 days"
     rules: ClassVar[tuple[Rule, ...]] = (
-        ("account", _TEXT, lambda name: name != "", "the name of an account"),
-        ("account_key", _TEXT, lambda s: s is None or _is_base64(s), "the base64 text of a key"),
-        ("sas_token", _TEXT, lambda s: s is None or "sig=" in s, "a text with sig="),
+        ("account", OPTIONAL_TEXT, lambda name: name != "", "the name of an account"),
+        (
+            "account_key",
+            OPTIONAL_TEXT,
+            lambda s: s is None or _is_base64(s),
+            "the base64 text of a key",
+        ),
+        ("sas_token", OPTIONAL_TEXT, lambda s: s is None or "sig=" in s, "a text with sig="),
     )
 
     @classmethod
@@ -138,7 +149,12 @@ class GoogleOptions(CloudOptions):
         ' "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]}'
     )
     rules: ClassVar[tuple[Rule, ...]] = (
-        ("service_account", _TEXT, lambda s: s is None or _is_path(s), "the path of a key file"),
+        (
+            "service_account",
+            OPTIONAL_TEXT,
+            lambda s: s is None or _is_path(s),
+            "the path of a key file",
+        ),
     )
 
     def config(self) -> dict[str, Any]:

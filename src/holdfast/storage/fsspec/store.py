@@ -22,6 +22,7 @@ from holdfast.storage.checks import (
     exists_error,
     is_partial,
     short_read_error,
+    switch,
     too_long_error,
 )
 from holdfast.storage.fsspec.files import FsspecFiles, secrets_in, shown
@@ -165,7 +166,7 @@ def open_fsspec(
     not know the protocol, or lacks a package for it.
     """
     check_option(TIMEOUT, timeout)
-    check_option(("allow_weak", bool, lambda b: True, "True or False"), allow_weak)
+    check_option(switch("allow_weak"), allow_weak)
     inner, secrets = url.removeprefix("fsspec+"), secrets_in(options)
     protocol = _check_url(inner)
     try:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from holdfast.deadline import Deadline, call_within
 from holdfast.errors import StoreError
-from holdfast.storage.checks import Rule, make_options
+from holdfast.storage.checks import Rule, make_options, switch
 from holdfast.storage.throttle import Throttle
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class HdfsOptions:
             ("config", tuple, lambda c: True, "a dict of properties of Hadoop"),
             ("replication", _INT, lambda n: n is None or 1 <= n < 1 << 15, "1 to 32767"),
             ("block_size", _INT, lambda n: n is None or 1 << 20 <= n <= 1 << 40, "1 MiB to 1 TiB"),
-            ("allow_weak", bool, lambda b: True, "True or False"),
+            switch("allow_weak"),
         )
         return make_options(cls, "an HDFS store", values, rules)
 

@@ -15,7 +15,15 @@ from urllib.parse import urlsplit
 from holdfast.deadline import Call, Deadline
 from holdfast.errors import StoreError, Unavailable
 from holdfast.settings import aws_variables
-from holdfast.storage.checks import ENDPOINT, WEB_URL, Rule, is_web_url, make_options
+from holdfast.storage.checks import (
+    ENDPOINT,
+    OPTIONAL_TEXT,
+    WEB_URL,
+    Rule,
+    is_web_url,
+    make_options,
+    switch,
+)
 from holdfast.storage.remote import Server
 from holdfast.storage.s3.pace import IN_FLIGHT, Pace
 from holdfast.types import MIB
@@ -86,15 +94,15 @@ class S3Options:
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
-        whole, text = (int, type(None)), (str, type(None))
+        whole = (int, type(None))
         rules: tuple[Rule, ...] = (
             ("part_size", whole, lambda n: not n or n >= MIN_PART, f"at least {MIN_PART} bytes"),
             ("concurrency", whole, lambda n: n is None or 1 <= n <= 1024, "1 to 1024"),
             ("checksum", str, CHECKSUMS.__contains__, " or ".join(CHECKSUMS)),
-            ("addressing", text, _ADDRESSING.__contains__, "'path' or 'virtual'"),
+            ("addressing", OPTIONAL_TEXT, _ADDRESSING.__contains__, "'path' or 'virtual'"),
             ENDPOINT,
-            *((name, text, lambda value: True, "text") for name in _TEXTS),
-            *((name, bool, lambda value: True, "True or False") for name in _SWITCHES),
+            *((name, OPTIONAL_TEXT, lambda value: True, "text") for name in _TEXTS),
+            *map(switch, _SWITCHES),
         )
         found = make_options(cls, "an S3 store", options, rules)
         if (found.access_key_id is None) != (found.secret_access_key is None):

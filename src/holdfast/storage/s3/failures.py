@@ -94,6 +94,15 @@ def translate(error: Exception, action: str, key: str, url: str, server: str) ->
     if isinstance(error, ResponseParserError):
         todo = "Check the endpoint"
         return StoreError(f"{what}: {server} does not answer as S3 does", todo=todo, **fields)
+    return _translate_unanswered(error, what, server, fields)
+
+
+def _translate_unanswered(
+    error: Exception, what: str, server: str, fields: dict[str, Any]
+) -> StoreError:
+    """Return the error for a request without a reply, or with one that ended early."""
+    from botocore import exceptions as boto
+
     text = hide_secrets(str(error).strip())
     if _BAD_ENDPOINT in text:
         return StoreError(f"{what}: the endpoint is not http://HOST or https://HOST", **fields)
