@@ -1,0 +1,6 @@
+"""Notices that this process will be stopped, where they come from, and how the process exits.
+
+Terms: a *notice* is a message that the process will be stopped. Its *deadline* is the time of that
+stop. A *source* reports notices.
+May import: the root modules, and ``preemption``.
+"""

@@ -1,0 +1,39 @@
+"""A notice that this process will be stopped, and the protocol of what reports it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A message that this process will be stopped.
+
+    ``source`` says what sent it, for messages: ``"SIGTERM"``, ``"the AWS spot instance action"``.
+    ``seconds`` is the time from now until the stop, or None if the source does not know it.
+    ``stops`` is False if the machine is only at risk: the training saves, and goes on.
+    """
+
+    source: str
+    seconds: float | None = None
+    stops: bool = True
+
+
+class NoticeSource(Protocol):
+    """Reports notices. One thread calls it, which is not the thread of the training.
+
+    ``name`` says what it is, for messages. ``interval`` is the number of seconds between two polls.
+    """
+
+    name: str
+    interval: float
+
+    def poll(self) -> Notice | None:
+        """Return a notice, or None. MUST return or raise within 5 seconds.
+
+        A notice with ``stops`` may be returned at each poll: only an earlier deadline has an
+        effect. A notice without ``stops`` MUST be returned once. Raises ``OSError`` if the source
+        does not answer; it is then polled again, and an event reports the outage once.
+        """
+        ...
