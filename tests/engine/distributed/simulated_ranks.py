@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.engine.distributed.agreement import Agreement
 from holdfast.engine.distributed.group import StoreGroup
 from holdfast.engine.distributed.kv import KVClient, Timeouts
+from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import RankFailed
 from tests.fakegroup import FakeStore
 
@@ -89,19 +90,40 @@ class FaultyStoreView:
         return do
 
 
+class Observations:
+    """Records what an agreement tells its observer."""
+
+    def __init__(self) -> None:
+        self.deadlines: list[RoundDeadline] = []
+        self.failures: list[tuple[frozenset[str], RankFailed]] = []
+        self.errors: list[str] = []
+
+    def on_deadline(self, deadline: RoundDeadline) -> None:
+        self.deadlines.append(deadline)
+
+    def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
+        self.failures.append((actions, error))
+
+    def on_error(self, report: str) -> None:
+        self.errors.append(report)
+
+
 class SimulatedRank:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
         self.store = FaultyStoreView(self)
         self.kv = DirectKVClient(self.store, number, world.size, TIMEOUTS, lambda: world.now)
-        self.agreement = ManualAgreement(StoreGroup(self.kv, world.size), "run")
+        group = StoreGroup(self.kv, world.size)
+        self.observed = Observations()
+        self.agreement = ManualAgreement(group, "run", observer=self.observed)
         self.agreement._thread.join()
         self.action_history: list[tuple[int, frozenset[str]]] = []
         self.failed_steps: list[int] = []
         self.steps = 0
         self.calls = 0
         self.dead = False
+        self.stopped = False
         self.closed = False
         self.dies_at_call = -1
         self.disconnects_at_call = -1
@@ -126,7 +148,9 @@ class SimulatedRank:
 
     def step(self, last_step: int = 10**9) -> bool:
         """Make one training step, unless the training would wait or has ended."""
-        if self.dead or self.closed or self.steps >= last_step or self.agreement.would_block():
+        if self.dead or self.stopped or self.closed or self.steps >= last_step:
+            return False
+        if self.agreement.would_block():
             return False
         self.steps += 1
         try:
@@ -139,7 +163,7 @@ class SimulatedRank:
         return True
 
     def poll(self) -> None:
-        if not self.dead and not self.is_polling:
+        if not self.dead and not self.stopped and not self.is_polling:
             self.is_polling = True
             self.agreement.poll()
             self.is_polling = False
@@ -169,8 +193,10 @@ class World:
     def alive_ranks(self) -> list[SimulatedRank]:
         return [rank for rank in self.ranks if not rank.dead]
 
-    def propose(self, rank: SimulatedRank, action: str) -> None:
-        rank.agreement.propose(action)
+    def propose(
+        self, rank: SimulatedRank, action: str, seconds: float | None = None, cause: str = ""
+    ) -> None:
+        rank.agreement.propose(action, seconds, cause)
         self.proposed.append((rank.number, action))
 
     def act_once(self) -> None:
@@ -194,13 +220,13 @@ class World:
         for _ in range(actions):
             self.act_once()
 
-    def advance_time(self, seconds: float) -> None:
+    def advance_time(self, seconds: float, interval: float = 5) -> None:
         """Advance the clock. The living ranks send heartbeats and poll the store."""
         until = self.now + seconds
         while self.now < until:
-            self.now += 5
+            self.now += interval
             for rank in self.alive_ranks():
-                if not self.store_dead:
+                if not self.store_dead and not rank.stopped:
                     rank.kv.send_heartbeat()
                 rank.poll()
 

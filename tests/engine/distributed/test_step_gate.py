@@ -165,10 +165,10 @@ def test_the_step_after_an_interrupted_wait_delivers_the_actions() -> None:
     def interrupt(*_: Any) -> bool:
         raise KeyboardInterrupt
 
-    gate._changed.wait_for = interrupt  # type: ignore[method-assign, assignment]
+    gate._changed.wait = interrupt  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
         gate.step()
-    del gate._changed.wait_for
+    del gate._changed.wait
     gate.grant(1, SAVE)
     assert [gate.step(), gate.step()] == [SAVE, NO_ACTIONS]
 

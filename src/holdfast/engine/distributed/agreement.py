@@ -24,12 +24,25 @@ from __future__ import annotations
 
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import NamedTuple
 
 from holdfast.engine.distributed.group import Group, StoreGroup
-from holdfast.engine.distributed.rounds import RoundParticipant
+from holdfast.engine.distributed.rounds import Observer, RoundDeadline, RoundParticipant
 from holdfast.engine.distributed.step_gate import StepGate
 from holdfast.errors import RankFailed
 from holdfast.events import emit
+
+IDLE_POLL = 0.1, 0.5
+"""The shortest and the longest interval in seconds between two polls while no round is open."""
+
+
+class Proposal(NamedTuple):
+    """A proposed action. ``since``: the number of deliveries so far (see ``StepGate``)."""
+
+    action: str
+    since: int
+    deadline: RoundDeadline | None
+
 
 class Agreement:
     """Agreement of all ranks on actions at a common step, such as a save or a stop.
@@ -40,20 +53,33 @@ class Agreement:
     """
 
     def __init__(
-        self, group: StoreGroup, name: str, idle_poll: tuple[float, float] = (0.1, 0.5)
+        self,
+        group: StoreGroup,
+        name: str,
+        idle_poll: tuple[float, float] = IDLE_POLL,
+        observer: Observer | None = None,
     ) -> None:
         kv = group.kv
-        self._gate = StepGate(kv.timeouts.stuck + 4 * kv.timeouts.silent)
+        self._gate = StepGate(kv.timeouts.stuck + 4 * kv.timeouts.silent, kv.clock)
         self._participant = RoundParticipant(
-            kv, group.size, f"{group.next_sequence_number()}/{name}", self._gate, idle_poll
+            kv,
+            group.size,
+            f"{group.next_sequence_number()}/{name}",
+            self._gate,
+            idle_poll,
+            observer,
         )
-        self._proposals: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
+        self._proposals: SimpleQueue[Proposal | str | None] = SimpleQueue()
         self._closed = False
         self._thread = Thread(target=self._watch, name="holdfast-agree", daemon=True)
         self._thread.start()
 
-    def propose(self, action: str) -> None:
+    def propose(self, action: str, seconds: float | None = None, cause: str = "") -> None:
         """Propose an action to all ranks.
+
+        ``seconds``: the time from now until all ranks must have acted, because of ``cause``. Every
+        wait for the agreement then ends in a third of it, and ``Observer.on_deadline`` tells all
+        ranks. Of several deadlines, the earliest one counts.
 
         May be called from any thread or signal handler: takes no lock and returns immediately. An
         action that is already proposed is not proposed twice.
@@ -62,8 +88,11 @@ class Agreement:
         store does not respond. The event ``not_agreed`` then reports the failure, and the action
         may be proposed again.
         """
-        if action not in self._participant.proposed:
-            self._proposals.put((action, self._gate.delivery_count))
+        deadline = None
+        if seconds is not None:
+            deadline = RoundDeadline(self._participant.clock() + seconds, cause)
+        if deadline is not None or action not in self._participant.proposed:
+            self._proposals.put(Proposal(action, self._gate.delivery_count, deadline))
 
     def step(self) -> frozenset[str]:
         """Return the actions that all ranks perform now, usually none.
@@ -86,6 +115,20 @@ class Agreement:
             self._proposals.put(None)
             self._thread.join(2)
 
+    def publish_error(self, report: str) -> None:
+        """End the agreement because the training of this rank has ended with an error.
+
+        The other ranks raise it at their next ``step``. ``report``: the error, encoded by
+        ``encode_raised``. Waits for the store for at most 2 seconds.
+        """
+        if not self._closed:
+            self._proposals.put(report)
+            self.close()
+
+    def raise_at_next_step(self, error: BaseException) -> None:
+        """Make the next ``step``, or the one that waits now, raise an error of another rank."""
+        self._gate.raise_once(error)
+
     # -- the thread ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -103,10 +146,9 @@ class Agreement:
             proposal = self._proposals.get()
             if proposal is None:
                 return
-            action, _ = proposal
-            if action not in reported:
-                reported.add(action)
-                emit("not_agreed", wanted=[action], error=participant.closed_error)
+            if isinstance(proposal, Proposal) and proposal.action not in reported:
+                reported.add(proposal.action)
+                participant.report_closed(proposal.action)
 
     def _wait_for_proposals(self, timeout: float) -> None:
         """Wait until there is a new proposal, or until the timeout."""
@@ -123,10 +165,14 @@ class Agreement:
             if proposal is None:
                 self._participant.closing = has_new = True
                 continue
-            action, since = proposal
-            proposed = self._participant.proposed
-            if action not in proposed and not self._gate.is_delivered_after(action, since):
-                proposed.add(action)
+            if isinstance(proposal, str):
+                self._participant.raised = proposal
+                has_new = True
+                continue
+            action, since, act_by = proposal
+            is_known = act_by is None and action in self._participant.proposed
+            if not is_known and not self._gate.is_delivered_after(action, since):
+                self._participant.propose(action, act_by)
                 has_new = True
 
 
@@ -136,8 +182,11 @@ class LocalAgreement:
     def __init__(self) -> None:
         self._proposals: SimpleQueue[str] = SimpleQueue()
 
-    def propose(self, action: str) -> None:
+    def propose(self, action: str, seconds: float | None = None, cause: str = "") -> None:
         self._proposals.put(action)
+
+    def publish_error(self, report: str) -> None:
+        self.close()
 
     def step(self) -> frozenset[str]:
         return frozenset(self._proposals.get() for _ in range(self._proposals.qsize()))
@@ -147,10 +196,12 @@ class LocalAgreement:
             emit("not_agreed", wanted=sorted(actions), error=RankFailed("Training has ended"))
 
 
-def make_agreement(group: Group, name: str) -> Agreement | LocalAgreement:
+def make_agreement(
+    group: Group, name: str, observer: Observer | None = None
+) -> Agreement | LocalAgreement:
     """Create the ``Agreement`` of a group. All ranks of the group must call this function."""
     return (
-        Agreement(group, name)
+        Agreement(group, name, observer=observer)
         if isinstance(group, StoreGroup) and group.size > 1
         else LocalAgreement()
     )

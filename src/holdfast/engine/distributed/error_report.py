@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from typing import Any
 
 import msgspec
@@ -49,6 +51,24 @@ class Arrival(msgspec.Struct, frozen=True):
 
 ERROR_REPORT = msgspec.json.Decoder(ErrorReport)
 ARRIVAL = msgspec.json.Decoder(Arrival)
+
+
+class RaisedReport(msgspec.Struct, frozen=True):
+    """An error with which the training of a rank has ended.
+
+    ``module`` and ``name``: those of its class; ``args``: its arguments if all of them are plain;
+    ``text``: its text; ``trace``: its traceback.
+    """
+
+    rank: int
+    module: str
+    name: str
+    args: tuple[str | int | float | bool | None, ...] | None
+    text: str
+    trace: str
+
+
+_RAISED = msgspec.json.Decoder(RaisedReport)
 
 _MAX_LENGTH = 4000
 
@@ -145,3 +165,62 @@ def decode_error(text: str, rank: int, operation: str) -> HoldfastError:
     )
     failed.__cause__ = cause
     return failed
+
+
+def encode_raised(error: BaseException, rank: int) -> str:
+    """Encode the error with which the training of this rank has ended, for the other ranks."""
+    args = error.args if all(_is_plain(a) for a in error.args) else None
+    kind = type(error)
+    trace = "".join(traceback.format_exception(error))
+    return encode_json(
+        RaisedReport(
+            rank,
+            kind.__module__,
+            kind.__qualname__,
+            args,
+            str(error)[:_MAX_LENGTH],
+            trace[-4 * _MAX_LENGTH :],
+        )
+    )
+
+
+def decode_raised(text: str) -> BaseException:
+    """Return the error that this rank raises because the training of another rank has raised.
+
+    It has the same class if that is an ``Exception`` of a module that this process has imported,
+    and takes these arguments. Otherwise, it is a ``RankFailed``. Nothing is imported or unpickled.
+    A note has the traceback of the other rank.
+    """
+    report = _RAISED.decode(text)
+    error = _rebuild(report)
+    if error is None:
+        error = RankFailed(
+            f"The training of rank {report.rank} has raised {report.name}: {report.text}",
+            todo=f"See the log of rank {report.rank}",
+            rank=report.rank,
+        )
+    error.add_note(f"Raised on rank {report.rank}, whose traceback is:\n{report.trace}")
+    return error
+
+
+def _rebuild(report: RaisedReport) -> BaseException | None:
+    """Return an error of the class in a report, or None if that is not possible."""
+    found: Any = sys.modules.get(report.module)
+    for name in report.name.split("."):
+        found = getattr(found, name, None)
+    if not (isinstance(found, type) and issubclass(found, Exception)):
+        return None
+    if issubclass(found, HoldfastError):
+        return found(report.text.rstrip("."), rank=report.rank)
+    if report.args is None:
+        return None
+    try:
+        error = found(*report.args)
+    except Exception:  # noqa: BLE001  (the class wants other arguments: RankFailed says the same)
+        return None
+    return error if str(error)[:_MAX_LENGTH] == report.text else None
+
+
+def _is_plain(value: Any) -> bool:
+    is_number = type(value) in (int, float, bool) or value is None
+    return is_number or (type(value) is str and len(value) <= _MAX_LENGTH)

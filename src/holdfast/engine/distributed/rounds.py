@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -12,15 +14,40 @@ from holdfast.engine.distributed.step_gate import NEVER, StepGate
 from holdfast.errors import RankFailed
 from holdfast.events import emit
 
-AGREED, ABORTED, CLOSED = "agreed", "aborted", "closed"
-"""The outcomes of a round. ``CLOSED`` ends all rounds: the training of a rank has ended."""
+AGREED, ABORTED, CLOSED, RAISED = "agreed", "aborted", "closed", "raised"
+"""The outcomes of a round. ``CLOSED`` ends all rounds: the training of a rank has ended. So does
+``RAISED``: it has ended with an error, which all ranks raise."""
+
+_EARLIER = 0.1
+"""Seconds by which a deadline must be earlier than the known one, or nobody is told of it."""
+
+
+class RoundDeadline(NamedTuple):
+    """The time by which the ranks must have acted, on the clock of this rank, and why."""
+
+    at: float
+    cause: str
+
+
+class Observer(Protocol):
+    """Learns of what the ranks publish. The thread of the agreement calls it."""
+
+    def on_deadline(self, deadline: RoundDeadline) -> None:
+        """A rank has proposed an action with a deadline, or an earlier deadline."""
+
+    def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
+        """The ranks could not agree on these actions."""
+
+    def on_error(self, report: str) -> None:
+        """The training of another rank has ended with an error (see ``publish_error``)."""
 
 
 class Round(msgspec.Struct, frozen=True):
     """The value of a round in the store: the actions that all ranks perform at ``step``.
 
     Each ``attempt`` has another ``step``. If the round fails, ``reason`` says why and ``rank`` is
-    the rank that caused it.
+    the rank that caused it. ``seconds_left``: the seconds from the write of this value until all
+    ranks must have acted, if ``cause`` demands that.
     """
 
     actions: tuple[str, ...] = ()
@@ -29,6 +56,8 @@ class Round(msgspec.Struct, frozen=True):
     outcome: str = ""
     reason: str = ""
     rank: int | None = None
+    seconds_left: float | None = None
+    cause: str = ""
 
 
 _ROUND = msgspec.json.Decoder(Round)
@@ -41,10 +70,19 @@ class RoundParticipant:
     """
 
     def __init__(
-        self, kv: KVClient, size: int, name: str, gate: StepGate, idle_poll: tuple[float, float]
+        self,
+        kv: KVClient,
+        size: int,
+        name: str,
+        gate: StepGate,
+        idle_poll: tuple[float, float],
+        observer: Observer | None = None,
     ) -> None:
         self.proposed: set[str] = set()
         self.closing = False
+        self.raised = ""
+        """The report of the error with which the training of this rank has ended."""
+
         self.closed_error: RankFailed | None = None
         """The reason why the ranks cannot agree on further actions."""
 
@@ -53,6 +91,9 @@ class RoundParticipant:
         self._size = size
         self._name = name
         self._gate = gate
+        self._observer = observer
+        self._own_deadline: RoundDeadline | None = None  # until a round has it
+        self._deadline: RoundDeadline | None = None  # also of later rounds: it can only get earlier
         # 16,000 ranks then poll 8,000 times per second in total.
         self._idle_poll = idle_poll[0], idle_poll[1] + size * 1e-4
         self._active_poll = 0.001, 0.01 + size * 2e-5
@@ -71,6 +112,15 @@ class RoundParticipant:
         self._poll_delay = self._idle_poll[0]
         self._detector: FailureDetector | None = None
         self._started_at = self._next_check_at = 0.0
+        self._ack_by = inf
+
+    def propose(self, action: str, deadline: RoundDeadline | None) -> None:
+        """Propose an action, which may have a deadline."""
+        self.proposed.add(action)
+        if deadline is not None and (
+            self._own_deadline is None or deadline.at < self._own_deadline.at
+        ):
+            self._own_deadline = deadline
 
     def poll(self) -> float:
         """Poll the round once, perform this rank's part, and return the seconds to the next poll.
@@ -80,15 +130,21 @@ class RoundParticipant:
         self._measure_speed()
         text = self._kv.get_text(self._key) or ""
         current = _ROUND.decode(text) if text else None
+        if self._deadline is not None and self._deadline.at <= self.clock():
+            self._deadline = None  # the training goes on all the same
         if current is not None and self._current is None:
             self._poll_delay, self._started_at = self._active_poll[0], self.clock()
+        self._observe_deadline(current)
         self._current = current
         if current is not None and current.outcome:
             self._finish_round(current)
             return 0.0
         proposed = self._next_state(current)
         if proposed is not None and proposed != current:
-            self._kv.compare_and_set(self._key, msgspec.json.encode(proposed).decode(), text)
+            written = msgspec.json.encode(self._with_deadline(proposed)).decode()
+            if self._kv.compare_and_set(self._key, written, text) == written:
+                self._learn(self._own_deadline)
+                self._own_deadline = None
             return 0.0  # another rank may have won: read the round again
         growth, max_delay = (
             (1.2, self._idle_poll[1]) if current is None else (1.5, self._active_poll[1])
@@ -96,9 +152,57 @@ class RoundParticipant:
         delay, self._poll_delay = self._poll_delay, min(self._poll_delay * growth, max_delay)
         return delay
 
+    def _observe_deadline(self, current: Round | None) -> None:
+        """Learn of the deadline in a round, and until when to wait for acknowledgments.
+
+        The seconds count from now, because the clocks of hosts differ. The value is at most one
+        interval between two polls old, and each rank that replaces it counts down.
+        """
+        if current is not None and current.seconds_left is not None and current != self._current:
+            self._learn(RoundDeadline(self.clock() + current.seconds_left, current.cause))
+            if self._ack_by == inf:
+                self._limit_waits()
+
+    def _learn(self, deadline: RoundDeadline | None) -> None:
+        """Learn of a deadline, and tell the observer if it is earlier than the known one."""
+        known = self._deadline
+        if deadline is None or (known is not None and deadline.at >= known.at - _EARLIER):
+            return
+        self._deadline = deadline
+        self._limit_waits()
+        if self._observer is not None:
+            self._observer.on_deadline(deadline)
+
+    def _limit_waits(self) -> None:
+        """Let the waits of this round end early: with 30 s left, within 10 s."""
+        if self._deadline is not None:
+            now = self.clock()
+            self._ack_by = now + (self._deadline.at - now) / 4
+            self._gate.limit(now + (self._deadline.at - now) / 3)
+
+    def _with_deadline(self, proposed: Round) -> Round:
+        """Return a state of the round with the earliest known deadline, counted from now."""
+        known = [d for d in (self._deadline, self._own_deadline) if d is not None]
+        if not known:
+            return proposed
+        deadline = min(known)
+        left = round(max(0.0, deadline.at - self.clock()), 3)
+        return msgspec.structs.replace(proposed, seconds_left=left, cause=deadline.cause)
+
+    def _has_earlier_deadline(self) -> bool:
+        """Return True if no round has the deadline that this rank knows."""
+        own, known = self._own_deadline, self._deadline
+        if own is not None and known is not None and own.at >= known.at - _EARLIER:
+            self._own_deadline = None
+        return self._own_deadline is not None
+
     def _next_state(self, current: Round | None) -> Round | None:
         """Return the state of the round that this rank wants to write, or None for no round."""
         rank = self._kv.rank
+        if self.raised:
+            return msgspec.structs.replace(
+                current or Round(), outcome=RAISED, reason=self.raised, rank=rank
+            )
         if self.closing:
             reason = f"The training of rank {rank} has ended, so no further agreement is possible"
             return msgspec.structs.replace(
@@ -107,10 +211,9 @@ class RoundParticipant:
         if current is None:
             actions = tuple(sorted(self.proposed))
             return Round(actions, self._choose_step(0)) if actions else None
-        if added := self.proposed.difference(current.actions):
-            return msgspec.structs.replace(
-                current, actions=tuple(sorted(added.union(current.actions)))
-            )
+        if (added := self.proposed.difference(current.actions)) or self._has_earlier_deadline():
+            actions = tuple(sorted(added.union(current.actions)))
+            return self._with_deadline(msgspec.structs.replace(current, actions=actions))
         if current.attempt not in self._acked_attempts:
             if not self._gate.arm(current.step):
                 attempt = current.attempt + 1
@@ -151,10 +254,10 @@ class RoundParticipant:
         """
         timeouts, now = self._kv.timeouts, self.clock()
         interval = min(max(1.0, self._size / 2000), timeouts.silent / 4)
+        if now >= self._ack_by:
+            return self._abort_late(current)
         if self._detector is None:
-            self._detector = FailureDetector(
-                self._kv, f"the agreement on {', '.join(current.actions)}", NEVER
-            )
+            self._detector = FailureDetector(self._kv, _describe(current), NEVER)
             self._next_check_at = now + interval
         if now < self._next_check_at:
             return current
@@ -177,37 +280,78 @@ class RoundParticipant:
                 f"an acknowledgment within {timeout:g} s",
                 "none, though the process is alive",
             )
-        if failure is None:
-            return current
-        return msgspec.structs.replace(
-            current, outcome=ABORTED, reason=str(failure), rank=failure.rank
+        return current if failure is None else _aborted(current, failure)
+
+    def _abort_late(self, current: Round) -> Round:
+        """End the round because ranks have not acknowledged in the time that the deadline leaves.
+
+        Rank 0 names them. If it is late itself, the others end the round a little later.
+        """
+        acks = {r: self._ack_key(r, current.attempt) for r in range(self._size)}
+        missing = [0]
+        if self._kv.rank:
+            if self.clock() < self._ack_by + self._late_seconds():
+                return current
+        elif self._kv.has_all(list(acks.values())):
+            return msgspec.structs.replace(current, outcome=AGREED)
+        else:
+            missing = [r for r, key in acks.items() if not self._kv.has_all([key])]
+        failure = FailureDetector(self._kv, _describe(current), NEVER).make_error(
+            missing or [0],
+            f"an acknowledgment in a quarter of the time that is left after {current.cause}",
+            "none",
         )
+        return _aborted(current, failure)
+
+    def _late_seconds(self) -> float:
+        """Return how much longer than rank 0 the other ranks wait for acknowledgments."""
+        return 0.0 if self._deadline is None else max(0.2, (self._deadline.at - self._ack_by) / 30)
 
     # -- the end of a round ----------------------------------------------------------------------
 
     def _finish_round(self, finished: Round) -> None:
         """Act on the outcome and begin the next round. The last rank to leave deletes the keys."""
         error = RankFailed(finished.reason, rank=finished.rank)
+        if finished.outcome == RAISED:
+            todo = f"See the log of rank {finished.rank}"
+            error = RankFailed(
+                f"The training of rank {finished.rank} has raised", todo=todo, rank=finished.rank
+            )
         key, acks = self._key, [self._ack_key(self._kv.rank, a) for a in self._acked_attempts]
         failed_actions = set(finished.actions)
         # Before the grant, because the actions may be proposed again right after it.
         self.proposed -= failed_actions
+        if not self.proposed:
+            self._own_deadline = None
         if finished.outcome == AGREED:
             self._gate.grant(finished.step, frozenset(failed_actions))
             self._last_agreed_step, failed_actions = finished.step, set()
         else:
             self._gate.disarm()
-        if finished.outcome == CLOSED:
+        self._gate.unlimit()
+        if finished.outcome in (CLOSED, RAISED):
             self.closed_error = error
             failed_actions |= self.proposed
             self.proposed.clear()
         self._begin_round()
         if failed_actions:
             emit("not_agreed", wanted=sorted(failed_actions), error=error)
+        if self._observer is not None:
+            if failed_actions:
+                self._observer.on_failure(frozenset(failed_actions), error)
+            if finished.outcome == RAISED and finished.rank != self._kv.rank:
+                self._observer.on_error(finished.reason)
         self._kv.delete(acks)
         if self._kv.increment(f"{key}/left") == self._size:
             counts = [f"{key}/{attempt}" for attempt in range(finished.attempt + 1)]
             self._kv.delete([key, *counts, f"{key}/left"])
+
+    def report_closed(self, action: str) -> None:
+        """Report that an action was proposed after the end of the agreement."""
+        error = self.closed_error or RankFailed("The agreement has ended")
+        emit("not_agreed", wanted=[action], error=error)
+        if self._observer is not None:
+            self._observer.on_failure(frozenset({action}), error)
 
     def abort(self, error: Exception) -> None:
         """End the agreement after an error of the store.
@@ -232,3 +376,13 @@ class RoundParticipant:
         self.proposed.clear()
         if failed_actions and not self.closing:
             emit("not_agreed", wanted=sorted(failed_actions), error=closed_error)
+            if self._observer is not None:
+                self._observer.on_failure(frozenset(failed_actions), closed_error)
+
+
+def _describe(current: Round) -> str:
+    return f"the agreement on {', '.join(current.actions)}"
+
+
+def _aborted(current: Round, failure: RankFailed) -> Round:
+    return msgspec.structs.replace(current, outcome=ABORTED, reason=str(failure), rank=failure.rank)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
+from math import inf
 from threading import Condition, RLock
 
 from holdfast.errors import RankFailed
@@ -20,7 +23,7 @@ class StepGate:
     Therefore the training thread sees the gate, or the watcher sees that it is too late, or both.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.current_step = 0
         """The number of steps that the training has reached."""
 
@@ -31,8 +34,11 @@ class StepGate:
         self._armed_step = NEVER
         self._granted: dict[int, frozenset[str]] = {}
         self._last_delivery: dict[str, int] = {}
-        self._error: RankFailed | None = None
+        self._error: BaseException | None = None
+        self._raised = False
         self._timeout = timeout
+        self._clock = clock
+        self._wait_until = inf
         self._disabled = False
         self._lock = RLock()  # ``with`` on a Condition can leave it acquired (see ``Latch``)
         self._changed = Condition(self._lock)
@@ -47,11 +53,11 @@ class StepGate:
 
     def _wait_at(self, step: int) -> frozenset[str]:
         with self._lock:
-            for _ in range(8):  # in parts: a process that was suspended has lost only one part
-                if is_resolved := self._changed.wait_for(
-                    lambda: self._is_resolved(step), self._timeout / 8
-                ):
-                    break
+            is_resolved = self._wait_until_resolved(step)
+            if self._raised and self._error is not None:
+                error, self._error, self._raised = self._error, None, False
+                self.disarm()
+                raise error
             first = min(self._granted, default=NEVER)
             if first <= step:  # less if an earlier call was interrupted while it waited
                 actions = self._granted.pop(first)
@@ -68,6 +74,18 @@ class StepGate:
                 todo="Restart the job from the last committed version",
             )
 
+    def _wait_until_resolved(self, step: int) -> bool:
+        """Wait for the outcome for a step. Return False if it takes too long."""
+        for _ in range(8):  # in parts: a process that was suspended has lost only one part
+            end = self._clock() + self._timeout / 8
+            while not self._is_resolved(step) and (now := self._clock()) < end:
+                if now >= self._wait_until:
+                    return False
+                self._changed.wait(min(end, self._wait_until) - now)  # ``limit`` ends it
+            if self._is_resolved(step):
+                return True
+        return False
+
     def _is_resolved(self, step: int) -> bool:
         return (
             step < self._stop_at
@@ -77,6 +95,8 @@ class StepGate:
 
     def _update_stop(self) -> None:
         self._stop_at = NEVER if self._disabled else min([*self._granted, self._armed_step])
+        if self._raised:
+            self._stop_at = 0
         self._changed.notify_all()
 
     # -- for the watcher -------------------------------------------------------------------------
@@ -108,6 +128,23 @@ class StepGate:
         with self._lock:
             self._error = error
             self._changed.notify_all()
+
+    def raise_once(self, error: BaseException) -> None:
+        """Raise an error of another rank at the next step, or at the one that waits."""
+        with self._lock:
+            self._error, self._raised = error, True
+            self._update_stop()
+
+    def limit(self, at: float) -> None:
+        """Let no wait go on after a time on the gate's clock."""
+        with self._lock:
+            self._wait_until = min(self._wait_until, at)
+            self._changed.notify_all()
+
+    def unlimit(self) -> None:
+        """Let waits go on for as long as usual: the round that a deadline limited has ended."""
+        with self._lock:
+            self._wait_until = inf
 
     def disable(self) -> None:
         """Stop the training at no further step."""
