@@ -16,7 +16,7 @@ from holdfast.threads import Latch, start_thread
 T = TypeVar("T")
 
 CLEANUP_SECONDS = 10.0
-"""Seconds after a deadline in which what a failed operation has left is removed."""
+"""Seconds after a deadline in which what a failed operation has left is removed, by default."""
 
 _EXIT_SECONDS = 2.0
 """The longest time for which the end of the process waits for calls that have not ended."""
@@ -27,17 +27,23 @@ class Deadline:
     """A time on a monotonic clock. ``clock`` returns the current time, in seconds.
 
     ``purpose`` says what must have ended by then, for error messages: "the save of RUN/version_1".
-    ``is_for_cleanup``: see ``for_cleanup``.
+    ``is_for_cleanup``: see ``for_cleanup``. ``cleanup``: the seconds that it gets, if not
+    ``CLEANUP_SECONDS``: fewer if the process will be killed soon.
     """
 
     purpose: str
     at: float
     clock: Callable[[], float] = time.monotonic
     is_for_cleanup: bool = False
+    cleanup: float | None = None
 
     @classmethod
     def after(
-        cls, seconds: float, purpose: str, clock: Callable[[], float] = time.monotonic
+        cls,
+        seconds: float,
+        purpose: str,
+        clock: Callable[[], float] = time.monotonic,
+        cleanup: float | None = None,
     ) -> Deadline:
         """Return the deadline ``seconds`` from now. Raises ``HoldfastError`` unless positive."""
         if type(seconds) not in (int, float) or not seconds > 0:
@@ -46,7 +52,7 @@ class Deadline:
                 expected="a number of seconds greater than 0",
                 found=repr(seconds),
             )
-        return cls(purpose, clock() + seconds, clock)
+        return cls(purpose, clock() + seconds, clock, cleanup=cleanup)
 
     @property
     def seconds_left(self) -> float:
@@ -66,7 +72,12 @@ class Deadline:
         if self.is_for_cleanup:
             return self
         purpose = f"the cleanup after {self.purpose}"
-        return Deadline(purpose, self.at + CLEANUP_SECONDS, self.clock, True)
+        return Deadline(purpose, self.at + self.cleanup_seconds, self.clock, True, self.cleanup)
+
+    @property
+    def cleanup_seconds(self) -> float:
+        """The seconds after the deadline in which leftovers are removed."""
+        return CLEANUP_SECONDS if self.cleanup is None else self.cleanup
 
     def earlier(self, other: Deadline | None) -> Deadline:
         """Return the earlier one of two deadlines."""

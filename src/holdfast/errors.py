@@ -14,6 +14,7 @@
 
 A message has three parts: what happened to what; what was expected and what was found; what to do.
 Values that a program may want to act on are also attributes (``error.fields``).
+``Preempted`` is not an error: it is a ``SystemExit``.
 """
 
 from __future__ import annotations
@@ -186,6 +187,21 @@ class DeadlinePassed(CommitError):
 
 class NoSnapshot(HoldfastError):
     """A run has no usable version (fields: ``skipped``)."""
+
+
+class Preempted(SystemExit):
+    """The training has left because its process will be stopped. It ends the process.
+
+    ``code`` is 75 if the last step is saved, and 76 otherwise. (Under ``holdfast run``, ``code`` is
+    0, and the command returns 75 or 76.) ``step`` is the last step, ``saved_step`` that of the
+    newest committed version, and ``reason`` says why.
+    """
+
+    def __init__(self, code: int, step: int, saved_step: int, reason: str) -> None:
+        super().__init__(code)
+        self.step = step
+        self.saved_step = saved_step
+        self.reason = reason
 
 
 class SkippedVersion(UserWarning):

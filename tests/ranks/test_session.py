@@ -154,8 +154,7 @@ def test_a_rank_that_never_starts_is_named(clients: Clients, missing: int) -> No
 def test_the_deadline_of_an_operation_also_ends_the_wait_for_the_first_call_of_rank_0(
     clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_collective, "LATE_SECONDS", 0.1)
-    monkeypatch.setattr(store_collective, "CLEANUP_SECONDS", 0.1)
+    monkeypatch.setattr(store_collective, "late_seconds", lambda *_: 0.1)
     group = StoreGroup(clients.connect(StoreView(FakeStore()), 1, 2, Timeouts(60, 60)), 2)
     began = time.monotonic()
     with pytest.raises(RankFailed, match="in the time for the save") as failed:

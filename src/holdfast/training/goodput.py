@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 Clock = Callable[[], float]
+
+
+class Durations:
+    """The durations of the last 100 steps or saves, in seconds."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=100)
+        self.add = self._recent.append
+
+    def p95(self) -> float | None:
+        """Return the duration that 95 % do not exceed, or None if there is none."""
+        ordered = sorted(self._recent)
+        return ordered[len(ordered) * 95 // 100] if ordered else None
+
+    def start_from(self, seconds: Any) -> None:
+        """Start with the p95 of an earlier process, if that is what ``seconds`` is."""
+        if not self._recent and _seconds(seconds, -1.0) >= 0:
+            self.add(float(seconds))
 
 
 class Goodput:
@@ -27,6 +45,10 @@ class Goodput:
         self._trained_seconds = 0.0
         self._committed_seconds = 0.0
         self._last_clock = clock()
+        self.step_durations = Durations()
+        self.save_durations = Durations()
+        """From the beginning of a save until it is committed."""
+
         self.counts = Counter(saves=0, failures=0, skipped=0, bytes=0, referred_bytes=0)
         self.seconds = {
             "blocked": 0.0,
@@ -41,6 +63,8 @@ class Goodput:
         self._trained_seconds = self._committed_seconds = _seconds(
             training_metadata.get("trained_seconds"), 0.0
         )
+        self.step_durations.start_from(training_metadata.get("step_seconds"))
+        self.save_durations.start_from(training_metadata.get("save_seconds"))
         self._last_clock = self._clock()
 
     @contextmanager
@@ -57,7 +81,9 @@ class Goodput:
     def end_step(self) -> None:
         """Count the time since the last call of ``begin_step`` as training."""
         now = self._clock()
-        self._trained_seconds += now - self._last_clock
+        seconds = now - self._last_clock
+        self._trained_seconds += seconds
+        self.step_durations.add(seconds)
         self._last_clock = now
 
     def begin_step(self) -> None:
@@ -66,9 +92,14 @@ class Goodput:
 
     def to_metadata(self) -> dict[str, float]:
         """Return what a version stores, so that a resumed training continues the measurement."""
+        measured = {
+            "step_seconds": self.step_durations.p95(),
+            "save_seconds": self.save_durations.p95(),
+        }
         return {
             "began": round(self._started, 3),
             "trained_seconds": round(self._trained_seconds, 6),
+            **{name: round(p95, 6) for name, p95 in measured.items() if p95 is not None},
         }
 
     def add_blocked(self, seconds: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.deadline import CLEANUP_SECONDS, Deadline
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed.error_report import (
     ARRIVAL,
     COMMIT_BEGUN,
@@ -26,12 +26,15 @@ from holdfast.errors import RankFailed
 
 T = TypeVar("T")
 
-LATE_SECONDS = 2 * CLEANUP_SECONDS
-"""Seconds after the deadline of an operation from which on rank 0 waits for no other rank.
 
-Before, a rank that has failed removes its leftovers and reports its error. The other ranks wait for
-rank 0 for ``CLEANUP_SECONDS`` longer, so that they learn which rank is late.
-"""
+def late_seconds(deadline: Deadline, rank: int) -> float:
+    """Return the seconds after the deadline of an operation after which ``rank`` waits for nobody.
+
+    Before, a rank that has failed removes its leftovers and reports its error. The other ranks wait
+    longer than rank 0, so that they learn which rank is late.
+    """
+    return (3 if rank else 2) * deadline.cleanup_seconds
+
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _decoders_lock = Lock()
@@ -55,7 +58,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     which ranks detect immediately that they run different operations; ``timeout``: the maximum
     duration of each wait in seconds, if it differs from ``Timeouts``; ``cause``: the reason why
     this rank started the operation, for the other ranks; ``deadline``: the end of all waits, with
-    ``LATE_SECONDS`` for a rank that has failed to say why.
+    ``late_seconds`` for a rank that has failed to say why.
     """
 
     def __init__(
@@ -276,8 +279,9 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def exceeded(self, waited: float) -> str:
         """Return the limit that a wait of so many seconds exceeds, or an empty string."""
         deadline = self._deadline
-        late = LATE_SECONDS + (CLEANUP_SECONDS if self.rank else 0)
-        if deadline is not None and deadline.clock() >= deadline.at + late:
+        if deadline is not None and deadline.clock() >= deadline.at + late_seconds(
+            deadline, self.rank
+        ):
             return f"it to arrive in the time for {deadline.purpose}"
         if self._timeout is not None and waited >= self._timeout:
             return f"it to arrive within {self._timeout:g} s"

@@ -304,7 +304,9 @@ def commit_collectively(
         if collective.rank == 0 or collective.abort(e):
             raise
         with suppress(FormatError, StoreError):
-            found = open_location(location.without_limit().limit("search", CLEANUP_SECONDS))
+            deadline = location.deadline
+            seconds = CLEANUP_SECONDS if deadline is None else deadline.cleanup_seconds
+            found = open_location(location.without_limit().limit("search", seconds))
             if found.manifest.attempt == attempt:
                 return found, CommitResult(found.digest, found.nbytes, found.referred_bytes)
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e.__cause__

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from holdfast.deadline import CLEANUP_SECONDS, Deadline
+from holdfast.deadline import Deadline
 from holdfast.engine.snapshot.spread import spread_store, unspread
 from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
@@ -39,7 +39,10 @@ class Location:
         """
         if timeout is None:
             return self
-        deadline = Deadline.after(timeout, f"the {operation} of {self.url}: {timeout} s")
+        return self.within(Deadline.after(timeout, f"the {operation} of {self.url}: {timeout} s"))
+
+    def within(self, deadline: Deadline) -> Location:
+        """Return the same location for an operation that ends by a deadline."""
         return Location(within(self.store, deadline), self.folder, deadline, self.store)
 
     def without_limit(self) -> Location:
@@ -49,7 +52,7 @@ class Location:
     def for_cleanup(self) -> Location:
         """Return the same location for the removal of what an operation has left.
 
-        After the deadline, it gets ``CLEANUP_SECONDS``. They begin now if those after the deadline
+        After the deadline, it gets ``cleanup_seconds``. They begin now if those after the deadline
         have passed: this rank may have waited for another one for longer.
         """
         deadline, store = self.deadline, self.unlimited
@@ -57,7 +60,7 @@ class Location:
             return self
         cleanup = deadline.for_cleanup()
         if not cleanup.seconds_left:
-            cleanup = replace(cleanup, at=cleanup.clock() + CLEANUP_SECONDS)
+            cleanup = replace(cleanup, at=cleanup.clock() + cleanup.cleanup_seconds)
         return Location(within(store, cleanup), self.folder, cleanup, store)
 
     def check_time(self) -> None:

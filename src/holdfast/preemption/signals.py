@@ -1,0 +1,234 @@
+"""Signals as notices: one handler for each signal of a process, whoever waits for it.
+
+Python runs a handler in the main thread, between two of its operations. A thread that is in a call
+of a library for minutes, such as a collective operation, would delay it. So a thread also reads the
+numbers of the signals from a pipe (``signal.set_wakeup_fd``), into which the system's own handler
+writes at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+from holdfast.errors import HoldfastError
+from holdfast.preemption.notice import Notice
+from holdfast.threads import no_op, start_thread
+
+_PARENT_SECONDS = 1.0
+"""Seconds within which a signal that goes to a whole group of processes reaches all of them."""
+
+
+class SignalNotice:
+    """Reports the signals by which a scheduler announces the end of the process.
+
+    ``numbers``: the signals; none: SIGTERM. ``seconds``: the time from the signal until the process
+    is killed, if it is known. With ``stops=False``, the training saves after the signal, and goes
+    on. The handlers that were installed before are called too.
+
+    Raises ``HoldfastError`` for a number that is not a signal, or one that cannot be handled.
+    """
+
+    interval = 3600.0
+
+    def __init__(self, *numbers: int, seconds: float | None = None, stops: bool = True) -> None:
+        self.numbers = numbers or (signal.SIGTERM,)
+        self.seconds = seconds
+        self.stops = stops
+        self._received: list[tuple[int, float]] = []
+        self._wake: Callable[[], object] = no_op
+        for number in self.numbers:
+            _check_number(number)
+        self.name = " or ".join(signal.Signals(n).name for n in self.numbers)
+
+    def start(self, wake: Callable[[], object]) -> None:
+        """Install the handlers. ``wake`` is called when a signal arrives, in any thread.
+
+        Raises ``HoldfastError`` outside the main thread, where Python allows no handlers.
+        """
+        self._wake = wake
+        _dispatcher.subscribe(self)
+
+    def close(self) -> None:
+        """Restore the handlers that were installed before, if nobody else needs these."""
+        _dispatcher.unsubscribe(self)
+        self._wake = no_op
+
+    def receive(self, number: int) -> None:
+        """Record that a signal has arrived. A handler may call this: it takes no lock."""
+        self._received.append((number, time.monotonic()))
+        self._wake()
+
+    def poll(self) -> Notice | None:
+        if not self._received:
+            return None
+        (number, at), *_ = self._received
+        self._received.clear()
+        left = None if self.seconds is None else self.seconds - (time.monotonic() - at)
+        return Notice(signal.Signals(number).name, left, self.stops)
+
+
+def _check_number(number: int) -> None:
+    try:
+        is_valid = signal.Signals(number) not in (signal.SIGKILL, signal.SIGSTOP)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise HoldfastError(
+            "Invalid signal for SignalNotice",
+            expected="a signal that a process can handle, such as signal.SIGTERM",
+            found=repr(number),
+        )
+
+
+class _Dispatcher:
+    """The handlers of this process, and what its forked processes know of its signals."""
+
+    def __init__(self) -> None:
+        self._subscribers: WeakSet[SignalNotice] = WeakSet()
+        self._previous: dict[int, Any] = {}
+        self._pid = os.getpid()
+        self._pipe: tuple[int, int] | None = None  # read and write end
+        self._other_fd = -1  # the descriptor that somebody else had set
+        # one byte for each signal: 1 if this process has received it; forked processes see it
+        self._received = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def subscribe(self, source: SignalNotice) -> None:
+        self._subscribers.add(source)
+        for number in source.numbers:
+            if number not in self._previous:
+                self._install(number)
+        if self._pipe is None:
+            self._open_pipe()
+
+    def unsubscribe(self, source: SignalNotice) -> None:
+        if self._pid != os.getpid():
+            return
+        self._subscribers.discard(source)
+        needed = {n for s in list(self._subscribers) for n in s.numbers}
+        for number in [n for n in self._previous if n not in needed]:
+            self._uninstall(number)
+        if not self._previous:
+            self._close_pipe()
+
+    def _install(self, number: int) -> None:
+        self._previous[number] = signal.getsignal(number)
+        try:
+            signal.signal(number, self.handle)
+        except ValueError as e:
+            del self._previous[number]
+            raise HoldfastError(
+                f"No handler could be installed for {signal.Signals(number).name}",
+                found=str(e),
+                todo="Create the Checkpointer, and make its first step, in the main thread",
+            ) from e
+
+    def _uninstall(self, number: int) -> None:
+        previous = self._previous[number]
+        with suppress(ValueError):  # outside the main thread: the handler acts as the previous one
+            # leave a handler that someone has installed over this one
+            if signal.getsignal(number) == self.handle and previous is not None:
+                signal.signal(number, previous)
+            self._received[number] = 0
+            del self._previous[number]
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread of this process, or of a forked one."""
+        previous = self._previous.get(number, signal.SIG_DFL)
+        is_forked = self._pid != os.getpid()
+        if is_forked and self._has_parent_received(number):
+            return  # the signal went to all processes of the job; the parent ends this one
+        if not is_forked and any(number in s.numbers for s in list(self._subscribers)):
+            self._deliver(number)
+            if callable(previous):
+                previous(number, frame)
+        elif callable(previous):
+            previous(number, frame)
+        elif previous == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _deliver(self, number: int) -> None:
+        self._received[number] = 1
+        for source in list(self._subscribers):
+            if number in source.numbers:
+                source.receive(number)
+
+    def _has_parent_received(self, number: int) -> bool:
+        end = time.monotonic() + _PARENT_SECONDS
+        while not self._received[number] and time.monotonic() < end:
+            time.sleep(0.01)
+        return bool(self._received[number])
+
+    # -- the pipe ------------------------------------------------------------------------------
+
+    def _open_pipe(self) -> None:
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(write_end, False)
+        args = read_end, write_end
+        thread = Thread(target=self._read_pipe, args=args, name="holdfast-signals", daemon=True)
+        if not start_thread(thread):  # the handlers still work
+            os.close(read_end)
+            os.close(write_end)
+            return
+        self._pipe = read_end, write_end
+        self._other_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def _read_pipe(self, read_end: int, write_end: int) -> None:
+        try:
+            while numbers := os.read(read_end, 512):
+                for number in numbers:
+                    if number in self._previous:
+                        self._deliver(number)
+                if self._other_fd >= 0:
+                    with suppress(OSError):  # whoever set it has closed it, or does not read
+                        os.write(self._other_fd, numbers)
+        finally:
+            os.close(read_end)
+
+    def _close_pipe(self) -> None:
+        if self._pipe is None:
+            return
+        (_, write_end), self._pipe = self._pipe, None
+        with suppress(ValueError):  # outside the main thread
+            current = signal.set_wakeup_fd(self._other_fd)
+            if current != write_end:  # somebody else has set it since
+                signal.set_wakeup_fd(current)
+        os.close(write_end)  # ends the thread
+
+    def forget_in_child(self) -> None:
+        """Do not write the signals of a forked process into the pipe of its parent."""
+        if self._pipe is not None:
+            self._pipe = None
+            with suppress(ValueError):
+                signal.set_wakeup_fd(-1)
+
+    def stop_ignoring(self) -> None:
+        """Let forked processes end by a signal again, because this process ends them now."""
+        if self._pid == os.getpid():
+            self._received[:] = bytes(len(self._received))
+
+
+_dispatcher = _Dispatcher()
+os.register_at_fork(after_in_child=_dispatcher.forget_in_child)
+atexit.register(_dispatcher.stop_ignoring)
+
+
+def protect_worker(worker_id: int = 0) -> None:
+    """Protect a worker of a ``DataLoader`` from a signal that goes to all processes of a job.
+
+    Pass it as ``worker_init_fn=holdfast.preemption.protect_worker``. Otherwise, Slurm's SIGTERM
+    also ends the workers, and the training raises before it can save. It has no effect in a
+    process that was not forked.
+    """
+    for number in _dispatcher._previous:
+        signal.signal(number, _dispatcher.handle)  # PyTorch has installed its own
