@@ -75,6 +75,17 @@ def cloud_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple
     return _find_variables(environ, ("AZURE_", "AZURITE_", "GOOGLE_"))
 
 
+def platform_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment variables that say on which platform this process runs.
+
+    They are those of Slurm, Kubernetes, and torchrun, and those with which the libraries of AWS and
+    Google Cloud find a metadata server.
+    """
+    beginnings = ("SLURM_", "KUBERNETES_", "AWS_EC2_METADATA_", "GCE_METADATA_")
+    names = ("HOSTNAME", "POD_NAME", "POD_NAMESPACE", "RANK", "LOCAL_RANK")
+    return dict(_find_variables(environ, (*beginnings, *names)))
+
+
 def _find_variables(
     environ: Mapping[str, str] | None, beginnings: tuple[str, ...]
 ) -> frozenset[tuple[str, str]]:

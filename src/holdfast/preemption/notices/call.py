@@ -1,0 +1,60 @@
+"""Notices by a function of the user."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from holdfast.errors import HoldfastError
+from holdfast.preemption.notice import Notice
+from holdfast.preemption.notices.bounded import BoundedSource
+from holdfast.text import to_repr
+
+Result = Notice | bool | float | None
+"""None or False: no notice. True: a notice. A number: one with the seconds until the stop."""
+
+
+class CallNotice(BoundedSource):
+    """A notice when a function returns one.
+
+    The function returns None or False for no notice, True for a notice, the number of seconds until
+    the stop (0 and less mean now), or a ``Notice``. One thread at a time calls it, which is not the
+    thread of the training. If it hangs, the other sources go on, and it is not called again.
+
+    ``name``: what it is, for messages; by default the name of the function. ``interval``: seconds
+    between two polls. ``check`` raises ``OSError`` if the function raises, or returns anything
+    else.
+    """
+
+    def __init__(
+        self, function: Callable[[], Result], *, name: str | None = None, interval: float = 1.0
+    ) -> None:
+        """Raises ``HoldfastError`` for an invalid value."""
+        if not callable(function):
+            raise HoldfastError(
+                "Invalid function of a CallNotice",
+                expected="a function without parameters",
+                found=to_repr(function),
+            )
+        if name is None:
+            name = f"the function {getattr(function, '__qualname__', type(function).__qualname__)}"
+        super().__init__(name, interval)
+        self._function = function
+
+    def check(self) -> Notice | None:
+        try:
+            result = self._function()
+        except Exception as e:
+            raise OSError(f"{self.name} failed: {type(e).__name__}: {e}") from e
+        if result is None or result is False:
+            return None
+        if result is True:
+            return Notice(self.name)
+        if isinstance(result, Notice):
+            return result
+        if isinstance(result, int | float) and math.isfinite(result):
+            return Notice(self.name, max(0.0, float(result)))
+        raise OSError(
+            f"{self.name} returned {to_repr(result)}. Expected None, a bool, a number of seconds, "
+            "or a Notice"
+        )
