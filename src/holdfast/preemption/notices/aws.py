@@ -76,10 +76,12 @@ class AwsNotice(BoundedSource):
         self._planned = PlannedEvents(before)
         self._token = ""
         self._token_until = 0.0
+        self._is_token_new = False
         self._rebalanced_at = ""
         self._maintenance_from = clock()
 
     def check(self) -> Notice | None:
+        self._is_token_new = False
         if not self._token or self.clock() >= self._token_until:
             self._renew_token()
         return most_urgent([self._check_spot, self._check_rebalance, self._check_maintenance])
@@ -128,13 +130,14 @@ class AwsNotice(BoundedSource):
 
     def _get(self, path: str) -> Reply | None:
         """Return the reply to a request for metadata, or None if there is none (404)."""
-        for _ in range(2):
+        while True:
             headers = {"X-aws-ec2-metadata-token": self._token}
             reply = self._client.get(f"/latest/meta-data/{path}", headers, allow=(200, 401, 404))
             if reply.status != 401:
                 return reply if reply.status == 200 else None
+            if self._is_token_new:
+                raise PermissionError(f"{reply.url} refuses a new token (status 401)")
             self._renew_token()
-        raise PermissionError(f"{reply.url} refuses a new token (status 401)")
 
     def _renew_token(self) -> None:
         self._token = ""
@@ -149,4 +152,5 @@ class AwsNotice(BoundedSource):
         if not reply.text.isascii() or not reply.text.isprintable() or not reply.text:
             raise reply.unclear("a token")
         self._token = reply.text
+        self._is_token_new = True
         self._token_until = self.clock() + _TOKEN_SECONDS / 2

@@ -48,6 +48,7 @@ class BoundedSource(ABC):
         Raises ``TimeoutError`` if it has not ended after ``poll_seconds``. What it returns later is
         the result of a later poll, with the seconds that are left then.
         """
+        is_late = self._call is not None
         if self._call is None:
             self._call = Call(self._check_with_time, "holdfast-notice")
         call = self._call
@@ -55,7 +56,7 @@ class BoundedSource(ABC):
             raise TimeoutError(f"{self.name} has not answered for {self.poll_seconds:g} seconds")
         self._call = None
         notice, ended_at = call.result()
-        if notice is None or notice.seconds is None:
+        if notice is None or notice.seconds is None or not is_late:
             return notice
         return replace(notice, seconds=max(0.0, notice.seconds - (self.clock() - ended_at)))
 

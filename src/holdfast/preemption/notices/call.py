@@ -44,7 +44,7 @@ class CallNotice(BoundedSource):
     def check(self) -> Notice | None:
         try:
             result = self._function()
-        except Exception as e:
+        except BaseException as e:  # sys.exit() of the function would only end its thread
             raise OSError(f"{self.name} failed: {type(e).__name__}: {e}") from e
         if result is None or result is False:
             return None

@@ -126,7 +126,7 @@ class GcpNotice(BoundedSource):
         found = reply.decode(_OBJECT)
         if not found or "error" in found:
             return None
-        start = found.get("window_start_time")
+        start = found.get("window_start_time", found.get("windowStartTime"))
         if not isinstance(start, str):
             raise reply.unclear("an object with window_start_time")
         seconds = reply.seconds_until(start)

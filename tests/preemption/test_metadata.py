@@ -1,0 +1,167 @@
+"""The HTTP client: every reply is complete, short, and in time, or an error."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.preemption.notices import metadata
+from holdfast.preemption.notices.metadata import MetadataClient
+from tests.preemption.metadata_servers import FAULTS, SLOW_FAULTS, MetadataServer
+
+
+class OneDocument(MetadataServer):
+    document = "{}"
+    status = 200
+
+    def answer(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
+        return self.status, self.document
+
+
+@pytest.fixture
+def server() -> Iterator[OneDocument]:
+    with OneDocument() as running:
+        yield running
+
+
+ANY = msgspec.json.Decoder(dict)
+
+
+def read(server: MetadataServer) -> object:
+    return MetadataClient(server.url).get("/x", {}).decode(ANY)
+
+
+def test_a_reply(server: OneDocument) -> None:
+    server.document = ' {"a": "é"}\n'
+    reply = MetadataClient(server.url + "/").get("/x?y=1", {"Metadata": "true"})
+    assert (reply.status, reply.text) == (200, '{"a": "é"}')
+    assert reply.decode(ANY) == {"a": "é"}
+    assert server.requests == [("GET", "/x?y=1")]
+    assert server.headers[0]["Metadata"] == "true"
+    assert server.headers[0]["Host"] == server.url.removeprefix("http://")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_reply_that_is_not_as_documented_is_an_error(server: OneDocument, fault: str) -> None:
+    server.fault = fault
+    with pytest.raises(OSError, match=r"http://127\.0\.0\.1:\d+/x"):
+        read(server)
+
+
+@pytest.mark.parametrize("fault", SLOW_FAULTS)
+def test_a_reply_that_takes_too_long_is_an_error(
+    server: OneDocument, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose bytes come one by one, each before the timeout of the socket."""
+    monkeypatch.setattr(metadata, "REQUEST_SECONDS", 0.3)
+    server.fault = fault
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"/x has not answered for 0\.3 seconds"):
+        read(server)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_server_that_accepts_no_connection_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is one hop too far away."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(OSError, match="Connection refused"):
+            MetadataClient(url).get("/x", {})
+
+
+def test_a_server_whose_queue_of_connections_is_full_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metadata, "REQUEST_SECONDS", 0.3)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                MetadataClient(url).get("/x", {})
+
+
+def test_a_redirect_is_refused_and_not_followed(server: OneDocument) -> None:
+    server.fault = "redirect"
+    with pytest.raises(OSError, match=r"redirects to 'http://.*/elsewhere', which is refused"):
+        read(server)
+    assert server.count("elsewhere") == 0
+
+
+def test_the_environment_names_no_proxy(
+    server: OneDocument, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert read(server) == {}
+
+
+def test_a_body_may_be_as_long_as_the_limit(server: OneDocument) -> None:
+    server.document = "x" * 100
+    assert MetadataClient(server.url, limit=100).get("/x", {}).text == "x" * 100
+    with pytest.raises(OSError, match="longer than 99 bytes"):
+        MetadataClient(server.url, limit=99).get("/x", {})
+
+
+def test_another_status_is_an_error_that_shows_the_reply(server: OneDocument) -> None:
+    server.status, server.document = 403, "denied\x1b[2J"
+    with pytest.raises(OSError, match=r"status 403\. Expected 200 or 404.*'denied\\x1b"):
+        MetadataClient(server.url).get("/x", {}, allow=(200, 404))
+
+
+def test_a_reply_that_is_not_understood_is_shown(server: OneDocument) -> None:
+    server.fault = "html"
+    with pytest.raises(OSError, match=r"another JSON document .*<html>Please log in.*text/html"):
+        read(server)
+
+
+def test_seconds_are_those_of_the_clock_of_the_server(server: OneDocument) -> None:
+    server.clock = lambda: ONE_HOUR_AGO
+    reply = MetadataClient(server.url).get("/x", {})
+    assert reply.seconds_until("2020-01-02T03:05:05Z") == 60.0
+    assert reply.seconds_until("Thu, 02 Jan 2020 03:05:05 GMT") == 60.0
+    assert reply.seconds_until("2 Jan 2020 03:05:05 GMT") == 60.0
+    assert reply.seconds_until("2020-01-02T04:05:05+01:00") == 60.0
+    assert reply.seconds_until("2020-01-02T03:05:05") == 60.0
+    assert reply.seconds_until("2020-01-02T03:00:00Z") == 0.0
+    for time_of_day in ("", "soon", "2020-13-45T99:00:00Z", "2020", "9" * 5000):
+        with pytest.raises(OSError, match="Expected a time"):
+            reply.seconds_until(time_of_day)
+
+
+ONE_HOUR_AGO = msgspec.convert("2020-01-02T03:04:05Z", type=__import__("datetime").datetime)
+
+
+def test_without_a_date_there_are_no_seconds(server: OneDocument) -> None:
+    server.has_date = False
+    with pytest.raises(OSError, match="Expected a time where it has ''"):
+        MetadataClient(server.url).get("/x", {}).seconds_until("2020-01-02T03:05:05Z")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "127.0.0.1", "ftp://127.0.0.1", "http://", "http://a:x", "http://u:p@127.0.0.1"),
+        *("http://127.0.0.1/?a=b", "http://a b", "http://a\r\nX: y", None, 3),
+    ],
+)
+def test_an_invalid_address_is_refused(url: object) -> None:
+    with pytest.raises(HoldfastError, match="Invalid address of a metadata server") as caught:
+        MetadataClient(url)
+    assert "u:p" not in str(caught.value)
+
+
+def test_a_host_that_is_no_host_name_is_an_error() -> None:
+    with pytest.raises(OSError, match="Cannot read"):
+        MetadataClient("http://a..b").get("/x", {})
+
+
+def test_the_address_of_the_clouds_is_link_local() -> None:
+    assert metadata.LINK_LOCAL == "http://169.254.169.254"
