@@ -111,6 +111,16 @@ def test_scheduled_events(server: AwsServer, source: AwsNotice, clock: ManualClo
     assert server.count("maintenance") == 3
 
 
+def test_scheduled_events_are_asked_for_again_after_an_outage(
+    server: AwsServer, source: AwsNotice
+) -> None:
+    server.documents["events/maintenance/scheduled"] = "{}"
+    with pytest.raises(OSError, match="maintenance"):
+        source.poll()
+    server.schedule("system-reboot", 100)
+    assert source.poll() == Notice("the AWS scheduled event 'system-reboot'", 100.0)
+
+
 @pytest.mark.parametrize(
     ("code", "state", "stops"),
     [

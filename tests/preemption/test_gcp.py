@@ -47,6 +47,23 @@ def test_a_preemption_leaves_30_seconds(
     assert source.poll() == Notice("the preemption by Google Cloud", 0.0)
 
 
+def test_a_preemption_before_the_first_poll_leaves_an_unknown_time(
+    server: GcpServer, source: GcpNotice
+) -> None:
+    server.announce("preempted")
+    assert [source.poll() for _ in range(2)] == [Notice("the preemption by Google Cloud")] * 2
+
+
+def test_upcoming_maintenance_is_asked_for_again_after_an_outage(
+    server: GcpServer, source: GcpNotice
+) -> None:
+    server.upcoming = (200, "?")
+    with pytest.raises(OSError, match="upcoming"):
+        source.poll()
+    server.schedule(100)
+    assert source.poll() == Notice(UPCOMING, 100.0)
+
+
 def test_a_live_migration_is_a_risk_that_is_reported_once(
     server: GcpServer, source: GcpNotice
 ) -> None:

@@ -91,6 +91,14 @@ def test_a_pod_that_is_deleted(server: KubernetesServer, account: Path, clock: M
     assert source.poll() == Notice("the deletion of pod trainer-0", 0.0)
 
 
+def test_a_deletion_without_a_time_of_the_server_is_still_a_notice(
+    server: KubernetesServer, account: Path
+) -> None:
+    server.announce()
+    server.has_date = False
+    assert make(server, account).poll() == Notice("the deletion of pod trainer-0", None)
+
+
 def test_only_the_metadata_from_the_cache_of_the_server_is_requested(
     server: KubernetesServer, account: Path
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_pod_without_a_service_account_has_only_the_signal(tmp_path: Path) -> 
         ({"AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.9:5/"}, NITRO, "127.0.0.9"),
         ({}, GCE, "169.254.169.254"),
         ({"GCE_METADATA_HOST": "127.0.0.9:5"}, GCE, "127.0.0.9"),
+        ({"GCE_METADATA_HOST": "http://127.0.0.9:5"}, GCE, "127.0.0.9"),
         ({}, AZURE, "169.254.169.254"),
     ],
 )
@@ -169,6 +170,8 @@ def test_detection_opens_no_connection(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_environment_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KUBERNETES_SERVICE_HOST", "AWS_EC2_METADATA_SERVICE_ENDPOINT", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     sources = detect(dmi_root=str(tmp_path), service_account=str(tmp_path))

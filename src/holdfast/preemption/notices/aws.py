@@ -111,10 +111,9 @@ class AwsNotice(BoundedSource):
     def _check_maintenance(self) -> Notice | None:
         if self.clock() < self._maintenance_from:
             return None
-        self._maintenance_from = self.clock() + _MAINTENANCE_INTERVAL
         reply = self._get("events/maintenance/scheduled")
         events = [] if reply is None else reply.decode(_MAINTENANCE)
-        return self._planned.notice(
+        notice = self._planned.notice(
             [
                 PlannedEvent(
                     event.event_id,
@@ -127,6 +126,8 @@ class AwsNotice(BoundedSource):
                 if reply is not None and event.state == "active"
             ]
         )
+        self._maintenance_from = self.clock() + _MAINTENANCE_INTERVAL
+        return notice
 
     def _get(self, path: str) -> Reply | None:
         """Return the reply to a request for metadata, or None if there is none (404)."""

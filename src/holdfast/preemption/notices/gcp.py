@@ -26,7 +26,8 @@ _OBJECT = msgspec.json.Decoder(dict[str, Any])
 class GcpNotice(BoundedSource):
     """The notices of the metadata server of Compute Engine.
 
-    - ``instance/preempted``: a Spot VM is stopped. It has 30 seconds from then on.
+    - ``instance/preempted``: a Spot VM is stopped. It has 30 seconds from then on; how many are
+      left is unknown if that was before the first poll.
     - ``instance/maintenance-event``: a live migration does not stop the training. A termination
       comes 60 minutes after it is announced on a machine with a GPU, and 60 seconds after that on
       others. The server sends no time, so these seconds count from when this source first sees it.
@@ -66,6 +67,7 @@ class GcpNotice(BoundedSource):
         self._upcoming_from = clock()
         self._preempted_at: float | None = None
         self._terminates_at: float | None = None
+        self._was_running = False
         self._was_quiet = False
 
     def check(self) -> Notice | None:
@@ -74,13 +76,16 @@ class GcpNotice(BoundedSource):
     def _check_preempted(self) -> Notice | None:
         reply = self._get("preempted")
         if reply.text == "FALSE":
+            self._was_running = True
             return None
         if reply.text != "TRUE":
             raise reply.unclear("TRUE or FALSE")
-        if self._preempted_at is None:
+        if self._preempted_at is None and self._was_running:
             self._preempted_at = self.clock()
-        left = self._preempted_at + _PREEMPTED_SECONDS - self.clock()
-        return Notice("the preemption by Google Cloud", max(0.0, left))
+        left = None
+        if self._preempted_at is not None:
+            left = max(0.0, self._preempted_at + _PREEMPTED_SECONDS - self.clock())
+        return Notice("the preemption by Google Cloud", left)
 
     def _check_maintenance(self) -> Notice | None:
         reply = self._get("maintenance-event")
@@ -109,10 +114,10 @@ class GcpNotice(BoundedSource):
     def _check_upcoming(self) -> Notice | None:
         if self.clock() < self._upcoming_from:
             return None
-        self._upcoming_from = self.clock() + _UPCOMING_INTERVAL
         # 404: this machine type has no such key; 503: nothing has been announced yet
         reply = self._get("upcoming-maintenance?alt=json", allow=(200, 404, 503))
         event = self._read_upcoming(reply) if reply.status == 200 else None
+        self._upcoming_from = self.clock() + _UPCOMING_INTERVAL
         return self._upcoming.notice([] if event is None else [event])
 
     def _read_upcoming(self, reply: Reply) -> PlannedEvent | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -87,16 +88,19 @@ class KubernetesNotice(BoundedSource):
                 found=self._base_url,
             )
         self._is_tls = scheme == "https"
-        self._refusal: OSError | None = None
+        self._refusal: str | None = None
 
     def check(self) -> Notice | None:
         if self._refusal is not None:
-            raise self._refusal
+            raise PermissionError(self._refusal)
         reply = self._get_pod()
         deleted_at = reply.decode(_POD).metadata.deletion_timestamp
         if deleted_at is None:
             return None
-        return Notice(f"the deletion of pod {self._pod}", reply.seconds_until(deleted_at))
+        seconds: float | None = None
+        with suppress(OSError):  # the deletion is certain, even if its time is unclear
+            seconds = reply.seconds_until(deleted_at)
+        return Notice(f"the deletion of pod {self._pod}", seconds)
 
     def _get_pod(self) -> Reply:
         namespace = self._namespace or self._read_file("namespace")
@@ -108,12 +112,12 @@ class KubernetesNotice(BoundedSource):
         path = f"/api/v1/namespaces/{namespace}/pods/{self._pod}?resourceVersion=0"
         reply = client.get(path, headers, allow=(200, 401, 403, 404))
         if reply.status == 403:
-            self._refusal = PermissionError(
+            self._refusal = (
                 f"The service account may not read pod {self._pod} in namespace {namespace}, so "
                 "that only SIGTERM announces its deletion. To know how many seconds are left, "
                 "allow it to get pods; otherwise ignore this"
             )
-            raise self._refusal
+            raise PermissionError(self._refusal)
         if reply.status == 404:
             raise FileNotFoundError(
                 f"There is no pod {self._pod} in namespace {namespace}. Set POD_NAME and "

@@ -52,7 +52,7 @@ def detect(
         sources.append(AwsNotice(aws or _default_aws_address(variables)))
     gcp = variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP")
     if gcp or _read(dmi_root, "product_name").startswith("Google Compute Engine"):
-        sources.append(GcpNotice(f"http://{gcp}" if gcp else LINK_LOCAL))
+        sources.append(GcpNotice(_with_scheme(gcp) if gcp else LINK_LOCAL))
     if _read(dmi_root, "chassis_asset_tag") == _AZURE_TAG:
         sources.append(AzureNotice())
     if variables.get("SLURM_JOB_ID", "").isdecimal() and variables.get("RANK", "0") == "0":
@@ -69,6 +69,10 @@ def _aws_address(variables: Mapping[str, str]) -> str | None:
 def _default_aws_address(variables: Mapping[str, str]) -> str:
     mode = variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE", "").lower()
     return _AWS_IPV6 if mode == "ipv6" else LINK_LOCAL
+
+
+def _with_scheme(address: str) -> str:
+    return address if "://" in address else f"http://{address}"
 
 
 def _is_ec2(dmi_root: str) -> bool:
