@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 
 FAULTS = (
     *("500", "redirect", "garbage", "html", "half", "no_http", "endless", "endless_header"),
-    *("huge_length", "dead", "latin"),
+    *("endless_continue", "huge_length", "dead", "latin"),
 )
 """The faults with which a server replies at once."""
 SLOW_FAULTS = ("hang", "drip", "drip_header")
@@ -147,6 +147,8 @@ class _Exchange(BaseHTTPRequestHandler):
             case "endless_header":
                 self.wfile.write(b"HTTP/1.1 200 OK\r\n")
                 self.repeat(b"A: 1\r\n" * 10_000, 0)
+            case "endless_continue":
+                self.repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 2000, 0)
             case "drip":
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
                 self.repeat(b"0", 0.02)

@@ -140,6 +140,24 @@ def test_kinds_of_scheduled_events(
     assert (None if notice is None else notice.stops) is stops
 
 
+@pytest.mark.parametrize(
+    ("code", "stops"),
+    [
+        ("system-reboot", False),
+        ("instance-reboot", False),
+        ("instance-stop", True),
+        ("instance-retirement", True),
+    ],
+)
+def test_an_event_that_began_before_the_first_poll(
+    server: AwsServer, source: AwsNotice, code: str, stops: bool
+) -> None:
+    server.schedule(code, -60)
+    notice = source.poll()
+    assert notice is not None
+    assert (notice.seconds, notice.stops) == (0.0, stops)
+
+
 def test_a_token_is_used_again_and_renewed_in_time(
     server: AwsServer, source: AwsNotice, clock: ManualClock
 ) -> None:

@@ -65,6 +65,19 @@ def test_a_freeze_is_a_risk_that_is_reported_once(server: AzureServer, source: A
     assert source.poll() is None
 
 
+def test_only_a_pause_has_its_duration_in_the_name(
+    server: AzureServer, source: AzureNotice
+) -> None:
+    server.announce("Reboot", seconds=90, duration=9)
+    assert source.poll() == Notice(event("Reboot"), 90.0)
+
+
+def test_an_event_without_a_time_has_begun(server: AzureServer, source: AzureNotice) -> None:
+    server.announce("Reboot", seconds=90)
+    server.events[0]["NotBefore"] = ""
+    assert source.poll() == Notice(event("Reboot"), 0.0)
+
+
 def test_an_event_of_an_unknown_kind_is_a_risk(server: AzureServer, source: AzureNotice) -> None:
     server.announce("Rebalance", seconds=90)
     assert source.poll() == Notice(event("Rebalance"), 90.0, stops=False)

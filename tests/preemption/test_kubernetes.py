@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from holdfast.errors import HoldfastError
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.notices.kubernetes import KubernetesNotice
+from holdfast.preemption.notices.metadata import MetadataClient
 from tests.preemption.manual_clock import ManualClock
 from tests.preemption.metadata_servers import FAULTS, KubernetesServer
 
@@ -155,6 +156,12 @@ def test_a_server_with_another_certificate_receives_no_token(
     write_certificate(account, "ca.crt")
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
         source.poll()
+    assert server.requests == []
+
+
+def test_without_a_certificate_those_of_the_system_count(server: KubernetesServer) -> None:
+    with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+        MetadataClient(server.url).get("/", {})
     assert server.requests == []
 
 

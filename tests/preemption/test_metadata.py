@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import msgspec
 import pytest
 
 from holdfast.errors import HoldfastError
 from holdfast.preemption.notices import metadata
-from holdfast.preemption.notices.metadata import MetadataClient
+from holdfast.preemption.notices.metadata import MetadataClient, split_base_url
 from tests.preemption.metadata_servers import FAULTS, SLOW_FAULTS, MetadataServer
 
 
@@ -103,6 +104,18 @@ def test_the_environment_names_no_proxy(
     assert read(server) == {}
 
 
+def test_a_reply_that_never_begins_is_bounded_in_bytes(server: OneDocument) -> None:
+    server.fault = "endless_continue"
+    with pytest.raises(OSError, match="the reply does not end"):
+        read(server)
+
+
+def test_the_parts_of_an_address() -> None:
+    assert split_base_url("https://10.0.0.1/a/") == ("https", "10.0.0.1", 443, "/a")
+    assert split_base_url("http://[fd00:ec2::254]") == ("http", "fd00:ec2::254", 80, "")
+    assert split_base_url("http://localhost:81") == ("http", "localhost", 81, "")
+
+
 def test_a_body_may_be_as_long_as_the_limit(server: OneDocument) -> None:
     server.document = "x" * 100
     assert MetadataClient(server.url, limit=100).get("/x", {}).text == "x" * 100
@@ -123,7 +136,7 @@ def test_a_reply_that_is_not_understood_is_shown(server: OneDocument) -> None:
 
 
 def test_seconds_are_those_of_the_clock_of_the_server(server: OneDocument) -> None:
-    server.clock = lambda: ONE_HOUR_AGO
+    server.clock = lambda: datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
     reply = MetadataClient(server.url).get("/x", {})
     assert reply.seconds_until("2020-01-02T03:05:05Z") == 60.0
     assert reply.seconds_until("Thu, 02 Jan 2020 03:05:05 GMT") == 60.0
@@ -134,9 +147,6 @@ def test_seconds_are_those_of_the_clock_of_the_server(server: OneDocument) -> No
     for time_of_day in ("", "soon", "2020-13-45T99:00:00Z", "2020", "9" * 5000):
         with pytest.raises(OSError, match="Expected a time"):
             reply.seconds_until(time_of_day)
-
-
-ONE_HOUR_AGO = msgspec.convert("2020-01-02T03:04:05Z", type=__import__("datetime").datetime)
 
 
 def test_without_a_date_there_are_no_seconds(server: OneDocument) -> None:

@@ -112,7 +112,16 @@ def test_aws_can_be_turned_off(tmp_path: Path, value: str, expected: list[str]) 
 
 def test_several_platforms_at_once(tmp_path: Path) -> None:
     environ = {"SLURM_JOB_ID": "5", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}
-    assert names(environ, tmp_path, NITRO) == ["AwsNotice", "SlurmNotice", "KubernetesNotice"]
+    assert names(environ, tmp_path, NITRO) == ["SlurmNotice", "AwsNotice", "KubernetesNotice"]
+
+
+@pytest.mark.parametrize("files", [NITRO, GCE, AZURE])
+def test_only_the_first_rank_of_a_host_watches_its_cloud(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    root = write_dmi(tmp_path, files)
+    counts = [len(detect({"LOCAL_RANK": str(n), "RANK": "8"}, root, root)) for n in range(3)]
+    assert counts == [1, 0, 0]
 
 
 def test_a_pod_without_a_service_account_has_only_the_signal(tmp_path: Path) -> None:
@@ -157,6 +166,23 @@ def test_an_invalid_address_in_the_environment_is_refused(tmp_path: Path) -> Non
     environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "169.254.169.254"}
     with pytest.raises(HoldfastError, match="Invalid address of a metadata server"):
         detect(environ, str(tmp_path), str(tmp_path))
+
+
+def test_how_often_each_platform_is_asked(tmp_path: Path) -> None:
+    """A poll must be more frequent than the time that the platform leaves."""
+    environ = {"SLURM_JOB_ID": "5", "KUBERNETES_SERVICE_HOST": "10.0.0.1", "HOSTNAME": "a"}
+    (tmp_path / "token").write_text("a-token")
+    intervals = {}
+    for files in (NITRO, GCE, AZURE):
+        sources = detect(environ, write_dmi(tmp_path, files), str(tmp_path))
+        intervals.update({type(source).__name__: source.interval for source in sources})
+    assert intervals == {
+        "AwsNotice": 5.0,
+        "GcpNotice": 2.0,
+        "AzureNotice": 2.0,
+        "SlurmNotice": 10.0,
+        "KubernetesNotice": 10.0,
+    }
 
 
 def test_detection_opens_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

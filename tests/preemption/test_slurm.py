@@ -161,6 +161,16 @@ def test_an_answer_that_is_not_understood_is_an_outage(
         make(clock, fake).poll()
 
 
+@pytest.mark.parametrize("script", ["exit 0", "echo 5:00; exit 1"])
+def test_a_command_that_fails_is_an_outage(
+    clock: ManualClock, fake: FakeSlurm, script: str
+) -> None:
+    """squeue prints nothing for a job that it does not know any more."""
+    fake.command.write_text(f"#!/bin/sh\n{script}\n")
+    with pytest.raises(OSError, match="squeue -h -j 77 -o %L exited with"):
+        make(clock, fake).poll()
+
+
 def test_a_command_that_hangs_is_bounded(
     clock: ManualClock, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,9 @@ class CallNotice(BoundedSource):
     """A notice when a function returns one.
 
     The function returns None or False for no notice, True for a notice, the number of seconds until
-    the stop (0 and less mean now), or a ``Notice``. A ``Notice`` that does not stop MUST be returned
-    once. One thread at a time calls it, which is not the thread of the training. If it hangs, the
-    other sources go on, and it is not called again until it returns.
+    the stop (0 and less mean now), or a ``Notice``. A ``Notice`` that does not stop MUST be
+    returned once. One thread at a time calls it, which is not the thread of the training. If it
+    hangs, the other sources go on, and it is not called again until it returns.
 
     ``name``: what it is, for messages; by default the name of the function. ``interval``: seconds
     between two polls. ``check`` raises ``OSError`` if the function raises, or returns anything

@@ -36,7 +36,8 @@ def detect(
     - Azure: none; it is found by the firmware.
 
     All ranks of a job hear of a notice from any of them. Therefore, only rank 0 watches the time
-    limit of Slurm, and only the first rank of each host watches its pod.
+    limit of Slurm, and only the first rank of a host (``LOCAL_RANK``) its cloud and its pod: Azure
+    answers few requests per second.
 
     Raises ``HoldfastError`` if an address in a variable is invalid.
 
@@ -45,25 +46,27 @@ def detect(
     """
     variables = platform_variables(environ)
     sources: list[NoticeSource] = []
-    aws = _aws_address(variables)
-    if variables.get("AWS_EC2_METADATA_DISABLED", "").lower() != "true" and (
-        aws is not None or _is_ec2(dmi_root)
-    ):
+    if variables.get("SLURM_JOB_ID", "").isdecimal() and variables.get("RANK", "0") == "0":
+        sources.append(SlurmNotice(variables))
+    if variables.get("LOCAL_RANK", "0") == "0":
+        sources += _detect_clouds(variables, dmi_root)
+        if _is_in_pod(variables, service_account):
+            sources.append(KubernetesNotice(variables, folder=service_account))
+    return sources
+
+
+def _detect_clouds(variables: Mapping[str, str], dmi_root: str) -> list[NoticeSource]:
+    sources: list[NoticeSource] = []
+    aws = variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
+    is_disabled = variables.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
+    if not is_disabled and (aws or _is_ec2(dmi_root)):
         sources.append(AwsNotice(aws or _default_aws_address(variables)))
     gcp = variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP")
     if gcp or _read(dmi_root, "product_name").startswith("Google Compute Engine"):
         sources.append(GcpNotice(_with_scheme(gcp) if gcp else LINK_LOCAL))
     if _read(dmi_root, "chassis_asset_tag") == _AZURE_TAG:
         sources.append(AzureNotice())
-    if variables.get("SLURM_JOB_ID", "").isdecimal() and variables.get("RANK", "0") == "0":
-        sources.append(SlurmNotice(variables))
-    if _is_in_pod(variables, service_account) and variables.get("LOCAL_RANK", "0") == "0":
-        sources.append(KubernetesNotice(variables, folder=service_account))
     return sources
-
-
-def _aws_address(variables: Mapping[str, str]) -> str | None:
-    return variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or None
 
 
 def _default_aws_address(variables: Mapping[str, str]) -> str:
