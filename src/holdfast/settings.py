@@ -5,6 +5,7 @@ An unknown ``HOLDFAST_`` variable is an error, so that a typo is not ignored.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,10 +34,12 @@ class Settings:
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read ``HOLDFAST_THREADS``, ``_DIRECT``, ``_SILENT``, and ``_STUCK``.
 
+    ``HOLDFAST_STATUS``, which ``holdfast run`` sets, is allowed too: see ``status_folder``.
     Raises ``HoldfastError`` for an unknown ``HOLDFAST_`` variable or an invalid value.
     """
     environ = os.environ if environ is None else environ
     known = {f"HOLDFAST_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK")}
+    known.add(_STATUS)
     for name in environ:
         if name.startswith("HOLDFAST_") and name not in known:
             raise HoldfastError(
@@ -63,6 +66,65 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         stuck=_read_seconds(environ, "HOLDFAST_STUCK", "600"),
         launched_world_size=int(world) if world.isdecimal() else 1,
     )
+
+
+_STATUS = "HOLDFAST_STATUS"
+
+
+def status_folder(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the folder for the status of this process, or None outside ``holdfast run``."""
+    environ = os.environ if environ is None else environ
+    return environ.get(_STATUS) or None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedWorker:
+    """What torchrun tells a worker. Its job id is the same on all hosts and in all restarts.
+
+    ``local_world_size`` is the number of workers that the same torchrun process started.
+    ``restart_count`` counts restarts after failures only, not those after a change of the hosts.
+    """
+
+    job_id: str
+    local_world_size: int
+    restart_count: int
+
+
+LAUNCHED_WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""A process has this variable if torchrun started it, directly or not."""
+
+
+def launched_worker(environ: Mapping[str, str] | None = None) -> LaunchedWorker | None:
+    """Return what torchrun told this worker, or None if torchrun did not start this process."""
+    environ = os.environ if environ is None else environ
+    job_id = environ.get(LAUNCHED_WORKER_VARIABLE)
+    if job_id is None:
+        return None
+    size = environ.get("LOCAL_WORLD_SIZE", "1")
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return LaunchedWorker(
+        job_id=job_id,
+        local_world_size=int(size) if size.isdecimal() else 1,
+        restart_count=int(restarts) if restarts.isdecimal() else 0,
+    )
+
+
+def command_environment(
+    folder: str, grace: float, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment of the command of ``holdfast run``.
+
+    ``folder`` is for the statuses of its workers. ``grace`` is in seconds. The ``PET_`` variables
+    are torchrun's own defaults of ``--shutdown-timeout`` and ``--signals-to-handle``: an option on
+    its command line takes precedence, and a version of PyTorch without that option ignores them.
+    """
+    environ = os.environ if environ is None else environ
+    defaults = {
+        "PET_SHUTDOWN_TIMEOUT": str(math.ceil(grace)),
+        # by default, SIGUSR1 and SIGUSR2 end torchrun and leave its workers behind
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
+    }
+    return {**defaults, **environ, _STATUS: folder}
 
 
 def aws_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:

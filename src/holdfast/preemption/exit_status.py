@@ -1,0 +1,196 @@
+"""The exit codes of a training, and the status that a worker leaves for ``holdfast run``.
+
+torchrun treats every exit code but 0 as a failure: it stops the other workers, restarts all of
+them, and in the end returns 1, whatever their codes were. Under ``holdfast run``, a worker
+therefore writes its code to a file and exits with 0. ``final_code.py`` decides what the files mean.
+
+The files are in the folder ``HOLDFAST_STATUS``, one per process. A worker creates its file when
+its training starts, and replaces it when it leaves. Files of earlier restarts stay in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import HoldfastError
+from holdfast.preemption.process_tree import read_process, started_at
+from holdfast.settings import LAUNCHED_WORKER_VARIABLE, launched_worker, status_folder
+from holdfast.text import hide_secrets
+
+DONE = 0
+"""The training is complete."""
+
+FAILED = 1
+"""The training failed."""
+
+SAVED = 75
+"""The training stopped and its state is saved: run it again. Do not count this as a failure.
+
+75 is ``EX_TEMPFAIL`` of BSD's ``sysexits.h``: a temporary failure, try again later.
+"""
+
+UNSAVED = 76
+"""The training stopped without a save: run it again from its last version."""
+
+GIVE_UP = 93
+"""The training cannot make progress: do not run it again."""
+
+CODES = (DONE, FAILED, SAVED, UNSAVED, GIVE_UP)
+
+_MAX_WHY = 2000
+"""Characters of ``why`` that are stored. A status is small, so that it fits on a nearly full
+disk."""
+
+_SUFFIX = ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Why a worker left, and what it left behind.
+
+    ``code`` is one of ``CODES``. ``step`` is the worker's last complete step, and ``saved_step``
+    the step of the newest version that is committed, or None. ``run`` is the URL of the run.
+    ``why`` is one line for people. ``time`` is in seconds since 1970.
+
+    Raises ``HoldfastError`` for another code.
+    """
+
+    code: int
+    rank: int = 0
+    step: int | None = None
+    saved_step: int | None = None
+    run: str | None = None
+    why: str = ""
+    time: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise HoldfastError(
+                "Invalid exit code of a training",
+                expected=", ".join(map(str, CODES)),
+                found=repr(self.code),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """The contents of a file: a process of the training, and its status once it has left.
+
+    ``started`` and ``left`` are in seconds since the machine started. ``launcher`` identifies the
+    torchrun process that started this one, or is None.
+    """
+
+    pid: int
+    started: float
+    launcher: str | None = None
+    local_world_size: int = 1
+    restart_count: int = 0
+    left: float | None = None
+    status: Status | None = None
+
+
+def announce_worker() -> None:
+    """Tell ``holdfast run`` that a training starts in this process.
+
+    This makes statuses of earlier restarts void, and shows which processes have left without a
+    status. Outside ``holdfast run`` it does nothing. Call it on every rank. It never raises
+    ``OSError``: a full disk of the launcher is no reason to refuse a training.
+    """
+    folder = status_folder()
+    if folder is not None:
+        with suppress(OSError):  # ``leave_code`` then returns the code itself
+            _write_record(folder, None)
+
+
+def leave_code(status: Status) -> int:
+    """Return the code with which this process must exit now.
+
+    Under ``holdfast run``, this writes the status, and returns 0 for every code but ``FAILED``.
+    Otherwise, or if the status cannot be written, it returns the code itself: ``holdfast run`` then
+    learns of it, unless torchrun hides it. It never raises ``OSError``: nothing may keep the
+    process from leaving in time.
+    """
+    folder = status_folder()
+    if folder is None:
+        return status.code
+    try:
+        write_status(folder, status)
+    except OSError:
+        # 0 without a status would mean that the training is complete
+        return status.code
+    return FAILED if status.code == FAILED else DONE
+
+
+def write_status(folder: str, status: Status) -> None:
+    """Write the status of this process, replacing an earlier one, atomically.
+
+    The file is not synced: ``holdfast run`` reads it on the same machine, or never.
+    Raises ``OSError`` if the file cannot be written.
+    """
+    _write_record(folder, status)
+
+
+def read_records(folder: str) -> list[WorkerRecord]:
+    """Return the records in a folder, in the order in which the processes started.
+
+    Files that are not records are ignored: a worker that is killed leaves a temporary file.
+    Raises ``OSError`` if the folder cannot be read.
+    """
+    records = []
+    for path in Path(folder).iterdir():
+        if path.name.endswith(_SUFFIX):
+            try:
+                records.append(msgspec.json.decode(path.read_bytes(), type=WorkerRecord))
+            except (msgspec.DecodeError, HoldfastError):
+                continue
+    return sorted(records, key=lambda record: (record.started, record.pid))
+
+
+def _write_record(folder: str, status: Status | None) -> None:
+    pid = os.getpid()
+    worker = launched_worker()
+    record = WorkerRecord(
+        pid=pid,
+        started=started_at(pid),
+        launcher=None if worker is None else f"{worker.job_id}/{_launcher_pid()}",
+        local_world_size=1 if worker is None else worker.local_world_size,
+        restart_count=0 if worker is None else worker.restart_count,
+        left=None if status is None else time.clock_gettime(time.CLOCK_BOOTTIME),
+        status=None if status is None else _for_file(status),
+    )
+    # the start time, because another process may get the same id later
+    name = f"{pid}-{record.started:.2f}"
+    temporary = Path(folder, f"{name}.tmp")
+    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.replace(Path(folder, name + _SUFFIX))
+
+
+def _for_file(status: Status) -> Status:
+    why = " ".join(hide_secrets(status.why).split())[:_MAX_WHY]
+    run = None if status.run is None else hide_secrets(status.run)[:_MAX_WHY]
+    return Status(status.code, status.rank, status.step, status.saved_step, run, why, status.time)
+
+
+def _launcher_pid() -> int:
+    """Return the process id of the torchrun that started this process, directly or through others.
+
+    It is the nearest ancestor that torchrun itself did not start. A worker may have an own parent,
+    such as a shell: ``torchrun --no-python ./start.sh``.
+    """
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            parent = read_process(pid).parent
+        except OSError:
+            break
+        if not any(v.startswith(f"{LAUNCHED_WORKER_VARIABLE}=".encode()) for v in variables):
+            break
+        pid = parent
+    return pid
