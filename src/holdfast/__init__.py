@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from holdfast import errors, sinks
+    from holdfast import errors, preemption, sinks
     from holdfast.data.progress import Progress
     from holdfast.data.rng import RNG
     from holdfast.data.sampler import ElasticSampler
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from holdfast.engine.state.sharding import Boxed
     from holdfast.events import attach
     from holdfast.generators import isolated_rng
+    from holdfast.preemption.policy import Preemption
     from holdfast.run.policy import (
         AtEnd,
         EveryEpoch,
@@ -60,6 +61,7 @@ __all__ = [
     "OnException",
     "Pending",
     "PerRank",
+    "Preemption",
     "Progress",
     "RNG",
     "Replicated",
@@ -74,6 +76,7 @@ __all__ = [
     "load",
     "open",
     "open_store",
+    "preemption",
     "register_store",
     "save",
     "save_async",
@@ -96,6 +99,7 @@ _LAZY_NAMES = {
     "OnException": "run.policy",
     "Pending": "engine.saving.pending",
     "PerRank": "engine.state.replication",
+    "Preemption": "preemption.policy",
     "Progress": "data.progress",
     "RNG": "data.rng",
     "Replicated": "engine.state.replication",
@@ -110,6 +114,7 @@ _LAZY_NAMES = {
     "load": "engine.loading.load",
     "open": "engine.snapshot.snapshot:open_snapshot",
     "open_store": "storage.open",
+    "preemption": "preemption",
     "register_store": "storage.open",
     "save": "engine.saving.save",
     "save_async": "engine.saving.save",

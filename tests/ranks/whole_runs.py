@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast.errors import HoldfastError, PlanError
+from holdfast.preemption.notice import Notice
+from holdfast.preemption.signals import SignalNotice
 from holdfast.run.policy import EverySeconds, EverySteps, OnException, StopWhen
 from holdfast.run.run import Run
 from holdfast.run.save_request import read_request, request_and_wait
@@ -239,7 +241,7 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
                     if step == 2000 and rank == 1:
                         requester.start()
                     if step == 5200 and rank == 1:
-                        ckpt._watcher._signalled = True
+                        ckpt._preemption.on_notice(Notice("a test", stops=False))
                     began = time.perf_counter_ns()
                     ckpt.step({"loss": 1.0})
                     durations.append(time.perf_counter_ns() - began)
@@ -277,9 +279,11 @@ def answers_a_signal_on_any_rank(ranks):
         rank = dist.get_rank()
         state = {"progress": holdfast.Progress(), "w": torch.zeros(3)}
         handler = signal.getsignal(signal.SIGUSR1)
-        with holdfast.Checkpointer(url, state, save=EverySteps(10**6)) as ckpt:
+        notices = [SignalNotice(signal.SIGUSR1, stops=False)]
+        preemption = holdfast.Preemption(notices=notices)
+        save = EverySteps(10**6)
+        with holdfast.Checkpointer(url, state, save=save, preemption=preemption) as ckpt:
             ckpt.resume()
-            ckpt.save_on_signal(signal.SIGUSR1)
             for step in range(200):
                 if step == 20 and rank == 2:
                     os.kill(os.getpid(), signal.SIGUSR1)

@@ -103,7 +103,7 @@ def test_a_call_in_a_signal_handler_is_refused_at_every_point_of_a_call(name: st
         attack(ckpt.close)
     assert len(messages) > 1000
     assert all(
-        f"{name}() was called while " in m and "save_on_signal" in m and "this thread" in m
+        f"{name}() was called while " in m and "SignalNotice" in m and "this thread" in m
         for m in messages
     ), {*messages}
     check_run(store, [3, 6, 7])
@@ -144,7 +144,7 @@ def test_a_real_signal_during_steps_changes_nothing(seed: int) -> None:
         finally:
             signal.signal(signal.SIGALRM, previous)
         assert errors
-        assert all("save_on_signal" in str(e) for e in errors), errors
+        assert all("SignalNotice" in str(e) for e in errors), errors
         assert generators._open_frames() == [], "an isolation is still open"
         ckpt.save()
         last = ckpt.current_step

@@ -36,6 +36,8 @@ from holdfast.errors import (
 )
 from holdfast.format.names import Version
 from holdfast.format.records import Pin, encode_pin
+from holdfast.preemption.policy import Preemption
+from holdfast.preemption.signals import SignalNotice
 from holdfast.run.policy import (
     EveryEpoch,
     EverySteps,
@@ -766,13 +768,19 @@ def test_a_request_whose_save_fails_is_answered_by_a_later_one(
 def test_a_signal_requests_a_save() -> None:
     store, state = MemoryStore(), initial_state()
     before = signal.getsignal(signal.SIGUSR1)
-    with Checkpointer(store, state, save=EverySteps(10**6)) as ckpt:
-        ckpt.save_on_signal(signal.SIGUSR1)
+    preemption = Preemption(notices=[SignalNotice(signal.SIGUSR1, stops=False)])
+    save = EverySteps(10**6)
+    with Checkpointer(store, state, save=save, preemption=preemption) as ckpt:
         train(state, ckpt, 3)
         os.kill(os.getpid(), signal.SIGUSR1)
-        train(state, ckpt, 6)
+        step = 3
+        while ckpt._saver.begun_step == 0:  # the thread of the watcher has not seen it yet
+            step += 1
+            train(state, ckpt, step)
     assert signal.getsignal(signal.SIGUSR1) == before
-    assert Run(store).line() == [Version(4)]
+    (snapshot,) = Run(store).snapshots()
+    assert snapshot.step == step
+    assert snapshot.metadata["reason"] == "request"
 
 
 # -- going back, and starting from another run ---------------------------------------------------

@@ -2,5 +2,5 @@
 
 Terms: a *notice* is a message that the process will be stopped. Its *deadline* is the time of that
 stop. A *source* reports notices.
-May import: the root modules, and ``preemption``.
+May import: the root modules, and ``preemption``; from the engine, ``distributed``.
 """

@@ -27,6 +27,11 @@ from holdfast.threads import no_op, start_thread
 _PARENT_SECONDS = 1.0
 """Seconds within which a signal that goes to a whole group of processes reaches all of them."""
 
+_END = b"\0"
+"""What ends the thread that reads the pipe: it is no number of a signal."""
+
+_JOIN_SECONDS = 2.0
+
 
 class SignalNotice:
     """Reports the signals by which a scheduler announces the end of the process.
@@ -97,7 +102,7 @@ class _Dispatcher:
         self._subscribers: WeakSet[SignalNotice] = WeakSet()
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
-        self._pipe: tuple[int, int] | None = None  # read and write end
+        self._pipe: tuple[Thread, int, int] | None = None  # who reads it, and its two ends
         self._other_fd = -1  # the descriptor that somebody else had set
         # one byte for each signal: 1 if this process has received it; forked processes see it
         self._received = mmap.mmap(-1, mmap.PAGESIZE)
@@ -133,12 +138,12 @@ class _Dispatcher:
             ) from e
 
     def _uninstall(self, number: int) -> None:
+        self._received[number] = 0
         previous = self._previous[number]
         with suppress(ValueError):  # outside the main thread: the handler acts as the previous one
             # leave a handler that someone has installed over this one
             if signal.getsignal(number) == self.handle and previous is not None:
                 signal.signal(number, previous)
-            self._received[number] = 0
             del self._previous[number]
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -174,43 +179,52 @@ class _Dispatcher:
     def _open_pipe(self) -> None:
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(write_end, False)
-        args = read_end, write_end
-        thread = Thread(target=self._read_pipe, args=args, name="holdfast-signals", daemon=True)
+        thread = Thread(
+            target=self._read_pipe, args=(read_end,), name="holdfast-signals", daemon=True
+        )
         if not start_thread(thread):  # the handlers still work
             os.close(read_end)
             os.close(write_end)
             return
-        self._pipe = read_end, write_end
+        self._pipe = thread, read_end, write_end
         self._other_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
-    def _read_pipe(self, read_end: int, write_end: int) -> None:
-        try:
-            while numbers := os.read(read_end, 512):
-                for number in numbers:
-                    if number in self._previous:
-                        self._deliver(number)
-                if self._other_fd >= 0:
-                    with suppress(OSError):  # whoever set it has closed it, or does not read
-                        os.write(self._other_fd, numbers)
-        finally:
-            os.close(read_end)
+    def _read_pipe(self, read_end: int) -> None:
+        while True:
+            numbers = os.read(read_end, 512)
+            for number in numbers:
+                if number in self._previous:
+                    self._deliver(number)
+            if self._other_fd >= 0:
+                with suppress(OSError):  # whoever set it has closed it, or does not read
+                    os.write(self._other_fd, numbers.replace(_END, b""))
+            if _END in numbers:
+                return
 
     def _close_pipe(self) -> None:
         if self._pipe is None:
             return
-        (_, write_end), self._pipe = self._pipe, None
+        (thread, read_end, write_end), self._pipe = self._pipe, None
         with suppress(ValueError):  # outside the main thread
             current = signal.set_wakeup_fd(self._other_fd)
             if current != write_end:  # somebody else has set it since
                 signal.set_wakeup_fd(current)
-        os.close(write_end)  # ends the thread
+        # forked processes may have the write end, so its end here would not be seen
+        with suppress(BlockingIOError):
+            os.write(write_end, _END)
+        thread.join(_JOIN_SECONDS)
+        if not thread.is_alive():
+            os.close(read_end)
+            os.close(write_end)
 
     def forget_in_child(self) -> None:
         """Do not write the signals of a forked process into the pipe of its parent."""
         if self._pipe is not None:
-            self._pipe = None
+            (_, read_end, write_end), self._pipe = self._pipe, None
             with suppress(ValueError):
                 signal.set_wakeup_fd(-1)
+            os.close(read_end)
+            os.close(write_end)
 
     def stop_ignoring(self) -> None:
         """Let forked processes end by a signal again, because this process ends them now."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from weakref import WeakMethod
+from weakref import WeakMethod, finalize
 
 from holdfast import events
 from holdfast.errors import HoldfastError
@@ -44,6 +44,8 @@ class NoticeWatcher:
         self._thread: Thread | None = None
         self._error: Exception | None = None
         self._pid = os.getpid()
+        owner: object = getattr(on_notice, "__self__")  # noqa: B009  (a method)
+        finalize(owner, self._wakes.put, None).atexit = False
 
     def start(self) -> None:
         """Start the sources and the thread.
@@ -88,9 +90,7 @@ class NoticeWatcher:
     def _run(self) -> None:
         wakes, source = self._wakes, None
         try:
-            for found in self._detect():
-                self._sources.append(found)
-                self._due_at[id(found)] = 0.0
+            self._add_detected()
             while self._on_notice() is not None:
                 if source is not None:
                     self._poll(source)
@@ -104,6 +104,16 @@ class NoticeWatcher:
                     return
         except Exception as e:  # noqa: BLE001  (top-level function of a thread: close raises it)
             self._error = e
+
+    def _add_detected(self) -> None:
+        try:
+            found = self._detect()
+        except Exception as e:  # noqa: BLE001  (close raises it; the other sources are polled on)
+            self._error = e
+            events.emit("notice_source_failed", source="the detection of the platform", error=e)
+            return
+        self._sources += found
+        self._due_at.update((id(source), 0.0) for source in found)
 
     def _poll_due(self) -> float:
         """Poll the sources that are due. Return the seconds until the next one is due."""

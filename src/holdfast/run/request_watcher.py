@@ -1,24 +1,17 @@
-"""Watches a run for save requests (see ``save_request.py``) and signals, during the training."""
+"""Watches a run for save requests (see ``save_request.py``) during the training."""
 
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
-from contextlib import suppress
-from threading import Lock, Thread, current_thread, main_thread
-from types import FrameType
-from typing import Any
+from threading import Lock, Thread
 from weakref import ref
 
 from holdfast import events
-from holdfast.errors import HoldfastError, StoreError
+from holdfast.errors import StoreError
 from holdfast.run.save_request import read_request, remove_request
 from holdfast.storage.store import Store
 from holdfast.threads import Latch, start_thread
-
-SIGNAL = "signal"
-"""The value of ``RequestWatcher.pending_request`` if a signal made the request."""
 
 
 class RequestWatcher:
@@ -50,14 +43,12 @@ class RequestWatcher:
         self._pending: str | None = None
         self._accepted: str | None = None
         self._to_remove: str | None = None  # saved, but its file could not be removed yet
-        self._signalled = False
-        self._installed_handlers: list[tuple[int, Any, Any]] = []
         self._outage = False
 
     @property
     def pending_request(self) -> str | None:
-        """The id of the request that waits for a save, ``SIGNAL`` for a signal, or None."""
-        return self._pending or (SIGNAL if self._signalled else None)
+        """The id of the request that waits for a save, or None."""
+        return self._pending
 
     def start(self) -> None:
         """Start to poll.
@@ -75,16 +66,14 @@ class RequestWatcher:
     def accept(self) -> str | None:
         """Accept the pending request for the save that begins now, and return its id or None.
 
-        The request is then no longer pending. The save also answers a signal that arrived in
-        addition to a request file.
+        The request is then no longer pending.
         """
         if self._pid != os.getpid():
             return None
         with self._lock:
-            request = self.pending_request
-            if request is not None and request != SIGNAL:
+            request, self._pending = self._pending, None
+            if request is not None:
                 self._accepted = request
-            self._pending, self._signalled = None, False
             self._generation += 1
         return request
 
@@ -101,7 +90,7 @@ class RequestWatcher:
 
         If the store fails, each poll tries the removal again.
         """
-        if request_id is None or request_id == SIGNAL or self._pid != os.getpid():
+        if request_id is None or self._pid != os.getpid():
             return
         with self._lock:
             self._to_remove = request_id
@@ -111,7 +100,7 @@ class RequestWatcher:
     def mark_failed(self, request_id: str | None) -> None:
         """Reopen the request, because the save that was to answer it failed.
 
-        A request file is pending again after the next poll. A signal is not.
+        It is pending again after the next poll.
         """
         if self._pid != os.getpid():
             return
@@ -140,44 +129,13 @@ class RequestWatcher:
         if to_remove is not None:
             self._remove_file(to_remove)
 
-    def install_signal_handler(self, number: int) -> None:
-        """Make a signal such as ``signal.SIGUSR1`` request a save, until ``close``.
-
-        The handler sets a flag and then calls the previous handler. Raises ``HoldfastError`` if
-        ``number`` is not a signal or cannot be handled (``SIGKILL``), and outside the main thread,
-        where Python allows no handlers.
-        """
-
-        def handler(received: int, frame: FrameType | None) -> None:
-            self._signalled = True
-            if callable(previous):
-                previous(received, frame)
-
-        try:
-            previous = signal.getsignal(number)
-            signal.signal(number, handler)
-        except (OSError, TypeError, ValueError) as e:
-            raise HoldfastError(
-                f"No handler could be installed for signal {number!r}",
-                found=str(e),
-                todo="Use a signal that can be handled, such as signal.SIGUSR1"
-                if current_thread() is main_thread()
-                else "Call save_on_signal from the main thread of the program",
-            ) from e
-        self._installed_handlers.append((number, handler, previous))
-
     def close(self) -> None:
-        """Stop the thread and restore the previous signal handlers.
+        """Stop the thread.
 
         If an exception ended the thread before, for example one from an event sink, raise it.
         """
         if self._pid != os.getpid():
             return
-        for number, handler, previous in reversed(self._installed_handlers):
-            # leave a handler that someone installed over this one
-            if signal.getsignal(number) is handler and previous is not None:
-                with suppress(ValueError):  # outside the main thread
-                    signal.signal(number, previous)
         self._closing.set()
         if self._thread is not None:
             self._thread.join(10)  # a daemon thread: a store that hangs delays close only this long

@@ -12,6 +12,7 @@ from holdfast.engine.state.loadable import find_unsaved_modules, find_unwritable
 from holdfast.errors import HoldfastError, NothingSaved, PlanError
 from holdfast.format.names import parse_version, split_address
 from holdfast.format.records import MAX_PREFIXES
+from holdfast.preemption.policy import Preemption
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
 from holdfast.text import MAX_SHOWN, format_list, warn_user, with_article
@@ -32,6 +33,7 @@ def check_arguments(**values: Any) -> dict[str, str]:
         "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
         "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
+        "preemption": (isinstance(values["preemption"], Preemption | None), "Preemption() or None"),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
         "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
         "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
@@ -47,7 +49,7 @@ def check_arguments(**values: Any) -> dict[str, str]:
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
         for name, value in values.items()
-        if name not in ("keep", "stop")  # only rank 0 uses them
+        if name not in ("keep", "stop", "preemption")  # each rank has its own sources of notices
     }
 
 

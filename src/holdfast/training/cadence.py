@@ -14,6 +14,8 @@ from typing import Literal
 from holdfast import events
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.group import Group, broadcast_from_first
+from holdfast.preemption.response import SAVE as PREEMPTION_SAVE
+from holdfast.preemption.response import SAVE_ONLY as PREEMPTION_SAVE_ONLY
 from holdfast.run.policy import PolicyInput, SavePolicy
 from holdfast.training.goodput import Goodput
 from holdfast.training.step_counter import StepCounter
@@ -59,7 +61,7 @@ class Cadence:
         agreed_proposals: frozenset[str],
         agreement: Agreement | LocalAgreement,
         busy: bool,
-    ) -> Literal["request", "cadence"] | None:
+    ) -> Literal["request", "cadence", "preemption"] | None:
         """Return why the state after this step must be saved, or None if no save is due.
 
         ``requested`` is True if a request for a save is pending on this rank. ``agreed_proposals``
@@ -71,11 +73,14 @@ class Cadence:
             due = requested or self._policy.due(PolicyInput(*self._now(), *self._last_save))
         else:
             by_clock, by_request = self._proposals
-            self._requested = by_clock in agreed_proposals or by_request in agreed_proposals
+            self._requested = not {by_clock, by_request}.isdisjoint(agreed_proposals)
             requested = requested or by_request in agreed_proposals
             due = self._requested or self._is_due_by_count()
             if not due and (requested or self._is_due_by_clock(busy)):
                 agreement.propose(by_request if requested else by_clock)
+        if not agreed_proposals.isdisjoint((PREEMPTION_SAVE, PREEMPTION_SAVE_ONLY)):
+            self._requested = True  # never skipped
+            return "preemption" if PREEMPTION_SAVE in agreed_proposals else "request"
         if not due:
             return None
         return "request" if requested else "cadence"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from holdfast import events
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group
 from holdfast.engine.loading.binding import Leniency, warn_of_share
@@ -13,6 +14,8 @@ from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError, SkippedVersion
 from holdfast.format.names import Version
+from holdfast.preemption.policy import Preemption
+from holdfast.preemption.response import PreemptionResponse
 from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.request_watcher import RequestWatcher
@@ -38,6 +41,8 @@ from holdfast.training.step_counter import StepCounter
 from holdfast.training.version_checks import VersionChecks
 from holdfast.training.warn import raise_or_warn
 
+_PREEMPTION = Preemption()
+
 
 class Checkpointer:
     """Saves a state in the background when a policy says so, and resumes training.
@@ -58,6 +63,9 @@ class Checkpointer:
     ``overlap=True`` is experimental and has never run on an accelerator. It copies the parameters
     and slots of the optimizers in the state during the next forward and backward pass.
     ``optimizer.step`` waits for the copy. Nothing else may change these tensors in the meantime.
+
+    ``preemption`` says what follows a notice that the process will be stopped, such as SIGTERM. By
+    default, all ranks save at one step and exit with code 75. None: nothing.
 
     ``spread=16`` creates the run so that its shards have keys under 16 prefixes, for thousands of
     ranks that save to an object store (see ``Run.set_spread``).
@@ -94,6 +102,7 @@ class Checkpointer:
         full_every: int | None = 20,
         overlap: bool = False,
         spread: int | None = None,
+        preemption: Preemption | None = _PREEMPTION,
         busy: Literal["wait", "skip"] = "wait",
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
@@ -115,6 +124,7 @@ class Checkpointer:
             incremental=incremental,
             overlap=overlap,
             spread=spread,
+            preemption=preemption,
         )
         self.run = Run(run)
         self.state = state
@@ -146,7 +156,9 @@ class Checkpointer:
             self._cadence,
             self._lifecycle,
             self._step_counter,
+            lambda deadline: self._start_save("preemption", self._metrics, deadline),
         )
+        self._preemption = PreemptionResponse(preemption, self._ending)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -158,11 +170,9 @@ class Checkpointer:
 
     @property
     def should_stop(self) -> bool:
-        """True once the ``stop`` policy says that training should end.
-
-        A resumed training continues from the stored state of the policy.
-        """
-        return self._early_stop.stopped
+        """True once the ``stop`` policy says that training should end, also in an earlier process,
+        or ``Preemption.exit_fn`` has returned."""
+        return self._early_stop.stopped or self._preemption.has_left
 
     # -- resuming ------------------------------------------------------------------------------
 
@@ -199,6 +209,7 @@ class Checkpointer:
         """
         warn_of_share(share)
         self._lifecycle.check_open()
+        self._preemption.watch()
         self._saver.wait_on_all_ranks()
         leniency = Leniency(missing, unexpected, False, rename or {})
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
@@ -250,16 +261,22 @@ class Checkpointer:
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
                 self._count_step(batches)
             self._ensure_started()
+            self._preemption.respond(self._agreed_proposals)
             # several ranks raise together, when the next save is due
             if self._group.size == 1 and not self._saver.busy:
                 self._raise_or_warn(self._saver.wait)
             self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
-            self._save_if_due()
+            with self._preemption.leaving_on_failure():
+                self._save_if_due()
 
     def _count_step(self, batches: int) -> None:
         """Count the step that led to the current state."""
         self._step_counter.add_step(batches)
-        self._agreed_proposals = self._agreement.step()
+        try:
+            self._agreed_proposals = self._agreement.step()
+        except BaseException:
+            self._preemption.on_error_raised()
+            raise
         agreed = STOP_PROPOSAL in self._agreed_proposals
         self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
         self._ending.mark(self._early_stop, self._metrics)
@@ -279,7 +296,9 @@ class Checkpointer:
         self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step))
         self._raise_or_warn(lambda: self._start_save(reason, self._metrics))
 
-    def _start_save(self, reason: str, metrics: Mapping[str, Any]) -> None:
+    def _start_save(
+        self, reason: str, metrics: Mapping[str, Any], deadline: Deadline | None = None
+    ) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
         spec = SaveSpec(
             Version(self.current_step, self._branch),
@@ -288,6 +307,7 @@ class Checkpointer:
             self._note,
             self._early_stop.to_metadata(),
             self._watcher.accept_with_callback(),
+            deadline,
         )
         self._saver.start(self.state, spec)
 
@@ -315,16 +335,6 @@ class Checkpointer:
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return newest
-
-    def save_on_signal(self, number: int) -> None:
-        """Make a signal such as ``signal.SIGUSR1`` request a save, until ``close``.
-
-        The signal has the same effect as ``holdfast request-save``. The previous handler of the
-        signal is called too. Raises ``HoldfastError`` if the signal cannot be handled, and outside
-        the main thread.
-        """
-        self._lifecycle.check_open()
-        self._watcher.install_signal_handler(number)
 
     @exclusive
     def wait(self) -> Snapshot | None:
@@ -385,6 +395,7 @@ class Checkpointer:
         self._lifecycle.is_closed = True
         if not self._lifecycle.is_forked:
             self._agreement.close()
+            self._preemption.close()
             self._ending.close()
             self._saver.close()
             self._saver.writer_lock.release()
@@ -392,13 +403,15 @@ class Checkpointer:
 
     def __enter__(self) -> Self:
         self._ending.enter(self.state)
+        self._preemption.watch()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._close(None)
         else:
-            self._ending.finish_after(error, self._branch, self._note, self._release)
+            origin = self._branch, self._note
+            self._ending.finish_after(error, self._agreement, *origin, self._release)
 
     # -- implementation ------------------------------------------------------------------------
 
@@ -422,7 +435,9 @@ class Checkpointer:
             self._rank_arguments,
             is_resumed=self._lifecycle.is_resumed,
         )
-        self._agreement = make_agreement(self._group, "training")
+        self._agreement = make_agreement(self._group, "training", self._preemption)
+        self._preemption.watch()
+        self._preemption.agree_through(self._agreement)
         if self._group.rank == 0:
             self._watcher.start()
         self._lifecycle.is_started = True

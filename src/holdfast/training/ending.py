@@ -8,11 +8,13 @@ from typing import Any, Literal
 from weakref import finalize
 
 from holdfast import events
+from holdfast.deadline import Deadline
+from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.error_report import Arrival, format_with_notes
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.state.savepoint import Savepoint
-from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
+from holdfast.errors import CommitError, HoldfastError, Preempted, RankFailed, StoreError
 from holdfast.format.names import Version
 from holdfast.run.policy import Never, SavePolicy
 from holdfast.run.retention import undeleted_error
@@ -55,6 +57,7 @@ class Ending:
         cadence: Cadence,
         lifecycle: Lifecycle,
         step_counter: StepCounter,
+        start_last_save: Callable[[Deadline], object],
     ) -> None:
         self._policy = policy
         self._on_error = on_error
@@ -63,7 +66,49 @@ class Ending:
         self._cadence = cadence
         self._lifecycle = lifecycle
         self._step_counter = step_counter
+        self._start_last_save = start_last_save
         self._exception_save: ExceptionSave | None = None
+
+    # -- after a notice: the protocol ``Training`` -----------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def url(self) -> str:
+        return self._saver.run.url
+
+    @property
+    def step(self) -> int:
+        return self._step_counter.step
+
+    @property
+    def saved_step(self) -> int:
+        return self._saver.saved_step
+
+    @property
+    def is_saving(self) -> bool:
+        return self._saver.busy
+
+    @property
+    def usual_seconds(self) -> tuple[float, float]:
+        return self._saver.usual_seconds
+
+    def save_last_step(self, deadline: Deadline) -> None:
+        """Save the last step on all ranks, and wait until it is committed. ``Never`` saves nothing.
+
+        A save in flight is awaited first. If it fails, this one may succeed.
+        """
+        with suppress(StoreError, CommitError):  # an event has reported it
+            self._saver.wait_on_all_ranks(deadline)
+        if self.saved_step != self.step and not isinstance(self._policy, Never):
+            self._start_last_save(deadline)
+            self._saver.wait_on_all_ranks(deadline)
+
+    def wait_alone(self, deadline: Deadline) -> None:
+        """Wait for the save in flight, without the other ranks."""
+        self._saver.wait(deadline)
 
     # -- during the training -------------------------------------------------------------------
 
@@ -138,6 +183,7 @@ class Ending:
     def finish_after(
         self,
         error: BaseException,
+        agreement: Agreement | LocalAgreement,
         branch: int,
         note: Mapping[str, Any],
         release: Callable[[], object],
@@ -145,8 +191,27 @@ class Ending:
         """End the training after ``error`` has ended the ``with`` block.
 
         ``release`` is called when no save is in flight anymore. Failures are reported in addition
-        to ``error``.
+        to ``error``. Raises the error of the rank that raised first, from ``error``.
         """
+        if isinstance(error, Preempted):
+            release()
+            return
+        first = None
+        if not isinstance(error, SystemExit) or error.code:
+            first = agreement.publish_error(error)
+        try:
+            self._finish_after(error, branch, note, release)
+        finally:
+            if first is not None:
+                raise first from error
+
+    def _finish_after(
+        self,
+        error: BaseException,
+        branch: int,
+        note: Mapping[str, Any],
+        release: Callable[[], object],
+    ) -> None:
         problems: list[str] = []
         could_save = self._lifecycle.can_save
         try:

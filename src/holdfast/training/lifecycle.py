@@ -138,7 +138,7 @@ def _refusal(name: str, frame: FrameType, callee: str, running: FrameType) -> Ho
         f"{name}() was called while {callee}() of the same Checkpointer was running",
         expected="one call at a time",
         found=f"a call of {callee}() in {'this' if own else 'another'} thread that has not ended",
-        todo="To save on a signal, call ckpt.save_on_signal(signal.SIGUSR1); do not save in a"
+        todo="To save on a signal, use SignalNotice(signal.SIGUSR1, stops=False); do not save in a"
         " handler. Make all other calls in one thread, or one after the other",
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast import events
 from holdfast.buffers import BufferPool
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.engine.distributed.group import Group, all_reduce, broadcast_from_first
 from holdfast.engine.saving.commit import Receipt
@@ -48,6 +49,7 @@ class SaveSpec:
     """The version to save, the reason, and the metadata for its manifest.
 
     ``on_finished`` is called with True if the save was committed, and with False if it failed.
+    ``deadline`` is the time by which the process leaves. Retention is then left to the next one.
     """
 
     version: Version
@@ -56,6 +58,7 @@ class SaveSpec:
     note: Mapping[str, Any]
     training_metadata: Mapping[str, Any]
     on_finished: Callable[[bool], None] = lambda committed: None
+    deadline: Deadline | None = None
 
 
 class Saver:
@@ -116,6 +119,13 @@ class Saver:
         """The step of ``newest``, or 0 if there is none."""
         return 0 if self.newest is None else _version_of(self.newest).step
 
+    @property
+    def usual_seconds(self) -> tuple[float, float]:
+        """The times in seconds that nearly all steps and nearly all saves take (p95)."""
+        durations = self._goodput.step_durations, self._goodput.save_durations
+        step, save = (d.p95() or 0.0 for d in durations)
+        return step, save
+
     def wait_before_save(self, step: int) -> None:
         """Wait for the save in flight, because the save of ``step`` is due.
 
@@ -150,9 +160,12 @@ class Saver:
         if overlap and self._guard is None and optimizers_in(state):
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
+        location = self.run.location(spec.version)
         try:
             job = begin_save(
-                self.run.location(spec.version).limit("save", self._timeout),
+                location.within(spec.deadline)
+                if spec.deadline is not None
+                else location.limit("save", self._timeout),
                 state,
                 self._make_metadata(spec),
                 self._pool,
@@ -281,13 +294,15 @@ class Saver:
             saves=1, bytes=result.nbytes, referred_bytes=result.referred_bytes
         )
         self._goodput.mark_committed(job.metadata.training["trained_seconds"])
+        self._goodput.save_durations.add(time.perf_counter() - job.started_at)
         spec.on_finished(True)
         try:
             if job.collective.rank == 0:  # the rank that committed the version
                 emit_structure_change(self.run.url, self.newest, snapshot)
                 if self._goodput.counts["saves"] == METRIC_CHECK_AFTER:
                     self.checks.metric.make()
-                self.retention.after_save(snapshot)
+                if spec.deadline is None:
+                    self.retention.after_save(snapshot)
         except HoldfastError as e:
             self._post_commit_error = undeleted_error(e, spec.version)
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
@@ -318,25 +333,27 @@ class Saver:
         self._goodput.counts["failures"] += 1
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
-    def wait_on_all_ranks(self) -> Snapshot | None:
+    def wait_on_all_ranks(self, deadline: Deadline | None = None) -> Snapshot | None:
         """Wait as ``wait`` does, on all ranks together.
 
         If one rank raises, all ranks raise. Otherwise, some ranks would continue to a collective
         operation that the others never reach.
         """
         operation = f"the end of a save to {self.run.url}"
-        broadcast_from_first(self._group, operation, lambda: True, bool, on_each=self.wait)
+        wait = partial(self.wait, deadline)
+        broadcast_from_first(self._group, operation, lambda: True, bool, wait, deadline)
         return self.newest
 
-    def wait(self) -> Snapshot | None:
+    def wait(self, deadline: Deadline | None = None) -> Snapshot | None:
         """Wait for the save in flight, and return ``newest``. Raises the save's error if it failed.
 
-        If retention failed after an earlier commit, its error is raised once.
+        If retention failed after an earlier commit, its error is raised once. Raises
+        ``TimeoutError`` at the ``deadline``.
         """
         pending = self._pending
         if pending is not None:
             try:
-                self.newest = pending.wait()
+                self.newest = pending.wait(None if deadline is None else deadline.seconds_left)
             finally:  # after an interrupt, the save is still pending
                 if pending.done:
                     self._pending = None

@@ -26,6 +26,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import NamedTuple
 
+from holdfast.engine.distributed.error_report import decode_raised, encode_raised
 from holdfast.engine.distributed.group import Group, StoreGroup
 from holdfast.engine.distributed.rounds import Observer, RoundDeadline, RoundParticipant
 from holdfast.engine.distributed.step_gate import StepGate
@@ -59,7 +60,7 @@ class Agreement:
         idle_poll: tuple[float, float] = IDLE_POLL,
         observer: Observer | None = None,
     ) -> None:
-        kv = group.kv
+        self._kv = kv = group.kv
         self._gate = StepGate(kv.timeouts.stuck + 4 * kv.timeouts.silent, kv.clock)
         self._participant = RoundParticipant(
             kv,
@@ -71,6 +72,7 @@ class Agreement:
         )
         self._proposals: SimpleQueue[Proposal | str | None] = SimpleQueue()
         self._closed = False
+        self._peer_error: BaseException | None = None
         self._thread = Thread(target=self._watch, name="holdfast-agree", daemon=True)
         self._thread.start()
 
@@ -101,7 +103,11 @@ class Agreement:
         which the ranks are about to agree. Raises ``RankFailed``, once, if the store failed and
         this rank cannot know whether the ranks agreed: others may act at this step.
         """
-        return self._gate.step()
+        try:
+            return self._gate.step()
+        except BaseException:
+            self._kv.peer_error = None  # if it was that of another rank, this rank raises it now
+            raise
 
     def close(self) -> None:
         """End the agreement because the training of this rank has ended.
@@ -111,22 +117,34 @@ class Agreement:
         """
         if not self._closed:
             self._closed = True
+            self._kv.peer_error = None
             self._gate.disable()
             self._proposals.put(None)
             self._thread.join(2)
 
-    def publish_error(self, report: str) -> None:
+    def publish_error(self, error: BaseException) -> BaseException | None:
         """End the agreement because the training of this rank has ended with an error.
 
-        The other ranks raise it at their next ``step``. ``report``: the error, encoded by
-        ``encode_raised``. Waits for the store for at most 2 seconds.
+        The other ranks raise it at their next ``step``. Waits for the store for at most 2 seconds.
+        Returns the error of the rank that raised before this one, of which ``error`` is most likely
+        a consequence, or None.
         """
-        if not self._closed:
-            self._proposals.put(report)
-            self.close()
+        if self._closed:
+            return None
+        report = encode_raised(error, self._kv.rank)
+        self._proposals.put(report)
+        self.close()
+        first = self._participant.raised
+        return None if error is self._peer_error or first in ("", report) else decode_raised(first)
+
+    def clock(self) -> float:
+        """Return the time on the clock of ``RoundDeadline``."""
+        return self._participant.clock()
 
     def raise_at_next_step(self, error: BaseException) -> None:
-        """Make the next ``step``, or the one that waits now, raise an error of another rank."""
+        """Make the training raise an error of another rank: in the next ``step``, or in the step
+        or the collective in which it waits now."""
+        self._peer_error = self._kv.peer_error = error
         self._gate.raise_once(error)
 
     # -- the thread ------------------------------------------------------------------------------
@@ -185,7 +203,7 @@ class LocalAgreement:
     def propose(self, action: str, seconds: float | None = None, cause: str = "") -> None:
         self._proposals.put(action)
 
-    def publish_error(self, report: str) -> None:
+    def publish_error(self, error: BaseException) -> None:
         self.close()
 
     def step(self) -> frozenset[str]:

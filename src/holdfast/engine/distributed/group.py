@@ -158,12 +158,14 @@ def all_reduce(
     value_type: type[T],
     combine: Callable[[list[T]], U],
     result_type: type[U],
+    deadline: Deadline | None = None,
 ) -> U:
     """Gather ``local_value()`` of each rank, apply ``combine`` on rank 0, and return the result.
 
-    All ranks get the same result. If one rank raises an error, all ranks do.
+    All ranks get the same result. If one rank raises an error, all ranks do. ``deadline``: that of
+    the waits for the other ranks.
     """
-    with closing(group.collective(operation)) as collective, collective:
+    with closing(group.collective(operation, deadline=deadline)) as collective, collective:
         values = collective.gather(local_value(), value_type)
         return collective.broadcast(None if values is None else combine(values), result_type)
 
@@ -174,13 +176,20 @@ def broadcast_from_first(
     on_first: Callable[[], T],
     value_type: type[T],
     on_each: Callable[[], object] = no_op,
+    deadline: Deadline | None = None,
 ) -> T:
     """Call ``on_each`` on all ranks, then ``on_first`` on rank 0, and return its result.
 
     All ranks get the same result. If one rank raises an error, all ranks do.
     """
     return all_reduce(
-        group, operation, lambda: on_each() is None, bool, lambda values: on_first(), value_type
+        group,
+        operation,
+        lambda: on_each() is None,
+        bool,
+        lambda values: on_first(),
+        value_type,
+        deadline,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from typing import Any, Protocol, TypeVar
@@ -122,8 +123,22 @@ class KVClient:
         self._start_lock = RLock()
         self._pid = os.getpid()
         self._closed = False
+        self.peer_error: BaseException | None = None
+        """The error with which the training of another rank has ended, until this rank raises it.
+        Only waits of the training thread raise it: saves in the background go on."""
+
+        self.give_up_at = inf
+        """The time on ``clock`` at which waits for other ranks end that have no deadline of their
+        own: after a notice, this process must leave in time."""
+
         self._error: BaseException | None = None
         """Without its traceback, which would keep this client and its connection alive."""
+
+    def raise_peer_error(self) -> None:
+        """Raise ``peer_error`` once, if there is one."""
+        error, self.peer_error = self.peer_error, None
+        if error is not None:
+            raise error
 
     # -- values ----------------------------------------------------------------------------------
 

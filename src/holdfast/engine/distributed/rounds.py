@@ -81,7 +81,8 @@ class RoundParticipant:
         self.proposed: set[str] = set()
         self.closing = False
         self.raised = ""
-        """The report of the error with which the training of this rank has ended."""
+        """The report of the error with which the training of this rank has ended, or, when the
+        agreement has ended, that of the first rank that raised."""
 
         self.closed_error: RankFailed | None = None
         """The reason why the ranks cannot agree on further actions."""
@@ -131,7 +132,7 @@ class RoundParticipant:
         text = self._kv.get_text(self._key) or ""
         current = _ROUND.decode(text) if text else None
         if self._deadline is not None and self._deadline.at <= self.clock():
-            self._deadline = None  # the training goes on all the same
+            self._deadline, self._kv.give_up_at = None, inf  # the training goes on all the same
         if current is not None and self._current is None:
             self._poll_delay, self._started_at = self._active_poll[0], self.clock()
         self._observe_deadline(current)
@@ -178,7 +179,9 @@ class RoundParticipant:
         if self._deadline is not None:
             now = self.clock()
             self._ack_by = now + (self._deadline.at - now) / 4
-            self._gate.limit(now + (self._deadline.at - now) / 3)
+            third = now + (self._deadline.at - now) / 3
+            self._gate.limit(third)
+            self._kv.give_up_at = min(self._kv.give_up_at, third)
 
     def _with_deadline(self, proposed: Round) -> Round:
         """Return a state of the round with the earliest known deadline, counted from now."""
@@ -312,7 +315,10 @@ class RoundParticipant:
     def _finish_round(self, finished: Round) -> None:
         """Act on the outcome and begin the next round. The last rank to leave deletes the keys."""
         error = RankFailed(finished.reason, rank=finished.rank)
+        if finished.outcome == CLOSED:
+            error.fields["ended"] = True
         if finished.outcome == RAISED:
+            self.raised = finished.reason
             todo = f"See the log of rank {finished.rank}"
             error = RankFailed(
                 f"The training of rank {finished.rank} has raised", todo=todo, rank=finished.rank

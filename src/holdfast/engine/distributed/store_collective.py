@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from threading import Lock
+from threading import Lock, current_thread
 from typing import Any, TypeVar
 
 import msgspec
@@ -251,8 +251,11 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         max_delay = 0.01 + (self.size * 2e-4 if self.rank else 0)
         check_interval = min(max(1.0, self.size / 2000), self._kv.timeouts.silent / 4)
         next_check_at = started_at + check_interval
+        is_training = not current_thread().name.startswith("holdfast-")
         with self._kv.waiting(position):
             while not is_done():
+                if is_training:
+                    self._kv.raise_peer_error()
                 if (failure := self._read_failure()) is not None:
                     # The value may have arrived before the failure. All ranks that it reaches
                     # continue and learn of the failure later, so that none of them misses the
@@ -283,6 +286,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
             deadline, self.rank
         ):
             return f"it to arrive in the time for {deadline.purpose}"
+        if deadline is None and self._kv.clock() >= self._kv.give_up_at:
+            return "it to arrive in a third of the time until this process must leave"
         if self._timeout is not None and waited >= self._timeout:
             return f"it to arrive within {self._timeout:g} s"
         return ""

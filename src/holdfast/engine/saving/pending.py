@@ -96,7 +96,7 @@ class Pending:
                 todo="Call wait() in the training thread",
             )
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"The save to {self.url} did not finish within {timeout} s")
+            raise TimeoutError(f"The save to {self.url} did not finish within {timeout:.3g} s")
         self._thread.join()
         _unawaited.discard(self)
         if self._error is not None:

@@ -1,0 +1,79 @@
+"""Ends the process before its machine does, if the training does not leave by itself."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
+from queue import Empty, SimpleQueue
+from threading import RLock, Thread
+
+from holdfast.threads import start_thread
+
+
+class ExitTimer:
+    """Calls functions at times that may be moved to earlier ones, on a thread of its own.
+
+    ``set(name, at, function)`` schedules a call. Of two times with one name, the earlier one
+    counts. ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._calls: dict[str, tuple[float, Callable[[], object]]] = {}
+        self._lock = RLock()
+        self._changes: SimpleQueue[None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._pid = os.getpid()
+
+    def set(self, name: str, at: float, function: Callable[[], object]) -> None:
+        """Call ``function`` at a time, unless an earlier time is set for ``name``."""
+        with self._lock:
+            if at < self._calls.get(name, (inf, None))[0]:
+                self._calls[name] = at, function
+            if self._thread is None:
+                thread = Thread(target=self._run, name="holdfast-deadline", daemon=True)
+                self._thread = thread if start_thread(thread) else None
+        self._changes.put(None)
+
+    def clear(self, name: str | None = None) -> None:
+        """Call nothing anymore, or not the function of one name."""
+        with self._lock:
+            for key in list(self._calls) if name is None else [name]:
+                self._calls.pop(key, None)
+        self._changes.put(None)
+
+    def _run(self) -> None:
+        while True:
+            due: Callable[[], object] | None = None
+            with self._lock:
+                if not self._calls:
+                    self._thread = None
+                    return
+                name, (at, function) = min(self._calls.items(), key=lambda item: item[1][0])
+                if (delay := at - self._clock()) <= 0:
+                    del self._calls[name]
+                    due = function
+            if due is not None:
+                due()
+                continue
+            with suppress(Empty):
+                self._changes.get(timeout=min(delay, 3600.0))
+
+
+def end_process(code: int, message: str) -> None:
+    """End this process at once with an exit code, and show where its threads were.
+
+    The training thread may be in a call of a library that does not return, so no exception can
+    reach it.
+    """
+    with suppress(Exception):  # stderr may be closed; the exit is more important
+        sys.stderr.write(f"holdfast: {message}\n")
+        sys.stderr.flush()
+        faulthandler.dump_traceback(all_threads=True)
+        sys.stdout.flush()
+    os._exit(code)

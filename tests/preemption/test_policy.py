@@ -1,0 +1,74 @@
+"""What follows from a notice."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.preemption.notice import Notice
+from holdfast.preemption.policy import Plan, Preemption
+from holdfast.preemption.signals import SignalNotice
+
+
+@pytest.mark.parametrize(
+    ("grace", "notice_seconds", "exit_seconds", "plan"),
+    [
+        # the notice does not say how much time is left: 30 s
+        (None, None, 3.0, Plan(30, 0)),
+        (0, None, 3.0, Plan(30, 0)),
+        (7, None, 3.0, Plan(30, 4)),
+        (60, None, 3.0, Plan(60, 57)),
+        # a short notice: save and leave at once, unless the user wants to go on
+        (None, 120.0, 3.0, Plan(120, 0)),
+        (0, 120.0, 3.0, Plan(120, 0)),
+        (100, 120.0, 3.0, Plan(120, 97)),
+        (600, 120.0, 3.0, Plan(120, 117)),
+        # a long notice, such as a maintenance in an hour: go on, unless the user says 0
+        (None, 3600.0, 10.0, Plan(3600, 3590)),
+        (0, 3600.0, 10.0, Plan(3600, 0)),
+        (100, 3600.0, 10.0, Plan(3600, 90)),
+        # the first save alone takes the time
+        (7, None, 3.6, Plan(30, 0)),
+        (None, 3600.0, 2000.0, Plan(3600, 0)),
+        # too late, or in the past: there is still some time, or the process is dead anyway
+        (None, 0.0, 3.0, Plan(5, 0)),
+        (7, -100.0, 3.0, Plan(5, 0)),
+        (None, 2.0, 0.1, Plan(5, 0)),
+    ],
+)
+def test_a_plan(
+    grace: float | None, notice_seconds: float | None, exit_seconds: float, plan: Plan
+) -> None:
+    notice = Notice("a test", notice_seconds)
+    assert Preemption(grace=grace).plan(notice, exit_seconds) == plan
+
+
+def test_a_notice_that_does_not_stop_has_no_deadline() -> None:
+    notice = Notice("AWS rebalance", 60.0, stops=False)
+    assert Preemption(grace=0).plan(notice, 3.0) == Plan(inf, inf)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"grace": -1},
+        {"grace": nan},
+        {"grace": inf},
+        {"grace": "30"},
+        {"grace": True},
+        {"exit_fn": 75},
+        {"save_fn": "save"},
+        {"notices": "SIGTERM"},
+        {"notices": [15]},
+        {"notices": [SignalNotice]},
+        {"notices": SignalNotice()},
+    ],
+    ids="".join,
+)
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(HoldfastError, match=f"Invalid value for {name}= of Preemption"):
+        Preemption(**wrong)

@@ -1,0 +1,294 @@
+"""Signals as notices: which handlers run, in which process, and what is left afterward."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.preemption import signals
+from holdfast.preemption.notice import Notice
+from holdfast.preemption.signals import SignalNotice, protect_worker
+
+USR1 = signal.SIGUSR1
+
+
+@pytest.fixture
+def previous() -> Iterator[list[int]]:
+    """Return the list of signals that the handler installed before receives."""
+    received: list[int] = []
+    before = signal.signal(USR1, lambda number, frame: received.append(number))
+    yield received
+    signal.signal(USR1, before)
+    assert not [t for t in threading.enumerate() if t.name == "holdfast-signals"]
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def wait_for(condition: Any, what: str) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.002)
+
+
+def test_a_signal_is_a_notice_and_reaches_the_previous_handler(previous: list[int]) -> None:
+    wakes: list[int] = []
+    source = SignalNotice(USR1, seconds=40)
+    source.start(lambda: wakes.append(1))
+    assert source.poll() is None
+    signal.raise_signal(USR1)
+    assert previous == [USR1]
+    wait_for(lambda: len(wakes) == 2, "the pipe reports it too")
+    notice = source.poll()
+    assert notice is not None
+    assert notice.source == "SIGUSR1"
+    assert notice.stops
+    assert 39 < (notice.seconds or 0) <= 40
+    assert source.poll() is None
+    source.close()
+
+
+def test_a_signal_without_a_known_deadline_and_one_that_does_not_stop(
+    previous: list[int],
+) -> None:
+    source = SignalNotice(USR1, stops=False)
+    source.start(lambda: None)
+    signal.raise_signal(USR1)
+    assert source.poll() == Notice("SIGUSR1", None, stops=False)
+    source.close()
+
+
+def test_a_signal_arrives_while_the_main_thread_is_in_a_call_of_a_library(
+    previous: list[int],
+) -> None:
+    """Python runs no handler until the call returns. The pipe does not wait for that."""
+    source, woken = SignalNotice(USR1), threading.Event()
+    source.start(woken.set)
+    pid, seen_at = os.getpid(), []
+
+    def send() -> None:
+        os.kill(pid, USR1)
+        if woken.wait(20):
+            seen_at.append(list(previous))
+
+    sender = threading.Thread(target=send)
+    # the lock is held by nobody else: only the time limit ends this call
+    lock = threading.Lock()
+    lock.acquire()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    sender.start()
+    sum(range(10_000_000))  # one call of C: no handler runs in it
+    sender.join()
+    source.close()
+    assert seen_at
+    assert previous == [USR1]
+
+
+def test_close_restores_the_handlers(previous: list[int]) -> None:
+    before = signal.getsignal(USR1)
+    first, second = SignalNotice(USR1), SignalNotice(USR1, signal.SIGUSR2)
+    first.start(lambda: None)
+    second.start(lambda: None)
+    assert signal.getsignal(USR1) is not before
+    first.close()
+    assert signal.getsignal(USR1) is not before  # the second one needs it
+    signal.raise_signal(USR1)
+    assert first.poll() is None
+    assert second.poll() is not None
+    second.close()
+    assert signal.getsignal(USR1) is before
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+
+
+def test_close_keeps_a_handler_installed_later(previous: list[int]) -> None:
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    later = signal.getsignal(USR1)
+
+    def outer(number: int, frame: Any) -> None:
+        assert callable(later)
+        later(number, frame)
+
+    signal.signal(USR1, outer)
+    source.close()
+    assert signal.getsignal(USR1) is outer
+    signal.signal(USR1, lambda *_: None)
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_default_action_is_not_taken(previous: list[int], before: Any) -> None:
+    signal.signal(USR1, before)
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    signal.raise_signal(USR1)  # the default action would end this process
+    assert source.poll() is not None
+    source.close()
+    assert signal.getsignal(USR1) == before
+
+
+def test_a_source_that_nobody_closed_leaves_the_previous_handler_in_effect(
+    previous: list[int],
+) -> None:
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    del source
+    signal.raise_signal(USR1)
+    assert previous == [USR1]
+    other = SignalNotice(USR1)
+    other.start(lambda: None)
+    other.close()
+
+
+def test_only_the_main_thread_can_start(previous: list[int]) -> None:
+    source, raised = SignalNotice(USR1), list[BaseException]()
+
+    def start() -> None:
+        try:
+            source.start(lambda: None)
+        except HoldfastError as e:
+            raised.append(e)
+
+    before = signal.getsignal(USR1)
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert "in the main thread" in str(raised[0])
+    assert signal.getsignal(USR1) is before
+    source.close()
+
+
+def test_close_from_another_thread_leaves_a_handler_that_acts_as_the_previous_one(
+    previous: list[int],
+) -> None:
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    thread = threading.Thread(target=source.close)
+    thread.start()
+    thread.join()
+    signal.raise_signal(USR1)
+    assert previous == [USR1]
+    source.start(lambda: None)
+    source.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, -1, 0, 999, "USR1", None, 1.5])
+def test_invalid_signals_are_rejected(number: Any) -> None:
+    with pytest.raises(HoldfastError, match=r"Invalid signal .*such as signal\.SIGTERM"):
+        SignalNotice(number)
+
+
+def test_another_owner_of_the_wakeup_pipe_gets_its_bytes(previous: list[int]) -> None:
+    """asyncio has one, for example."""
+    read_end, write_end = os.pipe2(os.O_NONBLOCK)
+    assert signal.set_wakeup_fd(write_end) == -1
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    signal.raise_signal(USR1)
+    got = bytearray()
+
+    def has_byte() -> bool:
+        try:
+            got.extend(os.read(read_end, 8))
+        except BlockingIOError:
+            return False
+        return bool(got)
+
+    wait_for(has_byte, "the byte was not passed on")
+    source.close()
+    assert signal.set_wakeup_fd(-1) == write_end
+    assert bytes(got) == bytes([USR1])
+    os.close(read_end)
+    os.close(write_end)
+
+
+# -- forked processes ------------------------------------------------------------------------------
+
+
+def fork(run: Any) -> int:
+    """Fork a process that exits with the result of ``run()``, and return its id once it runs."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 99
+        try:
+            signal.alarm(20)  # a hang fails
+            os.write(write_end, b"1")  # Python drops the signals that arrive before
+            code = run()
+        finally:
+            os._exit(code)
+    os.close(write_end)
+    assert os.read(read_end, 1) == b"1"
+    os.close(read_end)
+    return child
+
+
+def sleep() -> int:
+    time.sleep(30)
+    return 0
+
+
+def result_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_signal_to_a_forked_process_is_no_notice_for_the_parent(previous: list[int]) -> None:
+    """DataLoader ends its workers by SIGTERM."""
+    source = SignalNotice(signal.SIGUSR2)
+    source.start(lambda: None)
+    child = fork(sleep)
+    os.kill(child, signal.SIGUSR2)
+    assert result_of(child) == -signal.SIGUSR2
+    assert source.poll() is None
+    source.close()
+
+
+def test_a_signal_to_all_processes_does_not_end_a_forked_one(previous: list[int]) -> None:
+    def work() -> int:
+        while signals._dispatcher._received[USR1] == 0:
+            time.sleep(0.001)
+        os.kill(os.getpid(), USR1)  # its own copy of the signal
+        time.sleep(0.01)
+        return 7
+
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    child = fork(work)
+    signal.raise_signal(USR1)
+    assert result_of(child) == 7
+    source.close()
+
+
+def test_after_the_parent_has_closed_a_forked_process_ends_by_the_signal(
+    previous: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "_PARENT_SECONDS", 0.01)
+    signal.signal(USR1, signal.SIG_DFL)
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    signal.raise_signal(USR1)
+    child = fork(sleep)
+    source.close()
+    os.kill(child, USR1)
+    assert result_of(child) == -USR1
+
+
+def test_a_worker_that_replaced_the_handler_can_be_protected(previous: list[int]) -> None:
+    """PyTorch's DataLoader installs a handler of its own in each worker."""
+
+    def work() -> int:
+        signal.signal(USR1, signal.SIG_DFL)
+        protect_worker(0)
+        os.kill(os.getpid(), USR1)
+        return 5
+
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    signal.raise_signal(USR1)
+    assert result_of(fork(work)) == 5
+    source.close()

@@ -1,0 +1,470 @@
+"""Notices in one process: what is saved, how the training leaves, and what a restart finds.
+
+The numbers in the docstrings are those of BEHAVIOURS.md, section A: what TensorFlow's
+``PreemptionCheckpointHandler`` does.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import HoldfastError, NoSpace, Preempted, Unavailable
+from holdfast.preemption import response
+from holdfast.preemption.notice import Notice
+from holdfast.preemption.policy import Preemption
+from holdfast.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.training.checkpointer import Checkpointer
+from tests.engine.unreliable_stores import HookedStore
+from tests.trainings import initial_state, state_after, states_equal, train_step
+
+EVERY_STEP = 0.002
+"""Seconds that a step of these trainings takes."""
+
+
+class Announced:
+    """A source that reports what a test has announced."""
+
+    name = "a test"
+    interval = 3600.0
+
+    def __init__(self) -> None:
+        self.notices: list[Notice] = []
+        self.wake: Callable[[], object] = lambda: None
+
+    def start(self, wake: Callable[[], object]) -> None:
+        self.wake = wake
+
+    def announce(self, seconds: float | None = None, *, stops: bool = True) -> None:
+        self.notices.append(Notice("a test", seconds, stops))
+        self.wake()
+
+    def poll(self) -> Notice | None:
+        return self.notices.pop(0) if self.notices else None
+
+
+class Training:
+    """A training that gets notices from ``source``."""
+
+    def __init__(self, store: Any, save: SavePolicy | None = None, **settings: Any) -> None:
+        self.source = Announced()
+        self.state = initial_state()
+        preemption = Preemption(**{"notices": [self.source], **settings})
+        save = EverySteps(10**9) if save is None else save
+        self.ckpt = Checkpointer(store, self.state, save=save, preemption=preemption)
+
+    @property
+    def step(self) -> int:
+        return self.ckpt.current_step
+
+    def train(self, last_step: int, at: dict[int, Callable[[], object]] | None = None) -> None:
+        """Train until ``last_step``. ``at``: what to call after a step."""
+        while self.step < last_step and not self.ckpt.should_stop:
+            self.ckpt.step({"loss": train_step(self.state)})
+            if at is not None and self.step in at:
+                at[self.step]()
+            time.sleep(EVERY_STEP)
+
+
+def reasons(store: Any) -> list[str]:
+    return [s.metadata["reason"] for s in Run(store).snapshots()]
+
+
+def leave(training: Training, last_step: int = 10_000, **at: Any) -> Preempted:
+    with pytest.raises(SystemExit) as left, training.ckpt:
+        training.ckpt.resume()
+        training.train(last_step, **at)
+    assert isinstance(left.value, Preempted)
+    return left.value
+
+
+def no_threads() -> bool:
+    end = time.monotonic() + 5
+    while threads := [t for t in threading.enumerate() if t.name.startswith("holdfast")]:
+        assert time.monotonic() < end, threads
+        time.sleep(0.001)
+    return True
+
+
+def hooked(before: Callable[[str, str], object]) -> HookedStore:
+    store = HookedStore(MemoryStore())
+    store.before = before
+    return store
+
+
+@pytest.fixture(autouse=True)
+def the_process_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Record the ends of the process instead of ending pytest."""
+    ends: list[tuple[int, str]] = []
+    monkeypatch.setattr(response, "end_process", lambda code, why: ends.append((code, why)))
+    return ends
+
+
+# -- save and leave --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grace", [None, 0])
+def test_a_notice_saves_once_and_raises_system_exit(grace: float | None) -> None:
+    """3, 10, 26, 39"""
+    store = MemoryStore()
+    training = Training(store, grace=grace)
+    left = leave(training, at={5: training.source.announce})
+    assert left.code == 75
+    assert left.step == left.saved_step == training.step
+    (snapshot,) = Run(store).snapshots()
+    assert snapshot.step == training.step
+    assert snapshot.metadata["reason"] == "preemption"
+    assert no_threads()
+
+
+@pytest.mark.slow
+def test_a_grace_period_saves_twice_and_trains_in_between() -> None:
+    """4, 5, 6"""
+    store = MemoryStore()
+    training = Training(store, grace=4)
+    began = time.monotonic()
+    left = leave(training, at={5: training.source.announce})
+    assert left.code == 75
+    assert time.monotonic() - began < 4
+    first, second = Run(store).snapshots()
+    assert second.step - first.step > 10
+    assert left.step == second.step
+    assert reasons(store) == ["preemption"] * 2
+
+
+def test_the_same_process_can_resume_after_the_exit_and_finish() -> None:
+    """2, 7, 11: no step is lost or repeated."""
+    store = MemoryStore()
+    step = 0
+    for seed in range(4):
+        training = Training(store)
+        chosen = step + random.Random(seed).randint(1, 30)
+        left = leave(training, at={chosen: training.source.announce})
+        assert left.code == 75
+        step = left.step
+    training = Training(store, AtEnd())
+    with training.ckpt:
+        training.ckpt.resume()
+        training.train(step + 20)
+    assert states_equal(training.state, state_after(step + 20))
+    assert Run(store).line()[-1].step == step + 20
+
+
+def test_a_training_that_ends_first_does_not_leave() -> None:
+    """14"""
+    store = MemoryStore()
+    training = Training(store, AtEnd(), grace=600)
+    with training.ckpt:
+        training.ckpt.resume()
+        training.train(20, at={18: training.source.announce})
+    assert Run(store).line()[-1].step == 20
+    assert reasons(store)[-1] == "end"
+    assert no_threads()
+
+
+def test_a_notice_during_the_last_step_does_not_change_the_end() -> None:
+    store = MemoryStore()
+    training = Training(store, AtEnd())
+    with training.ckpt:
+        training.train(20)
+        training.source.announce()
+    assert reasons(store) == ["end"]
+
+
+def test_a_notice_before_the_first_step_saves_one_of_the_first_two() -> None:
+    store = MemoryStore()
+    training = Training(store)
+    with pytest.raises(Preempted) as left, training.ckpt:
+        training.ckpt.resume()
+        training.source.announce()
+        while training.ckpt._preemption._deadline is None:
+            time.sleep(0.001)
+        training.train(100)
+    assert left.value.step <= 2
+    assert [s.step for s in Run(store).snapshots()] == [left.value.step]
+
+
+@pytest.mark.slow
+def test_a_second_notice_changes_nothing_unless_it_is_earlier() -> None:
+    """20, 32"""
+    store = MemoryStore()
+    training = Training(store, grace=3600)
+    seen: list[float] = []
+
+    def announce(seconds: float) -> Callable[[], object]:
+        return lambda: (training.source.announce(seconds), seen.append(time.monotonic()))
+
+    left = leave(
+        training, at={5: announce(3600), 30: announce(7200), 60: announce(3600), 90: announce(8)}
+    )
+    assert left.code == 75
+    assert time.monotonic() - seen[-1] < 8
+    assert left.step > 90
+    assert reasons(store) == ["preemption"] * 2
+
+
+def test_a_cadence_save_at_the_same_step_is_the_save_before_leaving() -> None:
+    store = MemoryStore()
+    training = Training(store, EverySteps(1))
+    left = leave(training, at={5: training.source.announce})
+    assert left.saved_step == left.step
+    assert [s.step for s in Run(store).snapshots()] == list(range(1, left.step + 1))
+
+
+@pytest.mark.parametrize("save", [EverySteps(7), OnException(), AtEnd(), None])
+@pytest.mark.parametrize("block", [True, False])
+def test_any_policy_saves_when_preempted(save: SavePolicy | None, block: bool) -> None:
+    if not block and save is not None and save.on_exception:
+        return
+    store = MemoryStore()
+    training = Training(store, save)
+    if block:
+        left = leave(training, at={5: training.source.announce})
+    else:
+        try:
+            with pytest.raises(Preempted) as raised:
+                training.train(10**6, at={5: training.source.announce})
+            left = raised.value
+        finally:
+            training.ckpt.close()
+    assert left.code == 75
+    assert Run(store).line()[-1].step == left.step
+    assert no_threads()
+
+
+def test_never_saves_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    store = MemoryStore()
+    training = Training(store, Never())
+    left = leave(training, at={5: training.source.announce})
+    assert left.code == 76
+    assert left.saved_step == 0
+    assert Run(store).snapshots() == []
+    assert "the newest version is of step 0" in capsys.readouterr().err
+
+
+def test_preemption_can_be_turned_off() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Checkpointer(MemoryStore(), initial_state(), preemption=None) as ckpt:
+        ckpt.step()
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert not [t for t in threading.enumerate() if t.name == "holdfast-notices"]
+    with pytest.raises(HoldfastError, match="Invalid value for preemption="):
+        Checkpointer(MemoryStore(), initial_state(), preemption=True)  # type: ignore[arg-type]
+
+
+def test_a_notice_that_does_not_stop_saves_and_goes_on() -> None:
+    store = MemoryStore()
+    training = Training(store)
+    with training.ckpt:
+        training.train(200, at={5: lambda: training.source.announce(stops=False)})
+    (snapshot,) = Run(store).snapshots()
+    assert 5 < snapshot.step < 200
+    assert snapshot.metadata["reason"] == "request"
+
+
+# -- hooks of the user ---------------------------------------------------------------------------
+
+
+def test_an_exit_function_that_returns_lets_the_training_end_itself() -> None:
+    """34"""
+    store, calls = MemoryStore(), list[int]()
+    training = Training(store, AtEnd(), exit_fn=lambda: calls.append(1))
+    with training.ckpt:
+        training.train(10_000, at={5: training.source.announce})
+        assert training.ckpt.should_stop
+        stopped_at = training.step
+        training.source.announce()  # ignored from now on
+        training.ckpt.step({"loss": train_step(training.state)})
+    assert calls == [1]
+    assert [s.step for s in Run(store).snapshots()] == [stopped_at, stopped_at + 1]
+    assert no_threads()
+
+
+def test_an_exit_function_may_exit_with_its_own_code() -> None:
+    """33"""
+    training = Training(MemoryStore(), exit_fn=lambda: sys.exit(42))
+    with pytest.raises(SystemExit) as left, training.ckpt:
+        training.train(10_000, at={5: training.source.announce})
+    assert left.value.code == 42
+    assert Run(training.ckpt.run.store).line()[-1].step == training.step
+
+
+def test_a_save_function_replaces_the_save() -> None:
+    """17"""
+    store, calls = MemoryStore(), list[int]()
+    training = Training(store, save_fn=lambda: calls.append(training.step))
+    left = leave(training, at={5: training.source.announce})
+    assert left.code == 75
+    assert calls == [left.step]
+    assert Run(store).snapshots() == []
+
+
+def test_an_error_of_a_save_function_is_raised() -> None:
+    training = Training(MemoryStore(), save_fn=lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError), training.ckpt:
+        training.train(10_000, at={5: training.source.announce})
+
+
+# -- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_leaves_with_76_in_time(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(method: str, key: str) -> None:
+        if method == "put":
+            raise NoSpace("The disk is full")
+
+    training = Training(hooked(fail))
+    left = leave(training, at={5: training.source.announce})
+    assert left.code == 76
+    assert left.saved_step == 0
+    assert "The disk is full" in capsys.readouterr().err
+    assert no_threads()
+
+
+def test_an_earlier_save_that_failed_does_not_prevent_the_last_one() -> None:
+    failures = [NoSpace("The disk is full")]
+
+    def fail(method: str, key: str) -> None:
+        if method == "put" and failures:
+            raise failures.pop()
+
+    store = hooked(fail)
+    training = Training(store, EverySteps(5))
+    announced = training.source.announce
+    with pytest.raises(Preempted) as left, training.ckpt, warnings.catch_warnings():
+        while training.step < 5:
+            training.ckpt.step({"loss": train_step(training.state)})
+        announced()
+        while training.ckpt._preemption._deadline is None:
+            time.sleep(0.001)
+        training.train(100)
+    assert left.value.code == 75
+    assert [s.step for s in Run(store.inner).snapshots()] == [left.value.step]
+
+
+@pytest.mark.slow
+def test_a_store_that_hangs_does_not_keep_the_training(
+    the_process_is_not_ended: list[tuple[int, str]],
+) -> None:
+    """The save cannot end, so the timer ends the process before the deadline."""
+    released = threading.Event()
+
+    def hang(method: str, key: str) -> None:
+        if method == "put":
+            released.wait(60)
+
+    training = Training(hooked(hang))
+    began = time.monotonic()
+    left = leave(training, at={5: lambda: training.source.announce(0.0)})  # in the past: 5 s left
+    assert left.code == 76
+    assert time.monotonic() - began < 5
+    while not the_process_is_not_ended:
+        assert time.monotonic() - began < 6
+        time.sleep(0.01)
+    ((code, why),) = the_process_is_not_ended
+    assert code == 76
+    assert "this process ends now, before it is killed" in why
+    released.set()
+    with pytest.raises(Unavailable, match="The time is over for the exit after a test"):
+        training.ckpt._saver._pending.wait()
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_too_long_ends_the_process_in_time(
+    the_process_is_not_ended: list[tuple[int, str]],
+) -> None:
+    training = Training(MemoryStore())
+    began = time.monotonic()
+    with training.ckpt:
+        training.train(3)
+        training.source.announce(1.0)
+        while not the_process_is_not_ended:
+            assert time.monotonic() - began < 10
+            time.sleep(0.01)
+    ((code, why),) = the_process_is_not_ended
+    assert code == 76
+    assert "Its last step is 3, and the newest version is that of step 0" in why
+
+
+def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart() -> None:
+    """The deadline budget: a step takes 20 ms here, and a save 0.3 s."""
+
+    def slow(method: str, key: str) -> None:
+        if method == "put_if_absent" and "manifest" in key:
+            time.sleep(0.3)
+
+    store = hooked(slow)
+    training = Training(store, EverySteps(5), grace=4)
+    with training.ckpt:
+        for _ in range(12):
+            training.ckpt.step({"loss": train_step(training.state)})
+            time.sleep(0.02)
+    step, save = training.ckpt._saver.usual_seconds
+    assert 0.02 <= step < 0.2
+    assert 0.3 <= save < 1
+    resumed = Training(store.inner, grace=4)
+    with resumed.ckpt:
+        resumed.ckpt.resume()
+        assert resumed.ckpt._saver.usual_seconds == pytest.approx((step, save), rel=0.5)
+        assert 0.5 + 2 * step + 1.25 * save < resumed.ckpt._preemption._exit_seconds() < 4
+
+
+# -- real processes ------------------------------------------------------------------------------
+
+SCRIPT = """
+import signal, sys, time
+import numpy as np
+import holdfast
+
+if "earlier" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: print("earlier handler", flush=True))
+state = {"x": np.zeros(4), "progress": holdfast.Progress()}
+with holdfast.Checkpointer(sys.argv[1], state, save=holdfast.EverySteps(10**6)) as ckpt:
+    ckpt.resume()
+    print("begin", ckpt.current_step, flush=True)
+    while ckpt.current_step < 10_000:
+        state["x"] += 1
+        ckpt.step()
+        time.sleep(0.005)
+"""
+
+
+def run_until_sigterm(folder: Path, *args: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), *args]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        begun = process.stdout.readline()
+        assert begun.startswith("begin"), process.stderr.read() if process.stderr else ""
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, begun + out, err
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_exits_with_75_and_a_restart_goes_on(tmp_path: Path) -> None:
+    """1, 10, 7"""
+    code, _, err = run_until_sigterm(tmp_path / "run")
+    assert code == 75
+    (first,) = Run(tmp_path / "run").snapshots()
+    assert err == (
+        f"holdfast: stopped after step {first.step}, which is saved, because of SIGTERM\n"
+    )
+    code, out, _ = run_until_sigterm(tmp_path / "run", "earlier")
+    assert code == 75
+    assert out == f"begin {first.step}\nearlier handler\n"
+    second = Run(tmp_path / "run").snapshots()[-1]
+    assert second["x"][:].tolist() == [second.step] * 4
