@@ -32,6 +32,7 @@ import pytest
 from holdfast.engine.distributed.group import current_group
 from holdfast.engine.saving import save
 from holdfast.errors import HoldfastError, NoSpace, Unavailable
+from holdfast.preemption.notice import Notice
 from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -243,7 +244,7 @@ class Trial:
                 continue
             train_step(trainer.state, ckpt.current_step + 1)
             if self.scenario.request_save and trainer.rank == 1 and ckpt.current_step == 4:
-                ckpt._watcher._signalled = True
+                ckpt._preemption.on_notice(Notice("a test", stops=False))
             self._try(trainer, "step", lambda: ckpt.step({"loss": 1.0}))
 
     def _try(self, trainer: TrainingRank, operation: str, call: Callable[[], object]) -> bool:

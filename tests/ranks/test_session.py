@@ -13,8 +13,9 @@ import pytest
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed import store_collective
 from holdfast.engine.distributed.group import StoreGroup
-from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT, KeyValueStore, KVClient, Timeouts
+from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT, KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
+from holdfast.engine.distributed.store_connection import KeyValueStore
 from holdfast.errors import RankFailed
 from tests.fakegroup import FakeStore, StoreView
 

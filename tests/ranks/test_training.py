@@ -17,6 +17,7 @@ import holdfast
 from holdfast.errors import HoldfastError, PlanError, StoreError
 from holdfast.format import names
 from holdfast.format.records import Pin, encode_pin
+from holdfast.preemption.notice import Notice
 from holdfast.run.policy import (
     EveryEpoch,
     EverySeconds,
@@ -246,7 +247,7 @@ def test_a_requested_save_is_not_skipped() -> None:
         def before_step() -> None:
             step = job.ranks[0].ckpt.current_step
             if step == 19:
-                job.ranks[1].ckpt._watcher._signalled = True
+                job.ranks[1].ckpt._preemption.on_notice(Notice("a test", stops=False))
             if step > 19:
                 pause()
 
@@ -316,13 +317,12 @@ def test_a_signal_on_any_rank_causes_one_save(ranks: list[int]) -> None:
             pause()
             if job.ranks[0].ckpt.current_step == 10:
                 for rank in ranks:
-                    job.ranks[rank].ckpt._watcher._signalled = True
+                    job.ranks[rank].ckpt._preemption.on_notice(Notice("a test", stops=False))
 
         job.before_step = before_step
         job.train(100, save=EverySteps(1000))
         assert len(job.versions) == 1
         assert Run(job.inner).snapshots()[0].metadata["reason"] == "request"
-        assert [trainer.ckpt._watcher.pending_request for trainer in job.ranks] == [None] * 3
 
 
 # -- stopping ------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from holdfast.run.policy import (
     SavePolicy,
     StopWhen,
 )
-from holdfast.run.request_watcher import SIGNAL
 from holdfast.run.run import Run
 from holdfast.run.save_request import put_request
 from holdfast.storage.memory import MemoryStore
@@ -165,8 +164,8 @@ def test_a_pending_request_is_answered_by_the_last_save() -> None:
     store = MemoryStore()
     with training(store, AtEnd()) as (state, ckpt):
         train(state, ckpt, 3)
-        ckpt._watcher._signalled = True
-        assert ckpt._watcher.pending_request == SIGNAL
+        put_request(store, "a" * 12)
+        ckpt._watcher.poll()
     assert saved(store) == [(3, "request")]
 
 

@@ -411,13 +411,13 @@ def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart() -> 
         for _ in range(12):
             training.ckpt.step({"loss": train_step(training.state)})
             time.sleep(0.02)
-    step, save = training.ckpt._saver.usual_seconds
+    step, save = training.ckpt._goodput.usual_seconds
     assert 0.02 <= step < 0.2
     assert 0.3 <= save < 1
     resumed = Training(store.inner, grace=4)
     with resumed.ckpt:
         resumed.ckpt.resume()
-        assert resumed.ckpt._saver.usual_seconds == pytest.approx((step, save), rel=0.5)
+        assert resumed.ckpt._goodput.usual_seconds == pytest.approx((step, save), rel=0.5)
         assert 0.5 + 2 * step + 1.25 * save < resumed.ckpt._preemption._exit_seconds() < 4
 
 

@@ -2,5 +2,5 @@
 
 Terms: a *notice* is a message that the process will be stopped. Its *deadline* is the time of that
 stop. A *source* reports notices.
-May import: the root modules, and ``preemption``; from the engine, ``distributed``.
+May import: the root modules, ``preemption``, and from the engine ``distributed``.
 """

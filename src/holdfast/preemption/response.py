@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import inf
 from threading import RLock
 from typing import Any, Protocol
@@ -47,34 +47,44 @@ _POLL_SECONDS = 0.5
 """The longest time until another rank sees a proposal."""
 
 
-class Training(Protocol):
-    """What the response needs of the training."""
+class Steps(Protocol):
+    """What counts the steps of the training."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def url(self) -> str: ...
     @property
     def step(self) -> int:
         """The last step that is complete."""
+
+
+class Durations(Protocol):
+    """What measures the steps and saves of the training."""
+
+    @property
+    def usual_seconds(self) -> tuple[float, float]:
+        """The times in seconds that nearly all steps and nearly all saves take."""
+
+
+class Saves(Protocol):
+    """What saves the state of the training."""
+
+    url: str
 
     @property
     def saved_step(self) -> int:
         """The step of the newest committed version, or 0."""
 
     @property
-    def is_saving(self) -> bool:
+    def busy(self) -> bool:
         """True if a save is in flight."""
 
-    @property
-    def usual_seconds(self) -> tuple[float, float]:
-        """The times in seconds that nearly all steps and nearly all saves take."""
+    def wait(self, deadline: Deadline) -> object:
+        """Wait for the save in flight, without the other ranks."""
+
+
+class Ending(Protocol):
+    """What ends the training."""
 
     def save_last_step(self, deadline: Deadline) -> None:
         """Save the last step on all ranks, and wait until it is committed."""
-
-    def wait_alone(self, deadline: Deadline) -> None:
-        """Wait for the save in flight, without the other ranks."""
 
 
 class PreemptionResponse:
@@ -87,11 +97,13 @@ class PreemptionResponse:
     def __init__(
         self,
         settings: Preemption | None,
-        training: Training,
+        rank: int,
+        parts: tuple[Steps, Durations, Saves, Ending],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._training = training
+        self._rank = rank
+        self._steps, self._durations, self._saves, self._ending = parts
         self._clock = clock
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._timer = ExitTimer(clock)
@@ -133,8 +145,9 @@ class PreemptionResponse:
 
         The process still ends by the deadline if a save is in flight that does not end.
         """
-        if not self._training.is_saving:
+        if not self._saves.busy:
             self._timer.clear()
+        self._agreement = LocalAgreement()  # it refers to this object, and to a connection
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.close()
@@ -194,7 +207,7 @@ class PreemptionResponse:
         )
         self._timer.set("error", self._clock() + left, lambda: self._end_now(FAILED, message))
 
-    def on_error_raised(self) -> None:
+    def on_raised(self) -> None:
         """The training thread has raised the error of another rank."""
         self._timer.clear("error")
 
@@ -229,19 +242,18 @@ class PreemptionResponse:
 
     def _exit_seconds(self) -> float:
         """Return the time that is needed for an agreement, a step, a save, and the exit."""
-        step, save = self._training.usual_seconds
+        step, save = self._durations.usual_seconds
         return _POLL_SECONDS + 2 * step + 1.25 * save + _SLACK
 
     # -- the end of the process ------------------------------------------------------------------
 
     def _end_late(self) -> None:
         """End the process because the training has not left by itself."""
-        training = self._training
         source = "a notice" if self._deadline is None else self._deadline.purpose
         message = (
             f"this process ends now, before it is killed, for {source}. Its last step is"
-            f" {training.step}, and the newest version is that of step {training.saved_step}. The"
-            " stacks of its threads:"
+            f" {self._steps.step}, and the newest version is that of step {self._saves.saved_step}."
+            " The stacks of its threads:"
         )
         self._end_now(self._code(), message)
 
@@ -251,11 +263,11 @@ class PreemptionResponse:
         end_process(code, message)
 
     def _code(self) -> int:
-        return SAVED if self._training.saved_step == self._training.step else UNSAVED
+        return SAVED if self._saves.saved_step == self._steps.step else UNSAVED
 
     def _status(self, code: int, why: str) -> Status:
-        training = self._training
-        return Status(code, training.rank, training.step, training.saved_step, training.url, why)
+        step, saved_step = self._steps.step, self._saves.saved_step
+        return Status(code, self._rank, step, saved_step, self._saves.url, why)
 
     # -- the training thread ---------------------------------------------------------------------
 
@@ -269,11 +281,10 @@ class PreemptionResponse:
         elif self.is_urgent:
             self._leave(together=False)
 
-    @contextmanager
-    def leaving_on_failure(self) -> Iterator[None]:
-        """After a notice, leave without the others if a rank fails in the ``with`` block."""
+    def leave_on_failure(self, save: Callable[[], object]) -> None:
+        """Call ``save``. After a notice, leave without the other ranks if one of them fails."""
         try:
-            yield
+            save()
         except RankFailed as e:
             if self._deadline is None:
                 raise
@@ -289,24 +300,24 @@ class PreemptionResponse:
         try:
             limit = _save_deadline(deadline)
             if not together:
-                self._training.wait_alone(limit)
+                self._saves.wait(limit)
             elif settings.save_fn is not None:
                 settings.save_fn(*args, **kwargs)
                 code = SAVED
             else:
-                self._training.save_last_step(limit)
+                self._ending.save_last_step(limit)
         except (HoldfastError, TimeoutError) as e:
             problem = e
         self._exit(self._code() if code is None else code, deadline, problem)
 
     def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:
-        training, settings = self._training, self._settings
+        settings, step, saved_step = self._settings, self._steps.step, self._saves.saved_step
         cause = deadline.purpose.removeprefix("the exit after ")
         events.emit(
             "preempted",
-            run=training.url,
-            step=training.step,
-            saved=training.saved_step,
+            run=self._saves.url,
+            step=step,
+            saved=saved_step,
             code=code,
             source=cause,
             seconds_left=deadline.seconds_left,
@@ -314,18 +325,18 @@ class PreemptionResponse:
         )
         with self._lock:
             self.has_left, self.is_urgent, self._deadline = True, False, None
-        if not training.is_saving:
+        if not self._saves.busy:
             self._timer.clear()
         if settings is not None and settings.exit_fn is not None:
             settings.exit_fn()
             return
-        why = _describe(code, training.step, training.saved_step, cause, problem)
-        if training.rank == 0:
+        why = _describe(code, step, saved_step, cause, problem)
+        if self._rank == 0:
             with suppress(OSError, ValueError):  # stderr is closed
                 sys.stderr.write(f"holdfast: {why}\n")
                 sys.stderr.flush()
         code = leave_code(self._status(code, why))
-        raise Preempted(code, training.step, training.saved_step, why)
+        raise Preempted(code, step, saved_step, why)
 
 
 def _detect_platform() -> Sequence[NoticeSource]:

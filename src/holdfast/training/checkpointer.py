@@ -60,9 +60,9 @@ class Checkpointer:
     holds. Every ``full_every``-th version is still written in full. ``full_every=None`` never
     forces a full version, which suits weights that stay frozen.
 
-    ``overlap=True`` is experimental and has never run on an accelerator. It copies the parameters
-    and slots of the optimizers in the state during the next forward and backward pass.
-    ``optimizer.step`` waits for the copy. Nothing else may change these tensors in the meantime.
+    ``overlap=True`` (experimental, never tried on an accelerator) copies the parameters and slots
+    of the optimizers during the next forward and backward pass. ``optimizer.step`` waits for the
+    copy. Nothing else may change these tensors in the meantime.
 
     ``preemption`` says what follows a notice that the process will be stopped, such as SIGTERM. By
     default, all ranks save at one step and exit with code 75. None: nothing.
@@ -126,8 +126,7 @@ class Checkpointer:
             spread=spread,
             preemption=preemption,
         )
-        self.run = Run(run)
-        self.state = state
+        self.run, self.state = Run(run), state
         self._spread = spread
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
@@ -136,9 +135,8 @@ class Checkpointer:
         check_can_fire(save, self._step_counter.knows_epochs)
         check_not_version(self.run)
         self._goodput = Goodput()
-        full_every = full_every if incremental else 1
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
-        options = (full_every, overlap, save_timeout)
+        options = full_every if incremental else 1, overlap, save_timeout
         self._saver = Saver(self.run, self._group, keep, self._goodput, checks, *options)
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
@@ -158,7 +156,8 @@ class Checkpointer:
             self._step_counter,
             lambda deadline: self._start_save("preemption", self._metrics, deadline),
         )
-        self._preemption = PreemptionResponse(preemption, self._ending)
+        parts = self._step_counter, self._goodput, self._saver, self._ending
+        self._preemption = PreemptionResponse(preemption, self._group.rank, parts)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -250,8 +249,9 @@ class Checkpointer:
         ``batches`` is the number of batches in the step, if gradients are accumulated.
 
         When this method returns, the state may change again. If an earlier save failed, its error
-        is raised here. With several ranks, all ranks raise it when the next save is due. The step
-        is counted even if this method raises.
+        is raised here; several ranks raise it when the next save is due. The step is counted even
+        then. After a notice that the process will be stopped, this method saves, and raises
+        ``Preempted`` (a ``SystemExit``).
         """
         self._lifecycle.check_open()
         with self._goodput.paused():
@@ -266,17 +266,12 @@ class Checkpointer:
             if self._group.size == 1 and not self._saver.busy:
                 self._raise_or_warn(self._saver.wait)
             self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
-            with self._preemption.leaving_on_failure():
-                self._save_if_due()
+            self._preemption.leave_on_failure(self._save_if_due)
 
     def _count_step(self, batches: int) -> None:
         """Count the step that led to the current state."""
         self._step_counter.add_step(batches)
-        try:
-            self._agreed_proposals = self._agreement.step()
-        except BaseException:
-            self._preemption.on_error_raised()
-            raise
+        self._agreed_proposals = self._agreement.step()
         agreed = STOP_PROPOSAL in self._agreed_proposals
         self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
         self._ending.mark(self._early_stop, self._metrics)
@@ -332,49 +327,43 @@ class Checkpointer:
                 newest = self._saver.wait_on_all_ranks()
             else:
                 self._saver.add_metrics(newest, added_metrics)
-        if newest is None:
-            raise HoldfastError("The save ended without a snapshot")
-        return newest
+        if newest is not None:
+            return newest
+        raise HoldfastError("The save ended without a snapshot")
 
     @exclusive
     def wait(self) -> Snapshot | None:
-        """Wait until the save in flight is committed, and raise its error if it failed.
-
-        Return the newest version that this Checkpointer saved or resumed from, or None.
-        """
+        """Wait for the save in flight, and raise its error if it failed. Return the newest version
+        that this Checkpointer saved or resumed from, or None."""
         self._lifecycle.check_not_forked()
+        saver = self._saver
         with self._goodput.paused():
-            if self._lifecycle.is_closed:
-                return self._saver.wait()
-            return self._saver.wait_on_all_ranks()
+            return saver.wait() if self._lifecycle.is_closed else saver.wait_on_all_ranks()
 
     def statistics(self) -> dict[str, float]:
         """Return statistics since this Checkpointer was created, by name.
 
-        - ``saves``, ``failures``, ``skipped``: the number of saves that were committed, failed,
-          and were skipped.
-        - ``bytes``, ``referred_bytes``: the bytes that saves wrote, and the bytes of earlier
-          versions that they refer to.
-        - ``blocked_seconds``, ``last_blocked_seconds``, ``waited_seconds``: the time for which
-          training was blocked, for which the last save blocked it, and for which saves waited for
-          the save before.
+        - ``saves``, ``failures``, ``skipped``: saves that were committed, failed, were skipped.
+        - ``bytes``, ``referred_bytes``: bytes that saves wrote, and of earlier versions that they
+          refer to.
+        - ``blocked_seconds``, ``last_blocked_seconds``, ``waited_seconds``: for how long training
+          was blocked, also by the last save, and saves waited for the save before.
         - ``background_seconds``: the time that saves took in the background.
         - ``goodput``: the share of wall time since the run first began that was spent on steps
           that a committed version holds.
-        - ``store_requests``, ``store_retries``, ``store_throttled``, ``store_waited_seconds``,
-          ``store_running``, ``store_concurrency``: the requests of this process to the server of
-          the run (see ``holdfast.storage.throttle.Statistics``), if the store has a server.
+        - ``store_requests`` and others: requests to the server of the run, if it has one (see
+          ``holdfast.storage.throttle.Statistics``).
         """
         return {**self._goodput.statistics(), **store_statistics(self.run.store)}
 
     # -- the end -------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Save the last step if ``AtEnd`` is in the policy, and release memory.
+        """Wait for the save in flight, save the last step if ``AtEnd`` is in the policy, and
+        release memory. Raises the error of a failed save.
 
-        Waits for the save in flight. Raises the error of a failed save. Nothing is saved while an
-        exception is handled, as in a ``finally`` block after an error: the state may belong to no
-        step. If steps remain unsaved, a warning names them. A second call does nothing.
+        Nothing is saved while an exception is handled, as in a ``finally`` block: the state may
+        belong to no step. A warning names the unsaved steps. A second call does nothing.
         """
         self._close(self._lifecycle.interruption())
 
@@ -410,8 +399,8 @@ class Checkpointer:
         if error is None:
             self._close(None)
         else:
-            origin = self._branch, self._note
-            self._ending.finish_after(error, self._agreement, *origin, self._release)
+            origin = self._agreement, self._branch, self._note
+            self._ending.finish_after(error, *origin, self._release)
 
     # -- implementation ------------------------------------------------------------------------
 
@@ -419,11 +408,8 @@ class Checkpointer:
         raise_or_warn(call, self._on_error, self._saver)
 
     def _ensure_started(self) -> None:
-        """Check the run and acquire the writer lock, at the first step or save.
-
-        A new training in a run that has versions would mix two trainings. A run that is not
-        writable must raise now, not at the first save.
-        """
+        """Check the run and acquire the writer lock, at the first step or save: a run with other
+        versions, or one that is not writable, must raise now."""
         self._lifecycle.check_state_valid()
         if self._lifecycle.is_started:
             return

@@ -18,6 +18,7 @@ from holdfast.errors import CommitError, HoldfastError, Preempted, RankFailed, S
 from holdfast.format.names import Version
 from holdfast.run.policy import Never, SavePolicy
 from holdfast.run.retention import undeleted_error
+from holdfast.threads import no_op
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import EarlyStop
@@ -69,31 +70,7 @@ class Ending:
         self._start_last_save = start_last_save
         self._exception_save: ExceptionSave | None = None
 
-    # -- after a notice: the protocol ``Training`` -----------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        return self._group.rank
-
-    @property
-    def url(self) -> str:
-        return self._saver.run.url
-
-    @property
-    def step(self) -> int:
-        return self._step_counter.step
-
-    @property
-    def saved_step(self) -> int:
-        return self._saver.saved_step
-
-    @property
-    def is_saving(self) -> bool:
-        return self._saver.busy
-
-    @property
-    def usual_seconds(self) -> tuple[float, float]:
-        return self._saver.usual_seconds
+    # -- after a notice -------------------------------------------------------------------------
 
     def save_last_step(self, deadline: Deadline) -> None:
         """Save the last step on all ranks, and wait until it is committed. ``Never`` saves nothing.
@@ -102,13 +79,10 @@ class Ending:
         """
         with suppress(StoreError, CommitError):  # an event has reported it
             self._saver.wait_on_all_ranks(deadline)
-        if self.saved_step != self.step and not isinstance(self._policy, Never):
+        is_saved = self._saver.saved_step == self._step_counter.step
+        if not is_saved and not isinstance(self._policy, Never):
             self._start_last_save(deadline)
             self._saver.wait_on_all_ranks(deadline)
-
-    def wait_alone(self, deadline: Deadline) -> None:
-        """Wait for the save in flight, without the other ranks."""
-        self._saver.wait(deadline)
 
     # -- during the training -------------------------------------------------------------------
 
@@ -263,6 +237,7 @@ class Ending:
                 warn_unsaved_steps(url, step, saved_step, reason)
 
     def close(self) -> None:
+        self._start_last_save = no_op  # it refers to the Checkpointer, which refers to this object
         if self._exception_save is not None:
             self._exception_save.close()
 

@@ -57,6 +57,11 @@ class Goodput:
             "background": 0.0,
         }
 
+    @property
+    def usual_seconds(self) -> tuple[float, float]:
+        """The times in seconds that nearly all steps and nearly all saves take (p95), or 0.0."""
+        return self.step_durations.p95() or 0.0, self.save_durations.p95() or 0.0
+
     def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
         """Continue from what the resumed version stores."""
         self._started = _seconds(training_metadata.get("began"), self._started)

@@ -84,7 +84,7 @@ class Saver:
         overlap: bool,
         timeout: float | None,
     ) -> None:
-        self.run = run
+        self.run, self.url = run, run.url
         self.newest: Snapshot | None = None
         self.begun_step = 0
         """The step of the last save that did not fail, even if it is still in flight."""
@@ -118,13 +118,6 @@ class Saver:
     def saved_step(self) -> int:
         """The step of ``newest``, or 0 if there is none."""
         return 0 if self.newest is None else _version_of(self.newest).step
-
-    @property
-    def usual_seconds(self) -> tuple[float, float]:
-        """The times in seconds that nearly all steps and nearly all saves take (p95)."""
-        durations = self._goodput.step_durations, self._goodput.save_durations
-        step, save = (d.p95() or 0.0 for d in durations)
-        return step, save
 
     def wait_before_save(self, step: int) -> None:
         """Wait for the save in flight, because the save of ``step`` is due.
@@ -160,12 +153,9 @@ class Saver:
         if overlap and self._guard is None and optimizers_in(state):
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
-        location = self.run.location(spec.version)
         try:
             job = begin_save(
-                location.within(spec.deadline)
-                if spec.deadline is not None
-                else location.limit("save", self._timeout),
+                self.run.location(spec.version).limit("save", self._timeout, spec.deadline),
                 state,
                 self._make_metadata(spec),
                 self._pool,
@@ -334,22 +324,15 @@ class Saver:
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
     def wait_on_all_ranks(self, deadline: Deadline | None = None) -> Snapshot | None:
-        """Wait as ``wait`` does, on all ranks together.
-
-        If one rank raises, all ranks raise. Otherwise, some ranks would continue to a collective
-        operation that the others never reach.
-        """
-        operation = f"the end of a save to {self.run.url}"
-        wait = partial(self.wait, deadline)
+        """Wait as ``wait`` does. If one rank raises, all do: none of them goes on to a collective
+        operation that the others never reach."""
+        wait, operation = partial(self.wait, deadline), f"the end of a save to {self.run.url}"
         broadcast_from_first(self._group, operation, lambda: True, bool, wait, deadline)
         return self.newest
 
     def wait(self, deadline: Deadline | None = None) -> Snapshot | None:
-        """Wait for the save in flight, and return ``newest``. Raises the save's error if it failed.
-
-        If retention failed after an earlier commit, its error is raised once. Raises
-        ``TimeoutError`` at the ``deadline``.
-        """
+        """Wait for the save in flight, and return ``newest``. Raises the save's error if it failed,
+        ``TimeoutError`` at the ``deadline``, and once the error of a retention that failed."""
         pending = self._pending
         if pending is not None:
             try:

@@ -107,6 +107,8 @@ class Observations:
     def on_error(self, report: str) -> None:
         self.errors.append(report)
 
+    def on_raised(self) -> None: ...
+
 
 class SimulatedRank:
     def __init__(self, world: World, number: int) -> None:

@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import NamedTuple
 
-from holdfast.engine.distributed.error_report import decode_raised, encode_raised
+from holdfast.engine.distributed.error_report import decode_raised, encode_raised, is_from_torch
 from holdfast.engine.distributed.group import Group, StoreGroup
 from holdfast.engine.distributed.rounds import Observer, RoundDeadline, RoundParticipant
 from holdfast.engine.distributed.step_gate import StepGate
@@ -72,7 +72,7 @@ class Agreement:
         )
         self._proposals: SimpleQueue[Proposal | str | None] = SimpleQueue()
         self._closed = False
-        self._peer_error: BaseException | None = None
+        self._observer = observer
         self._thread = Thread(target=self._watch, name="holdfast-agree", daemon=True)
         self._thread.start()
 
@@ -107,6 +107,8 @@ class Agreement:
             return self._gate.step()
         except BaseException:
             self._kv.peer_error = None  # if it was that of another rank, this rank raises it now
+            if self._observer is not None:
+                self._observer.on_raised()
             raise
 
     def close(self) -> None:
@@ -117,17 +119,17 @@ class Agreement:
         """
         if not self._closed:
             self._closed = True
-            self._kv.peer_error = None
             self._gate.disable()
             self._proposals.put(None)
             self._thread.join(2)
+            self._kv.peer_error = None
 
     def publish_error(self, error: BaseException) -> BaseException | None:
         """End the agreement because the training of this rank has ended with an error.
 
         The other ranks raise it at their next ``step``. Waits for the store for at most 2 seconds.
-        Returns the error of the rank that raised before this one, of which ``error`` is most likely
-        a consequence, or None.
+        Returns the error of the rank that raised before this one, if ``error`` may be a consequence
+        of it: that of a collective operation whose connection was lost. Otherwise, returns None.
         """
         if self._closed:
             return None
@@ -135,7 +137,7 @@ class Agreement:
         self._proposals.put(report)
         self.close()
         first = self._participant.raised
-        return None if error is self._peer_error or first in ("", report) else decode_raised(first)
+        return decode_raised(first) if first not in ("", report) and is_from_torch(error) else None
 
     def clock(self) -> float:
         """Return the time on the clock of ``RoundDeadline``."""
@@ -144,8 +146,9 @@ class Agreement:
     def raise_at_next_step(self, error: BaseException) -> None:
         """Make the training raise an error of another rank: in the next ``step``, or in the step
         or the collective in which it waits now."""
-        self._peer_error = self._kv.peer_error = error
-        self._gate.raise_once(error)
+        if not self._closed:
+            self._kv.peer_error = error
+            self._gate.raise_once(error)
 
     # -- the thread ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from typing import Any
@@ -57,7 +58,8 @@ class RaisedReport(msgspec.Struct, frozen=True):
     """An error with which the training of a rank has ended.
 
     ``module`` and ``name``: those of its class; ``args``: its arguments if all of them are plain;
-    ``text``: its text; ``trace``: its traceback.
+    ``text``: its text; ``trace``: its traceback; ``fields``: those of a ``HoldfastError`` that are
+    plain values or tuples of strings.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class RaisedReport(msgspec.Struct, frozen=True):
     args: tuple[str | int | float | bool | None, ...] | None
     text: str
     trace: str
+    fields: dict[str, str | int | float | bool | tuple[str, ...] | None]
 
 
 _RAISED = msgspec.json.Decoder(RaisedReport)
@@ -99,7 +102,7 @@ def encode_error(error: BaseException, rank: int, operation: str, commit_begun: 
             expected,
             found,
             todo,
-            {k: v for k, v in described.fields.items() if _is_short(v)},
+            _short_fields(described),
         )
     )
 
@@ -127,6 +130,10 @@ def format_with_notes(error: BaseException) -> str:
     """Return the text of an error with its notes, which name the rank that reported the error."""
     notes = getattr(error, "__notes__", ())
     return " ".join([str(error), *(f"{note.rstrip('.')}." for note in notes)])
+
+
+def _short_fields(error: HoldfastError) -> dict[str, Any]:
+    return {k: v for k, v in error.fields.items() if _is_short(v)}
 
 
 def _is_short(value: Any) -> bool:
@@ -180,6 +187,7 @@ def encode_raised(error: BaseException, rank: int) -> str:
             args,
             str(error)[:_MAX_LENGTH],
             trace[-4 * _MAX_LENGTH :],
+            _short_fields(error) if isinstance(error, HoldfastError) else {},
         )
     )
 
@@ -203,6 +211,15 @@ def decode_raised(text: str) -> BaseException:
     return error
 
 
+def is_from_torch(error: BaseException) -> bool:
+    """Return True if PyTorch's own code raised a ``RuntimeError``, as a collective operation does
+    when another rank has left."""
+    if not isinstance(error, RuntimeError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__, -1)
+    return bool(frames) and f"{os.sep}torch{os.sep}" in frames[-1].filename
+
+
 def _rebuild(report: RaisedReport) -> BaseException | None:
     """Return an error of the class in a report, or None if that is not possible."""
     found: Any = sys.modules.get(report.module)
@@ -211,7 +228,8 @@ def _rebuild(report: RaisedReport) -> BaseException | None:
     if not (isinstance(found, type) and issubclass(found, Exception)):
         return None
     if issubclass(found, HoldfastError):
-        return found(report.text.rstrip("."), rank=report.rank)
+        fields: dict[str, Any] = {"rank": report.rank, **report.fields}
+        return found(report.text.rstrip("."), **fields)
     if report.args is None:
         return None
     try:

@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective, LocalCollective
-from holdfast.engine.distributed.kv import KeyValueStore, KVClient, Timeouts
+from holdfast.engine.distributed.kv import KVClient, Timeouts
 from holdfast.engine.distributed.session import SessionKVClient
 from holdfast.engine.distributed.store_collective import StoreCollective
-from holdfast.engine.distributed.store_connection import StoreConnection
+from holdfast.engine.distributed.store_connection import KeyValueStore, StoreConnection
 from holdfast.errors import HoldfastError, RankFailed, Unsupported
 from holdfast.format.digest import digest
 from holdfast.lazy_torch import torch_or_none

@@ -19,9 +19,9 @@ from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from holdfast.engine.distributed.store_connection import StoreConnection
+from holdfast.engine.distributed.store_connection import KeyValueStore, StoreConnection
 from holdfast.errors import RankFailed
 from holdfast.types import MIB
 
@@ -42,22 +42,6 @@ MAX_BATCH_KEYS = 64
 
 WaitPosition = tuple[int, ...]
 """The numbers of a collective, of an operation within it, and of a wait within that operation."""
-
-
-class KeyValueStore(Protocol):
-    """The methods of ``torch.distributed.Store`` that Holdfast uses.
-
-    They are called such that none of them waits for a key.
-    """
-
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def multi_set(self, keys: list[str], values: list[bytes]) -> None: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-    def add(self, key: str, number: int) -> int: ...
-    def delete_key(self, key: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,20 +108,18 @@ class KVClient:
         self._pid = os.getpid()
         self._closed = False
         self.peer_error: BaseException | None = None
-        """The error with which the training of another rank has ended, until this rank raises it.
-        Only waits of the training thread raise it: saves in the background go on."""
+        """The error that has ended the training of another rank, until this rank raises it."""
 
         self.give_up_at = inf
-        """The time on ``clock`` at which waits for other ranks end that have no deadline of their
-        own: after a notice, this process must leave in time."""
+        """The time on ``clock`` at which waits for other ranks end, unless they have a deadline."""
 
         self._error: BaseException | None = None
         """Without its traceback, which would keep this client and its connection alive."""
 
     def raise_peer_error(self) -> None:
-        """Raise ``peer_error`` once, if there is one."""
-        error, self.peer_error = self.peer_error, None
-        if error is not None:
+        """Raise ``peer_error``, once, in the training thread: saves in the background go on."""
+        if (error := self.peer_error) and not current_thread().name.startswith("holdfast-"):
+            self.peer_error = None
             raise error
 
     # -- values ----------------------------------------------------------------------------------

@@ -41,6 +41,9 @@ class Observer(Protocol):
     def on_error(self, report: str) -> None:
         """The training of another rank has ended with an error (see ``publish_error``)."""
 
+    def on_raised(self) -> None:
+        """``step`` has raised an error, in the training thread."""
+
 
 class Round(msgspec.Struct, frozen=True):
     """The value of a round in the store: the actions that all ranks perform at ``step``.

@@ -23,10 +23,10 @@ from holdfast.engine.distributed.failure_detector import STRAGGLER_SECONDS, emit
 from holdfast.engine.distributed.kv import (
     CLOSED_HEARTBEAT,
     NO_VALUE,
-    KeyValueStore,
     KVClient,
     Timeouts,
 )
+from holdfast.engine.distributed.store_connection import KeyValueStore
 from holdfast.errors import RankFailed
 from holdfast.threads import Latch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from threading import Lock, current_thread
+from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,11 +28,8 @@ T = TypeVar("T")
 
 
 def late_seconds(deadline: Deadline, rank: int) -> float:
-    """Return the seconds after the deadline of an operation after which ``rank`` waits for nobody.
-
-    Before, a rank that has failed removes its leftovers and reports its error. The other ranks wait
-    longer than rank 0, so that they learn which rank is late.
-    """
+    """Return for how long ``rank`` waits for others after a deadline: one that has failed cleans up
+    first, and rank 0 tells the others which one is late."""
     return (3 if rank else 2) * deadline.cleanup_seconds
 
 
@@ -217,11 +214,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         )
 
     def wait_for_ranks(self, pending_ranks: Callable[[], Sequence[int]], wait_number: int) -> None:
-        """Wait until ``pending_ranks`` returns no ranks.
-
-        Use this for a condition outside the store. ``wait_number``: the number of the wait, which
-        increases with each such wait.
-        """
+        """Wait until ``pending_ranks``, a condition outside the store, returns no ranks.
+        ``wait_number``: the number of the wait, which increases with each such wait."""
 
         def poll_locally(seconds: float) -> None:  # this check is cheap, unlike a store request
             end = self._kv.clock() + seconds
@@ -251,11 +245,9 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         max_delay = 0.01 + (self.size * 2e-4 if self.rank else 0)
         check_interval = min(max(1.0, self.size / 2000), self._kv.timeouts.silent / 4)
         next_check_at = started_at + check_interval
-        is_training = not current_thread().name.startswith("holdfast-")
         with self._kv.waiting(position):
             while not is_done():
-                if is_training:
-                    self._kv.raise_peer_error()
+                self._kv.raise_peer_error()
                 if (failure := self._read_failure()) is not None:
                     # The value may have arrived before the failure. All ranks that it reaches
                     # continue and learn of the failure later, so that none of them misses the
@@ -282,9 +274,8 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
     def exceeded(self, waited: float) -> str:
         """Return the limit that a wait of so many seconds exceeds, or an empty string."""
         deadline = self._deadline
-        if deadline is not None and deadline.clock() >= deadline.at + late_seconds(
-            deadline, self.rank
-        ):
+        late = 0.0 if deadline is None else late_seconds(deadline, self.rank)
+        if deadline is not None and deadline.clock() >= deadline.at + late:
             return f"it to arrive in the time for {deadline.purpose}"
         if deadline is None and self._kv.clock() >= self._kv.give_up_at:
             return "it to arrive in a third of the time until this process must leave"

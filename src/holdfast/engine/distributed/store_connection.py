@@ -1,4 +1,4 @@
-"""The TCP connection of a client of the job's TCPStore, with which a call can be ended.
+"""The job's TCPStore: its methods, and the TCP connection with which a call can be ended.
 
 A call of a TCPStore does not return while the process that hosts the store is stopped, whatever
 the timeout. If it returns after the interpreter has begun to end, PyTorch's binding ends the
@@ -12,8 +12,25 @@ import os
 import re
 import socket
 from contextlib import suppress
+from typing import Protocol
 
 _CLIENT = re.compile(r"SocketImpl\(fd=(\d+), .*?remote=.*?:(\d+)\)")
+
+
+class KeyValueStore(Protocol):
+    """The methods of ``torch.distributed.Store`` that Holdfast uses.
+
+    They are called such that none of them waits for a key.
+    """
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def add(self, key: str, number: int) -> int: ...
+    def delete_key(self, key: str) -> bool: ...
 
 
 class StoreConnection:

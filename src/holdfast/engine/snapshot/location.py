@@ -31,18 +31,18 @@ class Location:
     deadline: Deadline | None = None
     unlimited: Store | None = None
 
-    def limit(self, operation: str, timeout: float | None) -> Location:
+    def limit(
+        self, operation: str, timeout: float | None, deadline: Deadline | None = None
+    ) -> Location:
         """Return the same location for an operation of at most ``timeout`` seconds from now. None:
-        without a limit. ``operation``: "save".
+        without a limit. ``operation``: "save". A ``deadline`` replaces the timeout.
 
         Raises ``HoldfastError`` unless the timeout is positive.
         """
-        if timeout is None:
-            return self
-        return self.within(Deadline.after(timeout, f"the {operation} of {self.url}: {timeout} s"))
-
-    def within(self, deadline: Deadline) -> Location:
-        """Return the same location for an operation that ends by a deadline."""
+        if deadline is None:
+            if timeout is None:
+                return self
+            deadline = Deadline.after(timeout, f"the {operation} of {self.url}: {timeout} s")
         return Location(within(self.store, deadline), self.folder, deadline, self.store)
 
     def without_limit(self) -> Location:
