@@ -127,10 +127,9 @@ class Checkpointer:
             preemption=preemption,
         )
         self.run, self.state = Run(run), state
-        self._spread = spread
+        self._spread, self._on_error = spread, on_error
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
-        self._on_error = on_error
         self._step_counter = StepCounter(state)
         check_can_fire(save, self._step_counter.knows_epochs)
         check_not_version(self.run)
@@ -141,11 +140,10 @@ class Checkpointer:
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
         self._agreed_proposals: frozenset[str] = frozenset()
-        self._watcher = RequestWatcher(self.run.store)
         self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
-        self._lifecycle = Lifecycle()
+        self._watcher, self._lifecycle = RequestWatcher(self.run.store), Lifecycle()
         self._ending = Ending(
             save,
             on_error,
