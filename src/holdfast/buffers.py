@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Condition, Lock
+from typing import Self
 
 import numpy as np
 
@@ -48,10 +49,19 @@ class Buffer:
         self.view = memoryview(mapping)
         self.address = address_of(self.view)
         self.is_free = False
+        self.is_pooled = True
         # Call madvise through ctypes: mmap.madvise holds the GIL while the kernel allocates pages.
         start, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
         if _LIBC.madvise(start, length, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14
             ctypes.memset(self.address, 0, size)
+
+    @classmethod
+    def over(cls, view: memoryview) -> Self:
+        """Return a buffer that is a part of other memory. A pool does not keep it."""
+        buffer = cls.__new__(cls)
+        buffer.size, buffer.view, buffer.address = len(view), view, address_of(view)
+        buffer.is_free = buffer.is_pooled = False
+        return buffer
 
 
 class BufferPool:
@@ -202,6 +212,8 @@ class BufferPool:
             if buffer.is_free:
                 raise HoldfastError("A buffer was released twice: its bytes may be in use")
             buffer.is_free = True
+            if not buffer.is_pooled:
+                return
             if self._closed or self._count > self._limit:
                 self._count -= 1
             else:

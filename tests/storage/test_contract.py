@@ -10,6 +10,7 @@ import pytest
 
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
+from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.store_contract import StoreContract
 from tests.disks import KINDS, new_disk
@@ -64,6 +65,13 @@ class TestLocalWithoutDirect(_InFolder):
 
 class TestLocalOnTmpfs(_InFolder):
     parent = "/dev/shm"
+
+
+class TestTmpfs(_InFolder):
+    parent = "/dev/shm"
+
+    def make_store(self, folder):
+        return TmpfsStore(folder / "not" / "yet")
 
 
 @pytest.fixture(scope="module", params=KINDS)

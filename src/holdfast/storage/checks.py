@@ -33,6 +33,13 @@ class WrittenRanges:
 
         Raises ``StoreError`` before the block if the range does not lie within the object.
         """
+        self.check(offset, size)
+        yield
+        if size:
+            self._ranges.append((offset, size))
+
+    def check(self, offset: int, size: int) -> None:
+        """Raise ``StoreError`` if a range does not lie within the object."""
         if offset < 0 or offset + size > self._length:
             raise StoreError(
                 f"A write to {self._fields['key']} is outside the object",
@@ -41,9 +48,6 @@ class WrittenRanges:
                 offset=offset,
                 **self._fields,
             )
-        yield
-        if size:
-            self._ranges.append((offset, size))
 
     def require_complete(self) -> None:
         """Raise ``StoreError`` unless each byte was written exactly once.

@@ -119,6 +119,19 @@ class Upload(Protocol):
         self.abort()
 
 
+class MappedUpload(Upload, Protocol):
+    """An upload whose bytes are in the memory of this process before they are written."""
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return these bytes of the object as memory to fill.
+
+        They count as written once this view has been passed to ``write_at``, which then copies
+        nothing. Nothing may be written to the view after ``commit``. Raises ``StoreError`` if the
+        range does not lie within the object.
+        """
+        ...
+
+
 class RangeReader(Protocol):
     """A range of an object, which is read from its first byte to its last. It is a context manager,
     and only one thread uses it."""
@@ -191,9 +204,9 @@ class Store(Protocol):
 
         Unfinished uploads are not included. If the folder does not exist, nothing is yielded.
 
-        A store may also have ``list_level(folder, prefix)`` and ``within(deadline)``: see the
-        functions of these names. With a ``read_size`` in its traits, it has ``open_range(key,
-        offset, length)``, which returns a ``RangeReader``.
+        A store may also have ``list_level(folder, prefix)``, ``within(deadline)``, and
+        ``put_mapped(key, length)``: see the functions of these names. With a ``read_size`` in its
+        traits, it has ``open_range(key, offset, length)``, which returns a ``RangeReader``.
         """
         ...
 
@@ -237,6 +250,16 @@ def within(store: Store, deadline: Deadline) -> Store:
     method = getattr(store, "within", None)
     view: Store = store if method is None else method(deadline)
     return view
+
+
+def put_mapped(store: Store, key: str, length: int) -> MappedUpload | None:
+    """Begin to write an object into memory (see ``Store.put``). None: the store is not memory.
+
+    The upload comes from the store's own method ``put_mapped(key, length)``, which is optional.
+    """
+    method = getattr(store, "put_mapped", None)
+    upload: MappedUpload | None = None if method is None else method(key, length)
+    return upload
 
 
 MAX_PARTS = 10_000

@@ -20,6 +20,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format import names, tree
 from holdfast.format.manifest import IncrementalManifest, IncrementalShard, Manifest, Parent, Shard
+from holdfast.storage.store import MappedUpload
 from holdfast.text import to_repr
 from holdfast.threads import Workers
 from holdfast.version import __version__
@@ -54,7 +55,8 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     """A save between its two halves: staged, or ready to be staged piece by piece. A ``with`` block
     releases what it holds.
 
-    ``deferred``: the pieces that remain to be staged in the background; ``staging_error``: the
+    ``upload``: this rank's shard, if it is staged into a store in memory; ``deferred``: the pieces
+    that remain to be staged in the background; ``staging_error``: the
     error with which this rank failed to stage the save while other ranks may have succeeded;
     ``observer``: compares the trainable leaves with those of the version before, if not None.
     """
@@ -70,6 +72,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     workers: Workers
     started_at: float
     staged_at: float = 0.0
+    upload: MappedUpload | None = None
     deferred: DeferredStaging | None = None
     staging_error: Exception | None = None
     observer: Observation | None = None
@@ -79,8 +82,14 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         """Release the buffers and the references to the live state, and leave the collective."""
         if self.deferred is not None:
             self.deferred.release()
-        release_buffers(self.pieces, self.workers.pool)
+        self.release_memory()
         self.collective.close()
+
+    def release_memory(self) -> None:
+        """Release the buffers, and abort the upload unless it was committed."""
+        release_buffers(self.pieces, self.workers.pool)
+        if self.upload is not None:
+            self.upload.abort()
 
     def build_manifest(self, shards: Sequence[Shard], chain: int) -> Manifest:
         """Return the manifest that commits these shards.

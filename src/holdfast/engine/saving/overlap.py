@@ -21,6 +21,7 @@ from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.saving.staging import cuda_devices, stage_pieces
 from holdfast.lazy_torch import torch_or_none
+from holdfast.storage.store import MappedUpload
 from holdfast.threads import Latch, Workers
 
 
@@ -40,8 +41,9 @@ class DeferredStaging:
         if not pieces:
             self.release()
 
-    def stage(self, workers: Workers) -> list[str]:
-        """Copy the pieces and release the live state.
+    def stage(self, workers: Workers, upload: MappedUpload | None = None) -> list[str]:
+        """Copy the pieces, into the memory of ``upload`` if there is one, and release the live
+        state.
 
         Return the keys of the leaves that changed meanwhile; their copies are invalid. Changes are
         detected by PyTorch's version counters, which miss changes through ``p.data`` and changes
@@ -50,7 +52,7 @@ class DeferredStaging:
         try:
             if self.done.is_set():
                 return []
-            stage_pieces(self._image, self._pieces, workers, self._streams)
+            stage_pieces(self._image, self._pieces, workers, upload, self._streams)
             versions = zip(
                 self._leaf_indices, self._tensor_versions, self._read_tensor_versions(), strict=True
             )

@@ -2,7 +2,7 @@
 
 1. Flatten the state, and agree with the other ranks on which rank writes which boxes.
 2. Stage: make the shard's image. An asynchronous save copies it into buffers now, so that training
-   can continue.
+   can continue. For a store in memory, these are the memory of the shard's file.
 3. Write the shard (with a base version, only the chunks that the base lacks), then its index.
 4. Gather the receipts, check them, and commit.
 """
@@ -25,13 +25,13 @@ from holdfast.engine.saving.commit import (
     put_manifest,
     raise_if_exists,
 )
-from holdfast.engine.saving.image import make_image, release_buffers, split_into_pieces
+from holdfast.engine.saving.image import make_image, split_into_pieces
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, split_pieces
 from holdfast.engine.saving.partition import partition_state
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.staging import stage_pieces, synchronize_streams
-from holdfast.engine.saving.write import write_local_shard
+from holdfast.engine.saving.write import put_local_shard, write_local_shard
 from holdfast.engine.snapshot.location import Location, Url, locate
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import FlatState, flatten
@@ -184,13 +184,14 @@ def begin_save(
                 now, later = split_pieces(
                     image, job.pieces, find_stable_leaves(state, flat) if overlap else ()
                 )
-                stage_pieces(image, now, workers)
+                job.upload = put_local_shard(job)
+                stage_pieces(image, now, workers, job.upload)
                 job.deferred = DeferredStaging(image, later)
             job.staged_at = time.perf_counter()
             seconds = job.staged_at - started_at
             events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
         except BaseException as e:
-            release_buffers(job.pieces, pool)
+            job.release_memory()
             if collective.size == 1 or not stage_now or not isinstance(e, Exception):
                 raise
             # The other ranks already continue training, so all ranks raise at the end of the save.
@@ -238,7 +239,7 @@ def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_
 def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
     """Stage the deferred pieces. Raises ``CommitError`` if the training changed their leaves
     meanwhile."""
-    if changed := deferred.stage(job.workers):
+    if changed := deferred.stage(job.workers, job.upload):
         raise CommitError(
             f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"
             " during the copy in the background",

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from holdfast.buffers import Buffer
 from holdfast.engine.saving.image import Image, Piece, release_buffers
+from holdfast.storage.store import MappedUpload
 from holdfast.threads import Workers
 
 
@@ -32,16 +34,21 @@ def stage_pieces(
     image: Image,
     pieces: Sequence[Piece],
     workers: Workers,
+    upload: MappedUpload | None = None,
     make_context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Copy all pieces into buffers. After this returns, the live state may change.
 
-    Each copy runs within a context made by ``make_context``. If a copy fails, release all buffers
-    and raise its error.
+    With an ``upload``, the buffers are the memory of the file itself. Each copy runs within a
+    context made by ``make_context``. If a copy fails, release all buffers and raise its error.
     """
 
     def fill(piece: Piece) -> None:
-        piece.buffer = buffer = workers.acquire(1)[0]
+        if upload is None:
+            buffer = workers.acquire(1)[0]
+        else:
+            buffer = Buffer.over(upload.view(piece.start, piece.stop - piece.start))
+        piece.buffer = buffer
         with make_context():
             image.copy_piece(piece, buffer)
 

@@ -27,8 +27,21 @@ from holdfast.format.index import IncrementalIndex, Index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
 from holdfast.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, IncrementalShard
 from holdfast.format.sealed import check_length
-from holdfast.storage.store import Traits, part_length
+from holdfast.storage.store import MappedUpload, Traits, Upload, part_length, put_mapped
 from holdfast.threads import Workers, gc_paused
+
+
+def put_local_shard(job: SaveJob) -> MappedUpload | None:
+    """Begin to write this rank's shard if the store is memory, so that it can be staged there.
+
+    None: it is staged into buffers. An incremental save is: it may not need all that it stages.
+    Raises ``StoreError``.
+    """
+    rank, size = job.collective.rank, job.collective.size
+    if job.base is not None or (rank and not job.image.leaf_boxes):
+        return None
+    shard_name = names.shard_name(rank, size, job.partition.attempt)
+    return put_mapped(job.location.store, job.location.key(shard_name), job.image.length)
 
 
 def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
@@ -52,7 +65,7 @@ def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
         layout = make_incremental_layout(base_version, aligned, digests)
     unchanged: list[str] | None = []
     if layout is None:
-        digests = write_shard(location, shard_name, image, pieces, workers)
+        digests = write_shard(location, shard_name, image, pieces, workers, job.upload)
         shard = write_index(location, index_name, shard_name, image, digests)
         if job.observer is not None:
             unchanged = job.observer.on_written(image, digests)
@@ -73,9 +86,10 @@ def write_shard(
     image: Image | PackedImage,
     pieces: Sequence[Piece],
     workers: Workers,
+    begun: Upload | None = None,
 ) -> list[str]:
     """Write all pieces, staged or not, in several threads. Return the digest of every chunk of the
-    image once the shard is durable.
+    image once the shard is durable. ``begun``: the upload, if it has begun.
 
     Raises ``StoreError``, or what ``copy_piece`` raises; then no shard was created, and the pieces
     that were not yet written keep their buffers.
@@ -119,7 +133,8 @@ def write_shard(
     if traits.connections:
         workers = replace(workers, threads=min(workers.threads, traits.connections))
     groups = group_into_parts(pieces, head, traits, most)
-    with location.store.put(key, length, *([head] if traits.part_size else [])) as upload:
+    arguments = [head] if traits.part_size else []
+    with begun or location.store.put(key, length, *arguments) as upload:
         workers.each(groups, write, 0 if traits.ordered else length)  # 0: on this thread
         upload.commit()
         workers.advance()

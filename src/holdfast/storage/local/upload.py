@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Lock
+from typing import TypeVar
 
 from holdfast.buffers import address_of, as_byte_view, direct_io_length
 from holdfast.errors import StoreError
@@ -16,6 +17,8 @@ from holdfast.storage.local.files import LocalFiles
 from holdfast.storage.local.os_calls import INVALID_OR_UNSUPPORTED, UNSUPPORTED
 from holdfast.storage.store import Stat, Upload
 from holdfast.types import ALIGNMENT
+
+T = TypeVar("T")
 
 _MAX_TRIES = 16
 _LINK_UNSUPPORTED = UNSUPPORTED | {errno.EPERM, errno.EMLINK}
@@ -28,6 +31,9 @@ class LocalUpload(Upload):
     aligned, and is synced. ``_direct_fd`` writes the rest.
     """
 
+    _suffix = "partial"
+    _access = os.O_WRONLY
+
     def __init__(self, files: LocalFiles, key: str, length: int, *, direct: bool) -> None:
         self._files = files
         self._fs = files.fs
@@ -37,7 +43,7 @@ class LocalUpload(Upload):
         self._path = files.path(key, to_change=True)
         self._folder, name = os.path.split(self._path)
         refuse_partial(key, files.url)
-        self._temp_path = f"{self._folder}/.{name[:48]}.{secrets.token_hex(8)}.partial"
+        self._temp_path = f"{self._folder}/.{name[:48]}.{secrets.token_hex(8)}.{self._suffix}"
         self._lock = Lock()
         self._closed = False  # for new calls; active calls may still use the descriptors
         self._active_calls = 0
@@ -49,7 +55,7 @@ class LocalUpload(Upload):
                 self._descriptors.callback(self._fs.close, self._fd)
                 self._inode = self._fs.fstat(self._fd).inode
                 if length:
-                    self._fs.fallocate(self._fd, length)
+                    self._reserve(length)
                 if direct and length >= ALIGNMENT:
                     self._open_direct()
             except BaseException:
@@ -130,11 +136,21 @@ class LocalUpload(Upload):
                     self._descriptors.close()
 
     def _create(self) -> int:
+        """Create the temporary file, and return its descriptor."""
+        flags = self._access | os.O_CREAT | os.O_EXCL
+        return self._in_folder(lambda: self._fs.open(self._temp_path, flags))
+
+    def _reserve(self, length: int) -> None:
+        """Allocate the space of the temporary file, if the file system can."""
+        self._fs.fallocate(self._fd, length)
+
+    def _in_folder(self, make: Callable[[], T]) -> T:
+        """Return the result of ``make``, which creates a name in the folder of the object."""
         for _ in range(_MAX_TRIES):
             with suppress(FileNotFoundError):  # a delete removed the empty folder
                 try:
                     self._files.make_folders(self._folder)
-                    return self._fs.open(self._temp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+                    return make()
                 except (FileNotFoundError, NotADirectoryError):
                     self._files.refuse_obstacle(self._key, self._folder, "folder")
                     raise
