@@ -1,0 +1,113 @@
+"""Placement of copies, as properties of random trainings."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import HoldfastError
+from holdfast.tiers.placement import place_copies
+
+domain_lists = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40)
+
+
+@given(domain_lists, st.integers(1, 6))
+@settings(max_examples=500, deadline=None)
+def test_the_copies_of_a_rank_are_in_different_domains_whenever_possible(labels, copies):
+    placement = place_copies(labels, copies)
+    count = min(copies, len(set(labels)))
+    for rank, holders in enumerate(placement.holders):
+        assert holders[0] == rank
+        assert len(holders) == len(set(holders)) == min(copies, len(labels))
+        assert len({labels[holder] for holder in holders}) == count
+        assert len({labels[holder] for holder in holders[:count]}) == count
+    assert placement.domains == count
+
+
+@given(domain_lists, st.integers(1, 6))
+@settings(deadline=None)
+def test_held_is_the_inverse_of_holders(labels, copies):
+    placement = place_copies(labels, copies)
+    for rank, held in enumerate(placement.held):
+        assert held[0] == rank
+        others = [r for r in range(len(labels)) if r != rank and rank in placement.holders[r]]
+        assert [*held[1:]] == others
+
+
+@given(domain_lists, st.integers(1, 6))
+@settings(max_examples=500, deadline=None)
+def test_the_ranks_of_a_domain_hold_equally_many_copies_or_one_more(labels, copies):
+    if len(set(labels)) < copies:
+        return
+    placement = place_copies(labels, copies)
+    for label in set(labels):
+        loads = [len(placement.held[r]) for r, other in enumerate(labels) if other == label]
+        assert max(loads) - min(loads) <= 1
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 9), st.randoms())
+@settings(max_examples=500, deadline=None)
+def test_all_ranks_hold_equally_many_copies_if_the_domains_are_equally_large(
+    domains, size, copies, random
+):
+    labels = [f"host{i}" for i in range(domains)] * size
+    random.shuffle(labels)
+    placement = place_copies(labels, copies)
+    assert {len(held) for held in placement.held} == {min(copies, domains * size)}
+
+
+@given(st.integers(1, 30), st.integers(1, 6))
+@settings(deadline=None)
+def test_the_groups_do_not_overlap_and_the_rest_joins_the_last_one(hosts, copies):
+    placement = place_copies([str(i) for i in range(hosts)], copies)
+    neighbors = {rank: {*holders} for rank, holders in enumerate(placement.holders)}
+    whole = max(1, hosts // copies) - 1  # groups before the last one
+    for rank in range(whole * copies):
+        assert neighbors[rank] == {*range(rank // copies * copies, (rank // copies + 1) * copies)}
+    last = {*range(whole * copies, hosts)}
+    assert all(neighbors[rank] <= last for rank in last)
+    # only a failure of a whole group can lose a rank's shard
+    sets = Counter(frozenset(holders) for holders in neighbors.values())
+    assert len(sets) <= whole + len(last)
+
+
+def test_the_result_depends_on_the_ranks_and_not_on_the_labels():
+    labels = ["x", "y", "z", "x", "y", "z"]
+    renamed = [{"x": "c", "y": "a", "z": "b"}[label] for label in labels]
+    assert place_copies(labels, 2) == place_copies(renamed, 2) == place_copies(labels, 2)
+
+
+def test_examples():
+    # two hosts with two ranks each: each rank has a peer on the other host
+    assert place_copies(["a", "a", "b", "b"], 2).holders == ((0, 2), (1, 3), (2, 0), (3, 1))
+    # three hosts, two copies: a ring
+    assert place_copies(["a", "b", "c"], 2).holders == ((0, 1), (1, 2), (2, 0))
+    # five hosts, two copies: a group of two, and one of three
+    assert place_copies([*"abcde"], 2).holders == ((0, 1), (1, 0), (2, 3), (3, 4), (4, 2))
+    # one host: the copies share its fate
+    placement = place_copies(["a", "a", "a"], 2)
+    assert (placement.holders, placement.domains) == (((0, 1), (1, 2), (2, 0)), 1)
+    # one rank: there is no place for another copy
+    assert place_copies(["a"], 2).holders == ((0,),)
+    # hosts of similar size form a group
+    assert place_copies([*"aaaabbbbcd"], 2).holders[8:] == ((8, 9), (9, 8))
+
+
+def test_many_ranks():
+    placement = place_copies([f"host{i // 8}" for i in range(16_384)], 3)
+    assert {len(held) for held in placement.held} == {3}
+    assert placement.domains == 3
+
+
+@pytest.mark.parametrize("copies", [0, -1, 1.5, True, None, "2"])
+def test_an_invalid_number_of_copies(copies):
+    with pytest.raises(HoldfastError, match="copies="):
+        place_copies(["a"], copies)
+
+
+def test_no_ranks():
+    with pytest.raises(HoldfastError, match="no ranks"):
+        place_copies([], 2)
