@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import msgspec
 
@@ -112,7 +112,7 @@ class Upload(Protocol):
         """Abort the upload and remove the written data. May be called at any time, also twice."""
         ...
 
-    def __enter__(self) -> Upload:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

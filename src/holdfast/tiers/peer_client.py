@@ -1,0 +1,134 @@
+"""Send copies of files to a peer, and fetch files from it."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from holdfast.deadline import Deadline
+from holdfast.errors import AlreadyExists, StoreError, Unavailable
+from holdfast.storage.store import Store
+from holdfast.tiers.peer_addresses import PeerAddress
+from holdfast.tiers.peer_auth import CHALLENGE_BYTES, ClientHandshake
+from holdfast.tiers.peer_files import begin_copy, digest_file, receive_content, send_content
+from holdfast.tiers.peer_messages import (
+    Channel,
+    Coming,
+    Fetch,
+    Files,
+    Hello,
+    ListFiles,
+    Offer,
+    Ready,
+    Stored,
+)
+
+_CONNECT_SECONDS = 10.0
+"""The longest time for a connection. A host that is gone does not answer at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileReceipt:
+    """A file that the side that received it has stored, with its digest of what it received."""
+
+    key: str
+    length: int
+    digest: str
+
+
+class PeerConnection:
+    """A connection to the server of a peer. It is a context manager, for one thread.
+
+    ``secret``: that of the job; ``rank``: the own rank; ``deadline``: the time by which all calls
+    end. After an error, the connection is closed. The calls raise ``Unavailable`` if the peer is
+    away, slow, or busy, ``Denied`` if it does not know the secret, and its own error if it refuses
+    a request.
+    """
+
+    def __init__(self, address: PeerAddress, secret: str, rank: int, deadline: Deadline) -> None:
+        peer = f"rank {address.rank} at {address.host}:{address.port}"
+        deadline.check()
+        try:
+            seconds = min(_CONNECT_SECONDS, deadline.seconds_left)
+            connection = socket.create_connection((address.host, address.port), seconds)
+        except OSError as e:
+            raise Unavailable(
+                f"Cannot connect to {peer}: {e.strerror or e}",
+                todo="Its process may have ended; look up its address again",
+            ) from e
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._channel = Channel(connection, peer, deadline)
+        try:
+            handshake = ClientHandshake(secret)
+            self._channel.send_bytes(handshake.hello)
+            challenge = self._channel.receive_bytes(CHALLENGE_BYTES)
+            proof, session = handshake.answer(challenge, peer)
+            self._channel.send_bytes(proof)
+            self._channel.session = session
+            self._channel.send(Hello(rank))
+        except BaseException:
+            self.close()
+            raise
+
+    def send_file(self, store: Store, key: str) -> FileReceipt:
+        """Copy a file of ``store`` to the peer, under the same key. Return its receipt.
+
+        A file that the peer has already is not sent again. Raises ``AlreadyExists`` if the peer has
+        other bytes there, and ``DigestMismatch`` if bytes changed on their way.
+        """
+        channel = self._channel
+        length = store.stat(key).length
+        channel.send(Offer(key, length))
+        answer: Ready | Stored = channel.receive(Ready, Stored)
+        if isinstance(answer, Stored):
+            stored, digest = answer, digest_file(store, key, length, channel.deadline.check)
+        else:
+            digest = send_content(channel, store, key, length)
+            stored = channel.receive(Stored)
+        if (stored.length, stored.digest) != (length, digest):
+            raise AlreadyExists(
+                f"{channel.peer} has other bytes in {key}; nothing was changed",
+                expected=f"{length} bytes with digest {digest}",
+                found=f"{stored.length} bytes with digest {stored.digest}",
+                todo="Save the version again: names of shards contain an attempt",
+                key=key,
+            )
+        return FileReceipt(key, length, digest)
+
+    def fetch_file(self, store: Store, key: str, max_length: int) -> FileReceipt:
+        """Copy a file of the peer to ``store``, a store in memory, under the same key.
+
+        Raises ``NotFound`` if the peer does not have it, ``StoreError`` if it is longer than
+        ``max_length`` bytes, ``AlreadyExists`` if the store has the key, and ``DigestMismatch`` if
+        bytes changed on their way.
+        """
+        channel = self._channel
+        channel.send(Fetch(key))
+        length = channel.receive(Coming).length
+        if length > max_length:
+            self.close()
+            raise StoreError(
+                f"{key} of {channel.peer} is too long",
+                expected=f"at most {max_length} bytes",
+                found=f"{length} bytes",
+                key=key,
+            )
+        with begin_copy(store, key, length) as upload:
+            _, digest = receive_content(channel, upload, key, length)
+        return FileReceipt(key, length, digest)
+
+    def list_files(self, prefix: str) -> list[tuple[str, int]]:
+        """Return the keys and lengths of the peer's files in a folder (``""``: all), in order of
+        their keys. At most ``MAX_LISTED`` are returned."""
+        self._channel.send(ListFiles(prefix))
+        return self._channel.receive(Files).files
+
+    def close(self) -> None:
+        """Close the connection. What the peer has half received is gone."""
+        self._channel.close()
+
+    def __enter__(self) -> PeerConnection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,97 @@
+"""The bytes of one file, from a store to a connection or back, with their digest on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import xxhash
+
+from holdfast.buffers import Buffer
+from holdfast.errors import DigestMismatch, StoreError
+from holdfast.storage.store import MappedUpload, Stat, Store, put_mapped
+from holdfast.threads import no_op
+from holdfast.tiers.peer_messages import Channel, End
+from holdfast.types import MIB
+
+STEP_BYTES = MIB
+"""The bytes that are received, or read and sent, at once: they stay in the processor's cache until
+their digest is computed."""
+
+
+def begin_copy(store: Store, key: str, length: int) -> MappedUpload:
+    """Begin to write a file of a store in memory. Raises ``StoreError``."""
+    upload = put_mapped(store, key, length)
+    if upload is None:
+        raise StoreError(
+            f"Cannot receive {key} into {store.url}",
+            expected="a store in memory",
+            found=store.traits.name,
+            key=key,
+            store=store.url,
+        )
+    return upload
+
+
+def send_content(channel: Channel, store: Store, key: str, length: int) -> str:
+    """Send the bytes of a file, then their digest. Return the digest.
+
+    The digest is that of the very bytes that are sent. Raises ``StoreError``.
+    """
+    hasher = xxhash.xxh3_128()
+    for view in _read_steps(store, key, length):
+        hasher.update(view)
+        channel.send_bytes(view)
+    digest = hasher.hexdigest()
+    channel.send(End(digest))
+    return digest
+
+
+def receive_content(
+    channel: Channel,
+    upload: MappedUpload,
+    key: str,
+    length: int,
+    advance: Callable[[], object] = no_op,
+) -> tuple[Stat, str]:
+    """Receive the bytes of a file into its memory, check their digest, and commit it.
+
+    Returns its status and digest. Raises ``DigestMismatch``; then nothing was committed.
+    """
+    hasher = xxhash.xxh3_128()
+    for start in range(0, length, STEP_BYTES):
+        view = upload.view(start, min(STEP_BYTES, length - start))
+        channel.receive_into(view)
+        hasher.update(view)
+        upload.write_at(start, view)
+        advance()
+    found, expected = hasher.hexdigest(), channel.receive(End).digest
+    if found != expected:
+        raise DigestMismatch(
+            f"{key} was damaged on its way from {channel.peer}; it was not stored",
+            expected=f"digest {expected}",
+            found=found,
+            todo="Send it again; if this repeats, test the memory of both hosts and the network",
+        )
+    return upload.commit(), found
+
+
+def digest_file(store: Store, key: str, length: int, check: Callable[[], object]) -> str:
+    """Return the digest of a file. ``check`` is called regularly; it raises to end this."""
+    hasher = xxhash.xxh3_128()
+    for view in _read_steps(store, key, length):
+        check()
+        hasher.update(view)
+    return hasher.hexdigest()
+
+
+def _read_steps(store: Store, key: str, length: int) -> Iterator[memoryview]:
+    """Yield the bytes of a file. Each view is valid until the next one.
+
+    The file is not mapped. If another process truncated it, an access to the mapping would end this
+    process with SIGBUS; a read fails.
+    """
+    buffer = Buffer(STEP_BYTES)
+    for start in range(0, length, STEP_BYTES):
+        view = buffer.view[: min(STEP_BYTES, length - start)]
+        store.get_range(key, start, len(view), view)
+        yield view

@@ -1,0 +1,270 @@
+"""The messages between two peers, as small frames, and the connection that carries them.
+
+A frame is the length of the payload (4 bytes, big-endian), the payload (MessagePack of one of the
+structs below), and its HMAC. The bytes of a file follow an ``Offer`` or a ``Coming`` as they are,
+then an ``End`` with their digest.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, TypeVar, overload
+
+import msgspec
+from msgspec import Meta
+
+from holdfast import errors
+from holdfast.deadline import Deadline
+from holdfast.errors import FormatError, HoldfastError, StoreError, Unavailable
+from holdfast.format.digest import Digest
+from holdfast.tiers.peer_auth import PROOF_BYTES, Session
+from holdfast.types import MIB
+
+MAX_FRAME_BYTES = MIB
+"""The largest payload of a frame. A longer one ends the connection before it is read."""
+
+MAX_LISTED = 4096
+"""The largest number of files in a ``Files``."""
+
+_LENGTH = struct.Struct(">I")
+
+Length = Annotated[int, Meta(ge=0, le=1 << 60)]
+Key = Annotated[str, Meta(max_length=900)]
+Text = Annotated[str, Meta(max_length=8000)]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A message of one side to the other."""
+
+
+class Hello(_Message, frozen=True):
+    """The first message of a client: its rank."""
+
+    rank: Annotated[int, Meta(ge=0)]
+
+
+class Offer(_Message, frozen=True):
+    """Asks the server to store a file. It answers ``Ready``, ``Stored``, or ``Refused``."""
+
+    key: Key
+    length: Length
+
+
+class Ready(_Message, frozen=True):
+    """Tells the client to send the bytes of the file, and an ``End``."""
+
+
+class Fetch(_Message, frozen=True):
+    """Asks for a file. The server answers ``Coming``, the bytes, and ``End``, or ``Refused``."""
+
+    key: Key
+
+
+class Coming(_Message, frozen=True):
+    """Announces this many bytes."""
+
+    length: Length
+
+
+class End(_Message, frozen=True):
+    """The digest of the bytes before it, as the sender has read them."""
+
+    digest: Digest
+
+
+class Stored(_Message, frozen=True):
+    """The server has the file, whose digest it computed from what it received or has."""
+
+    length: Length
+    digest: Digest
+
+
+class ListFiles(_Message, frozen=True):
+    """Asks for the files in a folder."""
+
+    prefix: Annotated[str, Meta(max_length=900)]
+
+
+class Files(_Message, frozen=True):
+    """The keys and the lengths of files."""
+
+    files: Annotated[list[tuple[Key, Length]], Meta(max_length=MAX_LISTED)]
+
+
+class Refused(_Message, frozen=True):
+    """The error with which the server refuses a request, by the name of its class."""
+
+    error_class: Annotated[str, Meta(max_length=100)]
+    what: Text
+    expected: Text | None
+    found: Text | None
+    todo: Text | None
+
+    @classmethod
+    def from_error(cls, error: HoldfastError) -> Refused:
+        parts = (error.what, error.expected, error.found, error.todo)
+        what, *others = (None if part is None else str(part)[:4000] for part in parts)
+        return cls(type(error).__name__, what or "", *others)
+
+    def to_error(self, peer: str) -> HoldfastError:
+        """Return the error to raise on this side."""
+        error_class = getattr(errors, self.error_class, None)
+        if not (isinstance(error_class, type) and issubclass(error_class, HoldfastError)):
+            error_class = StoreError
+        found = error_class(self.what, expected=self.expected, found=self.found, todo=self.todo)
+        found.add_note(f"Reported by {peer}")
+        return found
+
+
+Message = Hello | Offer | Ready | Fetch | Coming | End | Stored | ListFiles | Files | Refused
+
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+A = TypeVar("A", bound=_Message)
+B = TypeVar("B", bound=_Message)
+C = TypeVar("C", bound=_Message)
+
+
+class Channel:
+    """A connection to a peer, every call of which ends by ``deadline``.
+
+    ``peer``: the name of the other side, for messages. Only one thread uses a channel, except that
+    any may call ``interrupt``. All calls raise ``Unavailable`` if the connection or the time ends.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: str,
+        deadline: Deadline,
+        session: Session | None = None,
+    ) -> None:
+        self.peer = peer
+        self.deadline = deadline
+        self.session = session
+        self._socket = connection
+        close_when_forked(connection)
+
+    def send_bytes(self, *views: bytes | memoryview) -> None:
+        """Send all bytes, in one packet if they are few."""
+        with self._timed("send to"):
+            if len(views) > 1:
+                self._limit_time()
+                self._socket.sendall(b"".join(views))
+                return
+            view = memoryview(views[0])
+            while view:
+                self._limit_time()
+                view = view[self._socket.send(view) :]
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill a view with the next bytes."""
+        with self._timed("receive from"):
+            while view:
+                self._limit_time()
+                count = self._socket.recv_into(view)
+                if not count:
+                    raise ConnectionResetError("the other side has closed the connection")
+                view = view[count:]
+
+    def receive_bytes(self, count: int) -> bytes:
+        """Return the next ``count`` bytes."""
+        data = bytearray(count)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        payload = msgspec.msgpack.encode(message)
+        self.send_bytes(_LENGTH.pack(len(payload)), payload, self._open_session().sign(payload))
+
+    @overload
+    def receive(self, kind: type[A], /) -> A: ...
+    @overload
+    def receive(self, kind: type[A], second: type[B], /) -> A | B: ...
+    @overload
+    def receive(self, kind: type[A], second: type[B], third: type[C], /) -> A | B | C: ...
+    def receive(self, *kinds: type[_Message]) -> _Message:
+        """Return the next message, which must be of one of these kinds.
+
+        Raises ``FormatError`` if it is another one or is invalid, and the error of a ``Refused``.
+        """
+        (length,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
+        if length > MAX_FRAME_BYTES:
+            raise self._invalid(f"a message of {length} bytes")
+        payload = self.receive_bytes(length)
+        self._open_session().verify(payload, self.receive_bytes(PROOF_BYTES), self.peer)
+        try:
+            message = _DECODER.decode(payload)
+        except msgspec.DecodeError as e:
+            raise self._invalid(str(e)) from e
+        if isinstance(message, kinds):
+            return message
+        if isinstance(message, Refused):
+            raise message.to_error(self.peer)
+        raise self._invalid(type(message).__name__)
+
+    def interrupt(self) -> None:
+        """Make the call in progress and all later calls fail at once."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it is closed
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _open_session(self) -> Session:
+        if self.session is None:
+            raise RuntimeError("a message before the handshake")
+        return self.session
+
+    def _limit_time(self) -> None:
+        self.deadline.check()
+        self._socket.settimeout(max(0.001, self.deadline.seconds_left))
+
+    @contextmanager
+    def _timed(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as e:
+            raise Unavailable(
+                f"Cannot {action} {self.peer}: the time is over for {self.deadline.purpose}",
+                todo="Find out whether its process is stopped or its host is overloaded",
+            ) from e
+        except OSError as e:
+            raise Unavailable(
+                f"Cannot {action} {self.peer}: {e.strerror or e}",
+                todo="Its process may have ended, or may be busy; look up its address again",
+            ) from e
+
+    def _invalid(self, found: str) -> FormatError:
+        return FormatError(
+            f"An invalid message came from {self.peer}",
+            expected="a message of this protocol",
+            found=found,
+            todo="Use the same version of Holdfast on all hosts",
+        )
+
+
+_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_when_forked(connection: socket.socket) -> None:
+    """Close a socket in a forked process. Otherwise, a connection would seem to be alive as long as
+    a worker of a data loader lives."""
+    _open_sockets.add(connection)
+
+
+def _close_sockets() -> None:
+    for connection in list(_open_sockets):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_sockets)

@@ -1,0 +1,97 @@
+"""Peers in one process, and a proxy between them that does harm."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+
+from holdfast.deadline import Deadline
+from holdfast.storage.tmpfs.store import TmpfsStore
+from holdfast.tiers.peer_accounts import PeerLimits
+from holdfast.tiers.peer_addresses import PeerAddress
+from holdfast.tiers.peer_auth import make_secret
+from holdfast.tiers.peer_client import PeerConnection
+from holdfast.tiers.peer_server import PeerServer
+
+SECRET = make_secret()
+LIMITS = PeerLimits(file_bytes=1 << 30, peer_bytes=1 << 30, total_bytes=1 << 30)
+
+
+@contextmanager
+def memory_folder():
+    path = Path(tempfile.mkdtemp(prefix="holdfast-", dir="/dev/shm"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@contextmanager
+def serving(folder, limits=LIMITS, secret=SECRET, store=None):
+    with PeerServer(store or TmpfsStore(folder), "127.0.0.1", secret, limits) as server:
+        yield server
+
+
+def address(server, rank=1):
+    return PeerAddress(rank, server.address, server.port)
+
+
+def connect(server, *, secret=SECRET, rank=0, seconds=20):
+    deadline = Deadline.after(seconds, "the test")
+    return PeerConnection(address(server), secret, rank, deadline)
+
+
+def eventually(condition, seconds=10):
+    """Wait until a condition is true, and fail if it does not become true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+class Proxy:
+    """Passes bytes between a client and a server, as ``change(direction, offset, data)`` returns
+    them. If it returns None, the connections are cut."""
+
+    def __init__(self, server, change):
+        self._server, self._change = server, change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address, self.port = self._listener.getsockname()
+        Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            other = socket.create_connection((self._server.address, self._server.port))
+            for direction, source, target in (("up", client, other), ("down", other, client)):
+                Thread(target=self._pass, args=(direction, source, target), daemon=True).start()
+
+    def _pass(self, direction, source, target):
+        offset = 0
+        try:
+            while data := source.recv(65536):
+                changed = self._change(direction, offset, data)
+                if changed is None:
+                    break
+                offset += len(data)
+                target.sendall(changed)
+        except OSError:
+            pass
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._listener.close()

@@ -1,0 +1,159 @@
+"""Transfers between processes, one of which is killed or stopped at every point."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from holdfast.errors import HoldfastError, Unavailable
+from holdfast.storage.local.store import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.tmpfs.store import TmpfsStore
+from holdfast.testing.contract import keys, partial_keys, put, random_bytes
+from tests.tiers.peers import LIMITS, SECRET, Proxy, connect, eventually, memory_folder, serving
+
+SIZE = 4 << 20
+SHORT_LIMITS = replace(LIMITS, idle_seconds=2, file_seconds=2, handshake_seconds=2)
+
+SERVER = """
+import sys
+from holdfast.storage.tmpfs.store import TmpfsStore
+from holdfast.tiers.peer_accounts import PeerLimits
+from holdfast.tiers.peer_server import PeerServer
+limits = PeerLimits(1 << 30, 1 << 30, 1 << 30)
+server = PeerServer(TmpfsStore(sys.argv[1]), "127.0.0.1", sys.argv[2], limits)
+print(server.port, flush=True)
+sys.stdin.read()
+"""
+
+SENDER = """
+import sys
+from holdfast.deadline import Deadline
+from holdfast.storage.tmpfs.store import TmpfsStore
+from holdfast.tiers.peer_addresses import PeerAddress
+from holdfast.tiers.peer_client import PeerConnection
+deadline = Deadline.after(60, "the test")
+address = PeerAddress(1, "127.0.0.1", int(sys.argv[3]))
+with PeerConnection(address, sys.argv[2], 0, deadline) as peer:
+    peer.send_file(TmpfsStore(sys.argv[1]), "v1/a")
+"""
+
+
+@pytest.fixture
+def folder():
+    with memory_folder() as path:
+        yield path
+
+
+class ServerProcess:
+    """A server in another process."""
+
+    def __init__(self, folder):
+        command = [sys.executable, "-c", SERVER, str(folder), SECRET]
+        self.process = subprocess.Popen(command, stdin=-1, stdout=subprocess.PIPE)
+        self.address, self.port = "127.0.0.1", int(self.process.stdout.readline())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [40, 200, 300, 1 << 20, 3 << 20, SIZE - 1, SIZE + 150])
+def test_the_receiver_is_killed(folder, at):
+    """Nothing is visible, what it left is removed, and another one takes the copy."""
+    source, data = MemoryStore(), random_bytes(SIZE)
+    put(source, "v1/a", data)
+    with ServerProcess(folder) as server:
+
+        def kill(direction, offset, data):
+            if direction == "up" and offset + len(data) > at:
+                server.process.kill()
+                server.process.wait()
+            return data
+
+        with (
+            Proxy(server, kill) as proxy,
+            pytest.raises(Unavailable),
+            connect(proxy) as peer,
+        ):
+            peer.send_file(source, "v1/a")
+    store = TmpfsStore(folder)
+    store.remove_leftovers()
+    assert keys(store) == partial_keys(store) == []
+    with ServerProcess(folder) as server, connect(server) as peer:
+        assert peer.send_file(source, "v1/a").length == SIZE
+    assert store.get("v1/a", SIZE) == data  # which outlives the receiver
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [0, 50, 200, 300, 1 << 20, SIZE])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_sender_is_killed_or_stopped(folder, at, how):
+    """The receiver drops the copy, and serves others meanwhile."""
+    with memory_folder() as other, serving(folder, SHORT_LIMITS) as server:
+        put(TmpfsStore(other), "v1/a", random_bytes(SIZE))
+        children = []
+
+        def harm(direction, offset, data):
+            eventually(lambda: children)
+            if direction == "up" and offset + len(data) > at:
+                os.kill(children[0].pid, how)
+                return data if at >= SIZE else data[: max(0, at - offset)] or None
+            return data
+
+        with Proxy(server, harm) as proxy:
+            command = [sys.executable, "-c", SENDER, str(other), SECRET, str(proxy.port)]
+            children.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+            try:
+                if how == signal.SIGKILL:
+                    assert children[0].wait(30) == -how
+                else:
+                    eventually(lambda: _is_stopped(children[0].pid), 30)
+                source = MemoryStore()
+                put(source, "v1/b", b"from another rank")
+                with connect(server, rank=2) as peer:
+                    peer.send_file(source, "v1/b")
+                eventually(lambda: not server._threads)
+            finally:
+                children[0].kill()
+                children[0].wait()
+        assert partial_keys(LocalStore(folder)) == []
+        found = keys(LocalStore(folder))
+        assert found in (["v1/b"], ["v1/a", "v1/b"])
+        if "v1/a" in found:  # only the acknowledgment was lost
+            assert at == SIZE
+            assert LocalStore(folder).get("v1/a", SIZE) == random_bytes(SIZE)
+
+
+def _is_stopped(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.slow
+def test_a_stopped_receiver_blocks_only_its_own_transfer(folder):
+    source = MemoryStore()
+    put(source, "v1/a", random_bytes(32 << 20))  # more than the buffers of the sockets
+    with memory_folder() as other, ServerProcess(folder) as stopped, serving(other) as server:
+        with connect(stopped) as peer:
+            peer.list_files("")
+        os.kill(stopped.process.pid, signal.SIGSTOP)
+        with (
+            pytest.raises(HoldfastError, match=r"time is over|timed out"),
+            connect(stopped, seconds=0.3) as peer,
+        ):
+            peer.send_file(source, "v1/a")
+        with connect(server) as peer:
+            assert peer.send_file(source, "v1/a").length == 32 << 20
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        with connect(stopped) as peer:
+            assert peer.send_file(source, "v1/a").length == 32 << 20
