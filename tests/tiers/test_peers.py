@@ -125,6 +125,15 @@ def test_two_senders_of_one_file_both_succeed(folder, source):
     assert partial_keys(LocalStore(folder)) == []
 
 
+def test_a_list_of_files_fits_into_a_message(folder, source):
+    for number in range(1500):
+        source.put_if_absent(f"{'long/' * 160}{number:04}", b"")
+    with serving(None, store=source) as server, connect(server) as peer:
+        found = peer.list_files("long")
+    assert 1200 < len(found) < 1500
+    assert found[0] == (f"{'long/' * 160}0000", 0)
+
+
 # damage
 
 
@@ -486,8 +495,10 @@ def test_too_many_connections_are_refused_and_may_come_back(folder, source):
 # time
 
 
-def test_a_peer_that_stops_sending_loses_only_its_own_transfer(folder, source):
-    limits = replace(LIMITS, file_seconds=0.2)
+@pytest.mark.parametrize(
+    "limits", [replace(LIMITS, file_seconds=0.2), replace(LIMITS, idle_seconds=0.2)]
+)
+def test_a_peer_that_stops_sending_loses_only_its_own_transfer(folder, source, limits):
     with serving(folder, limits) as server, connect(server) as slow:
         slow._channel.send(Offer("v1/slow", SIZE))
         slow._channel.receive(Ready)

@@ -20,7 +20,7 @@ class PeerLimits:
     number of authenticated connections, each of which has a thread; ``handshakes``: that of
     connections that have not proved that they know the secret, which have none.
     ``handshake_seconds``: the time for that proof; ``file_seconds``: the time for one file;
-    ``idle_seconds``: the time between two requests.
+    ``idle_seconds``: the time without a byte, between two requests and within a file.
     """
 
     file_bytes: int

@@ -7,6 +7,7 @@ then an ``End`` with their digest.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -133,8 +134,9 @@ C = TypeVar("C", bound=_Message)
 class Channel:
     """A connection to a peer, every call of which ends by ``deadline``.
 
-    ``peer``: the name of the other side, for messages. Only one thread uses a channel, except that
-    any may call ``interrupt``. All calls raise ``Unavailable`` if the connection or the time ends.
+    ``peer``: the name of the other side, for messages. ``stall_seconds``: the longest time without
+    a byte. Only one thread uses a channel, except that any may call ``interrupt``. All calls raise
+    ``Unavailable`` if the connection or the time ends.
     """
 
     def __init__(
@@ -143,10 +145,12 @@ class Channel:
         peer: str,
         deadline: Deadline,
         session: Session | None = None,
+        stall_seconds: float = math.inf,
     ) -> None:
         self.peer = peer
         self.deadline = deadline
         self.session = session
+        self.stall_seconds = stall_seconds
         self._socket = connection
         close_when_forked(connection)
 
@@ -227,7 +231,8 @@ class Channel:
 
     def _limit_time(self) -> None:
         self.deadline.check()
-        self._socket.settimeout(max(0.001, self.deadline.seconds_left))
+        seconds = min(self.deadline.seconds_left, self.stall_seconds)
+        self._socket.settimeout(max(0.001, seconds))
 
     @contextmanager
     def _timed(self, action: str) -> Iterator[None]:

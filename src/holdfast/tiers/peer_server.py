@@ -31,6 +31,7 @@ from holdfast.tiers.peer_accounts import PeerAccounts, PeerLimits
 from holdfast.tiers.peer_auth import HELLO_BYTES, PROOF_BYTES, ServerHandshake, Session
 from holdfast.tiers.peer_files import begin_copy, digest_file, receive_content, send_content
 from holdfast.tiers.peer_messages import (
+    MAX_FRAME_BYTES,
     MAX_LISTED,
     Channel,
     Coming,
@@ -47,6 +48,9 @@ from holdfast.tiers.peer_messages import (
 
 _POLL_SECONDS = 0.2
 """Seconds after which the times of the handshakes are checked."""
+
+_ENTRY_BYTES = 16
+"""The largest number of bytes of an entry of ``Files`` besides its key; a little more."""
 
 
 class PeerServer:
@@ -137,7 +141,8 @@ class PeerServer:
 
     def _start(self, connection: socket.socket, session: Session) -> None:
         """Serve a connection in a new thread, unless there are too many."""
-        channel = Channel(connection, "the peer", self._idle_deadline(), session)
+        stall_seconds = self._limits.idle_seconds
+        channel = Channel(connection, "a peer", self._idle_deadline(), session, stall_seconds)
         thread = Thread(target=self._serve, args=(channel,), name="holdfast-peer", daemon=True)
         with self._lock:
             is_served = not self._closed and len(self._threads) < self._limits.connections
@@ -191,8 +196,18 @@ class PeerServer:
                 channel.interrupt()  # the peer would read a message as bytes of the file
                 raise
         else:
-            stats = islice(self._store.list(request.prefix), MAX_LISTED)
-            channel.send(Files([(stat.key, stat.length) for stat in stats]))
+            channel.send(self._list(request.prefix))
+
+    def _list(self, prefix: str) -> Files:
+        """Return the files in a folder, as many as fit into a message."""
+        files: list[tuple[str, int]] = []
+        nbytes = 0
+        for stat in islice(self._store.list(prefix), MAX_LISTED):
+            nbytes += len(stat.key.encode()) + _ENTRY_BYTES
+            if nbytes > MAX_FRAME_BYTES:
+                break
+            files.append((stat.key, stat.length))
+        return Files(files)
 
     def _receive(self, channel: Channel, rank: int, offer: Offer) -> Stored:
         """Store a file that a peer offers, or find out that it is stored already."""
