@@ -364,3 +364,51 @@ def test_what_a_killed_process_left_is_removed_and_its_objects_stay(folder):
     assert [stat.key for stat in store.list("")] == ["v1/a"]
     assert store.get("v1/a", SIZE) == bytes(SIZE)
     assert blocks(folder) == SIZE
+
+
+def test_a_spare_file_that_cannot_be_moved_is_released(folder):
+    store = TmpfsStore(folder)
+    stage(store, "v1/a", random_bytes(SIZE))
+    store.delete("v1/a")
+    store.fs = FaultFs(None, Fault("rename_noreplace", 1, errno.EIO))
+    with pytest.raises(StoreError, match="v2/a"):
+        store.put_mapped("v2/a", SIZE)
+    assert blocks(folder) == 0
+    assert store.spare_bytes == 0
+
+
+READER = """
+import sys, hashlib
+from holdfast.errors import StoreError
+from holdfast.storage.local.store import LocalStore
+store, found = LocalStore(sys.argv[1], direct=False), 0
+print("ready", flush=True)
+while True:
+    for stat in list(store.list("")):
+        try:
+            data = store.get(stat.key, 1 << 21)
+        except StoreError:
+            continue
+        if data != stat.key.rpartition("/")[2].encode() * (len(data) // 4):
+            sys.exit(f"{stat.key} has other bytes")
+        found += 1
+        if found == 300:
+            sys.exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_reader_never_sees_bytes_of_another_object(folder):
+    """Another process reads every object that it sees, while their files are used in turn."""
+    store, inodes = TmpfsStore(folder, spare_files=2), set()
+    reader = subprocess.Popen([sys.executable, "-c", READER, str(folder)], stdout=subprocess.PIPE)
+    assert reader.stdout.readline() == b"ready\n"
+    number = 1000
+    while reader.poll() is None:
+        number = number + 1 if number < 9999 else 1000
+        stage(store, f"v{number}/{number}", str(number).encode() * (SIZE // 4))
+        inodes.add(inode(folder, f"v{number}/{number}"))
+        store.delete(f"v{number - 2}/{number - 2}")
+    assert reader.returncode == 0
+    reader.stdout.close()
+    assert len(inodes) < number - 1000  # files were used again

@@ -92,8 +92,10 @@ class MappedFile:
         """
         with suppress(OSError):
             fcntl.fcntl(self.fd, _F_SETSIG, _IGNORED_SIGNAL)
-            fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            try:
+                fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            finally:
+                fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             return os.fstat(self.fd).st_nlink == 1
         return False
 

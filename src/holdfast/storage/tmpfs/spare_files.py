@@ -87,12 +87,15 @@ class SpareFiles:
                     return None
                 path = min(self._spares, key=lambda p: abs(self._spares[p].length - length))
                 file = self._spares.pop(path)
-            if file.is_unused_elsewhere():
-                move(path)
-                return file
-            file.close()
-            with suppress(FileNotFoundError):
-                self._fs.unlink(path)
+            is_taken = False
+            try:
+                if file.is_unused_elsewhere():
+                    move(path)
+                    is_taken = True
+                    return file
+            finally:
+                if not is_taken:
+                    self._discard(path, file)
 
     def recycle(self, path: str) -> bool:
         """Make the file of an object that is deleted a spare file. Return False if it is none."""
@@ -126,8 +129,7 @@ class SpareFiles:
             file.resize(length, lambda start, stop: self.allocate(file.fd, start, stop))
             file.populate()
         except BaseException:
-            file.close()
-            self._fs.unlink(path)
+            self._discard(path, file)
             raise
         with self._lock:
             self._spares[path] = file
@@ -141,9 +143,13 @@ class SpareFiles:
         for file in committed.values():
             file.close()
         for path, file in spares.items():
-            file.close()
-            with suppress(FileNotFoundError):
-                self._fs.unlink(path)
+            self._discard(path, file)
+
+    def _discard(self, path: str, file: MappedFile) -> None:
+        """Delete a spare file, and release its memory."""
+        file.close()
+        with suppress(FileNotFoundError):
+            self._fs.unlink(path)
 
     def _new_path(self) -> str:
         return f"{self._root}/.spare.{secrets.token_hex(8)}.{SUFFIX}"
