@@ -412,3 +412,10 @@ def test_a_reader_never_sees_bytes_of_another_object(folder):
     assert reader.returncode == 0
     reader.stdout.close()
     assert len(inodes) < number - 1000  # files were used again
+
+
+def test_memory_is_allocated_while_the_store_is_closed(folder):
+    """The thread that allocates ends after the training has released the memory."""
+    store = TmpfsStore(folder, on_map=lambda _: store.release_memory())
+    store.preallocate(SIZE)
+    assert store.spare_bytes == blocks(folder) == 0

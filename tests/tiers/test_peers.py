@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 from dataclasses import replace
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -639,3 +639,28 @@ def test_transfers_in_both_directions_at_once(folder, source):
             thread.join()
         assert errors == []
         assert len(keys(LocalStore(folder))) == len(keys(LocalStore(other))) == 10
+
+
+def test_closing_ends_a_long_digest(folder, source, monkeypatch):
+    """The server compares a file that it has with one that is offered."""
+    store = TmpfsStore(folder)
+    put(store, "v1/a", random_bytes(SIZE))
+    begun, closing = Event(), Event()
+    real = store.get_range
+
+    def get_range(*arguments):
+        begun.set()
+        closing.wait(10)
+        real(*arguments)
+
+    monkeypatch.setattr(store, "get_range", get_range)
+    with serving(folder, store=store) as server, connect(server) as peer:
+        peer._channel.send(Offer("v1/a", SIZE))
+        assert begun.wait(10)
+        closer = Thread(target=server.close)
+        closer.start()
+        eventually(lambda: all(not c.deadline.seconds_left for c in list(server._threads)))
+        closing.set()
+        closer.join()
+        with pytest.raises(Unavailable):
+            peer._channel.receive(peer_server.Stored)

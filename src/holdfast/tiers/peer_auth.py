@@ -64,7 +64,7 @@ class Session:
         if not hmac.compare_digest(expected, code):
             raise Denied(
                 f"A message from {peer} was changed on its way",
-                todo="Find out what changes packets in this network; the copy is sent again",
+                todo="Find out what changes packets in this network, then send the copy again",
             )
 
     def _code(self, from_client: bool, number: int, payload: bytes) -> bytes:

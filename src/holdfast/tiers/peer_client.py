@@ -81,7 +81,7 @@ class PeerConnection:
         channel.send(Offer(key, length))
         answer: Ready | Stored = channel.receive(Ready, Stored)
         if isinstance(answer, Stored):
-            stored, digest = answer, digest_file(store, key, length, channel.deadline.check)
+            stored, digest = answer, digest_file(store, key, length, channel.check_time)
         else:
             digest = send_content(channel, store, key, length)
             stored = channel.receive(Stored)

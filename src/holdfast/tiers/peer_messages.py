@@ -13,7 +13,8 @@ import socket
 import struct
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Annotated, TypeVar, overload
 
 import msgspec
@@ -213,12 +214,15 @@ class Channel:
             raise message.to_error(self.peer)
         raise self._invalid(type(message).__name__)
 
+    def check_time(self) -> None:
+        """Raise ``Unavailable`` if the deadline has passed, or after ``interrupt``."""
+        self.deadline.check()
+
     def interrupt(self) -> None:
         """Make the call in progress and all later calls fail at once."""
-        try:
+        self.deadline = replace(self.deadline, at=0.0)
+        with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it is closed
 
     def close(self) -> None:
         """Close the connection."""

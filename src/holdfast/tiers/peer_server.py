@@ -83,15 +83,16 @@ class PeerServer:
 
     def close(self) -> None:
         """Stop accepting connections, and end those that exist. What is half received is gone."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            threads = dict(self._threads)
+        if self._closed:
+            return
+        self._closed = True
         self._wake.send(b"\0")
+        self._thread.join()  # from now on, no connection is added, and each thread has been started
+        with self._lock:
+            threads = dict(self._threads)
         for channel in threads:
             channel.interrupt()
-        for thread in (self._thread, *threads.values()):
+        for thread in threads.values():
             thread.join()
 
     def __enter__(self) -> PeerServer:
@@ -145,7 +146,7 @@ class PeerServer:
         channel = Channel(connection, "a peer", self._idle_deadline(), session, stall_seconds)
         thread = Thread(target=self._serve, args=(channel,), name="holdfast-peer", daemon=True)
         with self._lock:
-            is_served = not self._closed and len(self._threads) < self._limits.connections
+            is_served = len(self._threads) < self._limits.connections
             if is_served:
                 self._threads[channel] = thread
         if not is_served or not start_thread(thread):
@@ -238,7 +239,7 @@ class PeerServer:
     def _find(self, channel: Channel, key: str) -> Stored:
         """Return what is stored under a key. Raises ``NotFound``."""
         length = self._store.stat(key).length
-        return Stored(length, digest_file(self._store, key, length, channel.deadline.check))
+        return Stored(length, digest_file(self._store, key, length, channel.check_time))
 
 
 class _Pending:

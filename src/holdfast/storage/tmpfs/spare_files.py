@@ -132,7 +132,11 @@ class SpareFiles:
             self._discard(path, file)
             raise
         with self._lock:
-            self._spares[path] = file
+            is_kept = len(self._spares) < self._max_files  # meanwhile, others may have added some
+            if is_kept:
+                self._spares[path] = file
+        if not is_kept:
+            self._discard(path, file)
 
     def release(self) -> None:
         """Delete all spare files, and keep none of the later ones."""

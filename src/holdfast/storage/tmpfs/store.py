@@ -80,7 +80,7 @@ class TmpfsStore(LocalStore):
 
         This takes half a second per GiB, so a background thread calls it. Raises ``NoSpace``.
         """
-        with self.translate_errors("allocate memory in", ".", writing=True):
+        with self.translate_errors("allocate", "a spare file", writing=True):
             self.make_folders(self._root)
             self._spares.preallocate(length)
 
