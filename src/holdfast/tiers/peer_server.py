@@ -88,6 +88,8 @@ class PeerServer:
         self._closed = True
         self._wake.send(b"\0")
         self._thread.join()  # from now on, no connection is added, and each thread has been started
+        for connection in (self._wake, self._woken):
+            connection.close()
         with self._lock:
             threads = dict(self._threads)
         for channel in threads:
@@ -124,7 +126,7 @@ class PeerServer:
                 if self._listener in ready and (accepted := self._accept()) is not None:
                     pending[accepted.connection] = accepted
                     selector.register(accepted.connection, selectors.EVENT_READ)
-        for connection in (*pending, self._listener, self._wake, self._woken):
+        for connection in (*pending, self._listener):
             connection.close()
 
     def _accept(self) -> _Pending | None:

@@ -26,13 +26,17 @@ from holdfast.threads import Latch, Workers
 
 
 class DeferredStaging:
-    """The pieces of a save that a background thread still has to stage.
+    """The pieces of a save that a background thread still has to stage, into the memory of
+    ``upload`` if there is one.
 
     ``done`` is set once the save no longer reads the live state, even if the copy failed.
     """
 
-    def __init__(self, image: Image, pieces: Sequence[Piece]) -> None:
+    def __init__(
+        self, image: Image, pieces: Sequence[Piece], upload: MappedUpload | None = None
+    ) -> None:
         self.done = Latch()
+        self._upload = upload
         self._image = image
         self._pieces = pieces
         self._streams = _ThreadStreams(cuda_devices(image.sources) if pieces else ())
@@ -41,9 +45,8 @@ class DeferredStaging:
         if not pieces:
             self.release()
 
-    def stage(self, workers: Workers, upload: MappedUpload | None = None) -> list[str]:
-        """Copy the pieces, into the memory of ``upload`` if there is one, and release the live
-        state.
+    def stage(self, workers: Workers) -> list[str]:
+        """Copy the pieces and release the live state.
 
         Return the keys of the leaves that changed meanwhile; their copies are invalid. Changes are
         detected by PyTorch's version counters, which miss changes through ``p.data`` and changes
@@ -52,7 +55,7 @@ class DeferredStaging:
         try:
             if self.done.is_set():
                 return []
-            stage_pieces(self._image, self._pieces, workers, upload, self._streams)
+            stage_pieces(self._image, self._pieces, workers, self._upload, self._streams)
             versions = zip(
                 self._leaf_indices, self._tensor_versions, self._read_tensor_versions(), strict=True
             )

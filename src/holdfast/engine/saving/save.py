@@ -186,7 +186,7 @@ def begin_save(
                 )
                 job.upload = put_local_shard(job)
                 stage_pieces(image, now, workers, job.upload)
-                job.deferred = DeferredStaging(image, later)
+                job.deferred = DeferredStaging(image, later, job.upload)
             job.staged_at = time.perf_counter()
             seconds = job.staged_at - started_at
             events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
@@ -239,7 +239,7 @@ def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_
 def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
     """Stage the deferred pieces. Raises ``CommitError`` if the training changed their leaves
     meanwhile."""
-    if changed := deferred.stage(job.workers, job.upload):
+    if changed := deferred.stage(job.workers):
         raise CommitError(
             f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"
             " during the copy in the background",
