@@ -19,7 +19,7 @@ from holdfast.types import MIB
 
 GIB = 1024 * MIB
 
-_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _NO_LIMIT = 1 << 62
 """Version 1 of control groups shows no limit as a number of about 2**63."""
 
