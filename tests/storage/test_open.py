@@ -187,7 +187,8 @@ def test_a_folder_without_a_name_in_a_url(url):
     ],
 )
 def test_a_refused_url_does_not_show_its_secrets(url):
-    results = [run_cli(command, url) for command in VERBS if command not in ("diff", "copy")]
+    several = ("diff", "copy", "run")  # "run" takes a command, not a URL
+    results = [run_cli(command, url) for command in VERBS if command not in several]
     results += [run_cli(command, url, url) for command in ("diff", "copy")]
     results += [run_cli(command, f"{url}@latest") for command in ("ls", "show")]
     results += [run_cli("export", f"{url}@2", f"{url}/out", "--to", "torch")]
@@ -261,7 +262,7 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
     for command in commands:
         result = run_cli(*command)
         assert result.code == 0, (command, result)
-    assert {command[0] for command in commands} == {*VERBS}
+    assert {command[0] for command in commands} == {*VERBS} - {"run"}
     assert holdfast.load(tmp_path / "out/version_1")["n"] == 1
     assert [s.step for s in holdfast.Run("shelf://two/run").snapshots()] == [1, 2]
     assert holdfast.Run("shelf://two/imported").latest().step == 5

@@ -5,8 +5,8 @@ only when the verb runs; rich is imported only to print for people. A script tha
 therefore waits for neither.
 
 Terms: a *verb* is the word that selects a command, such as ``ls``.
-May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``, ``run``,
-and ``training``.
+May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
+``run``, ``preemption``, and ``training``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ VERBS = (
     "pin",
     "sweep",
     "request-save",
+    "run",
 )
 
 
@@ -151,8 +152,8 @@ class _WaitingLine:
 )
 @click.version_option(package_name="holdfast", message="holdfast %(version)s")
 def cli() -> None:
-    """Inspect, verify, compare, copy, and clean up the snapshots of a training run, or request
-    a new one.
+    """Inspect, verify, compare, copy, and clean up the snapshots of a training run, request a new
+    one, or run a training.
 
     RUN is a folder or URL that contains versions. SNAPSHOT is one version, such as
     runs/a/version_120 or runs/a@120. With --json, a command prints one JSON document on stdout.

@@ -19,6 +19,7 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
+from holdfast.preemption.exit_status import GIVE_UP, SAVED, UNSAVED
 
 (
     OK,
@@ -33,6 +34,9 @@ from holdfast.errors import (
     UNAVAILABLE,
     NOT_COMMITTED,
 ) = range(11)
+NOT_EXECUTABLE, NOT_STARTED = 126, 127
+"""The command of ``run`` cannot be started: the codes that shells use."""
+
 INTERRUPTED, BROKEN_PIPE = 130, 141
 """128 plus the number of the signal, as shells report it."""
 
@@ -48,6 +52,11 @@ MEANINGS: dict[int, str] = {
     EXISTS: "something else already exists there; nothing was changed",
     UNAVAILABLE: "the store is temporarily unavailable; try again",
     NOT_COMMITTED: "nothing was committed",
+    SAVED: "run: the training stopped and saved; run it again, not counted as a failure",
+    UNSAVED: "run: the training stopped without a save; run it again",
+    GIVE_UP: "run: the training cannot make progress; do not run it again",
+    NOT_EXECUTABLE: "run: the command cannot be executed",
+    NOT_STARTED: "run: there is no such command",
     INTERRUPTED: "interrupted",
 }
 

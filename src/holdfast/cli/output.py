@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, ParamSpec, TypeVar
 
 import click
-import numpy as np
 
 from holdfast.errors import Denied, HoldfastError
 from holdfast.sinks.wording import format_error_brief, number_field, text_field, to_printable
@@ -85,7 +85,10 @@ def to_json_value(value: Any) -> Any:
     Other values become text: ``"nan"`` and ``"inf"``, integers of more than 64 bits in hexadecimal,
     and the ``repr`` of anything else.
     """
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+    # Not imported: it starts a thread, in which the signals of ``holdfast run`` are not blocked.
+    # A value that comes from it shows that it is imported.
+    np = sys.modules.get("numpy")
+    if np is not None and isinstance(value, np.generic) and value.dtype.kind in "biuf":
         value = value.item()
     if value is None or isinstance(value, bool | str):
         return value

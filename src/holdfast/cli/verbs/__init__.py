@@ -1,6 +1,6 @@
 """The commands, one module per verb, each with a click command named ``command``.
 
 Terms: as in ``cli``.
-May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``, ``run``,
-``training``, and ``cli``.
+May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
+``run``, ``preemption``, ``training``, and ``cli``.
 """

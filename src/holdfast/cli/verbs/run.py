@@ -1,0 +1,154 @@
+"""``holdfast run -- COMMAND``: run a training, and return an exit code that a scheduler can use."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from holdfast.cli.exit_codes import NOT_EXECUTABLE, NOT_STARTED
+from holdfast.cli.output import json_option, parse_duration, print_json
+from holdfast.errors import HoldfastError
+from holdfast.preemption.exit_status import (
+    DONE,
+    SAVED,
+    UNSAVED,
+    WorkerRecord,
+    read_records,
+)
+from holdfast.preemption.final_code import Decision, Ended, decide, last_attempt
+from holdfast.preemption.supervise import supervise
+from holdfast.settings import command_environment, read_settings
+from holdfast.sinks.wording import to_printable
+from holdfast.text import hide_secrets
+
+_STDERR = 2
+
+
+def _parse_grace(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    seconds = parse_duration(ctx, param, value)
+    if seconds < 1:
+        raise click.BadParameter(f"{value!r} is less than 1 s; a training cannot save in that time")
+    return seconds
+
+
+@click.command(
+    "run",
+    short_help="Run a training; the exit code says what to do next.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option(
+    "--grace",
+    callback=_parse_grace,
+    default="25s",
+    show_default=True,
+    metavar="TIME",
+    help="From the first signal to stop until all processes are killed: 90 (seconds), 15m.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@json_option
+@click.pass_context
+def command(ctx: click.Context, grace: float, command: tuple[str, ...], as_json: bool) -> None:
+    """Run COMMAND, such as "torchrun train.py", and forward signals to it.
+
+    The exit code is 0 if the training is complete, 75 if it saved and must be run again, 76 if it
+    stopped without a save, 93 if it must not be run again, and 1 for a failure. No process of the
+    command survives. Options after COMMAND belong to it; "--" in front of it is optional.
+
+    With --json, the standard output of COMMAND goes to the standard error.
+    """
+    read_settings()
+    folder = _make_folder()
+    try:
+        environment = command_environment(str(folder), grace)
+        try:
+            ended = supervise(
+                command, environment, grace, _say, stdout=_STDERR if as_json else None
+            )
+        except OSError as e:
+            _exit_not_started(ctx, command[0], e, as_json)
+        # Here, the newest memory snapshot goes to the durable store, once there is a memory tier:
+        # all writers have ended, and its step may raise the code from UNSAVED to SAVED.
+        records = _read_records(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    decision = decide(ended, records)
+    advice = {SAVED: "; run it again", UNSAVED: "; run it again"}.get(decision.code, "")
+    if decision.code != DONE:
+        _say(f"exit code {decision.code}: {decision.why}{advice}")
+    if as_json:
+        with suppress(OSError):  # as in ``_say``
+            print_json(_describe(decision, ended, records))
+            sys.stdout.flush()
+    ctx.exit(decision.code)
+
+
+def _make_folder() -> Path:
+    """Return a new private folder for the statuses.
+
+    Raises ``HoldfastError`` if no folder for temporary files is writable.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
+        # systemd-tmpfiles, which removes old files from /tmp, leaves locked folders alone
+        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)
+    except OSError as e:
+        raise HoldfastError(
+            "Cannot create a folder for the statuses of the workers",
+            expected="a writable folder for temporary files",
+            found=str(e),
+            todo="Set TMPDIR to one on this machine, such as /dev/shm",
+        ) from e
+    return folder
+
+
+def _read_records(folder: Path) -> list[WorkerRecord]:
+    try:
+        return read_records(str(folder))
+    except OSError as e:
+        # The exit code of the command still counts. A worker that could not write its status
+        # exited with its own code.
+        _say(f"cannot read the statuses of the workers: {e}")
+        return []
+
+
+def _say(line: str) -> None:
+    """Print a line for people on the standard error."""
+    # nobody may be reading any more, which must not change the exit code
+    with suppress(OSError):
+        click.echo(f"holdfast: {to_printable(hide_secrets(line))}", err=True)
+
+
+def _exit_not_started(ctx: click.Context, name: str, error: OSError, as_json: bool) -> NoReturn:
+    """Report that the command cannot be started, with the exit code that shells use."""
+    missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
+    code = NOT_STARTED if missing else NOT_EXECUTABLE
+    message = f"Cannot run {hide_secrets(name)!r}: {error.strerror}"
+    _say(message)
+    if as_json:
+        document = {"kind": type(error).__name__, "message": message, "fields": {}}
+        print_json({"error": document, "exit": code})
+    ctx.exit(code)
+
+
+def _describe(
+    decision: Decision, ended: Ended, records: Sequence[WorkerRecord]
+) -> dict[str, object]:
+    return {
+        "exit": decision.code,
+        "why": decision.why,
+        "command": {"exit_code": ended.exit_code, "killed_by": ended.killed_by},
+        "signals": list(ended.forwarded),
+        "killed": len(ended.killed),
+        "statuses": [asdict(r.status) for r in last_attempt(records) if r.status is not None],
+    }

@@ -1,0 +1,100 @@
+"""Start ``holdfast run`` as a process, and wait for what it and its commands do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.preemption.process_tree import read_process
+
+RUN = [sys.executable, "-m", "holdfast.cli", "run"]
+LIMIT = 60.0
+"""Seconds after which a test fails that waits for something."""
+
+WORKER = Path(__file__).with_name("status_worker.py")
+"""A worker that writes a status; see its docstring."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What ``holdfast run`` returned and printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Wait until the condition holds, for a bounded time."""
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return not read_process(pid).ended
+    except OSError:
+        return False
+
+
+def run_to_end(
+    *arguments: str | Path,
+    environment: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    **options: Any,
+) -> Result:
+    """Run ``holdfast run`` until it ends. ``prefix`` is a command before it."""
+    done = subprocess.run(
+        [*prefix, *RUN, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT,
+        env={**os.environ, **(environment or {})}, **options,
+    )  # fmt: skip
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+@contextmanager
+def started(
+    *arguments: str | Path, prefix: Sequence[str] = (), **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Start ``holdfast run`` with these arguments. It is killed if the test fails."""
+    options = {"stdout": subprocess.PIPE, **options}
+    process = subprocess.Popen(
+        [*prefix, *RUN, *arguments], stderr=subprocess.PIPE, text=True, **options
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)  # twice: it then kills what it has started
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> Result:
+    """Wait for the end of a started ``holdfast run``."""
+    out, err = process.communicate(timeout=LIMIT)
+    return Result(process.returncode, out, err)
+
+
+def read_pid(file: Path) -> int:
+    """Wait for a file with a process id and return the id."""
+    wait_until(lambda: file.exists() and file.read_text().endswith("\n"))
+    return int(file.read_text())
