@@ -10,14 +10,14 @@
 #SBATCH --open-mode=append
 set -u
 
+# Bash runs a trap only between two commands, so the training is in the background. A second
+# signal must not interrupt the second wait. $! is the training.
+stopped=
+trap 'trap "" TERM; stopped=1; kill -TERM "$!"' TERM
+
 holdfast run --grace 150s -- \
     torchrun --standalone --nproc-per-node=8 train.py --run "$HOME/runs/a" &
 training=$!
-
-# Bash runs a trap only between two commands, so the training is in the background. A second
-# signal must not interrupt the second wait.
-stopped=
-trap 'trap "" TERM; stopped=1; kill -TERM "$training"' TERM
 wait "$training"
 code=$?
 if [ -n "$stopped" ] && [ "$code" -gt 128 ]; then # the trap interrupted the wait

@@ -11,19 +11,20 @@
 #SBATCH --open-mode=append
 set -u
 
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+# Bash runs a trap only between two commands, so the training is in the background. A second
+# signal must not interrupt the second wait. $! is the training.
+stopped=
+trap 'trap "" TERM; stopped=1; kill -TERM "$!"' TERM
+
 # One "holdfast run" per node, which reports the workers of this node. srun passes SIGTERM on to
 # all of them, and returns the highest of their exit codes.
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=0 holdfast run --grace 150s -- \
     torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=8 \
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$host:29400" \
     train.py --run "$HOME/runs/a" &
 training=$!
-
-# Bash runs a trap only between two commands, so the training is in the background. A second
-# signal must not interrupt the second wait.
-stopped=
-trap 'trap "" TERM; stopped=1; kill -TERM "$training"' TERM
 wait "$training"
 code=$?
 if [ -n "$stopped" ] && [ "$code" -gt 128 ]; then # the trap interrupted the wait

@@ -82,10 +82,10 @@ def started(
             process.send_signal(signal.SIGINT)  # twice: it then kills what it has started
             process.send_signal(signal.SIGINT)
             try:
-                process.communicate(timeout=15)
+                print(*process.communicate(timeout=15))  # pytest shows it if the test fails
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.communicate()
+                print(*process.communicate())
 
 
 def finish(process: subprocess.Popen[str]) -> Result:
