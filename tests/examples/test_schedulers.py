@@ -267,4 +267,5 @@ def test_the_script_requeues_the_job(
             assert batch.stderr.read() == b""
         finally:
             batch.kill()
+            Path(cluster["END"]).touch()  # so that nothing is left if the test fails
     assert read_log(cluster) == ["up"] + ["TERM"] * stop + ["requeue 42"] * requeued
