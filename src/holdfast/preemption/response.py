@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from holdfast.engine.distributed.error_report import decode_raised
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, Preempted, RankFailed
 from holdfast.preemption.exit_status import (
+    DONE,
     FAILED,
     SAVED,
     UNSAVED,
@@ -147,6 +149,9 @@ class PreemptionResponse:
         """
         if not self._saves.busy:
             self._timer.clear()
+        if self._deadline is not None and not self.has_left:
+            # torchrun returns 1 after a signal, even if all of its workers are done
+            atexit.register(_leave_done, self._status(DONE, "the training is complete"))
         self._agreement = LocalAgreement()  # it refers to this object, and to a connection
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
@@ -337,6 +342,13 @@ class PreemptionResponse:
                 sys.stderr.flush()
         code = leave_code(self._status(code, why))
         raise Preempted(code, step, saved_step, why)
+
+
+def _leave_done(status: Status) -> None:
+    """Leave the status of a training that ended in spite of a notice, unless an exception ends the
+    process."""
+    if not hasattr(sys, "last_value"):
+        leave_code(status)
 
 
 def _detect_platform() -> Sequence[NoticeSource]:

@@ -78,7 +78,11 @@ def pinned_base(
 
     Yields None, which makes the save a full one, if ``base`` is not a version of the same run, was
     deleted, or is damaged, as far as its manifest, its indexes, and the lengths of its files show.
+    Nothing is pinned in the stores of hosts: only the training deletes what is there.
     """
+    if location.is_per_host:
+        yield None
+        return
     snapshot = None if base is None or collective.rank else as_sibling(location, base)
     base_pin = None
     with ExitStack() as pins_to_remove:
@@ -163,7 +167,8 @@ def check_receipts(
     of other versions that the shards refer to.
 
     Return the shards in rank order. This process stats every file through its own store, which
-    detects a folder that the hosts do not really share. Raises ``CommitError`` or ``StoreError``.
+    detects a folder that the hosts do not really share. If each host has a store of its own, each
+    rank has checked its files before it sent its receipt. Raises ``CommitError`` or ``StoreError``.
     """
     if [r.rank for r in receipts] != list(range(world_size)):
         raise CommitError(
@@ -183,6 +188,8 @@ def check_receipts(
                 rank=receipt.rank,
             )
     rank_shards = [(r.rank, r.shard) for r in receipts if r.shard is not None]
+    if location.is_per_host:
+        return [Shard(s.name, s.length, s.index) for _, s in rank_shards]
     for path, length in sorted({(f.path, f.length) for _, s in rank_shards for f in s.refers}):
         key, what = file_key(location, path), f"{path}, which this version refers to,"
         todo = "Save again, and find out what deletes versions that a running save has pinned"
@@ -266,11 +273,12 @@ _OUTCOME_UNKNOWN = (
 
 class CommitResult(msgspec.Struct, frozen=True):
     """The result of a commit, broadcast by rank 0: the manifest's digest, the bytes written, and
-    the bytes referred to in earlier versions."""
+    the bytes referred to in earlier versions; ``manifest``: its bytes, if each host needs them."""
 
     digest: str
     nbytes: int
     referred_bytes: int
+    manifest: bytes = b""
 
 
 NO_RESULT = CommitResult("", 0, 0)
@@ -296,8 +304,11 @@ def commit_collectively(
         receipts = collective.gather(receipt, Receipt)
         if receipts is not None:
             snapshot = commit(receipts)
-            result = CommitResult(snapshot.digest, snapshot.nbytes, snapshot.referred_bytes)
+            raw = encode_manifest(snapshot.manifest)[0] if location.is_per_host else b""
+            result = CommitResult(snapshot.digest, snapshot.nbytes, snapshot.referred_bytes, raw)
         result = collective.broadcast(result, CommitResult)
+        if collective.rank and result.manifest:
+            _put_same_manifest(location, result.manifest)
     except RankFailed as e:
         if snapshot is not None and result is not None:
             return snapshot, result  # committed, whichever ranks received the result
@@ -311,6 +322,23 @@ def commit_collectively(
                 return found, CommitResult(found.digest, found.nbytes, found.referred_bytes)
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e.__cause__
     return snapshot or Snapshot(location, None, result.digest), result
+
+
+def _put_same_manifest(location: Location, raw: bytes) -> None:
+    """Write the manifest that rank 0 has committed into the store of this host.
+
+    Another rank of this host may do the same. Raises ``CommitError`` if there is another manifest.
+    """
+    key = location.key(MANIFEST)
+    try:
+        location.store.put_if_absent(key, raw)
+    except AlreadyExists as e:
+        if location.store.get(key, MAX_MANIFEST) != raw:
+            raise CommitError(
+                f"{location.url} is in the memory of this host already, with other contents",
+                todo="Delete what an earlier training has left in this folder",
+                file=key,
+            ) from e
 
 
 def raise_if_exists(location: Location) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,7 @@ from holdfast.format import names, tree
 from holdfast.format.manifest import IncrementalManifest, IncrementalShard, Manifest, Parent, Shard
 from holdfast.storage.store import MappedUpload
 from holdfast.text import to_repr
-from holdfast.threads import Workers
+from holdfast.threads import Workers, no_op
 from holdfast.version import __version__
 
 
@@ -59,6 +59,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     that remain to be staged in the background; ``staging_error``: the
     error with which this rank failed to stage the save while other ranks may have succeeded;
     ``observer``: compares the trainable leaves with those of the version before, if not None.
+    ``copy_to_peers``: called with the ``Receipt`` of this rank's files once they are written.
     """
 
     location: Location
@@ -76,6 +77,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     deferred: DeferredStaging | None = None
     staging_error: Exception | None = None
     observer: Observation | None = None
+    copy_to_peers: Callable[[Any], object] = no_op
     result: CommitResult = NO_RESULT
 
     def __exit__(self, *exception: object) -> None:

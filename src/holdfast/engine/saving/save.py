@@ -216,6 +216,7 @@ def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_
         with pinned_base(location, job.partition.attempt, job.base, collective) as base:
             with before_commit():
                 receipt = write_local_shard(job, base)
+                job.copy_to_peers(receipt)
 
             def commit(receipts: list[Receipt]) -> Snapshot:
                 with before_commit():

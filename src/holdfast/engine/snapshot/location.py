@@ -24,12 +24,15 @@ class Location:
     """A snapshot's folder in a store. The folder is ``""`` if the store's root is the snapshot.
 
     ``deadline``: the time by which the calls of the store end; ``unlimited``: the store without it.
+    ``is_per_host``: True if each host has a store of its own here, such as its memory, which the
+    ranks of other hosts do not see.
     """
 
     store: Store
     folder: str
     deadline: Deadline | None = None
     unlimited: Store | None = None
+    is_per_host: bool = False
 
     def limit(
         self, operation: str, timeout: float | None, deadline: Deadline | None = None
@@ -43,11 +46,14 @@ class Location:
             if timeout is None:
                 return self
             deadline = Deadline.after(timeout, f"the {operation} of {self.url}: {timeout} s")
-        return Location(within(self.store, deadline), self.folder, deadline, self.store)
+        limited = within(self.store, deadline)
+        return Location(limited, self.folder, deadline, self.store, self.is_per_host)
 
     def without_limit(self) -> Location:
         """Return the same location without the deadline."""
-        return self if self.unlimited is None else Location(self.unlimited, self.folder)
+        if self.unlimited is None:
+            return self
+        return Location(self.unlimited, self.folder, is_per_host=self.is_per_host)
 
     def for_cleanup(self) -> Location:
         """Return the same location for the removal of what an operation has left.
@@ -61,7 +67,7 @@ class Location:
         cleanup = deadline.for_cleanup()
         if not cleanup.seconds_left:
             cleanup = replace(cleanup, at=cleanup.clock() + cleanup.cleanup_seconds)
-        return Location(within(store, cleanup), self.folder, cleanup, store)
+        return Location(within(store, cleanup), self.folder, cleanup, store, self.is_per_host)
 
     def check_time(self) -> None:
         """Raise ``Unavailable`` once the deadline has passed."""

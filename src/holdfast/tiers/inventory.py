@@ -1,0 +1,107 @@
+"""What the hosts hold in memory, and which captured states all ranks could load from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.errors import FormatError, HoldfastError, StoreError
+from holdfast.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
+from holdfast.format.names import MANIFEST, Version, parse_version
+from holdfast.storage.store import Store
+
+
+class HostInventory(msgspec.Struct, frozen=True):
+    """The captured states in the memory of one host, as the first rank of it sees them.
+
+    ``manifests``: the bytes of each manifest, by folder; ``files``: the length of each file, by
+    key. ``rank``: the rank that serves them.
+    """
+
+    rank: int
+    manifests: dict[str, bytes] = {}
+    files: dict[str, int] = {}
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A captured state of which every file is in the memory of some host.
+
+    ``digest``: that of its manifest; ``parent``: the newest durable version before it; ``sources``:
+    for each file, the ranks that serve it.
+    """
+
+    folder: str
+    digest: str
+    branch: int
+    parent: Parent | None
+    sources: dict[str, list[int]]
+
+    @property
+    def version(self) -> Version:
+        version = parse_version(self.folder)
+        if version is None:
+            raise ValueError(f"{self.folder} is not a version")
+        return version
+
+
+def take_inventory(store: Store, rank: int) -> HostInventory:
+    """Return what is in the memory of this host. What cannot be read is left out."""
+    files = {stat.key: stat.length for stat in store.list("")}
+    manifests: dict[str, bytes] = {}
+    for key, length in files.items():
+        folder, _, name = key.partition("/")
+        if name == MANIFEST and parse_version(folder) is not None and length <= MAX_MANIFEST:
+            with suppress(StoreError):
+                manifests[folder] = store.get(key, MAX_MANIFEST)
+    return HostInventory(rank, manifests, files)
+
+
+def find_candidates(inventories: Sequence[HostInventory]) -> list[Candidate]:
+    """Return the states that can be loaded, newest first.
+
+    If the hosts have different manifests of one version, the one that most hosts have counts: a
+    training that was cut off may have left another one on a host that was away.
+    """
+    manifests: dict[str, list[bytes]] = {}
+    for inventory in inventories:
+        for folder, raw in inventory.manifests.items():
+            manifests.setdefault(folder, []).append(raw)
+    found = []
+    for folder, raws in manifests.items():
+        raw = max(sorted(set(raws)), key=raws.count)
+        candidate = _make_candidate(folder, raw, inventories)
+        if candidate is not None:
+            found.append(candidate)
+    return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)
+
+
+def _make_candidate(
+    folder: str, raw: bytes, inventories: Sequence[HostInventory]
+) -> Candidate | None:
+    """Return a candidate if its manifest is intact and every file is somewhere in full length."""
+    try:
+        manifest, digest = decode_manifest(raw, f"{folder}/{MANIFEST}")
+    except (FormatError, HoldfastError):
+        return None
+    sources = {f"{folder}/{MANIFEST}": [i.rank for i in inventories if _has(i, folder, raw)]}
+    for name, length in _files_of(manifest).items():
+        key = f"{folder}/{name}"
+        ranks = [i.rank for i in inventories if i.files.get(key) == length]
+        if not ranks:
+            return None
+        sources[key] = ranks
+    return Candidate(folder, digest, manifest.branch, manifest.parent, sources)
+
+
+def _has(inventory: HostInventory, folder: str, raw: bytes) -> bool:
+    return inventory.manifests.get(folder) == raw
+
+
+def _files_of(manifest: Manifest) -> Mapping[str, int]:
+    files: dict[str, int] = {}
+    for shard in manifest.shards:
+        files[shard.name] = shard.length
+        files[shard.index.name] = shard.index.length
+    return files

@@ -1,0 +1,117 @@
+"""The store from which a captured state is loaded: the memory of this host, and of its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Lock
+
+from holdfast import events
+from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError
+from holdfast.storage.store import Stat, Store, Traits, Upload
+from holdfast.storage.tmpfs.store import TmpfsStore
+
+Fetch = Callable[[int, str, int], object]
+"""Copies a file from the memory of a rank's host into this one: ``fetch(rank, key, max_length)``.
+Raises ``HoldfastError``."""
+
+_MAX_FILE = 1 << 50
+
+
+class RecoveryStore:
+    """Reads files from the memory of this host. A file that it lacks is first fetched from a peer.
+
+    ``sources``: for each file, the ranks that serve it. A peer that does not answer is reported by
+    an event, and the next one is asked. Every failure is a ``NotFound``: the training then resumes
+    from an older state, or from the durable store. Nothing can be written.
+    """
+
+    def __init__(
+        self, memory: TmpfsStore, sources: Mapping[str, Sequence[int]], rank: int, fetch: Fetch
+    ) -> None:
+        self._memory = memory
+        self._sources = sources
+        self._rank = rank
+        self._fetch = fetch
+        self._locks: dict[str, Lock] = {key: Lock() for key in sources}
+
+    @property
+    def traits(self) -> Traits:
+        return self._memory.traits
+
+    @property
+    def url(self) -> str:
+        return self._memory.url
+
+    def stat(self, key: str) -> Stat:
+        self._ensure(key)
+        return self._memory.stat(key)
+
+    def get(self, key: str, limit: int) -> bytes:
+        self._ensure(key)
+        return self._memory.get(key, limit)
+
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        self._ensure(key)
+        self._memory.get_range(key, offset, length, into)
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        start = f"{prefix}/" if prefix else ""
+        return (self.stat(key) for key in sorted(self._sources) if key.startswith(start))
+
+    def _ensure(self, key: str) -> None:
+        """Fetch a file that this host lacks. Raises ``NotFound`` if no peer can send it."""
+        if key not in self._sources:
+            raise _missing(key, self.url, "it is not a file of this state")
+        with self._locks[key]:
+            try:
+                self._memory.stat(key)
+                return
+            except NotFound:
+                pass
+            reasons: list[str] = []
+            for rank in self._sources[key]:
+                try:
+                    self._fetch(rank, key, _MAX_FILE)
+                    return
+                except AlreadyExists:  # another rank of this host has fetched it
+                    return
+                except HoldfastError as e:
+                    events.emit("copy_failed", key=key, rank=rank, error=e)
+                    reasons.append(f"rank {rank}: {e}")
+            raise _missing(key, self.url, "; ".join(reasons) or "no peer has it")
+
+    # -- what only a store that can be written does ----------------------------------------------
+
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
+        raise _read_only(key, self.url)
+
+    def put_if_absent(self, key: str, data: bytes) -> Stat:
+        raise _read_only(key, self.url)
+
+    def delete(self, key: str) -> None:
+        raise _read_only(key, self.url)
+
+    def partials(self, prefix: str) -> Iterator[Stat]:
+        return iter(())
+
+
+def _missing(key: str, url: str, found: str) -> NotFound:
+    return NotFound(
+        f"{key} is in the memory of no host that answers",
+        found=found,
+        todo="Resume from an older version",
+        key=key,
+        store=url,
+    )
+
+
+def _read_only(key: str, url: str) -> StoreError:
+    return StoreError(f"{key} cannot be written: {url} is only read to resume", key=key, store=url)
+
+
+__all__ = ["Fetch", "RecoveryStore"]
+
+
+def as_store(store: RecoveryStore) -> Store:
+    """Return the store as the protocol, which checks that it has all methods."""
+    return store
