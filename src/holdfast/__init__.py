@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from holdfast.run.run import Run
     from holdfast.storage.open import open_store, register_store
     from holdfast.storage.store import Store
+    from holdfast.tiers.memory_tier import MemoryTier
     from holdfast.training.checkpointer import Checkpointer
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "KeepEvery",
     "KeepLast",
     "LeafView",
+    "MemoryTier",
     "Never",
     "OnException",
     "Pending",
@@ -95,6 +97,7 @@ _LAZY_NAMES = {
     "KeepEvery": "run.policy",
     "KeepLast": "run.policy",
     "LeafView": "engine.snapshot.leaf",
+    "MemoryTier": "tiers.memory_tier",
     "Never": "run.policy",
     "OnException": "run.policy",
     "Pending": "engine.saving.pending",

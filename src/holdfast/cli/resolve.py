@@ -32,6 +32,8 @@ _MAX_NAMES = 1000
 """The number of names in a folder of a server that are looked at: what S3 lists by one request."""
 
 _MAX_LOOKS = 10
+
+_SMALL_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES)
 """The number of folders on a server in which a run is looked for, to suggest it."""
 
 
@@ -223,8 +225,7 @@ def _has_run_files(url: Url) -> bool:
     found = _names_in(url) or []
     if len(found) >= _MAX_NAMES and _local_path(url) is None:
         store = unspread(open_store(url))
-        files = (names.WRITER_LOCK, names.SAVE_REQUEST, names.NOTICES)
-        for prefix in ("version_", "branch-", "pin-", "spread", *files):
+        for prefix in ("version_", "branch-", "pin-", "spread", *_SMALL_FILES):
             found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
     return any(map(_is_run_member, found))
 
@@ -245,8 +246,7 @@ def _is_run_member(name: str) -> bool:
         names.parse_pin,
         names.parse_lasting_pin,
     )
-    known = name in (names.WRITER_LOCK, names.SAVE_REQUEST, names.SPREAD, names.NOTICES)
-    known = known or names.is_spread_folder(name)
+    known = name in (*_SMALL_FILES, names.SPREAD) or names.is_spread_folder(name)
     return known or any(parse(name) is not None for parse in parsers)
 
 

@@ -14,6 +14,7 @@ MAX_STEP = 10**18 - 1  # 18 digits
 SAVE_REQUEST = "request-save.json"
 WRITER_LOCK = "writer.json"
 SPREAD = "spread.json"
+RUN_ID = "run-id.json"
 NOTICES = "deleting"
 
 _VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")

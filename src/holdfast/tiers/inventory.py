@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.errors import FormatError, HoldfastError, StoreError
+from holdfast.errors import FormatError, StoreError
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.storage.store import Store
@@ -26,10 +26,11 @@ class HostInventory(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A captured state of which every file is in the memory of some host.
+    """A captured state, of which every file is in the memory of some host.
 
     ``digest``: that of its manifest; ``parent``: the newest durable version before it; ``sources``:
-    for each file, the ranks that serve it.
+    for each file, the ranks that serve it. ``problem`` says why the state cannot be loaded, if it
+    cannot.
     """
 
     folder: str
@@ -37,6 +38,7 @@ class Candidate(msgspec.Struct, frozen=True):
     branch: int
     parent: Parent | None
     sources: dict[str, list[int]]
+    problem: str = ""
 
     @property
     def version(self) -> Version:
@@ -59,7 +61,7 @@ def take_inventory(store: Store, rank: int) -> HostInventory:
 
 
 def find_candidates(inventories: Sequence[HostInventory]) -> list[Candidate]:
-    """Return the states that can be loaded, newest first.
+    """Return the captured states, newest first, also those that cannot be loaded.
 
     If the hosts have different manifests of one version, the one that most hosts have counts: a
     training that was cut off may have left another one on a host that was away.
@@ -71,28 +73,25 @@ def find_candidates(inventories: Sequence[HostInventory]) -> list[Candidate]:
     found = []
     for folder, raws in manifests.items():
         raw = max(sorted(set(raws)), key=raws.count)
-        candidate = _make_candidate(folder, raw, inventories)
-        if candidate is not None:
-            found.append(candidate)
+        found.append(_make_candidate(folder, raw, inventories))
     return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)
 
 
-def _make_candidate(
-    folder: str, raw: bytes, inventories: Sequence[HostInventory]
-) -> Candidate | None:
-    """Return a candidate if its manifest is intact and every file is somewhere in full length."""
+def _make_candidate(folder: str, raw: bytes, inventories: Sequence[HostInventory]) -> Candidate:
+    """Return a candidate. Its manifest must be intact, and every file somewhere in full length."""
+    version = parse_version(folder)
+    branch = 0 if version is None else version.branch
     try:
         manifest, digest = decode_manifest(raw, f"{folder}/{MANIFEST}")
-    except (FormatError, HoldfastError):
-        return None
+    except FormatError as e:
+        return Candidate(folder, "", branch, None, {}, str(e))
     sources = {f"{folder}/{MANIFEST}": [i.rank for i in inventories if _has(i, folder, raw)]}
     for name, length in _files_of(manifest).items():
         key = f"{folder}/{name}"
-        ranks = [i.rank for i in inventories if i.files.get(key) == length]
-        if not ranks:
-            return None
-        sources[key] = ranks
-    return Candidate(folder, digest, manifest.branch, manifest.parent, sources)
+        sources[key] = [i.rank for i in inventories if i.files.get(key) == length]
+    missing = [key for key, ranks in sources.items() if not ranks]
+    problem = f"No host has {missing[0]} in full length" if missing else ""
+    return Candidate(folder, digest, manifest.branch, manifest.parent, sources, problem)
 
 
 def _has(inventory: HostInventory, folder: str, raw: bytes) -> bool:

@@ -7,7 +7,7 @@ from threading import Lock
 
 from holdfast import events
 from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError
-from holdfast.storage.store import Stat, Store, Traits, Upload
+from holdfast.storage.store import Stat, Traits, Upload
 from holdfast.storage.tmpfs.store import TmpfsStore
 
 Fetch = Callable[[int, str, int], object]
@@ -26,11 +26,10 @@ class RecoveryStore:
     """
 
     def __init__(
-        self, memory: TmpfsStore, sources: Mapping[str, Sequence[int]], rank: int, fetch: Fetch
+        self, memory: TmpfsStore, sources: Mapping[str, Sequence[int]], fetch: Fetch
     ) -> None:
         self._memory = memory
         self._sources = sources
-        self._rank = rank
         self._fetch = fetch
         self._locks: dict[str, Lock] = {key: Lock() for key in sources}
 
@@ -107,11 +106,3 @@ def _missing(key: str, url: str, found: str) -> NotFound:
 
 def _read_only(key: str, url: str) -> StoreError:
     return StoreError(f"{key} cannot be written: {url} is only read to resume", key=key, store=url)
-
-
-__all__ = ["Fetch", "RecoveryStore"]
-
-
-def as_store(store: RecoveryStore) -> Store:
-    """Return the store as the protocol, which checks that it has all methods."""
-    return store

@@ -16,6 +16,7 @@ from holdfast.preemption.policy import Preemption
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
 from holdfast.text import MAX_SHOWN, format_list, warn_user, with_article
+from holdfast.tiers.memory_tier import MemoryTier
 
 
 def check_arguments(**values: Any) -> dict[str, str]:
@@ -34,6 +35,7 @@ def check_arguments(**values: Any) -> dict[str, str]:
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
         "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
         "preemption": (isinstance(values["preemption"], Preemption | None), "Preemption() or None"),
+        "tiers": (_are_tiers(values["tiers"]), "[MemoryTier(every=EverySteps(10))], or []"),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
         "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
         "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
@@ -49,8 +51,14 @@ def check_arguments(**values: Any) -> dict[str, str]:
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
         for name, value in values.items()
-        if name not in ("keep", "stop", "preemption")  # each rank has its own sources of notices
+        # only rank 0 uses the first two, and each host may have its own notices and memory
+        if name not in ("keep", "stop", "preemption", "tiers")
     }
+
+
+def _are_tiers(tiers: Any) -> bool:
+    is_list = isinstance(tiers, Sequence) and not isinstance(tiers, str)
+    return is_list and len(tiers) <= 1 and all(isinstance(t, MemoryTier) for t in tiers)
 
 
 def _invalid_error(name: str, value: object, expected: str) -> HoldfastError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from holdfast import events
@@ -22,6 +23,8 @@ from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
 from holdfast.storage.throttle import store_statistics
 from holdfast.text import warn_user
+from holdfast.tiers.captures import Captures
+from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.training.arguments import (
     acquire_run,
     check_arguments,
@@ -35,8 +38,9 @@ from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.ending import Ending
 from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle, exclusive
-from holdfast.training.resume import check_start, left_state_invalid, resume_run, start_from
+from holdfast.training.resume import left_state_invalid, resume_run
 from holdfast.training.saver import Saver, SaveSpec
+from holdfast.training.start import check_start, start_from
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.version_checks import VersionChecks
 from holdfast.training.warn import raise_or_warn
@@ -66,6 +70,9 @@ class Checkpointer:
 
     ``preemption`` says what follows a notice that the process will be stopped, such as SIGTERM. By
     default, all ranks save at one step and exit with code 75. None: nothing.
+
+    ``tiers=[MemoryTier(every=EverySteps(10))]`` also keeps the newest states in memory, with copies
+    on other hosts, from which ``resume`` takes seconds.
 
     ``spread=16`` creates the run so that its shards have keys under 16 prefixes, for thousands of
     ranks that save to an object store (see ``Run.set_spread``).
@@ -102,6 +109,7 @@ class Checkpointer:
         full_every: int | None = 20,
         overlap: bool = False,
         spread: int | None = None,
+        tiers: Sequence[MemoryTier] = (),
         preemption: Preemption | None = _PREEMPTION,
         busy: Literal["wait", "skip"] = "wait",
         save_timeout: float | None = None,
@@ -124,6 +132,7 @@ class Checkpointer:
             incremental=incremental,
             overlap=overlap,
             spread=spread,
+            tiers=tiers,
             preemption=preemption,
         )
         self.run, self.state = Run(run), state
@@ -154,6 +163,7 @@ class Checkpointer:
             self._step_counter,
             lambda deadline: self._start_save("preemption", self._metrics, deadline),
         )
+        self._captures = Captures(tiers[0] if tiers else None, self._group)
         parts = self._step_counter, self._goodput, self._saver, self._ending
         self._preemption = PreemptionResponse(preemption, self._group.rank, parts)
 
@@ -212,7 +222,8 @@ class Checkpointer:
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._ending.discard()
         try:
-            point = resume_run(self.run, self.state, self._group, at, branch, self._acquire_lock)
+            options = at, branch, self._acquire_lock, self._captures
+            point = resume_run(self.run, self.state, self._group, *options)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:
@@ -228,10 +239,11 @@ class Checkpointer:
         self._branch, self._note = point.branch, point.note
         self._step_counter.resume_at(point.step, point.from_own_run)
         if point.from_own_run:
-            self._saver.resume_from(point.snapshot)
+            self._saver.resume_from(point.durable)
         self._early_stop.resume_from(point.training_metadata)
         self._goodput.resume_from(point.training_metadata)
         self._cadence.restart()
+        self._captures.restart(self.current_step, self._step_counter.epochs)
         events.emit("resumed", url=point.snapshot.url, step=self.current_step, branch=self._branch)
         for message in point.skipped:
             warn_user(message, SkippedVersion)
@@ -265,6 +277,7 @@ class Checkpointer:
                 self._raise_or_warn(self._saver.wait)
             self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
             self._preemption.leave_on_failure(self._save_if_due)
+            self._preemption.leave_on_failure(self._capture_if_due)
 
     def _count_step(self, batches: int) -> None:
         """Count the step that led to the current state."""
@@ -289,19 +302,23 @@ class Checkpointer:
         self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step))
         self._raise_or_warn(lambda: self._start_save(reason, self._metrics))
 
+    def _capture_if_due(self) -> None:
+        if self._captures.is_due(self.current_step, self._step_counter.epochs):
+            spec = self._make_spec("capture", self._metrics)
+            metadata = self._saver.make_metadata(spec)
+            self._raise_or_warn(lambda: self._captures.capture(self.state, spec.version, metadata))
+
+    def _make_spec(self, reason: str, metrics: Mapping[str, Any]) -> SaveSpec:
+        version, training = Version(self.current_step, self._branch), self._early_stop.to_metadata()
+        return SaveSpec(version, reason, metrics, self._note, training)
+
     def _start_save(
         self, reason: str, metrics: Mapping[str, Any], deadline: Deadline | None = None
     ) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
-        spec = SaveSpec(
-            Version(self.current_step, self._branch),
-            reason if self._watcher.pending_request is None else "request",
-            metrics,
-            self._note,
-            self._early_stop.to_metadata(),
-            self._watcher.accept_with_callback(),
-            deadline,
-        )
+        reason = reason if self._watcher.pending_request is None else "request"
+        done = self._watcher.accept_with_callback()
+        spec = replace(self._make_spec(reason, metrics), on_finished=done, deadline=deadline)
         self._saver.start(self.state, spec)
 
     @exclusive
@@ -384,6 +401,7 @@ class Checkpointer:
             self._agreement.close()
             self._preemption.close()
             self._ending.close()
+            self._captures.close(self._saver.saved_step == self.current_step)
             self._saver.close()
             self._saver.writer_lock.release()
             self._watcher.close()
@@ -419,6 +437,7 @@ class Checkpointer:
             self._rank_arguments,
             is_resumed=self._lifecycle.is_resumed,
         )
+        self._captures.open(self.run.store, self.state)
         self._agreement = make_agreement(self._group, "training", self._preemption)
         self._preemption.watch()
         self._preemption.agree_through(self._agreement)

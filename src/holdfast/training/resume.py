@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.distributed.group import Group, broadcast_from_first
-from holdfast.engine.loading.binding import STRICT, Leniency
+from holdfast.engine.distributed.group import Group
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.location import Url, locate
-from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import (
     Denied,
     FormatError,
     HoldfastError,
+    NotFound,
     PlanError,
     RankFailed,
     StoreError,
     Unavailable,
 )
+from holdfast.format.manifest import Parent
 from holdfast.format.names import parse_version
 from holdfast.format.tree import child_keys
 from holdfast.generators import open_block
-from holdfast.run.address import open_version
 from holdfast.run.catalog import read_training_metadata
 from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
+from holdfast.tiers.captures import Captures
+from holdfast.tiers.inventory import Candidate
 from holdfast.training.arguments import check_not_snapshot
 
 _MAX_LISTED = 8
@@ -53,6 +54,8 @@ class ResumePoint:
     note: Mapping[str, Any] = field(default_factory=dict)
     training_metadata: Mapping[str, Any] = field(default_factory=dict)
     skipped: Sequence[str] = ()
+    durable: Snapshot | None = None
+    memory_folder: str | None = None
 
 
 class ResumeInstruction(msgspec.Struct, frozen=True):
@@ -60,13 +63,17 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
 
     If ``done`` is False, the ranks load the version ``version`` with the manifest ``digest``. If
     it is True, training continues from the version that was loaded last, on ``branch``, or from no
-    version if ``version`` is None.
+    version if ``version`` is None. ``sources``: for each file of a state in memory, the ranks that
+    serve it, or None for a version of the run; ``durable``: the newest version of the run, if a
+    state in memory was loaded.
     """
 
     done: bool
     version: str | None = None
     digest: str = ""
     branch: int = 0
+    sources: dict[str, list[int]] | None = None
+    durable: Parent | None = None
 
 
 def resume_run(
@@ -76,8 +83,11 @@ def resume_run(
     at: int | None,
     branch: int | None,
     acquire_lock: Callable[[], object],
+    captures: Captures,
 ) -> ResumePoint | None:
     """Load the newest intact version of a run into ``state``, or return None if the run is empty.
+
+    A newer state in memory is loaded instead, if its files are in the memory of hosts that answer.
 
     ``at`` and ``branch`` are as for ``Run.newest``. Unless the version is the newest one of the
     current lineage, a branch is durably started, and ``acquire_lock`` is called before that.
@@ -104,13 +114,23 @@ def resume_run(
             " generators",
             todo="Train outside of the block; only an evaluation belongs into it",
         )
+    captures.open(run.store, state)
     collective = group.collective(f"the resume of {run.url}")
-    loader = StateLoader(state, group)
+    loader = StateLoader(state, group, captures)
     try:
         with collective:
+            found = captures.find(collective)
             if collective.rank == 0:
-                return _coordinate(run, loader, collective, at, branch, acquire_lock)
-            return _follow_coordinator(run, loader, collective)
+                point = None
+                problems: list[str] = []
+                if at is None and branch is None:
+                    point, problems = _resume_from_memory(run, loader, collective, found)
+                if point is None:
+                    point = _coordinate(run, loader, collective, at, branch, acquire_lock, problems)
+            else:
+                point = _follow_coordinator(run, loader, collective)
+        captures.keep_only(None if point is None else point.memory_folder)
+        return point
     except HoldfastError as e:
         if loader.partially_loaded and not e.is_state_invalid:
             raise e.with_advice("The live state is not valid", live_state="not valid") from e
@@ -129,6 +149,7 @@ class StateLoader:
 
     state: dict[str, Any]
     group: Group
+    captures: Captures
     error: HoldfastError | None = None
     partially_loaded: bool = False
 
@@ -148,6 +169,68 @@ class StateLoader:
             raise
         self.error, self.partially_loaded = None, False
 
+    def load_from_memory(self, instruction: ResumeInstruction) -> Snapshot:
+        """Load a state in memory, and return it. Raises the same errors."""
+        folder, sources = instruction.version or "", instruction.sources or {}
+        location = self.captures.locate(folder, sources)
+        snapshot = Snapshot(location, None, instruction.digest)
+        self.load(snapshot)
+        return snapshot
+
+
+def _resume_from_memory(
+    run: Run, loader: StateLoader, collective: Collective, found: Sequence[Candidate]
+) -> tuple[ResumePoint | None, list[str]]:
+    """Load the newest state in memory that continues the current lineage, and return it.
+
+    Also return the problems of newer ones. None: the durable version is newer, or none is intact.
+    """
+    listing = run.listing()
+    newest, number = newest_version(run.catalog, listing), run.branch(listing)
+    line = {str(version) for version in run.line(listing)}
+    durable, problems = None, list[str]()
+    for candidate in found:
+        parent = candidate.parent
+        follows = newest is None if parent is None else parent.version in line
+        is_older = newest is not None and candidate.version.step < newest.step
+        if candidate.branch != number or not follows or is_older:
+            continue
+        try:
+            if candidate.problem:
+                raise NotFound(candidate.problem)
+            if newest is not None:
+                durable = run.open(newest)
+            instruction = ResumeInstruction(
+                False, candidate.folder, candidate.digest, sources=candidate.sources
+            )
+            collective.broadcast(instruction, ResumeInstruction)
+            snapshot = loader.load_from_memory(instruction)
+        except (FormatError, StoreError, RankFailed) as e:
+            reason = HoldfastError(e.what, expected=e.expected, found=e.found)
+            problems.append(f"{candidate.folder} in memory is skipped. {reason}")
+            continue
+        reference = None if durable is None else Parent(str(newest), durable.digest)
+        done = ResumeInstruction(
+            True, candidate.folder, candidate.digest, number, {}, durable=reference
+        )
+        collective.broadcast(done, ResumeInstruction)
+        return _from_memory(run, snapshot, done, problems), problems
+    return None, problems
+
+
+def _from_memory(
+    run: Run, snapshot: Snapshot, done: ResumeInstruction, skipped: Sequence[str]
+) -> ResumePoint:
+    """Return how training continues from a state in memory, which later versions name."""
+    point = _make_resume_point(snapshot, done.branch, skipped)
+    version = None if done.durable is None else parse_version(done.durable.version)
+    durable = None
+    if done.durable is not None and version is not None:
+        durable = Snapshot(run.location(version), None, done.durable.digest)
+    origin = {"version": done.version, "digest": done.digest}
+    note = {**point.note, "resumed_from_memory": origin}
+    return replace(point, note=note, durable=durable, memory_folder=done.version)
+
 
 def _coordinate(
     run: Run,
@@ -156,7 +239,10 @@ def _coordinate(
     at: int | None,
     branch: int | None,
     acquire_lock: Callable[[], object],
+    problems: Sequence[str],
 ) -> ResumePoint | None:
+    """``problems``: those of newer states in memory. Training then continues on a new branch."""
+
     def load(snapshot: Snapshot) -> None:
         collective.broadcast(
             ResumeInstruction(False, str(snapshot.version), snapshot.digest), ResumeInstruction
@@ -182,19 +268,21 @@ def _coordinate(
         return None
     version = snapshot.version
     listing = run.listing()
-    if version == newest_version(run.catalog, listing):
+    if version == newest_version(run.catalog, listing) and not problems:
         number = run.branch(listing)
     else:
         acquire_lock()  # only the writer of a run may change its current lineage
+        damaged = len(skipped) + len(problems)
         number = run.leave_from(
-            snapshot, version, f"{len(skipped)} newer damaged" if skipped else "on request"
+            snapshot, version, f"{damaged} newer damaged" if damaged else "on request"
         )
     collective.broadcast(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
     )
     # the messages of the errors, without their advice
     reasons = [(v, HoldfastError(e.what, expected=e.expected, found=e.found)) for v, e in skipped]
-    return _make_resume_point(snapshot, number, [f"{v} is skipped. {e}" for v, e in reasons])
+    messages = [*problems, *(f"{v} is skipped. {e}" for v, e in reasons)]
+    return _make_resume_point(snapshot, number, messages)
 
 
 def _follow_coordinator(
@@ -209,7 +297,13 @@ def _follow_coordinator(
         if instruction.done and snapshot is not None:
             if loader.error is not None:
                 raise loader.error
+            if instruction.sources is not None:
+                return _from_memory(run, snapshot, instruction, [])
             return _make_resume_point(snapshot, instruction.branch, [])
+        if instruction.sources is not None:
+            with suppress(FormatError, StoreError, RankFailed):  # rank 0 gets the same error
+                snapshot = loader.load_from_memory(instruction)
+            continue
         snapshot = Snapshot(run.location(version), None, instruction.digest)
         try:
             # this also reads the manifest, so that nothing can fail after the last instruction
@@ -230,81 +324,8 @@ def _make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) 
         note={} if origin is None else {"started_from": origin},
         training_metadata=read_training_metadata(snapshot),
         skipped=skipped,
+        durable=snapshot,
     )
-
-
-def check_start(
-    start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
-) -> None:
-    """Check the arguments of ``Checkpointer.resume`` that select a version of another run.
-
-    ``goes_back`` is True if the caller also selects a version of the run itself. Raises
-    ``HoldfastError`` for ``start`` together with such a version, for a partial selection without
-    ``start``, and for a ``start`` that is not an address.
-    """
-    is_location = isinstance(start, str | os.PathLike) or hasattr(start, "put_if_absent")
-    if start is not None and not is_location:
-        raise HoldfastError(
-            "Invalid value for start=",
-            expected='an address ("RUN@120", "RUN@latest", or the URL of a snapshot), or a Store',
-            found=f"{start=}",
-            todo="resume(at=120) goes back to step 120 of this run itself",
-        )
-    if start is not None and goes_back:
-        raise HoldfastError(
-            "resume() cannot combine start= with at= or branch=",
-            expected="start= for an empty run, or at= and branch= for a run with versions",
-            found=f"{start=} and at= or branch=",
-            todo='Write the step in the address: resume(start="RUN@120")',
-        )
-    if start is None and (keys is not None or leniency != STRICT):
-        raise HoldfastError(
-            "A run always resumes from its own versions completely",
-            expected="keys=, missing=, unexpected=, or rename= only together with start=",
-            found="no start=",
-            todo="Pass start=, or load the snapshot with holdfast.load",
-        )
-
-
-def start_from(
-    start: Url,
-    state: dict[str, Any],
-    group: Group,
-    keys: str | Sequence[str] | None,
-    leniency: Leniency,
-) -> ResumePoint:
-    """Load a version of another run, or a part of it, into ``state``.
-
-    If the state has no ``Progress``, steps continue from those of the version only if all of it is
-    loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
-    """
-    snapshot = _open_on_all_ranks(start, group)
-    load_snapshot(snapshot, state, keys, None, leniency, group)
-    is_complete = keys is None and leniency == STRICT
-    metadata = read_training_metadata(snapshot) if is_complete else {}
-    return ResumePoint(
-        snapshot,
-        (snapshot.step or 0) if is_complete else 0,
-        from_own_run=False,
-        note={"started_from": {"url": snapshot.url, "digest": snapshot.digest}},
-        # the state of early stopping belongs to the model, but goodput belongs to the run
-        training_metadata={"stop": metadata["stop"]} if "stop" in metadata else {},
-    )
-
-
-def _open_on_all_ranks(start: Url, group: Group) -> Snapshot:
-    """Open the snapshot at an address or in a store, the same one on all ranks."""
-    is_address = isinstance(start, str | os.PathLike)
-    where = os.fspath(start) if isinstance(start, str | os.PathLike) else start.url
-
-    def choose() -> ResumeInstruction:
-        snapshot = open_version(where) if is_address else open_snapshot(start)
-        return ResumeInstruction(True, snapshot.url, snapshot.digest)
-
-    instruction = broadcast_from_first(group, f"the start from {where}", choose, ResumeInstruction)
-    # A URL does not contain the options of a store, so each rank uses the store that it was given.
-    location = locate(instruction.version or "" if is_address else start)
-    return Snapshot(location, None, instruction.digest)
 
 
 def _suggest_call(url: str, state: dict[str, Any], error: PlanError) -> str:

@@ -14,6 +14,7 @@ from holdfast.buffers import BufferPool
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.engine.distributed.group import Group, all_reduce, broadcast_from_first
+from holdfast.engine.saving.buffer_reservation import BufferReservation
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
@@ -33,7 +34,6 @@ from holdfast.run.policy import KeepPolicy
 from holdfast.run.retention import TrainingRetention, undeleted_error
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
-from holdfast.training.buffer_reservation import BufferReservation
 from holdfast.training.goodput import Goodput
 from holdfast.training.version_checks import VersionChecks, emit_structure_change
 
@@ -157,7 +157,7 @@ class Saver:
             job = begin_save(
                 self.run.location(spec.version).limit("save", self._timeout, spec.deadline),
                 state,
-                self._make_metadata(spec),
+                self.make_metadata(spec),
                 self._pool,
                 stage_now=True,
                 group=self._group,
@@ -205,7 +205,7 @@ class Saver:
         )
         return snapshots[0]
 
-    def _make_metadata(self, spec: SaveSpec) -> VersionMetadata:
+    def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
         parent = self.newest
         return VersionMetadata(
             step=spec.version.step,
@@ -355,7 +355,7 @@ class Saver:
 
         broadcast_from_first(self._group, f"adding metrics to {snapshot.url}", add, bool)
 
-    def resume_from(self, snapshot: Snapshot) -> None:
+    def resume_from(self, snapshot: Snapshot | None) -> None:
         """Continue from a version, which becomes ``newest``."""
         self.newest = snapshot
         self.checks.stale.restart()

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from typing import Any, TypeVar
 
-from holdfast.engine.distributed.store_connection import KeyValueStore, StoreConnection
+from holdfast.engine.distributed.store_connection import KeyValueStore, StoreConnection, host_of
 from holdfast.errors import RankFailed
 from holdfast.types import MIB
 
@@ -93,6 +93,7 @@ class KVClient:
         self.timeouts = timeouts
         self.clock = clock
         self._store = store
+        self.store_host = host_of(store)
         self._heartbeat_interval = min(timeouts.silent / 5, max(1.0, size / 2000))
         self._progress = 0
         self._heartbeat_count = 0

@@ -65,3 +65,10 @@ class StoreConnection:
             except OSError:  # the store has closed the connection, so no call waits for it
                 return True
             return True
+
+
+def host_of(store: object) -> str:
+    """Return the host that serves a TCPStore, or this host for a store of another kind."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", "127.0.0.1"))

@@ -11,6 +11,15 @@ from holdfast.engine.state.flatten import flatten
 from holdfast.threads import start_thread
 
 
+def shard_bytes(state: Any, group: Group) -> int:
+    """Return how many bytes this rank writes of ``state``. Leaves that all ranks have in full are
+    divided among the ranks. Raises the errors of ``flatten`` if the state cannot be saved."""
+    return sum(
+        int(leaf.source.nbytes) // (group.size if leaf.box.sizes == leaf.shape else 1)
+        for leaf in flatten(state, group.rank).leaves
+    )
+
+
 class BufferReservation:
     """Allocates the buffers that a state needs, on a thread.
 
@@ -23,15 +32,9 @@ class BufferReservation:
         self._thread: Thread | None = None
 
     def measure(self, state: Any, group: Group) -> None:
-        """Determine how much buffer memory this rank needs for ``state``.
-
-        Leaves that all ranks have in full are divided among the ranks. Raises the errors of
-        ``flatten`` if the state cannot be saved.
-        """
-        self._nbytes = 2 * self._pool.buffer_size + sum(
-            int(leaf.source.nbytes) // (group.size if leaf.box.sizes == leaf.shape else 1)
-            for leaf in flatten(state, group.rank).leaves
-        )
+        """Determine how much buffer memory this rank needs for ``state``. Raises the errors of
+        ``flatten`` if the state cannot be saved."""
+        self._nbytes = 2 * self._pool.buffer_size + shard_bytes(state, group)
 
     def start(self) -> None:
         """Allocate the buffers, once. Call it at the first step that does not save: a save

@@ -1,0 +1,75 @@
+"""The hosts of a job: which ranks share a memory, and where the copies of each rank are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from holdfast import machine
+from holdfast.tiers.placement import Placement, place_copies
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """What a rank tells the others when the memory tier starts.
+
+    ``machine``: its machine; ``memory``: the folder in memory that it uses, as its host knows it;
+    ``domain``: what fails as a whole with it; ``nbytes``: the size of its shard.
+    """
+
+    machine: str
+    memory: str
+    domain: str
+    nbytes: int
+
+    @classmethod
+    def of_this_rank(cls, folder: str, domain: str | None, nbytes: int) -> RankFacts:
+        host, boot, _ = machine.process_identity()
+        name = f"{host} {boot}"
+        memory = f"{name} {os.path.realpath(folder)}"
+        return cls(name, memory, memory if domain is None else domain, nbytes)
+
+
+class Hosts:
+    """The hosts of a job, as one rank sees them. All ranks compute the same placement.
+
+    Ranks that use one folder of one machine share a memory, and are on one host.
+    """
+
+    def __init__(self, facts: Sequence[RankFacts], rank: int, copies: int) -> None:
+        self._facts = facts
+        self.rank = rank
+        self.placement: Placement = place_copies([f.domain for f in facts], copies)
+        memory = facts[rank].memory
+        self.local_ranks = [r for r, f in enumerate(facts) if f.memory == memory]
+        self.is_first = self.local_ranks[0] == rank
+        """True if this rank is the first one of its host, which acts for it."""
+
+        self.is_one_machine = len({f.machine for f in facts}) == 1
+        placement = self.placement
+        self.peers = [r for r in placement.holders[rank][1:] if facts[r].memory != memory]
+        """The ranks on other hosts that hold the copies of this rank."""
+
+        self.held = [r for r in placement.held[rank][1:] if facts[r].memory != memory]
+        """The ranks on other hosts whose copies this rank holds."""
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes of one generation on this host: of its ranks, and of the copies they hold."""
+        held = [
+            r
+            for local in self.local_ranks
+            for r in self.placement.held[local]
+            if r == local or self._facts[r].memory != self._facts[local].memory
+        ]
+        return sum(self._facts[r].nbytes for r in held)
+
+    @property
+    def held_by_rank(self) -> list[int]:
+        """The sizes in bytes of the shards of which this rank holds copies."""
+        return [self._facts[r].nbytes for r in self.held]
+
+    @property
+    def count(self) -> int:
+        return len({f.memory for f in self._facts})
