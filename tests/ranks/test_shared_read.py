@@ -723,7 +723,7 @@ def test_all_ranks_read_alone_when_there_is_no_memory_for_windows(allocation):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_share_is_deprecated_and_has_no_effect(share, tmp_path):
+def test_share_is_deprecated_and_has_no_effect(share):
     store = save(*[replicated() for _ in range(2)])
     live_states = [zeroed(replicated()) for _ in range(2)]
     stores = [CountingStore(store) for _ in range(2)]
@@ -736,12 +736,6 @@ def test_share_is_deprecated_and_has_no_effect(share, tmp_path):
         group.run(load)
     assert [w.filename for w in caught] == [__file__]
     assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
-    with (
-        holdfast.Checkpointer(tmp_path, {"x": torch.zeros(1)}, save=holdfast.EverySteps(1)) as ckpt,
-        pytest.warns(DeprecationWarning, match="share=") as caught,
-    ):
-        ckpt.resume(share=share)
-    assert [w.filename for w in caught] == [__file__]
 
 
 def test_a_small_snapshot_is_not_shared():

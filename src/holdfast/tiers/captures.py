@@ -69,6 +69,7 @@ class Captures:
         self._generations: list[Generation] = []
         self._pending: Pending | None = None
         self._closing = ExitStack()
+        self._prefix = self._secret = ""
         self.is_open = False
 
     # -- the beginning -------------------------------------------------------------------------
@@ -99,6 +100,8 @@ class Captures:
             self._serve(tier)
             all_started = collective.gather(True, bool)  # an error of one rank reaches all
             collective.broadcast(None if all_started is None else True, bool)
+        if group.rank == 0 and self._prefix and isinstance(group, StoreGroup):
+            group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
         self._preallocate(nbytes)
         self.is_open = True
 
@@ -108,10 +111,10 @@ class Captures:
         check_memory(folder, MemoryCost(self._hosts.held_bytes, GENERATIONS, present))
         placement = self._hosts.placement
         if self._group.rank == 0 and placement.domains < placement.copies:
+            found = f"{self._hosts.count} host{'s' if self._hosts.count > 1 else ''}"
             warn_user(
-                f"MemoryTier(copies={placement.copies}) has only {placement.domains} of its copies:"
-                f" the job runs on {self._hosts.count} host(s). What is lost with a host is only in"
-                " the durable store",
+                f"MemoryTier(copies={placement.copies}) keeps fewer copies, because the job runs on"
+                f" {found}: what is lost with a host may then be only in the durable store",
                 UserWarning,
             )
 
@@ -263,13 +266,14 @@ class Captures:
                 connection.fetch_file(self.store, key, max_length)
 
         store: Store = RecoveryStore(self.store, sources, fetch)
-        return Location(store, folder)
+        return Location(store, folder, is_per_host=True)
 
     def keep_only(self, folder: str | None) -> None:
         """Delete all states but the one that was loaded, and the newest one before it.
 
         ``folder``: that of the state, or None if none was loaded from memory.
         """
+        self._generations.clear()
         if not self.is_open or not self._hosts.is_first:
             return
         files: dict[Version, list[str]] = {}

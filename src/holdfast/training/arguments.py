@@ -15,6 +15,7 @@ from holdfast.format.records import MAX_PREFIXES
 from holdfast.preemption.policy import Preemption
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
+from holdfast.run.writer_lock import WriterLock
 from holdfast.text import MAX_SHOWN, format_list, warn_user, with_article
 from holdfast.tiers.memory_tier import MemoryTier
 
@@ -54,6 +55,13 @@ def check_arguments(**values: Any) -> dict[str, str]:
         # only rank 0 uses the first two, and each host may have its own notices and memory
         if name not in ("keep", "stop", "preemption", "tiers")
     }
+
+
+def acquire_lock(run: Run, writer_lock: WriterLock, spread: int | None) -> None:
+    """Become the writer of a run. ``spread``: over how many prefixes it is spread."""
+    if spread is not None:
+        run.set_spread(spread)
+    writer_lock.acquire()
 
 
 def _are_tiers(tiers: Any) -> bool:

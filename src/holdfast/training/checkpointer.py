@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Self
 
 from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group
-from holdfast.engine.loading.binding import Leniency, warn_of_share
+from holdfast.engine.loading.binding import Leniency
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import HoldfastError, SkippedVersion
+from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.response import PreemptionResponse
@@ -22,10 +23,10 @@ from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, Sto
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
 from holdfast.storage.throttle import store_statistics
-from holdfast.text import warn_user
 from holdfast.tiers.captures import Captures
 from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.training.arguments import (
+    acquire_lock,
     acquire_run,
     check_arguments,
     check_can_fire,
@@ -71,8 +72,7 @@ class Checkpointer:
     ``preemption`` says what follows a notice that the process will be stopped, such as SIGTERM. By
     default, all ranks save at one step and exit with code 75. None: nothing.
 
-    ``tiers=[MemoryTier(every=EverySteps(10))]`` also keeps the newest states in memory, with copies
-    on other hosts, from which ``resume`` takes seconds.
+    ``tiers=[MemoryTier(every=EverySteps(10))]`` also keeps the newest states in memory.
 
     ``spread=16`` creates the run so that its shards have keys under 16 prefixes, for thousands of
     ranks that save to an object store (see ``Run.set_spread``).
@@ -136,7 +136,7 @@ class Checkpointer:
             preemption=preemption,
         )
         self.run, self.state = Run(run), state
-        self._spread, self._on_error = spread, on_error
+        self._on_error = on_error
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
         self._step_counter = StepCounter(state)
@@ -146,9 +146,9 @@ class Checkpointer:
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
         options = full_every if incremental else 1, overlap, save_timeout
         self._saver = Saver(self.run, self._group, keep, self._goodput, checks, *options)
+        self._acquire_lock = partial(acquire_lock, self.run, self._saver.writer_lock, spread)
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
-        self._agreed_proposals: frozenset[str] = frozenset()
         self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
@@ -194,7 +194,6 @@ class Checkpointer:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
-        share: bool | None = None,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
@@ -202,7 +201,7 @@ class Checkpointer:
         branch. Training may continue from a version other than the newest one, because newer ones
         are damaged or because ``at`` or ``branch`` selects it. In that case, a branch is durably
         started before this method returns. A ``SkippedVersion`` warning reports each damaged
-        version. ``share`` is deprecated and has no effect.
+        version.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@latest"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
@@ -214,7 +213,6 @@ class Checkpointer:
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
         arguments.
         """
-        warn_of_share(share)
         self._lifecycle.check_open()
         self._preemption.watch()
         self._saver.wait_on_all_ranks()
@@ -222,8 +220,8 @@ class Checkpointer:
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._ending.discard()
         try:
-            options = at, branch, self._acquire_lock, self._captures
-            point = resume_run(self.run, self.state, self._group, *options)
+            target = self.state, self._group
+            point = resume_run(self.run, *target, at, branch, self._acquire_lock, self._captures)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:
@@ -245,8 +243,6 @@ class Checkpointer:
         self._cadence.restart()
         self._captures.restart(self.current_step, self._step_counter.epochs)
         events.emit("resumed", url=point.snapshot.url, step=self.current_step, branch=self._branch)
-        for message in point.skipped:
-            warn_user(message, SkippedVersion)
         return point.snapshot
 
     # -- training ------------------------------------------------------------------------------
@@ -269,40 +265,31 @@ class Checkpointer:
             try:
                 self._metrics = check_metrics(metrics)
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                self._count_step(batches)
+                agreed = self._count_step(batches)
             self._ensure_started()
-            self._preemption.respond(self._agreed_proposals)
+            self._preemption.respond(agreed)
             # several ranks raise together, when the next save is due
             if self._group.size == 1 and not self._saver.busy:
                 self._raise_or_warn(self._saver.wait)
             self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
-            self._preemption.leave_on_failure(self._save_if_due)
-            self._preemption.leave_on_failure(self._capture_if_due)
+            self._preemption.leave_on_failure(lambda: self._save_if_due(agreed))
 
-    def _count_step(self, batches: int) -> None:
-        """Count the step that led to the current state."""
+    def _count_step(self, batches: int) -> frozenset[str]:
+        """Count the step that led to the current state, and return what the ranks agreed on."""
         self._step_counter.add_step(batches)
-        self._agreed_proposals = self._agreement.step()
-        agreed = STOP_PROPOSAL in self._agreed_proposals
-        self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
+        agreed, step = self._agreement.step(), self.current_step
+        self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
         self._ending.mark(self._early_stop, self._metrics)
+        return agreed
 
-    def _save_if_due(self) -> None:
-        reason = self._cadence.save_reason(
-            self._watcher.pending_request is not None,
-            self._agreed_proposals,
-            self._agreement,
-            self._saver.busy,
-        )
+    def _save_if_due(self, agreed: frozenset[str]) -> None:
+        requested, busy = self._watcher.pending_request is not None, self._saver.busy
+        reason = self._cadence.save_reason(requested, agreed, self._agreement, busy)
         if reason is None:
             self._saver.reservation.start()
-            return
-        if self._cadence.skip_if_busy(lambda: self._saver.busy, self.run.url, self._goodput):
-            return
-        self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step))
-        self._raise_or_warn(lambda: self._start_save(reason, self._metrics))
-
-    def _capture_if_due(self) -> None:
+        elif not self._cadence.skip_if_busy(lambda: self._saver.busy, self.run.url, self._goodput):
+            self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step))
+            self._raise_or_warn(lambda: self._start_save(reason, self._metrics))
         if self._captures.is_due(self.current_step, self._step_counter.epochs):
             spec = self._make_spec("capture", self._metrics)
             metadata = self._saver.make_metadata(spec)
@@ -445,11 +432,6 @@ class Checkpointer:
             self._watcher.start()
         self._lifecycle.is_started = True
         self._ending.warn_if_collected(self)
-
-    def _acquire_lock(self) -> None:
-        if self._spread is not None:
-            self.run.set_spread(self._spread)
-        self._saver.writer_lock.acquire()
 
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state, self._group.rank)

@@ -20,6 +20,7 @@ from holdfast.errors import (
     NotFound,
     PlanError,
     RankFailed,
+    SkippedVersion,
     StoreError,
     Unavailable,
 )
@@ -30,6 +31,7 @@ from holdfast.generators import open_block
 from holdfast.run.catalog import read_training_metadata
 from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
+from holdfast.text import warn_user
 from holdfast.tiers.captures import Captures
 from holdfast.tiers.inventory import Candidate
 from holdfast.training.arguments import check_not_snapshot
@@ -130,6 +132,8 @@ def resume_run(
             else:
                 point = _follow_coordinator(run, loader, collective)
         captures.keep_only(None if point is None else point.memory_folder)
+        for message in () if point is None else point.skipped:
+            warn_user(message, SkippedVersion)
         return point
     except HoldfastError as e:
         if loader.partially_loaded and not e.is_state_invalid:
@@ -172,10 +176,13 @@ class StateLoader:
     def load_from_memory(self, instruction: ResumeInstruction) -> Snapshot:
         """Load a state in memory, and return it. Raises the same errors."""
         folder, sources = instruction.version or "", instruction.sources or {}
-        location = self.captures.locate(folder, sources)
-        snapshot = Snapshot(location, None, instruction.digest)
+        snapshot = self.open_in_memory(folder, instruction.digest, sources)
         self.load(snapshot)
         return snapshot
+
+    def open_in_memory(self, folder: str, digest: str, sources: dict[str, list[int]]) -> Snapshot:
+        """Return a state in memory, of which nothing is read yet."""
+        return Snapshot(self.captures.locate(folder, sources), None, digest)
 
 
 def _resume_from_memory(
@@ -187,19 +194,17 @@ def _resume_from_memory(
     """
     listing = run.listing()
     newest, number = newest_version(run.catalog, listing), run.branch(listing)
-    line = {str(version) for version in run.line(listing)}
-    durable, problems = None, list[str]()
+    problems: list[str] = []
     for candidate in found:
-        parent = candidate.parent
-        follows = newest is None if parent is None else parent.version in line
         is_older = newest is not None and candidate.version.step < newest.step
-        if candidate.branch != number or not follows or is_older:
+        if candidate.branch != number or is_older:
             continue
         try:
             if candidate.problem:
                 raise NotFound(candidate.problem)
-            if newest is not None:
-                durable = run.open(newest)
+            durable = None if newest is None else run.open(newest)
+            if not _follows(candidate, durable, loader):
+                continue
             instruction = ResumeInstruction(
                 False, candidate.folder, candidate.digest, sources=candidate.sources
             )
@@ -216,6 +221,20 @@ def _resume_from_memory(
         collective.broadcast(done, ResumeInstruction)
         return _from_memory(run, snapshot, done, problems), problems
     return None, problems
+
+
+def _follows(candidate: Candidate, durable: Snapshot | None, loader: StateLoader) -> bool:
+    """Return True if a state in memory continues from the newest durable version.
+
+    It names that version as its parent, or the same training captured it before the version was
+    committed. The memory of a host that was away for a while may have a state from before.
+    """
+    parent = None if candidate.parent is None else candidate.parent.version
+    if parent == (None if durable is None else str(durable.version)):
+        return True
+    captured = loader.open_in_memory(candidate.folder, candidate.digest, candidate.sources)
+    session = read_training_metadata(captured).get("session")
+    return durable is not None and session == read_training_metadata(durable).get("session", "")
 
 
 def _from_memory(

@@ -27,7 +27,7 @@ from holdfast.engine.state.step_hooks import StepPreHook
 from holdfast.engine.state.walk import optimizers_in
 from holdfast.errors import AlreadyExists, HoldfastError
 from holdfast.format.manifest import Parent
-from holdfast.format.names import Version, parse_version
+from holdfast.format.names import Version, parse_version, random_id
 from holdfast.generators import Isolation
 from holdfast.run.metrics import to_numbers
 from holdfast.run.policy import KeepPolicy
@@ -99,7 +99,7 @@ class Saver:
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=pin_memory if overlap else None)
         self.reservation = BufferReservation(self._pool)
-        self._attempt = ""
+        self._attempt, self._session = "", {"session": random_id()}
         self._pending: Pending | None = None
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds = 0.0
@@ -214,7 +214,7 @@ class Saver:
             reason=spec.reason,
             metrics=to_numbers(spec.metrics),
             note=spec.note,
-            training={**spec.training_metadata, **self._goodput.to_metadata()},
+            training={**self._session, **spec.training_metadata, **self._goodput.to_metadata()},
         )
 
     def save_after_exception(

@@ -91,7 +91,7 @@ def load_snapshot(
     """Load an open snapshot, as ``load`` does. Without a ``group``, this process loads alone."""
     group = LocalGroup() if group is None or into is None else group
     limit = snapshot.location.deadline
-    collective = group.collective(f"the load of {snapshot.url}", deadline=limit)
+    collective = group.collective(f"the load of {snapshot.location.name}", deadline=limit)
     targets = LoadTargets(snapshot, device)
     try:
         # One pin protects all ranks, because no rank reads before the broadcast.

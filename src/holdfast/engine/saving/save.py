@@ -154,7 +154,7 @@ def begin_save(
     """
     started_at = time.perf_counter()
     group = group or LocalGroup()
-    collective = group.collective(f"the save of {location.url}", deadline=location.deadline)
+    collective = group.collective(f"the save of {location.name}", deadline=location.deadline)
     workers = Workers.create(pool, collective.advance, location.check_time)
     with collective:
         if group.rank == 0:

@@ -83,6 +83,11 @@ class Location:
         return "/".join([*self.folder.split("/")[:-1], name])
 
     @property
+    def name(self) -> str:
+        """What all ranks call the snapshot: its URL, unless each host has another one."""
+        return f"{self.folder} in memory" if self.is_per_host else self.url
+
+    @property
     def url(self) -> str:
         return f"{self.store.url.rstrip('/')}/{self.folder}" if self.folder else self.store.url
 

@@ -1,0 +1,255 @@
+"""The memory tier of several ranks: in threads, on hosts that are folders in memory."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.errors import SkippedVersion
+from holdfast.format.names import MANIFEST, Version
+from holdfast.run.policy import EverySteps
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.tiers.memory_tier import MemoryTier
+from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
+
+pytestmark = pytest.mark.slow
+
+
+class Cluster:
+    """Hosts on which jobs run one after the other. Each job is killed, as if by SIGKILL."""
+
+    def __init__(self, closing: ExitStack) -> None:
+        self.run = MemoryStore()
+        self.folders: dict[str, str] = {}
+        self.resumed: list[Any] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.warnings: list[str] = []
+        self._closing = closing
+        closing.enter_context(holdfast.attach(lambda n, f: self.events.append((n, f))))
+
+    def folder(self, host: str) -> str:
+        if host not in self.folders:
+            path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+            self._closing.callback(shutil.rmtree, path, ignore_errors=True)
+            self.folders[host] = path
+        return self.folders[host]
+
+    def lose(self, host: str) -> None:
+        """Lose a host with its memory. A new one takes its name."""
+        shutil.rmtree(self.folders.pop(host))
+
+    def files(self, host: str, suffix: str) -> list[Path]:
+        found = Path(self.folders[host]).rglob(f"*{suffix}")
+        return sorted(p for p in found if not p.name.startswith("."))
+
+    def captured(self, host: str) -> list[str]:
+        names = {p.parent.name for p in self.files(host, MANIFEST)}
+        return sorted(names, key=lambda name: int(name[8:].partition(".")[0]))
+
+    def train_and_die(
+        self, hosts: Sequence[str], last_step: int, copies: int = 2, save: int = 20
+    ) -> TrainingJob:
+        """Resume, check the resumed state, train, and die. ``hosts``: the host of each rank."""
+        job = TrainingJob(len(hosts), self.run)
+        folders = {host: self.folder(host) for host in hosts}  # not in the threads of the ranks
+
+        def work(trainer: TrainingRank) -> None:
+            folder = folders[hosts[trainer.rank]]
+            tier = MemoryTier(every=EverySteps(5), copies=copies, path=folder)
+            ckpt = trainer.make_checkpointer(save=EverySteps(save), tiers=[tier])
+            try:
+                trainer.resumed = ckpt.resume()
+                step = 0 if trainer.resumed is None else trainer.resumed.step
+                assert matches_uninterrupted(trainer.state, trainer.rank, job.size, step)
+                while ckpt.current_step < last_step:
+                    trainer.train_steps(ckpt.current_step + 1)
+                    ckpt._captures.wait()  # otherwise, the next capture would be skipped
+                ckpt._saver.wait()
+            finally:
+                ckpt._captures.close(is_complete=False)
+                ckpt._agreement.close()
+                ckpt._preemption.close()
+                ckpt._watcher.close()
+                ckpt._saver.close()
+                if trainer.rank == 0:
+                    ckpt._saver.writer_lock.release()
+
+        with job, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            job.run(work)
+        self.resumed = [trainer.resumed for trainer in job.ranks]
+        self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
+        return job
+
+    @property
+    def resumed_step(self) -> int:
+        (step,) = {0 if s is None else s.step for s in self.resumed}
+        return step
+
+    def events_of(self, name: str) -> list[dict[str, Any]]:
+        return [fields for n, fields in self.events if n == name]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with ExitStack() as closing:
+        yield Cluster(closing)
+    end = time.monotonic() + 10
+    while threads := [t for t in threading.enumerate() if t.name.startswith("holdfast-peer")]:
+        assert time.monotonic() < end, threads
+        time.sleep(0.01)
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_ranks_of_one_host_resume_from_its_memory(cluster: Cluster) -> None:
+    cluster.train_and_die("aaa", 33)
+    assert cluster.captured("a") == ["version_25", "version_30"]
+    cluster.train_and_die("aaa", 48)
+    assert cluster.resumed_step == 30
+    assert cluster.folders["a"] in cluster.resumed[0].url
+    cluster.train_and_die("aaa", 49)
+    assert cluster.resumed_step == 45
+    assert Run(cluster.run).line() == [Version(20), Version(40)]
+    assert not cluster.events_of("copy_failed")
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_the_shards_of_a_lost_host_come_from_its_peer(cluster: Cluster, lost: str) -> None:
+    cluster.train_and_die("aabb", 33)
+    assert {len(cluster.files(h, ".safetensors")) for h in "ab"} == {8}  # 2 states of 4 ranks
+    cluster.lose(lost)
+    cluster.train_and_die("aabb", 48)
+    assert cluster.resumed_step == 30
+    assert not cluster.warnings
+    assert cluster.captured(lost) == ["version_40", "version_45"]
+    cluster.train_and_die("aabb", 49)
+    assert cluster.resumed_step == 45
+
+
+def test_without_copies_a_lost_host_means_the_durable_version_on_a_new_branch(
+    cluster: Cluster,
+) -> None:
+    cluster.train_and_die("aabb", 33, copies=1)
+    assert {len(cluster.files(h, ".safetensors")) for h in "ab"} == {4}
+    cluster.lose("b")
+    cluster.train_and_die("aabb", 34, copies=1)
+    assert cluster.resumed_step == 20
+    assert len(cluster.warnings) == 2
+    assert "No host has version_30/shard-0000" in cluster.warnings[0]
+    assert Run(cluster.run).branch() == 1
+    assert cluster.captured("a") == cluster.captured("b") == ["version_25.1", "version_30.1"]
+
+
+def test_both_hosts_lost_means_the_durable_version_on_the_same_branch(cluster: Cluster) -> None:
+    """Nobody knows of newer states, so nothing is known to be lost."""
+    cluster.train_and_die("aabb", 33)
+    cluster.lose("a")
+    cluster.lose("b")
+    cluster.train_and_die("aabb", 34)
+    assert cluster.resumed_step == 20
+    assert Run(cluster.run).branch() == 0
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".index.json"])
+def test_a_flipped_bit_on_one_host_is_found_and_the_older_state_is_loaded_by_all(
+    cluster: Cluster, suffix: str
+) -> None:
+    cluster.train_and_die("aabb", 33)
+    newest = [p for p in cluster.files("a", suffix) if p.parent.name == "version_30"]
+    flip_bit(newest[0])
+    cluster.train_and_die("aabb", 34)
+    assert cluster.resumed_step == 25
+    (message,) = cluster.warnings
+    assert message.startswith("version_30 in memory is skipped.")
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabbcc", "a", "ba", "abcd"])
+def test_another_number_of_ranks_and_hosts_resumes_from_memory(
+    cluster: Cluster, hosts: str
+) -> None:
+    """The weights are sharded, and the ranks need parts of shards that other hosts hold."""
+    cluster.train_and_die("aabb", 33)
+    job = TrainingJob(len(hosts), cluster.run)
+    for host in hosts:
+        cluster.folder(host)
+
+    def work(trainer: TrainingRank) -> int:
+        tier = MemoryTier(every=EverySteps(5), path=cluster.folder(hosts[trainer.rank]))
+        with trainer.make_checkpointer(save=EverySteps(20), tiers=[tier]) as ckpt:
+            found = ckpt.resume()
+            assert found is not None
+            assert cluster.folder(hosts[trainer.rank]) in found.url
+            weights, box = trainer.state["weights"].tensor, trainer.state["weights"]
+            expected = 0.0
+            for step in range(1, 31):
+                expected = expected * 1.01 + step
+            assert weights.shape[0] == 120 // job.size
+            assert box.tensor == pytest.approx(expected)
+            return found.step
+
+    with job, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert set(job.run(work)) == {30}
+
+
+def test_copies_are_placed_on_other_hosts_only(cluster: Cluster) -> None:
+    cluster.train_and_die("aabbccc", 12)
+    shards = {h: {p.name[6:11] for p in cluster.files(h, ".safetensors")} for h in "abc"}
+    own = {"a": {"00000", "00001"}, "b": {"00002", "00003"}, "c": {"00004", "00005", "00006"}}
+    for host, ranks in own.items():
+        assert ranks <= shards[host]
+    for rank in (name for ranks in own.values() for name in ranks):
+        assert sum(rank in held for held in shards.values()) == 2
+
+
+def test_a_peer_that_does_not_answer_costs_no_capture(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.errors import Unavailable
+    from holdfast.tiers import captures
+
+    class Refusing:
+        def __init__(self, *_: Any) -> None:
+            raise Unavailable("Cannot connect to the peer")
+
+    monkeypatch.setattr(captures, "PeerConnection", Refusing)
+    cluster.train_and_die("ab", 12)
+    assert cluster.events_of("copy_failed")
+    assert cluster.captured("a") == cluster.captured("b") == ["version_5", "version_10"]
+    monkeypatch.undo()
+    cluster.train_and_die("ab", 13)
+    assert cluster.resumed_step == 10
+
+
+def test_fewer_hosts_than_copies_are_reported_once(cluster: Cluster) -> None:
+    with pytest.warns(UserWarning, match="keeps fewer copies, because the job runs on 2 hosts"):
+        warnings.simplefilter("always")
+        job = TrainingJob(4, cluster.run)
+        cluster.folder("a"), cluster.folder("b")
+
+        def work(trainer: TrainingRank) -> None:
+            host = "aabb"[trainer.rank]
+            tier = MemoryTier(every=EverySteps(5), copies=3, path=cluster.folder(host))
+            with trainer.make_checkpointer(save=EverySteps(20), tiers=[tier]):
+                trainer.train_steps(3)
+
+        with job:
+            job.run(work)
+            assert job.leftover_keys() == []

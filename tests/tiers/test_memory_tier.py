@@ -1,0 +1,385 @@
+"""A training with a memory tier in one process: what it resumes from, and what stays in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.errors import Denied, HoldfastError, NoSpace, SkippedVersion
+from holdfast.format.names import MANIFEST, RUN_ID, Version
+from holdfast.run.policy import AtEnd, EverySeconds, EverySteps
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.tiers import captures
+from holdfast.tiers.memory_check import MemoryLimit
+from holdfast.tiers.memory_tier import MemoryTier
+from holdfast.tiers.run_id import read_or_create_run_id
+from holdfast.training.checkpointer import Checkpointer
+from tests.trainings import initial_state, state_after, states_equal, train_step
+
+
+class Killed(BaseException):
+    """Ends a training as SIGKILL does: nothing is closed."""
+
+
+def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
+    """Train, so slowly that no capture is skipped because the one before has not ended."""
+    while state["progress"].step < last_step:
+        ckpt.step({"loss": train_step(state)})
+        ckpt._captures.wait()
+
+
+class Host:
+    """A host with a folder in memory, on which trainings run one after the other."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.run = MemoryStore()
+        self.ckpts: list[Checkpointer] = []
+        self.resumed: Any = None
+        self.warnings: list[str] = []
+
+    def start(self, every: int = 10, save: int = 50) -> tuple[dict[str, Any], Checkpointer]:
+        state = initial_state()
+        tier = MemoryTier(every=EverySteps(every), copies=1, path=self.path)
+        ckpt = Checkpointer(self.run, state, save=EverySteps(save) | AtEnd(), tiers=[tier])
+        self.ckpts.append(ckpt)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.resumed = ckpt.resume()
+        self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
+        return state, ckpt
+
+    def train_and_die(self, last_step: int, **options: Any) -> None:
+        """Train until a step, then end without an end, as SIGKILL does."""
+        state, ckpt = self.start(**options)
+        train(state, ckpt, last_step)
+        ckpt._saver.wait()
+        ckpt._saver.writer_lock.release()
+
+    @property
+    def folder(self) -> Path:
+        (own,) = Path(self.path).iterdir()
+        (folder,) = own.iterdir()
+        return folder
+
+    @property
+    def captured(self) -> list[str]:
+        """The folders of the states in memory, with their manifest."""
+        found = [p.parent.name for p in self.folder.rglob(MANIFEST)]
+        return sorted(found, key=lambda name: int(name[8:].partition(".")[0]))
+
+    def file(self, version: str, suffix: str) -> Path:
+        files = (self.folder / version).iterdir()
+        (path,) = (p for p in files if p.name.endswith(suffix) and not p.name.startswith("."))
+        return path
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    host = Host(path)
+    yield host
+    for ckpt in host.ckpts:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ckpt._release()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def flip_bit(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.unlink()  # the file itself is never modified
+    path.write_bytes(data)
+
+
+def test_a_killed_training_resumes_from_memory_without_losing_captured_steps(host: Host) -> None:
+    host.train_and_die(77)
+    assert host.captured == ["version_60", "version_70"]
+    state, ckpt = host.start()
+    assert host.resumed.step == 70
+    assert str(host.path) in host.resumed.url
+    assert states_equal(state, state_after(70))
+    with ckpt:
+        train(state, ckpt, 100)
+    assert states_equal(state, state_after(100))
+    run = Run(host.run)
+    assert run.line() == [Version(50), Version(100)]
+    assert run.branch() == 0
+    last = run.snapshots()[-1]
+    assert last.manifest.parent is not None
+    assert last.manifest.parent.version == "version_50"
+    origin = last.metadata["note"]["resumed_from_memory"]
+    assert origin == {"version": "version_70", "digest": host.resumed.digest}
+
+
+def test_the_newest_two_states_stay_in_memory_and_none_after_the_end(host: Host) -> None:
+    state, ckpt = host.start(every=5)
+    with ckpt:
+        for last in (5, 10, 15, 20, 25):
+            train(state, ckpt, last)
+            ckpt._captures.wait()
+            assert host.captured == [f"version_{n}" for n in (last - 5, last) if n]
+    assert not [p for p in Path(host.path).rglob("*") if p.is_file()]
+    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+
+
+def test_a_state_of_the_same_step_as_the_newest_version_is_preferred(host: Host) -> None:
+    host.train_and_die(50)
+    host.start()
+    assert host.resumed.step == 50
+    assert host.path in host.resumed.url
+
+
+def test_a_newer_durable_version_wins_and_older_states_are_deleted(host: Host) -> None:
+    host.train_and_die(58, every=20, save=50)
+    assert host.captured == ["version_20", "version_40"]
+    host.start()
+    assert host.resumed.step == 50
+    assert host.path not in host.resumed.url
+    assert host.captured == []
+    assert host.warnings == []
+    assert Run(host.run).branch() == 0
+
+
+def test_without_any_durable_version_the_state_in_memory_counts(host: Host) -> None:
+    host.train_and_die(33, save=1000)
+    assert Run(host.run).snapshots() == []
+    state, ckpt = host.start(save=1000)
+    assert host.resumed.step == 30
+    with ckpt:
+        train(state, ckpt, 40)
+    assert states_equal(state, state_after(40))
+    assert Run(host.run).snapshots()[-1].manifest.parent is None
+
+
+def test_the_states_of_a_deleted_run_are_not_resumed(host: Host) -> None:
+    host.train_and_die(33, save=1000)
+    for stat in list(host.run.list("")):
+        host.run.delete(stat.key)
+    host.start()
+    assert host.resumed is None
+
+
+@pytest.mark.parametrize("file", ["safetensors", "index.json", MANIFEST])
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing"])
+def test_damage_is_skipped_and_reported_and_the_older_state_is_loaded(
+    host: Host, file: str, damage: str
+) -> None:
+    host.train_and_die(77)
+    path = host.file("version_70", file)
+    if damage == "flip":
+        flip_bit(path, path.stat().st_size // 2)
+    elif damage == "cut":
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data[:-1])
+    else:
+        path.unlink()
+    state, ckpt = host.start()
+    assert host.resumed.step == 60
+    assert states_equal(state, state_after(60))
+    if (file, damage) != (MANIFEST, "missing"):  # without a manifest, there is no state
+        (message,) = host.warnings
+        assert message.startswith("version_70 in memory is skipped.")
+    with ckpt:
+        train(state, ckpt, 120)
+    assert states_equal(state, state_after(120))
+
+
+def test_below_a_known_state_a_branch_begins(host: Host) -> None:
+    host.train_and_die(77)
+    for version in ("version_60", "version_70"):
+        flip_bit(host.file(version, "safetensors"), 2000)
+    state, ckpt = host.start()
+    assert host.resumed.step == 50
+    assert len(host.warnings) == 2
+    assert Run(host.run).branch() == 1
+    with ckpt:
+        train(state, ckpt, 100)
+        ckpt._captures.wait()
+        assert host.captured == ["version_90.1", "version_100.1"]
+    assert states_equal(state, state_after(100))
+    assert Run(host.run).line() == [Version(50), Version(100, 1)]
+
+
+def test_going_back_discards_what_is_in_memory(host: Host) -> None:
+    host.train_and_die(127)
+    state, ckpt = host.start()
+    ckpt.resume(at=50)
+    assert host.captured == []
+    with ckpt:
+        train(state, ckpt, 75)
+        ckpt._captures.wait()
+        assert host.captured == ["version_60.1", "version_70.1"]
+    assert states_equal(state, state_after(75))
+
+
+def test_a_state_that_was_captured_while_the_first_save_was_in_flight_counts(host: Host) -> None:
+    """Its parent is older than the newest version, but the same training captured it."""
+    state, ckpt = host.start(save=50)
+    train(state, ckpt, 49)
+    released = threading.Event()
+    original = host.run.put_if_absent
+
+    def wait_for_manifest(key: str, data: bytes) -> Any:
+        if key == f"version_50/{MANIFEST}":
+            released.wait(20)
+        return original(key, data)
+
+    host.run.put_if_absent = wait_for_manifest  # type: ignore[method-assign]
+    train(state, ckpt, 65)
+    released.set()
+    ckpt._saver.wait()
+    ckpt._saver.writer_lock.release()
+    assert Run(host.run).line() == [Version(50)]
+    state, _ = host.start()
+    assert host.resumed.step == 60
+    assert host.resumed.manifest.parent is None
+    assert states_equal(state, state_after(60))
+
+
+def test_a_state_from_before_another_training_went_on_is_not_resumed(host: Host) -> None:
+    """The host was away while another one continued from the durable version."""
+    host.train_and_die(87)
+    away = host.path
+    host.path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    try:
+        host.train_and_die(63, save=20)
+        assert Run(host.run).line() == [Version(50), Version(60)]
+    finally:
+        shutil.rmtree(host.path)
+        host.path = away
+    assert host.captured == ["version_70", "version_80"]
+    host.start()
+    assert host.resumed.step == 60
+    assert host.path not in host.resumed.url
+    assert host.captured == []
+
+
+def test_a_capture_in_progress_at_the_kill_leaves_nothing_that_counts(host: Host) -> None:
+    host.train_and_die(77)
+    torn = host.folder / "version_80"
+    torn.mkdir()
+    (torn / "shard-00000-of-00001.0123456789ab.safetensors").write_bytes(b"x" * 100)
+    (torn / ".shard.0123.mapped.partial").write_bytes(b"x" * 100)
+    host.start()
+    assert host.resumed.step == 70
+    assert host.captured == ["version_60", "version_70"]
+    assert not torn.exists() or not [p for p in torn.iterdir() if not p.name.startswith(".")]
+
+
+# -- what cannot work ------------------------------------------------------------------------------
+
+
+def test_too_little_memory_is_refused_before_training_starts(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_limits(*_: Any, **__: Any) -> Iterator[MemoryLimit]:
+        yield MemoryLimit("the file system at /dev/shm", 1000, 0, "Make it larger: {docker}")
+
+    monkeypatch.setattr("holdfast.tiers.memory_check.find_limits", find_limits)
+    with pytest.raises(NoSpace, match="does not fit into the memory of this host"):
+        host.start()
+
+
+def test_a_folder_on_a_disk_is_refused(host: Host) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        host.path, path = folder, host.path
+        try:
+            with pytest.raises(HoldfastError, match="of the memory tier is not in memory"):
+                host.start()
+        finally:
+            host.path = path
+
+
+def test_a_folder_of_another_user_is_refused(host: Host) -> None:
+    own = Path(host.path) / f"holdfast-{os.getuid()}"
+    own.mkdir(mode=0o777)
+    own.chmod(0o777)
+    with pytest.raises(Denied, match="is not private"):
+        host.start()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"every": 10},
+        {"every": EverySeconds(10)},
+        {"copies": 0},
+        {"copies": True},
+        {"path": ""},
+        {"interface": 3},
+        {"domain": 3},
+    ],
+    ids="".join,
+)
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(HoldfastError, match=f"Invalid value for {name}= of MemoryTier"):
+        MemoryTier(**{"every": EverySteps(10), **wrong})
+
+
+@pytest.mark.parametrize("tiers", ["memory", [3], MemoryTier(every=EverySteps(1))], ids=repr)
+def test_invalid_tiers_are_refused(tiers: Any) -> None:
+    with pytest.raises(HoldfastError, match="Invalid value for tiers="):
+        Checkpointer(MemoryStore(), initial_state(), tiers=tiers)
+
+
+def test_a_failed_capture_is_raised_and_leaves_no_files(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, ckpt = host.start(every=5)
+
+    def fail(*_: Any) -> None:
+        raise NoSpace("The memory is full")
+
+    with pytest.raises(NoSpace, match="The memory is full"), ckpt:
+        train(state, ckpt, 5)
+        ckpt._captures.wait()
+        monkeypatch.setattr(captures.Captures, "_copy", fail)
+        train(state, ckpt, 15)
+    assert host.captured == ["version_5"]
+    left = [p for p in host.folder.rglob("*.safetensors") if "version_10" in str(p)]
+    assert left == []
+
+
+# -- the identity of a run -------------------------------------------------------------------------
+
+
+def test_the_identity_of_a_run_stays_until_it_is_damaged() -> None:
+    store = MemoryStore()
+    first = read_or_create_run_id(store)
+    assert read_or_create_run_id(store) == first
+    store.delete(RUN_ID)
+    store.put_if_absent(RUN_ID, b"damaged")
+    second = read_or_create_run_id(store)
+    assert second != first
+    assert read_or_create_run_id(store) == second
+
+
+def test_two_processes_agree_on_the_identity() -> None:
+    store, found = MemoryStore(), list[str]()
+    threads = [
+        threading.Thread(target=lambda: found.append(read_or_create_run_id(store)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+
+
+def test_a_memory_tier_is_public() -> None:
+    assert holdfast.MemoryTier is MemoryTier
