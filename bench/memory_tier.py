@@ -25,8 +25,8 @@ _SETTLED = 4
 _SERVER = """
 import sys
 from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.peer_accounts import PeerLimits
-from holdfast.tiers.peer_server import PeerServer
+from holdfast.tiers.peers.accounts import PeerLimits
+from holdfast.tiers.peers.server import PeerServer
 store = TmpfsStore(sys.argv[1])
 server = PeerServer(store, "127.0.0.1", "secret", PeerLimits(1 << 40, 1 << 40, 1 << 40))
 print(server.port, flush=True)
@@ -99,8 +99,8 @@ def measure_transfer(folder: str, size: int) -> dict[str, list[float]]:
     seconds of each. Runs in a child process; the servers are other processes."""
     from holdfast.deadline import Deadline
     from holdfast.storage.tmpfs.store import TmpfsStore
-    from holdfast.tiers.peer_addresses import PeerAddress
-    from holdfast.tiers.peer_client import PeerConnection
+    from holdfast.tiers.peers.addresses import PeerAddress
+    from holdfast.tiers.peers.client import PeerConnection
 
     store, data = TmpfsStore(f"{folder}/own"), memoryview(os.urandom(size))
     with store.put_mapped("version_1/shard", size) as upload:

@@ -12,11 +12,11 @@ from threading import Thread
 
 from holdfast.deadline import Deadline
 from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.peer_accounts import PeerLimits
-from holdfast.tiers.peer_addresses import PeerAddress
-from holdfast.tiers.peer_auth import make_secret
-from holdfast.tiers.peer_client import PeerConnection
-from holdfast.tiers.peer_server import PeerServer
+from holdfast.tiers.peers.accounts import PeerLimits
+from holdfast.tiers.peers.addresses import PeerAddress
+from holdfast.tiers.peers.auth import make_secret
+from holdfast.tiers.peers.client import PeerConnection
+from holdfast.tiers.peers.server import PeerServer
 
 SECRET = make_secret()
 LIMITS = PeerLimits(file_bytes=1 << 30, peer_bytes=1 << 30, total_bytes=1 << 30)

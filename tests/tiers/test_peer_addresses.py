@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.engine.distributed.kv import KVClient
 from holdfast.errors import StoreError
-from holdfast.tiers.peer_addresses import (
+from holdfast.tiers.peers.addresses import (
     PeerAddress,
     choose_address,
     job_secret,

@@ -23,8 +23,8 @@ SHORT_LIMITS = replace(LIMITS, idle_seconds=2, file_seconds=2, handshake_seconds
 SERVER = """
 import sys
 from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.peer_accounts import PeerLimits
-from holdfast.tiers.peer_server import PeerServer
+from holdfast.tiers.peers.accounts import PeerLimits
+from holdfast.tiers.peers.server import PeerServer
 limits = PeerLimits(1 << 30, 1 << 30, 1 << 30)
 server = PeerServer(TmpfsStore(sys.argv[1]), "127.0.0.1", sys.argv[2], limits)
 print(server.port, flush=True)
@@ -35,8 +35,8 @@ SENDER = """
 import sys
 from holdfast.deadline import Deadline
 from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.peer_addresses import PeerAddress
-from holdfast.tiers.peer_client import PeerConnection
+from holdfast.tiers.peers.addresses import PeerAddress
+from holdfast.tiers.peers.client import PeerConnection
 deadline = Deadline.after(60, "the test")
 address = PeerAddress(1, "127.0.0.1", int(sys.argv[3]))
 with PeerConnection(address, sys.argv[2], 0, deadline) as peer:

@@ -28,9 +28,9 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.testing.contract import keys, partial_keys, put, random_bytes
 from holdfast.testing.faults import Fault, FaultFs
-from holdfast.tiers import peer_server
-from holdfast.tiers.peer_auth import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, make_secret
-from holdfast.tiers.peer_messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready, Refused
+from holdfast.tiers.peers import server as peer_server
+from holdfast.tiers.peers.auth import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, make_secret
+from holdfast.tiers.peers.messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready, Refused
 from tests.tiers.peers import (
     LIMITS,
     SECRET,

@@ -49,6 +49,9 @@ disk."""
 
 _SUFFIX = ".json"
 
+MEMORY_SUFFIX = ".memory"
+"""The end of the names of the files that say where states in memory are (``tiers/flush.py``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Status:

@@ -45,7 +45,7 @@ class WriterLock:
         ``StoreError`` if the run is not writable.
         """
         store = self._store if store is None else store
-        owner = None if self._id is None else _read_owner(store)
+        owner = None if self._id is None else find_writer(store)
         if owner is not None and owner.attempt == self._id:
             return
         lock = Pin(random_id(), None, machine.utc_now(), *machine.process_identity())
@@ -54,7 +54,7 @@ class WriterLock:
             try:
                 store.put_if_absent(WRITER_LOCK, encode_pin(lock))
             except AlreadyExists:
-                previous = _read_owner(store)
+                previous = find_writer(store)
                 if (
                     previous is not None
                     and previous.process != lock.process
@@ -95,7 +95,7 @@ class WriterLock:
         """
         if self._id is None:
             return
-        owner = _read_owner(store)
+        owner = find_writer(store)
         if owner is None:  # removed by hand, or damaged: no other training holds the lock
             self.acquire(store)
         elif owner.attempt != self._id:
@@ -107,7 +107,7 @@ class WriterLock:
         if lock_id is None:
             return
         with suppress(StoreError, FormatTooNew):
-            owner = _read_owner(self._store)
+            owner = find_writer(self._store)
             if owner is not None and owner.attempt == lock_id:
                 self._store.delete(WRITER_LOCK)
 
@@ -126,8 +126,9 @@ class WriterLock:
         )
 
 
-def _read_owner(store: Store) -> Pin | None:
-    """Return the owner of the lock, or None if the file is missing or damaged.
+def find_writer(store: Store) -> Pin | None:
+    """Return the training that writes to a run: the owner of the lock, or None if the file is
+    missing or damaged.
 
     Raises ``FormatTooNew`` if a later format wrote the file, because it then has an owner.
     """

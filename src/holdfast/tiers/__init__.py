@@ -4,5 +4,6 @@ Terms: a *tier* is a store with a speed (memory, local, durable). A *copy* is a 
 host; ``copies`` counts the local one. A *generation* is all copies of one version. A *domain* is
 what fails as a whole: a host, or what a label names. A *peer* is a rank that holds a copy of
 another rank.
-May import: the root modules, ``format``, ``storage``, ``engine``, and ``run``.
+May import: the root modules, ``format``, ``storage``, ``engine``, ``run``, ``preemption``, and
+``tiers``.
 """

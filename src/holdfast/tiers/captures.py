@@ -13,28 +13,30 @@ from holdfast.buffers import BufferPool
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group, StoreGroup, broadcast_from_first
-from holdfast.engine.saving.buffer_reservation import shard_bytes
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
+from holdfast.engine.saving.staging import shard_bytes
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, Denied, HoldfastError, NoSpace
 from holdfast.format.names import MANIFEST, Version, index_name, parse_version, shard_name
 from holdfast.run.policy import PolicyInput
+from holdfast.settings import status_folder
 from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.text import warn_user
 from holdfast.threads import start_thread
+from holdfast.tiers.flush import MemoryRecord, record_memory
 from holdfast.tiers.hosts import Hosts, RankFacts
 from holdfast.tiers.inventory import Candidate, HostInventory, find_candidates, take_inventory
 from holdfast.tiers.memory_check import MemoryCost, check_memory
 from holdfast.tiers.memory_tier import MemoryTier
-from holdfast.tiers.peer_accounts import PeerLimits
-from holdfast.tiers.peer_addresses import PeerAddress, choose_address, job_secret, look_up, publish
-from holdfast.tiers.peer_client import PeerConnection
-from holdfast.tiers.peer_server import PeerServer
+from holdfast.tiers.peers.accounts import PeerLimits
+from holdfast.tiers.peers.addresses import PeerAddress, choose_address, job_secret, look_up, publish
+from holdfast.tiers.peers.client import PeerConnection
+from holdfast.tiers.peers.server import PeerServer
 from holdfast.tiers.recovery_store import RecoveryStore
 from holdfast.tiers.run_id import read_or_create_run_id
 from holdfast.types import MIB
@@ -97,6 +99,10 @@ class Captures:
             self.store = TmpfsStore(folder, spare_files=spares)
             if hosts.is_first:
                 self._check_memory(folder)
+                if (status := status_folder()) is not None:
+                    url = run_store.url
+                    run = url if "://" in url else os.path.abspath(url)
+                    record_memory(status, MemoryRecord(folder, run))
             self._serve(tier)
             all_started = collective.gather(True, bool)  # an error of one rank reaches all
             collective.broadcast(None if all_started is None else True, bool)

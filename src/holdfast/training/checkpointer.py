@@ -153,16 +153,8 @@ class Checkpointer:
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self._watcher, self._lifecycle = RequestWatcher(self.run.store), Lifecycle()
-        self._ending = Ending(
-            save,
-            on_error,
-            self._group,
-            self._saver,
-            self._cadence,
-            self._lifecycle,
-            self._step_counter,
-            lambda deadline: self._start_save("preemption", self._metrics, deadline),
-        )
+        common = self._saver, self._cadence, self._lifecycle, self._step_counter
+        self._ending = Ending(save, on_error, self._group, *common, self._start_last_save)
         self._captures = Captures(tiers[0] if tiers else None, self._group)
         parts = self._step_counter, self._goodput, self._saver, self._ending
         self._preemption = PreemptionResponse(preemption, self._group.rank, parts)
@@ -307,6 +299,9 @@ class Checkpointer:
         done = self._watcher.accept_with_callback()
         spec = replace(self._make_spec(reason, metrics), on_finished=done, deadline=deadline)
         self._saver.start(self.state, spec)
+
+    def _start_last_save(self, deadline: Deadline) -> None:
+        self._start_save("preemption", self._metrics, deadline)
 
     @exclusive
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:

@@ -33,7 +33,7 @@ from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.text import warn_user
 from holdfast.tiers.captures import Captures
-from holdfast.tiers.inventory import Candidate
+from holdfast.tiers.inventory import Candidate, continues
 from holdfast.training.arguments import check_not_snapshot
 
 _MAX_LISTED = 8
@@ -203,7 +203,8 @@ def _resume_from_memory(
             if candidate.problem:
                 raise NotFound(candidate.problem)
             durable = None if newest is None else run.open(newest)
-            if not _follows(candidate, durable, loader):
+            captured = loader.open_in_memory(candidate.folder, candidate.digest, candidate.sources)
+            if not continues(candidate, captured, durable):
                 continue
             instruction = ResumeInstruction(
                 False, candidate.folder, candidate.digest, sources=candidate.sources
@@ -221,20 +222,6 @@ def _resume_from_memory(
         collective.broadcast(done, ResumeInstruction)
         return _from_memory(run, snapshot, done, problems), problems
     return None, problems
-
-
-def _follows(candidate: Candidate, durable: Snapshot | None, loader: StateLoader) -> bool:
-    """Return True if a state in memory continues from the newest durable version.
-
-    It names that version as its parent, or the same training captured it before the version was
-    committed. The memory of a host that was away for a while may have a state from before.
-    """
-    parent = None if candidate.parent is None else candidate.parent.version
-    if parent == (None if durable is None else str(durable.version)):
-        return True
-    captured = loader.open_in_memory(candidate.folder, candidate.digest, candidate.sources)
-    session = read_training_metadata(captured).get("session")
-    return durable is not None and session == read_training_metadata(durable).get("session", "")
 
 
 def _from_memory(

@@ -14,12 +14,12 @@ from holdfast.buffers import BufferPool
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.engine.distributed.group import Group, all_reduce, broadcast_from_first
-from holdfast.engine.saving.buffer_reservation import BufferReservation
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
+from holdfast.engine.saving.staging import BufferReservation
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import FlatState
 from holdfast.engine.state.savepoint import Savepoint

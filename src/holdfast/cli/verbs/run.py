@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +21,7 @@ from holdfast.cli.output import json_option, parse_duration, print_json
 from holdfast.errors import HoldfastError
 from holdfast.preemption.exit_status import (
     DONE,
+    MEMORY_SUFFIX,
     SAVED,
     UNSAVED,
     WorkerRecord,
@@ -33,6 +34,13 @@ from holdfast.sinks.wording import to_printable
 from holdfast.text import hide_secrets
 
 _STDERR = 2
+
+_FLUSH_SECONDS = 10.0
+"""Seconds for the save of the newest state in memory, if the command was asked to stop: the
+scheduler will kill this process."""
+
+_LONG_SECONDS = 600.0
+"""The same, if the command has failed by itself."""
 
 
 def _parse_grace(ctx: click.Context, param: click.Parameter, value: str) -> float:
@@ -77,12 +85,14 @@ def command(ctx: click.Context, grace: float, command: tuple[str, ...], as_json:
             )
         except OSError as e:
             _exit_not_started(ctx, command[0], e, as_json)
-        # Here, the newest memory snapshot goes to the durable store, once there is a memory tier:
-        # all writers have ended, and its step may raise the code from UNSAVED to SAVED.
+        # all writers have ended, so nothing newer can appear in memory
+        flushed = _flush_memory(folder, _FLUSH_SECONDS if ended.stopped else _LONG_SECONDS)
         records = _read_records(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     decision = decide(ended, records)
+    if flushed and decision.code == UNSAVED:
+        decision = replace(decision, code=SAVED, why=f"{decision.why}; {flushed}")
     advice = {SAVED: "; run it again", UNSAVED: "; run it again"}.get(decision.code, "")
     if decision.code != DONE:
         _say(f"exit code {decision.code}: {decision.why}{advice}")
@@ -110,6 +120,25 @@ def _make_folder() -> Path:
             todo="Set TMPDIR to one on this machine, such as /dev/shm",
         ) from e
     return folder
+
+
+def _flush_memory(folder: Path, seconds: float) -> str:
+    """Save the newest states in memory, and return what was saved, for people.
+
+    An error is shown, and changes no exit code: what is in memory stays there for the next start.
+    """
+    saved = ""
+    if not any(folder.glob(f"*{MEMORY_SUFFIX}")):
+        return saved
+    from holdfast.tiers.flush import flush_recorded  # it starts threads, which take signals
+
+    for result in flush_recorded(str(folder), seconds):
+        if isinstance(result, Exception):
+            _say(f"the newest state in memory was not saved: {result}")
+        else:
+            saved = f"step {result.step} was saved from memory"
+            _say(f"{saved} as {result.url}")
+    return saved
 
 
 def _read_records(folder: Path) -> list[WorkerRecord]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from threading import Thread
 from typing import Any
 
-from holdfast.buffers import Buffer
+from holdfast.buffers import Buffer, BufferPool
+from holdfast.engine.distributed.group import Group
 from holdfast.engine.saving.image import Image, Piece, release_buffers
+from holdfast.engine.state.flatten import flatten
 from holdfast.storage.store import MappedUpload
-from holdfast.threads import Workers
+from holdfast.threads import Workers, start_thread
 
 
 def cuda_devices(sources: Sequence[Any]) -> set[Any]:
@@ -57,3 +60,43 @@ def stage_pieces(
     except BaseException:
         release_buffers(pieces, workers.pool)
         raise
+
+
+def shard_bytes(state: Any, group: Group) -> int:
+    """Return how many bytes this rank writes of ``state``. Leaves that all ranks have in full are
+    divided among the ranks. Raises the errors of ``flatten`` if the state cannot be saved."""
+    return sum(
+        int(leaf.source.nbytes) // (group.size if leaf.box.sizes == leaf.shape else 1)
+        for leaf in flatten(state, group.rank).leaves
+    )
+
+
+class BufferReservation:
+    """Allocates the buffers that a state needs, on a thread.
+
+    The first touch of new memory takes ten times as long as a copy into it.
+    """
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._nbytes = 0
+        self._thread: Thread | None = None
+
+    def measure(self, state: Any, group: Group) -> None:
+        """Determine how much buffer memory this rank needs for ``state``. Raises the errors of
+        ``flatten`` if the state cannot be saved."""
+        self._nbytes = 2 * self._pool.buffer_size + shard_bytes(state, group)
+
+    def start(self) -> None:
+        """Allocate the buffers, once. Call it at the first step that does not save: a save
+        allocates its buffers itself, and would take longer while a thread does the same."""
+        nbytes, self._nbytes = self._nbytes, 0
+        if nbytes:
+            thread = Thread(target=self._pool.preallocate, args=(nbytes,), name="holdfast-buffers")
+            if start_thread(thread):  # otherwise, the first save allocates
+                self._thread = thread
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not None:
+            self._thread.join()

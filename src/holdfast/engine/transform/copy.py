@@ -22,6 +22,7 @@ from holdfast.engine.planning.read_plan import ReadItem, chunk_read_items
 from holdfast.engine.planning.shard_layout import full_shard_entries, leaf_boxes_from_index
 from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.index_files import parse_index
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.read import group_items, read_group
 from holdfast.engine.snapshot.snapshot import Snapshot
@@ -99,19 +100,36 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance) -> Snapshot:
         for index, shard_copy in zip(indexes, copies, strict=True):
             _copy_shard(source, location, index, shard_copy, advance)
         for shard_copy in copies:
-            key = location.key(shard_copy.shard.index.name)
-            try:
-                location.store.put_if_absent(key, shard_copy.index_bytes)
-            except AlreadyExists as e:
-                raise _not_a_copy_error(
-                    location, key, "the index of this copy", "another file"
-                ) from e
+            _put_index(location, shard_copy)
             advance(len(shard_copy.index_bytes))
         copy = Snapshot(location, manifest, manifest_digest)
         _require_files(copy)
         location.store.put_if_absent(location.key(MANIFEST), raw)
     events.emit("copied", url=snapshot.url, to=location.url, bytes=copy.nbytes)
     return copy
+
+
+def copy_shards(source: Location, location: Location, shards: Sequence[Shard]) -> None:
+    """Copy some shards of a full snapshot with their indexes, and commit nothing.
+
+    Every byte is checked. What the destination has already is not written again. Raises
+    ``FormatError`` if a shard is damaged, ``AlreadyExists``, and ``StoreError``.
+    """
+    for shard in shards:
+        raw = source.store.get(source.key(shard.index.name), MAX_MANIFEST)
+        index = parse_index(source, shard, raw)
+        shard_copy = _ShardCopy(shard, index, raw, None)
+        _copy_shard(source, location, index, shard_copy, no_op)
+        _put_index(location, shard_copy)
+
+
+def _put_index(location: Location, shard_copy: _ShardCopy) -> None:
+    key = location.key(shard_copy.shard.index.name)
+    try:
+        location.store.put_if_absent(key, shard_copy.index_bytes)
+    except AlreadyExists as e:
+        if location.store.get(key, MAX_MANIFEST) != shard_copy.index_bytes:
+            raise _not_a_copy_error(location, key, "the index of this copy", "another file") from e
 
 
 def _require_files(copy: Snapshot) -> None:

@@ -27,10 +27,10 @@ from holdfast.errors import (
 from holdfast.format.names import MANIFEST
 from holdfast.storage.store import Store, check_key
 from holdfast.threads import start_thread
-from holdfast.tiers.peer_accounts import PeerAccounts, PeerLimits
-from holdfast.tiers.peer_auth import HELLO_BYTES, PROOF_BYTES, ServerHandshake, Session
-from holdfast.tiers.peer_files import begin_copy, digest_file, receive_content, send_content
-from holdfast.tiers.peer_messages import (
+from holdfast.tiers.peers.accounts import PeerAccounts, PeerLimits
+from holdfast.tiers.peers.auth import HELLO_BYTES, PROOF_BYTES, ServerHandshake, Session
+from holdfast.tiers.peers.files import begin_copy, digest_file, receive_content, send_content
+from holdfast.tiers.peers.messages import (
     MAX_FRAME_BYTES,
     MAX_LISTED,
     Channel,
@@ -56,7 +56,7 @@ _ENTRY_BYTES = 16
 class PeerServer:
     """Serves the files of ``store`` at ``address``, an IP address of this host, on its own threads.
 
-    ``secret``: that of the job (see ``peer_auth``). ``limits``: see ``PeerLimits``. The server
+    ``secret``: that of the job (see ``auth.py``). ``limits``: see ``PeerLimits``. The server
     listens when this returns; ``port`` is its port. It never stores a manifest: only this host may
     make a snapshot visible. Raises ``StoreError`` if it cannot listen.
     """

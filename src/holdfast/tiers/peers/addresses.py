@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.engine.distributed.kv import KVClient
 from holdfast.errors import StoreError
-from holdfast.tiers.peer_auth import make_secret
+from holdfast.tiers.peers.auth import make_secret
 
 _SIOCGIFADDR = 0x8915
 

@@ -24,7 +24,7 @@ from holdfast import errors
 from holdfast.deadline import Deadline
 from holdfast.errors import FormatError, HoldfastError, StoreError, Unavailable
 from holdfast.format.digest import Digest
-from holdfast.tiers.peer_auth import PROOF_BYTES, Session
+from holdfast.tiers.peers.auth import PROOF_BYTES, Session
 from holdfast.types import MIB
 
 MAX_FRAME_BYTES = MIB

@@ -10,7 +10,7 @@ from holdfast.buffers import Buffer
 from holdfast.errors import DigestMismatch, StoreError
 from holdfast.storage.store import MappedUpload, Stat, Store, put_mapped
 from holdfast.threads import no_op
-from holdfast.tiers.peer_messages import Channel, End
+from holdfast.tiers.peers.messages import Channel, End
 from holdfast.types import MIB
 
 STEP_BYTES = MIB

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from holdfast.deadline import Deadline
 from holdfast.errors import AlreadyExists, StoreError, Unavailable
 from holdfast.storage.store import Store
-from holdfast.tiers.peer_addresses import PeerAddress
-from holdfast.tiers.peer_auth import CHALLENGE_BYTES, ClientHandshake
-from holdfast.tiers.peer_files import begin_copy, digest_file, receive_content, send_content
-from holdfast.tiers.peer_messages import (
+from holdfast.tiers.peers.addresses import PeerAddress
+from holdfast.tiers.peers.auth import CHALLENGE_BYTES, ClientHandshake
+from holdfast.tiers.peers.files import begin_copy, digest_file, receive_content, send_content
+from holdfast.tiers.peers.messages import (
     Channel,
     Coming,
     Fetch,

@@ -1,0 +1,176 @@
+"""Saves the newest captured state to the run, after its training has ended or cannot save anymore.
+
+Each host copies the shards that are in its memory. The host that finds all files there commits the
+manifest, which all hosts have. So the hosts need no connection to one another.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from holdfast.deadline import Deadline
+from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.transform.copy import copy_shards
+from holdfast.errors import AlreadyExists, DeadlinePassed, HoldfastError, NotFound
+from holdfast.format.manifest import MAX_MANIFEST, Manifest, decode_manifest
+from holdfast.format.names import MANIFEST
+from holdfast.preemption.exit_status import MEMORY_SUFFIX
+from holdfast.run.lineage import newest_version
+from holdfast.run.run import Run
+from holdfast.run.writer_lock import find_writer
+from holdfast.storage.local.store import LocalStore
+from holdfast.tiers.inventory import Candidate, continues, find_candidates, take_inventory
+
+_POLL_SECONDS = 0.1
+
+
+class MemoryRecord(msgspec.Struct, frozen=True):
+    """What a training tells ``holdfast run``: the folder of its run in memory, and the run."""
+
+    folder: str
+    run: str
+
+
+_RECORD = msgspec.json.Decoder(MemoryRecord)
+
+
+def record_memory(status_folder: str, record: MemoryRecord) -> None:
+    """Tell ``holdfast run`` where the states in memory are. It never raises ``OSError``: without
+    the record, they stay in memory for the next start."""
+    with suppress(OSError):
+        Path(status_folder, f"{os.getpid()}{MEMORY_SUFFIX}").write_bytes(
+            msgspec.json.encode(record)
+        )
+
+
+def flush_recorded(
+    status_folder: str, seconds: float
+) -> Iterator[Snapshot | HoldfastError | OSError]:
+    """Save the newest states in memory of all trainings that have left a record, within about so
+    many seconds. Yield each version that was saved, and each error."""
+    deadline = Deadline.after(seconds, "the save of the newest state in memory")
+    records = set()
+    for path in Path(status_folder).glob(f"*{MEMORY_SUFFIX}"):
+        with suppress(OSError, msgspec.DecodeError):
+            records.add(_RECORD.decode(path.read_bytes()))
+    for record in sorted(records, key=lambda r: r.folder):
+        if os.path.isdir(record.folder):
+            try:
+                flushed = flush_newest(record.folder, Run(record.run), deadline, is_writer=False)
+                if flushed is not None:
+                    yield flushed
+            except (HoldfastError, OSError) as e:
+                yield e
+
+
+def flush_newest(folder: str, run: Run, deadline: Deadline, *, is_writer: bool) -> Snapshot | None:
+    """Save the newest state in memory that is newer than all versions of ``run``, and return it.
+
+    ``folder``: that of the run in the memory of this host. ``is_writer``: this process writes to
+    the run; otherwise, nothing is saved while another training does. None: there is no such state.
+
+    Raises ``DeadlinePassed`` if files that this host lacks do not arrive in time, ``FormatError``
+    if the state is damaged, and ``StoreError``. If it raises, nothing was committed.
+    """
+    with _one_process(folder, deadline):
+        memory = LocalStore(folder, direct=False)
+        listing = run.listing()
+        newest, branch = newest_version(run.catalog, listing), run.branch(listing)
+        durable = None if newest is None else run.open(newest)
+        for candidate in find_candidates([take_inventory(memory, 0)]):
+            is_newer = newest is None or candidate.version.step > newest.step
+            if candidate.digest and candidate.branch == branch and is_newer:
+                source = Location(memory, candidate.folder)
+                captured = Snapshot(source, None, candidate.digest)
+                if continues(candidate, captured, durable):
+                    if not is_writer:
+                        _require_no_writer(run)
+                    return _flush(candidate, source, run, deadline)
+        return None
+
+
+def _flush(candidate: Candidate, source: Location, run: Run, deadline: Deadline) -> Snapshot:
+    key = source.key(MANIFEST)
+    raw = source.store.get(key, MAX_MANIFEST)
+    manifest, digest = decode_manifest(raw, key)
+    location = run.location(candidate.version).limit("flush", None, deadline)
+    held = [s for s in manifest.shards if _has(source, s.name) and _has(source, s.index.name)]
+    with pins.hold_pin(location, manifest.attempt, candidate.version):
+        copy_shards(source, location, held)
+        _await_files(location, manifest, deadline)
+        flushed = Snapshot(location, manifest, digest)
+        flushed.read_indexes()
+        try:
+            location.store.put_if_absent(location.key(MANIFEST), raw)
+        except AlreadyExists:  # another host was faster, or another training saved this step
+            if location.store.get(location.key(MANIFEST), MAX_MANIFEST) != raw:
+                raise
+    flushed.location = location.without_limit()
+    return flushed
+
+
+def _has(location: Location, name: str) -> bool:
+    try:
+        location.store.stat(location.key(name))
+    except NotFound:
+        return False
+    return True
+
+
+def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> None:
+    """Wait until all files are in the store in full length, as this process sees it."""
+    missing = {f.name: f.length for s in manifest.shards for f in (s, s.index)}
+    while missing:
+        for name, length in list(missing.items()):
+            with suppress(NotFound):
+                if location.store.stat(location.key(name)).length == length:
+                    del missing[name]
+        if missing and not deadline.seconds_left:
+            raise DeadlinePassed(
+                f"The newest state in memory was not saved to {location.url}",
+                expected=f"{min(missing)} from the host that has it in its memory",
+                found="no such file when the time was over",
+                todo="The next training resumes from the memory of the hosts that are left, or from"
+                " an older version",
+            )
+        if missing:
+            time.sleep(_POLL_SECONDS)
+
+
+def _require_no_writer(run: Run) -> None:
+    """Raise ``HoldfastError`` if another training writes to the run, or may do so."""
+    writer = find_writer(run.store)
+    if writer is not None and pins.is_holder_alive(writer) is not False:
+        raise HoldfastError(
+            f"The newest state in memory was not saved to {run.url}",
+            expected="a training that has ended",
+            found=f"process {writer.process.partition(':')[0]} on {writer.host.split()[0]}, which"
+            " may still write to the run",
+            todo="Nothing, if that is the next training of this run",
+        )
+
+
+@contextmanager
+def _one_process(folder: str, deadline: Deadline) -> Iterator[None]:
+    """Let one process of this host flush at a time: the others then find the version."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                deadline.check()
+                time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        os.close(fd)

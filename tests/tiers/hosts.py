@@ -1,0 +1,75 @@
+"""A host with a memory tier, on which trainings run and die."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import SkippedVersion
+from holdfast.format.names import MANIFEST
+from holdfast.run.policy import AtEnd, EverySteps
+from holdfast.storage.memory import MemoryStore
+from holdfast.tiers.memory_tier import MemoryTier
+from holdfast.training.checkpointer import Checkpointer
+from tests.trainings import initial_state, train_step
+
+
+def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
+    """Train, so slowly that no capture is skipped because the one before has not ended."""
+    while state["progress"].step < last_step:
+        ckpt.step({"loss": train_step(state)})
+        ckpt._captures.wait()
+
+
+class Host:
+    """A host with a folder in memory, on which trainings run one after the other."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.run = MemoryStore()
+        self.ckpts: list[Checkpointer] = []
+        self.resumed: Any = None
+        self.warnings: list[str] = []
+
+    def start(self, every: int = 10, save: int = 50) -> tuple[dict[str, Any], Checkpointer]:
+        state = initial_state()
+        tier = MemoryTier(every=EverySteps(every), copies=1, path=self.path)
+        ckpt = Checkpointer(self.run, state, save=EverySteps(save) | AtEnd(), tiers=[tier])
+        self.ckpts.append(ckpt)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.resumed = ckpt.resume()
+        self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
+        return state, ckpt
+
+    def train_and_die(self, last_step: int, **options: Any) -> None:
+        """Train until a step, then end without an end, as SIGKILL does."""
+        state, ckpt = self.start(**options)
+        train(state, ckpt, last_step)
+        ckpt._saver.wait()
+        ckpt._saver.writer_lock.release()
+
+    @property
+    def folder(self) -> Path:
+        (own,) = Path(self.path).iterdir()
+        (folder,) = own.iterdir()
+        return folder
+
+    @property
+    def captured(self) -> list[str]:
+        """The folders of the states in memory, with their manifest."""
+        found = [p.parent.name for p in self.folder.rglob(MANIFEST)]
+        return sorted(found, key=lambda name: int(name[8:].partition(".")[0]))
+
+    def file(self, version: str, suffix: str) -> Path:
+        files = (self.folder / version).iterdir()
+        (path,) = (p for p in files if p.name.endswith(suffix) and not p.name.startswith("."))
+        return path
+
+
+def flip_bit(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.unlink()  # the file itself is never modified
+    path.write_bytes(data)

@@ -1,0 +1,189 @@
+"""The newest state in memory goes to the run after its training has ended."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.deadline import Deadline
+from holdfast.errors import DeadlinePassed, FormatError, HoldfastError
+from holdfast.format.names import WRITER_LOCK, Version
+from holdfast.run.policy import EverySteps
+from holdfast.run.run import Run
+from holdfast.tiers.flush import MemoryRecord, flush_newest, flush_recorded, record_memory
+from holdfast.training.checkpointer import Checkpointer
+from tests.tiers.hosts import Host, flip_bit
+from tests.trainings import initial_state, state_after, states_equal
+
+
+def soon(seconds: float = 20) -> Deadline:
+    return Deadline.after(seconds, "the flush of a test")
+
+
+def flush(host: Host, seconds: float = 20, is_writer: bool = True) -> Any:
+    return flush_newest(str(host.folder), Run(host.run), soon(seconds), is_writer=is_writer)
+
+
+def test_the_newest_state_becomes_a_version(host: Host) -> None:
+    host.train_and_die(77)
+    flushed = flush(host)
+    assert flushed.step == 70
+    assert flushed.verify().ok
+    assert Run(host.run).line() == [Version(50), Version(70)]
+    assert Run(host.run).latest().metadata["reason"] == "capture"
+    assert not [s.key for s in host.run.list("") if "pin-" in s.key]
+    state = initial_state()
+    with Checkpointer(host.run, state, save=EverySteps(1000)) as ckpt:
+        assert ckpt.resume().step == 70
+        assert states_equal(state, state_after(70))
+
+
+def test_nothing_is_flushed_twice_or_if_a_version_is_newer(host: Host) -> None:
+    host.train_and_die(77)
+    assert flush(host).step == 70
+    assert flush(host) is None
+    host.train_and_die(58, every=20, save=1)
+
+
+def test_a_run_without_any_version_gets_its_first_one(host: Host) -> None:
+    host.train_and_die(33, save=1000)
+    assert flush(host).step == 30
+    assert Run(host.run).line() == [Version(30)]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "index.json"])
+def test_damage_in_memory_is_not_saved(host: Host, suffix: str) -> None:
+    host.train_and_die(77)
+    flip_bit(host.file("version_70", suffix), 300)
+    with pytest.raises(FormatError):
+        flush(host)
+    assert Run(host.run).line() == [Version(50)]
+
+
+def test_another_training_that_writes_to_the_run_prevents_the_flush(host: Host) -> None:
+    host.train_and_die(77)
+    state = initial_state()
+    with Checkpointer(host.run, state, save=EverySteps(1000)) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+        assert host.run.stat(WRITER_LOCK)
+        with pytest.raises(HoldfastError, match="may still write to the run"):
+            flush(host, is_writer=False)
+    assert Run(host.run).line() == [Version(50)]
+    assert flush(host, is_writer=False).step == 70
+
+
+def test_a_host_with_only_a_part_waits_for_the_others_and_then_gives_up(host: Host) -> None:
+    host.train_and_die(77)
+    host.file("version_70", "safetensors").unlink()
+    with pytest.raises(DeadlinePassed, match="from the host that has it in its memory"):
+        flush(host, 0.3)
+    assert Run(host.run).line() == [Version(50)]
+
+
+def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None:
+    """Each copies its shards, and whoever sees all of them commits."""
+    folders = [tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm") for _ in range(2)]
+    try:
+        url = str(tmp_path / "run")
+        size = 2
+        store = holdfast.open_store(folders[0])
+        from tests.ranks.trainings import TrainingJob, TrainingRank
+
+        with TrainingJob(size, store) as job:
+
+            def work(trainer: TrainingRank) -> None:
+                with trainer.make_checkpointer(save=EverySteps(5)):
+                    trainer.train_steps(5)
+
+            job.run(work)
+        for path in Path(folders[0]).iterdir():
+            if not path.name.startswith("version_"):
+                path.unlink()
+        shutil.copytree(folders[0], folders[1], dirs_exist_ok=True)
+        for folder, other in zip(folders, ("00001", "00000"), strict=True):
+            for path in (Path(folder) / "version_5").glob(f"shard-{other}*"):
+                path.unlink()
+        results: list[Any] = []
+
+        def flush_part(folder: str) -> None:
+            try:
+                results.append(flush_newest(folder, Run(url), soon(), is_writer=False))
+            except BaseException as e:
+                results.append(e)
+
+        threads = [threading.Thread(target=flush_part, args=(f,)) for f in folders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [getattr(r, "step", r) for r in results] in ([5, 5], [5, None], [None, 5])
+        assert Run(url).latest().verify().ok
+        assert len(Run(url).latest().manifest.shards) == 2
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)
+
+
+def test_records_lead_to_the_memory_and_their_errors_are_returned(
+    host: Host, tmp_path: Path
+) -> None:
+    host.train_and_die(77)
+    run = tmp_path / "run"
+    for stat in host.run.list(""):
+        path = run / stat.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(host.run.get(stat.key, 1 << 30))
+    record_memory(str(tmp_path), MemoryRecord(str(host.folder), str(run)))
+    (tmp_path / "9.memory").write_bytes(b"not a record")
+    (result,) = flush_recorded(str(tmp_path), 20)
+    assert isinstance(result, holdfast.Snapshot)
+    assert result.step == 70
+    assert list(flush_recorded(str(tmp_path), 20)) == []
+    record_memory("/nonexistent", MemoryRecord("a", "b"))  # raises nothing
+
+
+SCRIPT = """
+import os, signal, sys
+import numpy as np, holdfast
+state = {"x": np.zeros(9), "progress": holdfast.Progress()}
+tier = holdfast.MemoryTier(every=holdfast.EverySteps(5), copies=1, path=sys.argv[2])
+save = holdfast.EverySteps(1000)
+with holdfast.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
+    ckpt.resume()
+    while ckpt.current_step < 12:
+        state["x"] += 1
+        ckpt.step()
+        ckpt._captures.wait()
+    os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [("SIGKILL", 1), ("SIGABRT", 1)])
+def test_holdfast_run_flushes_what_a_killed_training_has_left(
+    tmp_path: Path, number: str, code: int
+) -> None:
+    memory = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    try:
+        run = tmp_path / "run"
+        command = [sys.executable, "-m", "holdfast.cli", "run", "--", sys.executable, "-c", SCRIPT]
+        done = subprocess.run(
+            [*command, str(run), memory, number], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stderr
+        assert "step 10 was saved from memory" in done.stderr
+        snapshot = Run(run).latest()
+        assert snapshot is not None
+        assert snapshot.step == 10
+        assert snapshot["x"][:].tolist() == [10.0] * 9
+    finally:
+        shutil.rmtree(memory)
