@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import warnings
@@ -593,10 +594,10 @@ def test_nothing_is_saved_when_ranks_raise_in_different_steps() -> None:
             )
         )
         assert [type(o) for o in outcomes] == [ValueError] * 3
-        for outcome in outcomes:
-            [note] = outcome.__notes__
+        for outcome in outcomes:  # a rank may raise the error of another one in an earlier step
+            note = outcome.__notes__[-1]
             assert "The ranks did not raise in the same step" in note
-            assert "found step 8 on rank 2" in note
+            assert re.search(r"found step \d on rank [012]", note)
         assert job.versions == []
 
 
