@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 _RESULT_PREFIX = "BENCH-RESULT "
 
@@ -40,6 +41,12 @@ def _reason(errors: str, code: int) -> str:
     if traces and traces[-1] + 1 < len(lines):
         return lines[traces[-1] + 1][:160]
     return lines[-1][:160] if lines else f"exit status {code}"
+
+
+def reply_and_die(result: dict[str, Any]) -> NoReturn:
+    """Print the result of a measurement, and end the process as SIGKILL does: nothing is closed."""
+    print(_RESULT_PREFIX + json.dumps(result), flush=True)
+    os._exit(0)
 
 
 def main() -> None:

@@ -72,6 +72,7 @@ class Captures:
         self._pending: Pending | None = None
         self._closing = ExitStack()
         self._prefix = self._secret = ""
+        self._unallocated = 0
         self.is_open = False
 
     # -- the beginning -------------------------------------------------------------------------
@@ -108,8 +109,7 @@ class Captures:
             collective.broadcast(None if all_started is None else True, bool)
         if group.rank == 0 and self._prefix and isinstance(group, StoreGroup):
             group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
-        self._preallocate(nbytes)
-        self.is_open = True
+        self._unallocated, self.is_open = nbytes, True
 
     def _check_memory(self, folder: str) -> None:
         self.store.remove_leftovers()
@@ -144,15 +144,18 @@ class Captures:
         keys = publish(kv, prefix, PeerAddress(group.rank, server.address, server.port))
         self._closing.callback(kv.delete, keys)
 
-    def _preallocate(self, nbytes: int) -> None:
-        """Allocate the first files on a thread: new memory takes ten times as long as a copy."""
+    def _preallocate(self) -> None:
+        """Allocate the first files on a thread, once: new memory takes ten times as long as a copy.
+        Not before the first step, because a resume needs the processors."""
+        nbytes, self._unallocated = self._unallocated, 0
 
         def allocate() -> None:
             with suppress(NoSpace):  # the capture that needs the memory raises
                 for _ in range(GENERATIONS + 1):
                     self.store.preallocate(nbytes)
 
-        start_thread(Thread(target=allocate, name="holdfast-buffers", daemon=True))
+        if nbytes:
+            start_thread(Thread(target=allocate, name="holdfast-buffers", daemon=True))
 
     # -- during the training ---------------------------------------------------------------------
 
@@ -161,6 +164,7 @@ class Captures:
         last = self._last
         now = PolicyInput(step, 0.0, epochs, last.step, 0.0, last.epochs)
         if self._tier is None or not self._tier.every.due(now):
+            self._preallocate()
             return False
         self._last = now
         return not broadcast_from_first(
