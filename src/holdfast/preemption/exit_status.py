@@ -98,6 +98,9 @@ class WorkerRecord:
     status: Status | None = None
 
 
+_RECORD = msgspec.json.Decoder(WorkerRecord)
+
+
 def announce_worker() -> None:
     """Tell ``holdfast run`` that a training starts in this process.
 
@@ -149,7 +152,7 @@ def read_records(folder: str) -> list[WorkerRecord]:
     for path in Path(folder).iterdir():
         if path.name.endswith(_SUFFIX):
             try:
-                records.append(msgspec.json.decode(path.read_bytes(), type=WorkerRecord))
+                records.append(_RECORD.decode(path.read_bytes()))
             except (msgspec.DecodeError, HoldfastError):
                 continue
     return sorted(records, key=lambda record: (record.started, record.pid))
