@@ -131,8 +131,9 @@ def no_leftover_memory():
 
 
 def shared_memory_names():
-    """Return the names in /dev/shm, except the semaphores of the processes of other tests."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """Return the names in /dev/shm, except the semaphores and folders of other tests."""
+    others = ("sem.mp-", "holdfast-", "pytest-")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 
 
 def replicated(rank=0, seed=0):
