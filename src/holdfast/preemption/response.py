@@ -117,6 +117,16 @@ class PreemptionResponse:
         self.is_urgent = False
         """True if the ranks could not agree, and this rank must leave at its next step."""
 
+    @property
+    def agreement(self) -> Agreement | LocalAgreement:
+        """The agreement of the ranks, once the training has started."""
+        return self._agreement
+
+    @property
+    def has_save_function(self) -> bool:
+        """True if ``Preemption.save_fn`` replaces the last save."""
+        return self._settings is not None and self._settings.save_fn is not None
+
     # -- the beginning and the end -------------------------------------------------------------
 
     def watch(self) -> None:
@@ -271,15 +281,21 @@ class PreemptionResponse:
 
     # -- the training thread ---------------------------------------------------------------------
 
-    def respond(self, agreed: frozenset[str]) -> None:
+    def respond(self, agreed: frozenset[str], *args: Any, **kwargs: Any) -> None:
         """Save and leave if the ranks have agreed on that, or cannot agree.
 
-        Raises ``Preempted``, unless ``exit_fn`` returns.
+        The other arguments are those of ``save_fn``. Raises ``Preempted``, unless ``exit_fn``
+        returns.
         """
         if LEAVE in agreed:
-            self._leave(together=True)
+            self._leave(True, *args, **kwargs)
         elif self.is_urgent:
-            self._leave(together=False)
+            self._leave(False)
+
+    def postpone_exit(self) -> None:
+        """Leave later, because ``watch_scope`` forbids it now, but as long as a save still fits."""
+        if self._deadline is not None:
+            self._leave_at(self._deadline.at - self._exit_seconds())
 
     def leave_on_failure(self, save: Callable[[], object]) -> None:
         """Call ``save``. After a notice, leave without the other ranks if one of them fails."""

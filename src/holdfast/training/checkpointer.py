@@ -14,7 +14,8 @@ from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError, SkippedVersion
 from holdfast.format.names import Version
-from holdfast.preemption.policy import Preemption
+from holdfast.preemption.guarded_calls import GuardedCalls
+from holdfast.preemption.policy import DEFAULT, Preemption
 from holdfast.preemption.response import PreemptionResponse
 from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
@@ -40,8 +41,6 @@ from holdfast.training.saver import Saver, SaveSpec
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.version_checks import VersionChecks
 from holdfast.training.warn import raise_or_warn
-
-_PREEMPTION = Preemption()
 
 
 class Checkpointer:
@@ -102,7 +101,7 @@ class Checkpointer:
         full_every: int | None = 20,
         overlap: bool = False,
         spread: int | None = None,
-        preemption: Preemption | None = _PREEMPTION,
+        preemption: Preemption | None = DEFAULT,
         busy: Literal["wait", "skip"] = "wait",
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
@@ -127,10 +126,9 @@ class Checkpointer:
             preemption=preemption,
         )
         self.run, self.state = Run(run), state
-        self._spread = spread
+        self._spread, self._on_error = spread, on_error
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
-        self._on_error = on_error
         self._step_counter = StepCounter(state)
         check_can_fire(save, self._step_counter.knows_epochs)
         check_not_version(self.run)
@@ -146,18 +144,11 @@ class Checkpointer:
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self._lifecycle = Lifecycle()
-        self._ending = Ending(
-            save,
-            on_error,
-            self._group,
-            self._saver,
-            self._cadence,
-            self._lifecycle,
-            self._step_counter,
-            lambda deadline: self._start_save("preemption", self._metrics, deadline),
-        )
-        parts = self._step_counter, self._goodput, self._saver, self._ending
-        self._preemption = PreemptionResponse(preemption, self._group.rank, parts)
+        parts = self._group, self._saver, self._cadence, self._lifecycle, self._step_counter
+        self._ending = Ending(save, on_error, *parts, self._start_last_save)
+        observed = self._step_counter, self._goodput, self._saver, self._ending
+        self._preemption = PreemptionResponse(preemption, self._group.rank, observed)
+        self._guarded_calls = GuardedCalls(self._preemption, self._goodput)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -170,8 +161,9 @@ class Checkpointer:
     @property
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
-        or ``Preemption.exit_fn`` has returned."""
-        return self._early_stop.stopped or self._preemption.has_left
+        after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
+        must_leave = self._preemption.has_left or self._guarded_calls.must_leave
+        return self._early_stop.stopped or must_leave
 
     # -- resuming ------------------------------------------------------------------------------
 
@@ -259,19 +251,37 @@ class Checkpointer:
             try:
                 self._metrics = check_metrics(metrics)
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                self._count_step(batches)
-            self._ensure_started()
-            self._preemption.respond(self._agreed_proposals)
-            # several ranks raise together, when the next save is due
-            if self._group.size == 1 and not self._saver.busy:
-                self._raise_or_warn(self._saver.wait)
-            self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
-            self._preemption.leave_on_failure(self._save_if_due)
+                self._step_counter.add_step(batches)
+                self._agree()
+            self._act()
 
-    def _count_step(self, batches: int) -> None:
-        """Count the step that led to the current state."""
-        self._step_counter.add_step(batches)
-        self._agreed_proposals = self._agreement.step()
+    @exclusive
+    def _begin_call(self) -> None:
+        """Start the training: ``PreemptionGuard.run`` raises an error of this call on all ranks."""
+        self._lifecycle.check_open()
+        self._ensure_started()
+
+    @exclusive
+    def _end_call(self) -> None:
+        """Do what ``step`` does, without a step, after a call that has made its own steps."""
+        self._lifecycle.check_open()
+        with self._goodput.paused():
+            self._agree()
+            self._act()
+
+    def _act(self) -> None:
+        """Leave if the ranks have agreed on that, and save if a save is due."""
+        self._ensure_started()
+        self._guarded_calls.respond(self._agreed_proposals)
+        # several ranks raise together, when the next save is due
+        if self._group.size == 1 and not self._saver.busy:
+            self._raise_or_warn(self._saver.wait)
+        self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
+        self._preemption.leave_on_failure(self._save_if_due)
+
+    def _agree(self) -> None:
+        """Learn what the ranks have agreed on for the state after the last step."""
+        self._agreed_proposals = self._guarded_calls.step(self._agreement)
         agreed = STOP_PROPOSAL in self._agreed_proposals
         self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
         self._ending.mark(self._early_stop, self._metrics)
@@ -295,16 +305,14 @@ class Checkpointer:
         self, reason: str, metrics: Mapping[str, Any], deadline: Deadline | None = None
     ) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
-        spec = SaveSpec(
-            Version(self.current_step, self._branch),
-            reason if self._watcher.pending_request is None else "request",
-            metrics,
-            self._note,
-            self._early_stop.to_metadata(),
-            self._watcher.accept_with_callback(),
-            deadline,
-        )
+        reason = reason if self._watcher.pending_request is None else "request"
+        version = Version(self.current_step, self._branch)
+        stop, on_finished = self._early_stop.to_metadata(), self._watcher.accept_with_callback()
+        spec = SaveSpec(version, reason, metrics, self._note, stop, on_finished, deadline)
         self._saver.start(self.state, spec)
+
+    def _start_last_save(self, deadline: Deadline) -> None:
+        self._start_save("preemption", self._metrics, deadline)
 
     @exclusive
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
@@ -344,15 +352,13 @@ class Checkpointer:
         """Return statistics since this Checkpointer was created, by name.
 
         - ``saves``, ``failures``, ``skipped``: saves that were committed, failed, were skipped.
-        - ``bytes``, ``referred_bytes``: bytes that saves wrote, and of earlier versions that they
-          refer to.
+        - ``bytes``, ``referred_bytes``: bytes that saves wrote, and referred to.
         - ``blocked_seconds``, ``last_blocked_seconds``, ``waited_seconds``: for how long training
           was blocked, also by the last save, and saves waited for the save before.
         - ``background_seconds``: the time that saves took in the background.
         - ``goodput``: the share of wall time since the run first began that was spent on steps
           that a committed version holds.
-        - ``store_requests`` and others: requests to the server of the run, if it has one (see
-          ``holdfast.storage.throttle.Statistics``).
+        - ``store_requests`` and others: see ``holdfast.storage.throttle.Statistics``.
         """
         return {**self._goodput.statistics(), **store_statistics(self.run.store)}
 
@@ -402,8 +408,6 @@ class Checkpointer:
             origin = self._agreement, self._branch, self._note
             self._ending.finish_after(error, *origin, self._release)
 
-    # -- implementation ------------------------------------------------------------------------
-
     def _raise_or_warn(self, call: Callable[[], object]) -> None:
         raise_or_warn(call, self._on_error, self._saver)
 
@@ -414,13 +418,8 @@ class Checkpointer:
         if self._lifecycle.is_started:
             return
         self._ending.check_entered()
-        acquire_run(
-            self.run,
-            self._group,
-            self._acquire_lock,
-            self._rank_arguments,
-            is_resumed=self._lifecycle.is_resumed,
-        )
+        is_resumed, lock = self._lifecycle.is_resumed, self._acquire_lock
+        acquire_run(self.run, self._group, lock, self._rank_arguments, is_resumed=is_resumed)
         self._agreement = make_agreement(self._group, "training", self._preemption)
         self._preemption.watch()
         self._preemption.agree_through(self._agreement)
