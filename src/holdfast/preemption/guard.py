@@ -16,7 +16,7 @@ R = TypeVar("R")
 class Guardable(Protocol):
     """What a guard needs of a ``Checkpointer``."""
 
-    _guarded_calls: GuardedCalls
+    _calls: GuardedCalls
 
     def step(self, metrics: Mapping[str, Any] | None = None, *, batches: int = 1) -> None:
         """Count one step, and act on what the ranks have agreed on."""
@@ -40,7 +40,7 @@ class PreemptionGuard:
 
     def __init__(self, ckpt: Guardable) -> None:
         self._ckpt = ckpt
-        self._calls = ckpt._guarded_calls
+        self._calls = ckpt._calls
 
     @property
     def total_run_calls(self) -> int:
@@ -55,7 +55,8 @@ class PreemptionGuard:
         """Call ``fn``, make one step of the training, and return the result of ``fn``.
 
         If ``fn`` makes steps itself, by ``ckpt.step``, no other step is made. The training then
-        leaves at the end of the call, not in it.
+        saves and leaves at the end of the call, not in it. (``OnException`` can save the step
+        before an exception of the call.)
 
         An exception of ``fn`` is raised on all ranks, with the same type and message where
         possible. It ends the training of all ranks, except in a single process, where the caller

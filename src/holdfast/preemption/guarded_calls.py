@@ -27,7 +27,8 @@ class GuardedCalls:
     """Decides when a training acts on what its ranks have agreed on.
 
     Usually that is in each step. During a call of ``PreemptionGuard.run``, it is at the end of the
-    call, which counts once in the agreement, however many steps it makes. In a block of
+    call, which counts once in the agreement, however many steps it makes. Saves wait for it too, so
+    that a version never holds a part of a call. In a block of
     ``watch_scope``, the training only notes that it must leave, until the block ends.
     """
 
@@ -47,6 +48,11 @@ class GuardedCalls:
     def has_save_function(self) -> bool:
         """True if ``Preemption.save_fn`` replaces the last save."""
         return self._response.has_save_function
+
+    @property
+    def is_running(self) -> bool:
+        """True during a call of ``PreemptionGuard.run``."""
+        return self._depth > 0
 
     @property
     def run_calls(self) -> int:
@@ -90,15 +96,13 @@ class GuardedCalls:
         In a call, there are none, but the error of another rank is raised.
         """
         self.steps += 1
-        if self._depth == 0:
+        if not self.is_running:
             return agreement.step()
         agreement.check()
         return _NOTHING
 
     def respond(self, agreed: frozenset[str]) -> None:
         """Leave if the ranks have agreed on that, or cannot agree, and nothing forbids it now."""
-        if self._depth:
-            return
         is_first = not self.must_leave
         if self._scopes and is_first and (LEAVE in agreed or self._response.is_urgent):
             self.must_leave, self._noted = True, agreed

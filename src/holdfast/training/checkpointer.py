@@ -148,7 +148,7 @@ class Checkpointer:
         self._ending = Ending(save, on_error, *parts, self._start_last_save)
         observed = self._step_counter, self._goodput, self._saver, self._ending
         self._preemption = PreemptionResponse(preemption, self._group.rank, observed)
-        self._guarded_calls = GuardedCalls(self._preemption, self._goodput)
+        self._calls = GuardedCalls(self._preemption, self._goodput)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -162,8 +162,7 @@ class Checkpointer:
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
         after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
-        must_leave = self._preemption.has_left or self._guarded_calls.must_leave
-        return self._early_stop.stopped or must_leave
+        return self._early_stop.stopped or self._preemption.has_left or self._calls.must_leave
 
     # -- resuming ------------------------------------------------------------------------------
 
@@ -272,7 +271,9 @@ class Checkpointer:
     def _act(self) -> None:
         """Leave if the ranks have agreed on that, and save if a save is due."""
         self._ensure_started()
-        self._guarded_calls.respond(self._agreed_proposals)
+        if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
+            return
+        self._calls.respond(self._agreed_proposals)
         # several ranks raise together, when the next save is due
         if self._group.size == 1 and not self._saver.busy:
             self._raise_or_warn(self._saver.wait)
@@ -281,7 +282,7 @@ class Checkpointer:
 
     def _agree(self) -> None:
         """Learn what the ranks have agreed on for the state after the last step."""
-        self._agreed_proposals = self._guarded_calls.step(self._agreement)
+        self._agreed_proposals = self._calls.step(self._agreement)
         agreed = STOP_PROPOSAL in self._agreed_proposals
         self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
         self._ending.mark(self._early_stop, self._metrics)
