@@ -111,6 +111,7 @@ class PreemptionResponse:
         self._lock = RLock()
         self._deadline: Deadline | None = None
         self._failure: RankFailed | None = None
+        self._peer_error: BaseException | None = None
         self.has_left = False
         """True once the last step is saved and ``exit_fn`` has returned."""
 
@@ -146,7 +147,9 @@ class PreemptionResponse:
         """Use ``agreement`` from now on, also for a notice that came before."""
         with self._lock:
             self._agreement = agreement
-            deadline = self._deadline
+            deadline, error = self._deadline, self._peer_error
+        if error is not None and isinstance(agreement, Agreement):
+            agreement.raise_at_next_step(error)  # it came before this call
         if deadline is not None:
             self._propose(LEAVE, deadline)
 
@@ -206,8 +209,10 @@ class PreemptionResponse:
     def on_error(self, report: str) -> None:
         """Raise the error of another rank here, or end the process if that is not possible."""
         error = decode_raised(report)
-        if isinstance(self._agreement, Agreement):
-            self._agreement.raise_at_next_step(error)
+        with self._lock:
+            agreement, self._peer_error = self._agreement, error
+        if isinstance(agreement, Agreement):
+            agreement.raise_at_next_step(error)
         left = STUCK_SECONDS
         if self._deadline is not None:
             left = min(left, self._deadline.seconds_left / 2)
