@@ -202,6 +202,7 @@ def test_notices_on_several_ranks_consecutively_change_nothing(grace: float, mak
     assert job.versions[-1] == step
 
 
+@pytest.mark.slow
 def test_a_second_notice_may_only_shorten_the_time(make_job: Any) -> None:
     """32, D: rank 2 learns that there is less time than rank 0 knew."""
     job = make_job(3)
@@ -313,7 +314,7 @@ def test_a_metadata_server_of_one_rank_stops_all(make_job: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("late", [0, 2])
 def test_a_rank_that_does_not_come_is_left_behind_in_time(
     late: int, process_ends: list[tuple[int, str]], make_job: Any
 ) -> None:
@@ -326,7 +327,7 @@ def test_a_rank_that_does_not_come_is_left_behind_in_time(
             rank.ckpt.resume()
             rank.train_steps(5)
             if rank.rank == (late + 1) % 3:
-                job.sources[rank.rank].announce(6.0)
+                job.sources[rank.rank].announce(5.0)
             if rank.rank == late:
                 released.wait(20)
                 return None
@@ -345,7 +346,7 @@ def test_a_rank_that_does_not_come_is_left_behind_in_time(
     others = [o for r, o in enumerate(outcomes) if r != late]
     assert [type(o) for o in others] == [Preempted] * 2, outcomes
     assert [o.code for o in others] == [76] * 2
-    assert max(left_at) - began < 6
+    assert max(left_at) - began < 5.5
     assert job.versions == []
 
 
