@@ -123,6 +123,8 @@ class Training:
             batch_sampler=self.sampler,
             num_workers=workers,
             worker_init_fn=protect_worker if workers else None,
+            # the default of Linux, but not in a process of a fork server
+            multiprocessing_context="fork" if workers else None,
         )
         self.state = {
             "model": self.model,
