@@ -286,6 +286,16 @@ def test_a_notice_at_the_last_step_of_a_scope_is_answered_at_its_end() -> None:
     assert left.value.saved_step == 1
 
 
+def test_a_scope_without_steps_marks_no_state() -> None:
+    store = MemoryStore()
+    training = GuardedTraining(store, OnException())
+    with pytest.raises(ZeroDivisionError), training.ckpt:
+        with training.guard.watch_scope():
+            pass
+        _ = 1 / 0
+    assert Run(store).snapshots() == []
+
+
 def test_nested_scopes_leave_at_the_end_of_the_outer_one() -> None:
     training, order = GuardedTraining(MemoryStore()), list[str]()
     with pytest.raises(Preempted), training.ckpt, training.guard.watch_scope():

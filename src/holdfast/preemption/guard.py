@@ -109,7 +109,8 @@ class PreemptionGuard:
         except BaseException as e:
             self._calls.publish_error(e)
             raise
-        self._ckpt._end_call()
+        if self._calls.steps:
+            self._ckpt._end_call()
 
 
 def synchronize_device() -> None:
