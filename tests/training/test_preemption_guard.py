@@ -320,6 +320,19 @@ def test_a_scope_that_does_not_end_is_left_in_time(process_ends: list[int]) -> N
     assert process_ends == []
 
 
+def test_a_scope_in_which_the_ranks_cannot_agree_is_left_at_its_end() -> None:
+    training = GuardedTraining(MemoryStore())
+    with pytest.raises(Preempted) as left, training.ckpt, training.guard.watch_scope():
+        training.guard.run(training.train_step)
+        training.announce()
+        training.ckpt._preemption.agreement._proposals.get()
+        training.ckpt._preemption.is_urgent = True  # another rank is dead
+        for _ in range(3):
+            training.guard.run(training.train_step)
+            assert training.ckpt.should_stop
+    assert (left.value.code, left.value.step) == (76, 4)
+
+
 def test_an_exit_function_that_returns_lets_the_training_go_on_after_a_scope() -> None:
     """34"""
     store, calls = MemoryStore(), list[int]()

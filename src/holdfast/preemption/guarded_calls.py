@@ -28,8 +28,8 @@ class GuardedCalls:
 
     Usually that is in each step. During a call of ``PreemptionGuard.run``, it is at the end of the
     call, which counts once in the agreement, however many steps it makes. Saves wait for it too, so
-    that a version never holds a part of a call. In a block of
-    ``watch_scope``, the training only notes that it must leave, until the block ends.
+    that a version never holds a part of a call. In a block of ``watch_scope``, the training only
+    notes that it must leave, until the block ends.
     """
 
     def __init__(self, response: PreemptionResponse, count: CallCount) -> None:
@@ -103,10 +103,11 @@ class GuardedCalls:
 
     def respond(self, agreed: frozenset[str]) -> None:
         """Leave if the ranks have agreed on that, or cannot agree, and nothing forbids it now."""
-        is_first = not self.must_leave
-        if self._scopes and is_first and (LEAVE in agreed or self._response.is_urgent):
-            self.must_leave, self._noted = True, agreed
-            self._response.postpone_exit()
+        is_last_call = LEAVE in agreed and self.must_leave  # the time of the block is over
+        if self._scopes and not is_last_call:
+            if not self.must_leave and (LEAVE in agreed or self._response.is_urgent):
+                self.must_leave, self._noted = True, agreed
+                self._response.postpone_exit()
             return
         if self._scopes == 0:
             agreed, self._noted, self.must_leave = agreed | self._noted, _NOTHING, False
