@@ -326,7 +326,7 @@ def test_an_earlier_save_that_failed_does_not_prevent_the_last_one() -> None:
         while training.step < 5:
             training.ckpt.step({"loss": train_step(training.state)})
         announced()
-        while training.ckpt._preemption._deadline is None:
+        while not training.ckpt._preemption.agreement._proposals.qsize():
             time.sleep(0.001)
         training.train(100)
     assert left.value.code == 75
