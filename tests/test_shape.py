@@ -29,6 +29,16 @@ def test_lazy_names_are_the_public_names() -> None:
     assert sorted(holdfast._LAZY_NAMES) == holdfast.__all__
 
 
+def test_the_names_of_preemption_are_sorted_lazy_and_exist() -> None:
+    package = holdfast.preemption
+    assert package.__all__ == sorted(package.__all__) == sorted(package._LAZY_NAMES)
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    assert dir(package) == package.__all__
+    with pytest.raises(AttributeError, match="no attribute 'Manager'"):
+        _ = package.Manager
+
+
 def run_in_new_interpreter(code: str) -> str:
     """Run ``code`` in a new interpreter and return its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -37,7 +47,8 @@ def run_in_new_interpreter(code: str) -> str:
 
 def test_importing_holdfast_loads_neither_torch_nor_rich() -> None:
     code = (
-        "import sys, holdfast; print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
+        "import sys, holdfast, holdfast.preemption\n"
+        "print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     )
     assert run_in_new_interpreter(code) == "[]"
 

@@ -292,3 +292,30 @@ def test_a_worker_that_replaced_the_handler_can_be_protected(previous: list[int]
     signal.raise_signal(USR1)
     assert result_of(fork(work)) == 5
     source.close()
+
+
+@pytest.mark.parametrize("parent_watches", [False, True])
+def test_a_forked_process_may_watch_its_own_signals(
+    parent_watches: bool, previous: list[int]
+) -> None:
+    """Ranks are often forked from a process that has imported this module, such as a fork server.
+    They neither share what they have received, nor count as workers of that process."""
+    own = SignalNotice(USR1)
+    if parent_watches:
+        own.start(lambda: None)
+
+    def watch() -> int:
+        source = SignalNotice(USR1)
+        source.start(lambda: None)
+        signal.raise_signal(USR1)
+        assert previous == [USR1]  # the handler that was there before the fork
+        wait_for(lambda: source.poll() is not None, "no notice")
+        worker = fork(lambda: os.kill(os.getpid(), USR1) or 3)
+        assert result_of(worker) == 3  # this process has received the signal too
+        source.close()
+        return 5
+
+    assert result_of(fork(watch)) == 5
+    assert signals._dispatcher._received[USR1] == 0
+    assert own.poll() is None
+    own.close()

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from holdfast.format.names import Version
 from holdfast.run.policy import EverySeconds, EverySteps, KeepLast, OnException
 from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
+from holdfast.threads import no_op
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
     TrainingJob,
@@ -538,7 +540,12 @@ def test_a_replicated_value_that_differs_on_one_rank_raises_on_all_ranks() -> No
 
 
 def train_and_raise(
-    trainer: TrainingRank, step: int, ranks: tuple[int, ...], error: BaseException, **options: Any
+    trainer: TrainingRank,
+    step: int,
+    ranks: tuple[int, ...],
+    error: BaseException,
+    before_raise: Callable[[], object] = no_op,
+    **options: Any,
 ) -> Any:
     """Train up to ``step``, and then raise in the middle of the next step on some ranks."""
     policy = EverySteps(100) | OnException()
@@ -546,6 +553,7 @@ def train_and_raise(
         trainer.train_steps(step)
         trainer.state["same"] += 1 if trainer.rank in ranks else 0
         if trainer.rank in ranks:
+            before_raise()
             raise error
         trainer.train_steps(step + 3)
 
@@ -586,11 +594,17 @@ def test_nothing_is_saved_when_one_rank_raises_and_a_note_says_so(victim: int) -
 
 
 def test_nothing_is_saved_when_ranks_raise_in_different_steps() -> None:
+    all_have_trained = threading.Barrier(3, timeout=20)
     with TrainingJob(3, lockstep=False) as job, warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         outcomes = job.outcomes(
             lambda trainer: train_and_raise(
-                trainer, 7 + (trainer.rank == 2), (0, 1, 2), ValueError("NaN")
+                trainer,
+                7 + (trainer.rank == 2),
+                (0, 1, 2),
+                ValueError("NaN"),
+                # or a rank would raise the error of another one in an earlier step
+                all_have_trained.wait,
             )
         )
         assert [type(o) for o in outcomes] == [ValueError] * 3

@@ -54,6 +54,18 @@ EVENTS: dict[str, dict[str, Any]] = {
         "seconds": 31.2,
         "longest": 600.0,
     },
+    "notice": {"source": "SIGTERM", "seconds": 29.8},
+    "preempted": {
+        "run": "runs/a",
+        "step": 1512,
+        "saved": 1500,
+        "code": 76,
+        "source": "SIGTERM",
+        "seconds_left": 3.1,
+        "error": NO_SPACE,
+    },
+    "notice_source_failed": {"source": "the AWS metadata server", "error": "timeout"},
+    "platform_detected": {"sources": ["the AWS metadata server", "Slurm's time limit"]},
     "structure_changed": {
         "version": "version_9",
         "added": ["a", "b"],

@@ -40,6 +40,10 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
         "request_unseen": "WARNING",
         "not_agreed": "WARNING",
         "ranks_awaited": "WARNING",
+        "notice": "WARNING",
+        "preempted": "WARNING",
+        "notice_source_failed": "WARNING",
+        "platform_detected": "INFO",
         "structure_changed": "INFO",
     }
     first = caplog.records[0]
@@ -49,6 +53,8 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
     )
     assert first.fields == SAVED
     assert wording.describe_event("saved", {"step": 1}) == "saved step 1"
+    sink("platform_detected", {"sources": []})  # usual: no record
+    assert len(caplog.records) == len(levels)
     [skipped] = [r.getMessage() for r in caplog.records if r.event == "skipped"]
     assert skipped == (
         "skipped version_1250: NoSpace: No space for shard-0. Expected 4096 bytes, found 1024."

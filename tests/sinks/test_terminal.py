@@ -94,6 +94,12 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
         ("read_alone", "read runs/a/version_1200 without shared memory: rank 2 cannot map it"),
         ("request_unseen", "could not check runs/a for save requests: timeout"),
         ("not_agreed", "could not agree on save 3, stop: Rank 2 has died"),
+        ("notice", "received a notice of SIGTERM: the process must end in 29.8 s"),
+        ("preempted", "left after step 1512 because of SIGTERM, with code 76, 3.10 s before the "
+                      "deadline; the newest version is of step 1500: NoSpace: No space for "
+                      "shard-0. Expected 4096 bytes, found 1024."),
+        ("notice_source_failed", "could not watch the AWS metadata server for notices: timeout"),
+        ("platform_detected", "watching the AWS metadata server, Slurm's time limit for notices"),
         ("ranks_awaited", "waited 31.2 s for ranks 3, 5 and 4 more in the save of version_5, and "
                           "keeps waiting for up to 10.0 min"),
     ],

@@ -21,38 +21,17 @@ import pytest
 
 from holdfast.errors import HoldfastError, NoSpace, Preempted, Unavailable
 from holdfast.preemption import response
-from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
 from holdfast.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
+from tests.preemption.announced import Announced
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
 EVERY_STEP = 0.002
 """Seconds that a step of these trainings takes."""
-
-
-class Announced:
-    """A source that reports what a test has announced."""
-
-    name = "a test"
-    interval = 3600.0
-
-    def __init__(self) -> None:
-        self.notices: list[Notice] = []
-        self.wake: Callable[[], object] = lambda: None
-
-    def start(self, wake: Callable[[], object]) -> None:
-        self.wake = wake
-
-    def announce(self, seconds: float | None = None, *, stops: bool = True) -> None:
-        self.notices.append(Notice("a test", seconds, stops))
-        self.wake()
-
-    def poll(self) -> Notice | None:
-        return self.notices.pop(0) if self.notices else None
 
 
 class Training:
@@ -347,7 +326,7 @@ def test_an_earlier_save_that_failed_does_not_prevent_the_last_one() -> None:
         while training.step < 5:
             training.ckpt.step({"loss": train_step(training.state)})
         announced()
-        while training.ckpt._preemption._deadline is None:
+        while not training.ckpt._preemption.agreement._proposals.qsize():
             time.sleep(0.001)
         training.train(100)
     assert left.value.code == 75

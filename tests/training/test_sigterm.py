@@ -1,4 +1,4 @@
-"""The example for SIGTERM in docs/retention.md works in a real process."""
+"""SIGTERM to a training of PyTorch in a real process, and a restart that goes on exactly."""
 
 from __future__ import annotations
 
@@ -12,39 +12,51 @@ import pytest
 from holdfast.run.run import Run
 
 SCRIPT = """
-import os, signal, sys, time
+import sys, time
 import torch, holdfast
 
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+torch.manual_seed(3)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters())
 progress = holdfast.Progress()
 state = {"model": model, "optimizer": optimizer, "progress": progress, "rng": holdfast.RNG()}
-save = holdfast.EverySteps(4) | holdfast.OnException()
-with holdfast.Checkpointer(sys.argv[1], state, save=save) as ckpt:
+with holdfast.Checkpointer(sys.argv[1], state) as ckpt:
     ckpt.resume()
-    while True:
+    while progress.step < 12:
         loss = model(torch.randn(8, 4)).square().mean()
-        if progress.step == 6:
-            print("at", loss.item(), flush=True)
-            while True:
-                time.sleep(0.01)  # a signal right before a sleep does not end it
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if "stop" in sys.argv and progress.step == 6:  # the optimizer has stepped
+            print("in a step", flush=True)
+            while ckpt._preemption._deadline is None:
+                time.sleep(0.01)
+            time.sleep(0.2)
         ckpt.step()
+print(progress.step, model.weight.tolist(), torch.rand(1).item(), flush=True)
 """
 
 
+def start(folder: Path, *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 @pytest.mark.slow
-def test_sigterm_saves_the_previous_step_and_ends_the_training(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, tmp_path / "run"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
+def test_sigterm_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path: Path) -> None:
+    with (
+        start(tmp_path / "undisturbed") as undisturbed,
+        start(tmp_path / "run", "stop") as training,
+    ):
         assert training.stdout is not None
-        assert training.stdout.readline().startswith("at ")
+        assert training.stdout.readline() == "in a step\n"
         training.send_signal(signal.SIGTERM)
-        assert training.wait(60) == 143
+        assert training.wait(60) == 75
+        expected = undisturbed.communicate(timeout=60)[0]
+        assert undisturbed.returncode == 0
     assert [(s.step, s.metadata["reason"]) for s in Run(tmp_path / "run").snapshots()] == [
-        (4, "cadence"),
-        (6, "exception"),
+        (7, "preemption")
     ]
+    with start(tmp_path / "run") as restarted:
+        assert restarted.communicate(timeout=60)[0] == expected
+        assert restarted.returncode == 0

@@ -3,4 +3,68 @@
 Terms: a *notice* is a message that the process will be stopped. Its *deadline* is the time of that
 stop. A *source* reports notices.
 May import: the root modules, ``preemption``, and from the engine ``distributed``.
+
+Each public name is imported on first use, as in ``holdfast``.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.preemption.guard import PreemptionGuard
+    from holdfast.preemption.notice import Notice, NoticeSource
+    from holdfast.preemption.notices.aws import AwsNotice
+    from holdfast.preemption.notices.azure import AzureNotice
+    from holdfast.preemption.notices.call import CallNotice
+    from holdfast.preemption.notices.file import FileNotice
+    from holdfast.preemption.notices.gcp import GcpNotice
+    from holdfast.preemption.notices.kubernetes import KubernetesNotice
+    from holdfast.preemption.notices.slurm import SlurmNotice
+    from holdfast.preemption.policy import Preemption
+    from holdfast.preemption.signals import SignalNotice, protect_worker
+
+__all__ = [
+    "AwsNotice",
+    "AzureNotice",
+    "CallNotice",
+    "FileNotice",
+    "GcpNotice",
+    "KubernetesNotice",
+    "Notice",
+    "NoticeSource",
+    "Preemption",
+    "PreemptionGuard",
+    "SignalNotice",
+    "SlurmNotice",
+    "protect_worker",
+]
+
+_LAZY_NAMES = {
+    "AwsNotice": "notices.aws",
+    "AzureNotice": "notices.azure",
+    "CallNotice": "notices.call",
+    "FileNotice": "notices.file",
+    "GcpNotice": "notices.gcp",
+    "KubernetesNotice": "notices.kubernetes",
+    "Notice": "notice",
+    "NoticeSource": "notice",
+    "Preemption": "policy",
+    "PreemptionGuard": "guard",
+    "SignalNotice": "signals",
+    "SlurmNotice": "notices.slurm",
+    "protect_worker": "signals",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY_NAMES:
+        raise AttributeError(f"module 'holdfast.preemption' has no attribute {name!r}")
+    value = getattr(import_module(f"holdfast.preemption.{_LAZY_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

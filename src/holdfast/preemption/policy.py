@@ -96,6 +96,9 @@ class Preemption:
         return Plan(available, train_seconds if is_long else 0.0)
 
 
+DEFAULT = Preemption()
+
+
 def _refuse(name: str, expected: str, found: Any) -> None:
     raise HoldfastError(
         f"Invalid value for {name} of Preemption",

@@ -113,11 +113,21 @@ class PreemptionResponse:
         self._lock = RLock()
         self._deadline: Deadline | None = None
         self._failure: RankFailed | None = None
+        self._peer_error: BaseException | None = None
         self.has_left = False
         """True once the last step is saved and ``exit_fn`` has returned."""
-
         self.is_urgent = False
         """True if the ranks could not agree, and this rank must leave at its next step."""
+
+    @property
+    def agreement(self) -> Agreement | LocalAgreement:
+        """The agreement of the ranks, once the training has started."""
+        return self._agreement
+
+    @property
+    def has_save_function(self) -> bool:
+        """True if ``Preemption.save_fn`` replaces the last save."""
+        return self._settings is not None and self._settings.save_fn is not None
 
     # -- the beginning and the end -------------------------------------------------------------
 
@@ -138,7 +148,9 @@ class PreemptionResponse:
         """Use ``agreement`` from now on, also for a notice that came before."""
         with self._lock:
             self._agreement = agreement
-            deadline = self._deadline
+            deadline, error = self._deadline, self._peer_error
+        if error is not None and isinstance(agreement, Agreement):
+            agreement.raise_at_next_step(error)  # it came before this call
         if deadline is not None:
             self._propose(LEAVE, deadline)
 
@@ -201,8 +213,10 @@ class PreemptionResponse:
     def on_error(self, report: str) -> None:
         """Raise the error of another rank here, or end the process if that is not possible."""
         error = decode_raised(report)
-        if isinstance(self._agreement, Agreement):
-            self._agreement.raise_at_next_step(error)
+        with self._lock:
+            agreement, self._peer_error = self._agreement, error
+        if isinstance(agreement, Agreement):
+            agreement.raise_at_next_step(error)
         left = STUCK_SECONDS
         if self._deadline is not None:
             left = min(left, self._deadline.seconds_left / 2)
@@ -276,15 +290,21 @@ class PreemptionResponse:
 
     # -- the training thread ---------------------------------------------------------------------
 
-    def respond(self, agreed: frozenset[str]) -> None:
+    def respond(self, agreed: frozenset[str], *args: Any, **kwargs: Any) -> None:
         """Save and leave if the ranks have agreed on that, or cannot agree.
 
-        Raises ``Preempted``, unless ``exit_fn`` returns.
+        The other arguments are those of ``save_fn``. Raises ``Preempted``, unless ``exit_fn``
+        returns.
         """
         if LEAVE in agreed:
-            self._leave(together=True)
+            self._leave(True, *args, **kwargs)
         elif self.is_urgent:
-            self._leave(together=False)
+            self._leave(False)
+
+    def postpone_exit(self) -> None:
+        """Leave later, because ``watch_scope`` forbids it now, but as long as a save still fits."""
+        if self._deadline is not None:
+            self._leave_at(self._deadline.at - self._exit_seconds())
 
     def leave_on_failure(self, save: Callable[[], object]) -> None:
         """Call ``save``. After a notice, leave without the other ranks if one of them fails."""

@@ -108,12 +108,25 @@ class _Dispatcher:
         self._received = mmap.mmap(-1, mmap.PAGESIZE)
 
     def subscribe(self, source: SignalNotice) -> None:
+        if self._pid != os.getpid():
+            self._take_over()
         self._subscribers.add(source)
         for number in source.numbers:
             if number not in self._previous:
                 self._install(number)
         if self._pipe is None:
             self._open_pipe()
+
+    def _take_over(self) -> None:
+        """Begin anew in a forked process that watches its own signals: it is no worker.
+
+        Ranks are often forked from a process that has imported this module, or watches signals too.
+        """
+        self._pid = os.getpid()
+        self._subscribers = WeakSet()
+        self._received = mmap.mmap(-1, mmap.PAGESIZE)
+        inherited = [n for n in self._previous if signal.getsignal(n) == self.handle]
+        self._previous = {n: self._previous[n] for n in inherited}
 
     def unsubscribe(self, source: SignalNotice) -> None:
         if self._pid != os.getpid():

@@ -15,6 +15,10 @@ _LEVELS = {
     "stopped": logging.INFO,
     "deleted": logging.INFO,
     "structure_changed": logging.INFO,
+    "platform_detected": logging.INFO,
+    "notice": logging.WARNING,
+    "notice_source_failed": logging.WARNING,
+    "preempted": logging.WARNING,
     "skipped": logging.WARNING,
     "save_skipped": logging.WARNING,
     "left_unsaved": logging.WARNING,
@@ -41,6 +45,8 @@ class Logging:
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         level = _LEVELS.get(name)
-        if level is not None and self._logger.isEnabledFor(level):
-            extra = {"event": name, "fields": fields}
-            self._logger.log(level, "%s", describe_event(name, fields), extra=extra)
+        if level is None or not self._logger.isEnabledFor(level):
+            return
+        text = describe_event(name, fields)
+        if text is not None:
+            self._logger.log(level, "%s", text, extra={"event": name, "fields": fields})

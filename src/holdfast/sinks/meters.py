@@ -17,6 +17,7 @@ _COUNTERS = {
     "save_failures": "Saves that failed",
     "saves_skipped": "Saves skipped because another save was in progress",
     "resumes": "Number of resumes from a version",
+    "preemptions": "Exits after a notice that the process will be stopped",
     "written_bytes": "Bytes that saves wrote",
     "referred_bytes": "Bytes in earlier versions that saves referred to",
     "blocked_seconds": "Seconds for which saves blocked training steps",
@@ -31,6 +32,7 @@ _EVENT_COUNTERS = {
     "save_failed": "save_failures",
     "save_skipped": "saves_skipped",
     "resumed": "resumes",
+    "preempted": "preemptions",
 }
 _FIELD_COUNTERS = {
     "bytes": "written_bytes",

@@ -17,6 +17,7 @@ _STYLES = {
     "saved": "green",
     "save_waited": "dim",
     "structure_changed": "dim",
+    "platform_detected": "dim",
     "began": "cyan",
     "resumed": "cyan",
     "stopped": "cyan",
@@ -30,6 +31,9 @@ _STYLES = {
     "read_alone": "yellow",
     "not_agreed": "yellow",
     "ranks_awaited": "yellow",
+    "notice": "yellow",
+    "notice_source_failed": "yellow",
+    "preempted": "yellow",
     "save_failed": "bold red",
 }
 _MIN_WAIT_SECONDS = 0.1

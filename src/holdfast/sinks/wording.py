@@ -155,6 +155,8 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             return f"stopped at step {step}: {metric} was never a number"
         value = to_printable(_format_value(best))
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
+    if name in ("notice", "preempted", "platform_detected"):
+        return _describe_preemption(name, fields)
     return {
         "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
         "left_unsaved": f"left the steps after {text_field(fields, 'since')} up to {step} unsaved:"
@@ -165,6 +167,9 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         "deleted": f"deleted {version}",
         "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
         "read_again": f"read again, and it was right: {_error_without_todo(fields)}",
+        "notice_source_failed": (
+            f"could not watch {text_field(fields, 'source')} for notices: {error}"
+        ),
         "not_agreed": f"could not agree on {', '.join(_list_field(fields, 'wanted'))}: {error}",
         "read_alone": (
             f"read {text_field(fields, 'url')} without shared memory:"
@@ -174,6 +179,24 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f"could not check {text_field(fields, 'store')} for save requests: {error}"
         ),
     }.get(name)
+
+
+def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:
+    source, seconds = text_field(fields, "source"), number_field(fields, "seconds")
+    if name == "platform_detected":
+        sources = _list_field(fields, "sources")
+        return f"watching {', '.join(sources)} for notices" if fields.get("sources") else None
+    if name == "notice":
+        if seconds is None:
+            return f"received a notice of {source}: training saves, and goes on"
+        return f"received a notice of {source}: the process must end in {format_duration(seconds)}"
+    step, saved, code = (text_field(fields, name) for name in ("step", "saved", "code"))
+    left = number_field(fields, "seconds_left")
+    end = "" if left is None else f", {format_duration(left)} before the deadline"
+    text = f"left after step {step} because of {source}, with code {code}{end}"
+    if step != saved and code != "75":
+        text += f"; the newest version is of step {saved}"
+    return text if fields.get("error") is None else f"{text}: {_error_without_todo(fields)}"
 
 
 def _format_ranks(fields: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
-from holdfast.preemption.policy import Preemption
+from holdfast.preemption.guarded_calls import GuardedCalls
+from holdfast.preemption.policy import DEFAULT, Preemption
 from holdfast.preemption.response import PreemptionResponse
 from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
@@ -46,8 +47,6 @@ from holdfast.training.step_counter import StepCounter
 from holdfast.training.version_checks import VersionChecks
 from holdfast.training.warn import raise_or_warn
 
-_PREEMPTION = Preemption()
-
 
 class Checkpointer:
     """Saves a state in the background when a policy says so, and resumes training.
@@ -73,7 +72,6 @@ class Checkpointer:
     default, all ranks save at one step and exit with code 75. None: nothing.
 
     ``tiers=[MemoryTier(every=EverySteps(10))]`` also keeps the newest states in memory.
-
     ``spread=16`` creates the run so that its shards have keys under 16 prefixes, for thousands of
     ranks that save to an object store (see ``Run.set_spread``).
 
@@ -110,7 +108,7 @@ class Checkpointer:
         overlap: bool = False,
         spread: int | None = None,
         tiers: Sequence[MemoryTier] = (),
-        preemption: Preemption | None = _PREEMPTION,
+        preemption: Preemption | None = DEFAULT,
         busy: Literal["wait", "skip"] = "wait",
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
@@ -156,8 +154,9 @@ class Checkpointer:
         common = self._saver, self._cadence, self._lifecycle, self._step_counter
         self._ending = Ending(save, on_error, self._group, *common, self._start_last_save)
         self._captures = Captures(tiers[0] if tiers else None, self._group)
-        parts = self._step_counter, self._goodput, self._saver, self._ending
-        self._preemption = PreemptionResponse(preemption, self._group.rank, parts)
+        observed = self._step_counter, self._goodput, self._saver, self._ending
+        self._preemption = PreemptionResponse(preemption, self._group.rank, observed)
+        self._calls = GuardedCalls(self._preemption, self._goodput)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -170,8 +169,8 @@ class Checkpointer:
     @property
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
-        or ``Preemption.exit_fn`` has returned."""
-        return self._early_stop.stopped or self._preemption.has_left
+        after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
+        return self._early_stop.stopped or self._preemption.has_left or self._calls.must_leave
 
     # -- resuming ------------------------------------------------------------------------------
 
@@ -257,19 +256,38 @@ class Checkpointer:
             try:
                 self._metrics = check_metrics(metrics)
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                agreed = self._count_step(batches)
-            self._ensure_started()
-            self._preemption.respond(agreed)
-            # several ranks raise together, when the next save is due
-            if self._group.size == 1 and not self._saver.busy:
-                self._raise_or_warn(self._saver.wait)
-            self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
-            self._preemption.leave_on_failure(lambda: self._save_if_due(agreed))
+                self._step_counter.add_step(batches)
+                agreed = self._agree()
+            self._act(agreed)
 
-    def _count_step(self, batches: int) -> frozenset[str]:
-        """Count the step that led to the current state, and return what the ranks agreed on."""
-        self._step_counter.add_step(batches)
-        agreed, step = self._agreement.step(), self.current_step
+    @exclusive
+    def _begin_call(self) -> None:
+        """Start the training: ``PreemptionGuard.run`` raises an error of this call on all ranks."""
+        self._lifecycle.check_open()
+        self._ensure_started()
+
+    @exclusive
+    def _end_call(self) -> None:
+        """Do what ``step`` does, without a step, after a call that has made its own steps."""
+        self._lifecycle.check_open()
+        with self._goodput.paused():
+            self._act(self._agree())
+
+    def _act(self, agreed: frozenset[str]) -> None:
+        """Leave if the ranks have agreed on that, and save if a save is due."""
+        self._ensure_started()
+        if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
+            return
+        self._calls.respond(agreed)
+        # several ranks raise together, when the next save is due
+        if self._group.size == 1 and not self._saver.busy:
+            self._raise_or_warn(self._saver.wait)
+        self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
+        self._preemption.leave_on_failure(lambda: self._save_if_due(agreed))
+
+    def _agree(self) -> frozenset[str]:
+        """Return what the ranks have agreed on for the state after the last step."""
+        agreed, step = self._calls.step(self._agreement), self.current_step
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
         self._ending.mark(self._early_stop, self._metrics)
         return agreed
@@ -288,8 +306,8 @@ class Checkpointer:
             self._raise_or_warn(lambda: self._captures.capture(self.state, spec.version, metadata))
 
     def _make_spec(self, reason: str, metrics: Mapping[str, Any]) -> SaveSpec:
-        version, training = Version(self.current_step, self._branch), self._early_stop.to_metadata()
-        return SaveSpec(version, reason, metrics, self._note, training)
+        version, stop = Version(self.current_step, self._branch), self._early_stop.to_metadata()
+        return SaveSpec(version, reason, metrics, self._note, stop)
 
     def _start_save(
         self, reason: str, metrics: Mapping[str, Any], deadline: Deadline | None = None
@@ -341,15 +359,13 @@ class Checkpointer:
         """Return statistics since this Checkpointer was created, by name.
 
         - ``saves``, ``failures``, ``skipped``: saves that were committed, failed, were skipped.
-        - ``bytes``, ``referred_bytes``: bytes that saves wrote, and of earlier versions that they
-          refer to.
+        - ``bytes``, ``referred_bytes``: bytes that saves wrote, and referred to.
         - ``blocked_seconds``, ``last_blocked_seconds``, ``waited_seconds``: for how long training
           was blocked, also by the last save, and saves waited for the save before.
         - ``background_seconds``: the time that saves took in the background.
         - ``goodput``: the share of wall time since the run first began that was spent on steps
           that a committed version holds.
-        - ``store_requests`` and others: requests to the server of the run, if it has one (see
-          ``holdfast.storage.throttle.Statistics``).
+        - ``store_requests`` and others: see ``holdfast.storage.throttle.Statistics``.
         """
         return {**self._goodput.statistics(), **store_statistics(self.run.store)}
 
@@ -400,8 +416,6 @@ class Checkpointer:
             origin = self._agreement, self._branch, self._note
             self._ending.finish_after(error, *origin, self._release)
 
-    # -- implementation ------------------------------------------------------------------------
-
     def _raise_or_warn(self, call: Callable[[], object]) -> None:
         raise_or_warn(call, self._on_error, self._saver)
 
@@ -412,13 +426,8 @@ class Checkpointer:
         if self._lifecycle.is_started:
             return
         self._ending.check_entered()
-        acquire_run(
-            self.run,
-            self._group,
-            self._acquire_lock,
-            self._rank_arguments,
-            is_resumed=self._lifecycle.is_resumed,
-        )
+        is_resumed, lock = self._lifecycle.is_resumed, self._acquire_lock
+        acquire_run(self.run, self._group, lock, self._rank_arguments, is_resumed=is_resumed)
         self._captures.open(self.run.store, self.state)
         self._agreement = make_agreement(self._group, "training", self._preemption)
         self._preemption.watch()

@@ -22,6 +22,8 @@ acceptors. The preemption handler of TensorFlow has a similar gate, but a leader
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import NamedTuple
@@ -103,8 +105,18 @@ class Agreement:
         which the ranks are about to agree. Raises ``RankFailed``, once, if the store failed and
         this rank cannot know whether the ranks agreed: others may act at this step.
         """
-        try:
+        with self._raising():
             return self._gate.step()
+
+    def check(self) -> None:
+        """Raise the error of another rank, if there is one, without counting a step."""
+        with self._raising():
+            self._gate.check()
+
+    @contextmanager
+    def _raising(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self._kv.peer_error = None  # if it was that of another rank, this rank raises it now
             if self._observer is not None:
@@ -208,6 +220,9 @@ class LocalAgreement:
 
     def publish_error(self, error: BaseException) -> None:
         self.close()
+
+    def check(self) -> None:
+        """There is no other rank that could raise."""
 
     def step(self) -> frozenset[str]:
         return frozenset(self._proposals.get() for _ in range(self._proposals.qsize()))

@@ -51,6 +51,11 @@ class StepGate:
         self.current_step = step = self.current_step + 1
         return NO_ACTIONS if step < self._stop_at else self._wait_at(step)
 
+    def check(self) -> None:
+        """Raise the error of another rank, if there is one. Never waits, and counts no step."""
+        if self._raised:
+            self._wait_at(self.current_step)
+
     def _wait_at(self, step: int) -> frozenset[str]:
         with self._lock:
             is_resolved = self._wait_until_resolved(step)

@@ -1,0 +1,197 @@
+"""Processes of a training over gloo that get real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import holdfast
+from holdfast.preemption import Preemption, PreemptionGuard, SignalNotice, protect_worker
+from holdfast.run.policy import EverySteps
+from tests.fork_server import FORK_SERVER
+
+TIMEOUT = timedelta(seconds=60)
+ITEMS = 2**16
+
+
+class Items(Dataset[torch.Tensor]):
+    """The numbers from 0."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((3,), number / ITEMS)
+
+
+class World:
+    """The processes of one start of a job. The test hosts the store, as torchrun's agent does.
+
+    ``options``: see ``train``.
+    """
+
+    def __init__(self, size: int, folder: Path, **options: Any) -> None:
+        self.size, self.folder, self._options = size, folder, options
+        self.processes: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self.store = dist.TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
+        for rank in range(self.size):
+            (self.folder / f"{rank}.step").unlink(missing_ok=True)
+            args = (rank, self.size, self.store.port, self.folder, self._options)
+            self.processes.append(FORK_SERVER.Process(target=_run_rank, args=args))
+            self.processes[-1].start()
+            time.sleep(self._options.get("apart", 0.0))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until every rank has made ``step`` steps."""
+        end = time.monotonic() + 60
+        while any(self._step_of(rank) < step for rank in range(self.size)):
+            assert time.monotonic() < end, self.logs()
+            assert all(p.exitcode is None for p in self.processes), self.logs()
+            time.sleep(0.005)
+
+    def _step_of(self, rank: int) -> int:
+        path = self.folder / f"{rank}.step"
+        return int(path.read_text() or -1) if path.exists() else -1
+
+    def send(self, rank: int, number: int, group: bool = False) -> None:
+        """Send a signal to a rank, or to it and its data-loader workers."""
+        (os.killpg if group else os.kill)(self.processes[rank].pid, number)
+
+    def codes(self, ranks: Sequence[int] | None = None, timeout: float = 60) -> list[int]:
+        """Wait for the ends of processes, and return their exit codes."""
+        chosen = [self.processes[r] for r in (range(self.size) if ranks is None else ranks)]
+        end = time.monotonic() + timeout
+        for process in chosen:
+            process.join(max(0.0, end - time.monotonic()))
+        assert all(p.exitcode is not None for p in chosen), self.logs()
+        return [p.exitcode for p in chosen]
+
+    def results(self) -> list[dict[str, Any]]:
+        """Return what the ranks wrote at their ends."""
+        return [json.loads((self.folder / f"{r}.json").read_text()) for r in range(self.size)]
+
+    def logs(self) -> str:
+        return "\n".join(p.read_text()[-1500:] for p in sorted(self.folder.glob("*.log")))
+
+
+def _run_rank(rank: int, size: int, port: int, folder: Path, options: dict[str, Any]) -> None:
+    os.setpgrp()
+    with (folder / f"{rank}.log").open("a") as out:
+        os.dup2(out.fileno(), sys.stdout.fileno())
+        os.dup2(out.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, size, False, TIMEOUT)
+    dist.init_process_group("gloo", None, TIMEOUT, size, rank, store)
+    result: dict[str, Any] = {}
+    try:
+        train(rank, folder, result, **options)
+    except BaseException as e:
+        result["error"] = [type(e).__name__, str(e)]
+        raise
+    finally:
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+
+
+class Training:
+    """A data-parallel training without a wrapper: it averages the gradients by itself."""
+
+    def __init__(self, workers: int = 0) -> None:
+        torch.manual_seed(5)
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.sampler = holdfast.ElasticSampler(ITEMS, batch_size=8, seed=1)
+        self.loader = DataLoader(
+            Items(),
+            batch_sampler=self.sampler,
+            num_workers=workers,
+            worker_init_fn=protect_worker if workers else None,
+            # the default of Linux, but not in a process of a fork server
+            multiprocessing_context="fork" if workers else None,
+        )
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "progress": holdfast.Progress(),
+            "sampler": self.sampler,
+        }
+
+    def step(self, inputs: torch.Tensor) -> None:
+        loss = (self.model(inputs) - 1).square().sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+        self.optimizer.step()
+
+
+def train(
+    rank: int,
+    folder: Path,
+    result: dict[str, Any],
+    *,
+    last_step: int = 10**6,
+    grace: float | None = None,
+    seconds: float | None = None,
+    workers: int = 0,
+    fail_at: tuple[int, int] | None = None,
+    every: int = 10**9,
+    evaluate_at: int | None = None,
+    apart: float = 0.0,
+) -> None:
+    """Train up to ``last_step``, and compare the parameters with those of an undisturbed training.
+
+    Args:
+        seconds: The time from SIGTERM until the process is killed.
+        workers: The number of data-loader workers.
+        fail_at: The rank and the step of a ``ValueError``.
+        every: The steps from save to save.
+        evaluate_at: The step after which the rank evaluates for 1 s.
+        apart: The seconds from the start of a rank to that of the next one.
+    """
+    training = Training(workers)
+    preemption = Preemption(grace=grace, notices=[SignalNotice(seconds=seconds)])
+    with holdfast.Checkpointer(
+        folder / "run", training.state, save=EverySteps(every), preemption=preemption
+    ) as ckpt:
+        ckpt.resume()
+        guard = PreemptionGuard(ckpt)
+        result["resumed"] = ckpt.current_step
+
+        def step(inputs: torch.Tensor) -> None:
+            if fail_at == (rank, ckpt.current_step + 1):
+                raise ValueError(f"bad batch on rank {rank}")
+            training.step(inputs)
+            time.sleep(0.002)
+
+        for inputs in training.loader:
+            guard.run(step, inputs)
+            (folder / f"{rank}.step").write_text(str(ckpt.current_step))
+            if ckpt.current_step == evaluate_at:
+                time.sleep(1)
+            if ckpt.current_step >= last_step:
+                break
+        result["calls"] = guard.total_run_calls
+    undisturbed = Training()
+    for _, inputs in zip(range(last_step), undisturbed.loader):
+        undisturbed.step(inputs)
+    pairs = zip(training.model.parameters(), undisturbed.model.parameters(), strict=True)
+    result["is_equal"] = all(torch.equal(a, b) for a, b in pairs)

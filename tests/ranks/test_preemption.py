@@ -1,0 +1,512 @@
+"""Notices to trainings of several ranks, in threads.
+
+The numbers are those of BEHAVIOURS.md, section A ("D": section D, "Preemption"). Where each of them
+is tested:
+
+| behavior | test |
+|---|---|
+| 1, 24, 25 | ``test_preemption_processes.py`` |
+| 2, 15 | ``test_random_notices_lose_and_repeat_no_step`` |
+| 3, 19, 22 | ``test_a_notice_on_one_rank_saves_once_and_all_leave`` |
+| 4, 5, 6 | ``test_a_grace_period_saves_twice_on_all_ranks`` |
+| 7, 8, 9, 11, 28 | ``test_random_notices_lose_and_repeat_no_step`` |
+| 10, 14, 21, 23, 26, 32, 39 | ``tests/training/test_preemption.py``, ``test_policy.py`` |
+| 12, 13, 29, 30 | ``tests/training/test_preemption_guard.py``, and the guard tests below |
+| 16 | ``test_an_error_in_a_guarded_call_is_raised_on_all_ranks`` |
+| 17, 33, 34 | ``test_the_functions_of_the_user_are_called_on_all_ranks`` |
+| 18, 19 | ``test_a_metadata_server_of_one_rank_stops_all`` |
+| 20 | ``test_notices_on_several_ranks_consecutively_change_nothing`` |
+| 27 | ``tests/training/test_checkpointer.py`` |
+| 31, D | ``test_a_rank_that_does_not_come_is_left_behind_in_time`` |
+| 35 | not applicable: no temporary folders |
+| 36 | ``test_a_notice_on_one_rank_saves_once_and_all_leave`` (no thread is left) |
+| 37 | not applicable: tables are another package |
+| 38 | ``tests/preemption/test_platform.py``, ``tests/preemption/test_watcher.py`` |
+| D: second notice | ``test_a_second_notice_may_only_shorten_the_time`` |
+| D: deadline too short | ``test_a_deadline_in_the_past_still_saves`` |
+| D: during a save, evaluation | ``test_a_notice_during_...`` |
+| D: during the first step | ``test_a_notice_before_the_first_step_saves_one_of_the_first_steps`` |
+| D: data-loader workers, a stopped rank | ``test_preemption_processes.py`` |
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.errors import Preempted, RankFailed
+from holdfast.preemption import GcpNotice, NoticeSource, Preemption, PreemptionGuard, response
+from holdfast.run.catalog import read_training_metadata
+from holdfast.run.policy import AtEnd, EverySteps
+from holdfast.run.run import Run
+from tests.preemption.announced import Announced
+from tests.preemption.metadata_servers import GcpServer
+from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
+
+NEVER_DUE = EverySteps(10**9)
+LONG = 100_000
+
+
+@pytest.fixture(autouse=True)
+def process_ends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Record the ends of the process instead of ending pytest."""
+    ends: list[tuple[int, str]] = []
+    monkeypatch.setattr(response, "end_process", lambda code, why: ends.append((code, why)))
+    return ends
+
+
+class NoticedJob(TrainingJob):
+    """A training in which each rank has its own source of notices. A step takes about 1 ms.
+
+    Without ``lockstep``, ranks with a larger number are slower.
+    """
+
+    def __init__(self, size: int, lockstep: bool = True, **options: Any) -> None:
+        super().__init__(size, lockstep=lockstep, **options)
+        self.sources = [Announced() for _ in range(size)]
+        self.actions: dict[int, Callable[[], object]] = {}
+        self.before_step = self._act
+
+    def _act(self) -> None:
+        """On rank 0, before each step: call what is planned for the step."""
+        step = self.ranks[0].ckpt.current_step
+        for planned in [s for s in self.actions if s <= step]:
+            self.actions.pop(planned)()
+
+    def wait_for_step(self, rank: int) -> None:
+        super().wait_for_step(rank)
+        time.sleep(0.001 * (1 + 0.2 * rank))
+
+    def preemption(self, rank: int, **settings: Any) -> Preemption:
+        sources: list[NoticeSource] = [self.sources[rank]]
+        return Preemption(**{"notices": sources, **settings})
+
+    def train_until_noticed(self, last_step: int = LONG, save: Any = None, **settings: Any) -> Any:
+        """Return the outcome of each rank: the version from which it resumed, or an exception."""
+        save = NEVER_DUE if save is None else save
+
+        def work(rank: TrainingRank) -> Any:
+            preemption = self.preemption(rank.rank, **settings)
+            return rank.train(last_step, save=save, preemption=preemption)
+
+        if self._barrier is not None:
+            self._barrier.reset()
+        return self.outcomes(work)
+
+    def wait_for_deadline(self) -> None:
+        """Wait until every rank knows of the notice. Each rank may call it."""
+        end = time.monotonic() + 20
+        while any(r.ckpt._preemption._deadline is None for r in self.ranks):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def reasons(self) -> list[str]:
+        return [s.metadata["reason"] for s in Run(self.inner).snapshots()]
+
+
+@pytest.fixture
+def make_job() -> Iterator[Callable[..., NoticedJob]]:
+    jobs: list[NoticedJob] = []
+
+    def make(size: int, **options: Any) -> NoticedJob:
+        jobs.append(NoticedJob(size, **options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.group.close()
+
+
+def assert_left(outcomes: list[Any], code: int = 75) -> int:
+    """Assert that all ranks left with ``code`` after the same step, and return the step."""
+    assert [type(o) for o in outcomes] == [Preempted] * len(outcomes), outcomes
+    assert {o.code for o in outcomes} == {code}
+    (step,) = {o.step for o in outcomes}
+    if code == 75:
+        assert {o.saved_step for o in outcomes} == {step}
+    return step
+
+
+def assert_no_threads() -> None:
+    end = time.monotonic() + 5
+    names = ("holdfast-notices", "holdfast-signals", "holdfast-deadline", "holdfast-agree")
+    while threads := [t for t in threading.enumerate() if t.name.startswith(names)]:
+        assert time.monotonic() < end, threads
+        time.sleep(0.001)
+
+
+# -- save and leave --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noticed", range(3))
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_a_notice_on_one_rank_saves_once_and_all_leave(
+    noticed: int, lockstep: bool, make_job: Any
+) -> None:
+    """3, 19, 22, 36. Without lockstep, ranks run ahead of each other by many steps (D)."""
+    job = make_job(3, lockstep=lockstep)
+    job.actions[5] = job.sources[noticed].announce
+    step = assert_left(job.train_until_noticed(grace=0))
+    assert job.versions == [step]
+    assert job.reasons() == ["preemption"]
+    assert all(matches_uninterrupted(r.state, r.rank, 3, step) for r in job.ranks)
+    assert job.leftover_keys() == []
+    assert_no_threads()
+
+
+@pytest.mark.slow
+def test_a_grace_period_saves_twice_on_all_ranks(make_job: Any) -> None:
+    """4, 5, 6"""
+    job = make_job(3)
+    job.actions[5] = lambda: job.sources[1].announce(60.0)
+    began = time.monotonic()
+    step = assert_left(job.train_until_noticed(grace=5))
+    assert time.monotonic() - began < 6
+    first, second = job.versions
+    assert second == step > first + 20
+    assert job.reasons() == ["preemption"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_notices_lose_and_repeat_no_step(seed: int, make_job: Any) -> None:
+    """2, 7, 8, 9, 11, 15, 28: a random rank, a random step, several restarts in one process."""
+    draw = random.Random(seed)
+    job = make_job(draw.choice((2, 4)), lockstep=draw.random() < 0.5)
+    step = 0
+    for _ in range(3):
+        job.actions[step + draw.randint(0, 20)] = draw.choice(job.sources).announce
+        outcomes = job.train_until_noticed(save=draw.choice((NEVER_DUE, EverySteps(7))))
+        assert all(r.resumed is None or r.resumed.step == step for r in job.ranks)
+        step = assert_left(outcomes)
+        job.actions.clear()
+    results = job.train_until_noticed(last_step=step + 10, save=AtEnd())
+    assert {r.step for r in results} == {step}
+    size = len(job.ranks)
+    assert all(matches_uninterrupted(r.state, r.rank, size, step + 10) for r in job.ranks)
+
+
+@pytest.mark.parametrize("grace", [0, pytest.param(4, marks=pytest.mark.slow)])
+def test_notices_on_several_ranks_consecutively_change_nothing(grace: float, make_job: Any) -> None:
+    """20"""
+    job = make_job(3)
+    for step, source in zip((5, 6, 8), job.sources):
+        job.actions[step] = lambda source=source: source.announce(60.0)
+    step = assert_left(job.train_until_noticed(grace=grace))
+    assert job.reasons() == ["preemption"] * (2 if grace else 1)
+    assert job.versions[-1] == step
+
+
+@pytest.mark.slow
+def test_a_second_notice_may_only_shorten_the_time(make_job: Any) -> None:
+    """32, D: rank 2 learns that there is less time than rank 0 knew."""
+    job = make_job(3)
+    job.actions[5] = lambda: job.sources[0].announce(3600.0)
+    job.actions[50] = lambda: job.sources[1].announce(7200.0)
+    job.actions[100] = lambda: job.sources[2].announce(5.0)
+    began = time.monotonic()
+    step = assert_left(job.train_until_noticed(grace=3600))
+    assert time.monotonic() - began < 8
+    assert step > 100
+    assert job.reasons() == ["preemption"] * 2
+
+
+def test_a_deadline_in_the_past_still_saves(make_job: Any) -> None:
+    """D: the process is alive, so the training takes 5 s for its save."""
+    job = make_job(3)
+    job.actions[5] = lambda: job.sources[1].announce(-60.0)
+    step = assert_left(job.train_until_noticed())
+    assert job.versions == [step]
+
+
+def test_a_notice_before_the_first_step_saves_one_of_the_first_steps(make_job: Any) -> None:
+    """D: it comes while the ranks have no agreement yet."""
+    job = make_job(3)
+
+    def work(rank: TrainingRank) -> None:
+        with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
+            rank.ckpt.resume()
+            if rank.rank == 1:
+                job.sources[1].announce()
+                while rank.ckpt._preemption._deadline is None:
+                    time.sleep(0.001)
+            rank.train_steps(LONG)
+
+    step = assert_left(job.outcomes(work))
+    assert job.versions == [step]
+
+
+def test_a_notice_during_a_save_waits_for_it(make_job: Any) -> None:
+    """D: the save in flight is committed, and the last step after it."""
+    job = make_job(3)
+    begun = threading.Event()
+
+    def slow(method: str, key: str) -> None:
+        if method == "put_if_absent" and "manifest" in key and not begun.is_set():
+            begun.set()
+            job.sources[1].announce()
+            job.wait_for_deadline()
+            time.sleep(0.2)
+
+    job.set_before_call(0, slow)
+    step = assert_left(job.train_until_noticed(save=EverySteps(5)))
+    assert begun.is_set()
+    assert job.versions[0] == 5
+    assert job.versions[-1] == step
+    assert job.reasons()[-1] in ("preemption", "cadence")
+
+
+def test_a_notice_during_an_evaluation_saves_at_the_next_step(make_job: Any) -> None:
+    """D"""
+    job = make_job(3)
+
+    def evaluate() -> None:
+        job.sources[2].announce()
+        end = time.monotonic() + 20
+        while job.ranks[2].ckpt._preemption._deadline is None:
+            assert time.monotonic() < end
+        time.sleep(0.3)
+
+    job.actions[5] = evaluate
+    step = assert_left(job.train_until_noticed())
+    assert 5 < step < 20
+    assert job.versions == [step]
+
+
+def test_the_functions_of_the_user_are_called_on_all_ranks(make_job: Any) -> None:
+    """17, 33, 34"""
+    job = make_job(3)
+    calls: list[str] = []
+    job.actions[5] = job.sources[1].announce
+    results = job.train_until_noticed(
+        exit_fn=lambda: calls.append("exit"), save_fn=lambda: calls.append("save")
+    )
+    assert results == [None] * 3  # the loops have ended, because should_stop is True
+    assert sorted(calls) == ["exit"] * 3 + ["save"] * 3
+    assert job.versions == []
+    (step,) = {r.ckpt.current_step for r in job.ranks}
+    assert step < 100
+
+
+def test_a_metadata_server_of_one_rank_stops_all(make_job: Any) -> None:
+    """18, 19: a polled notice reaches all ranks, as a signal does."""
+    job = make_job(3)
+    with GcpServer() as server:
+        source = GcpNotice(server.url)
+        source.interval = 0.05
+
+        def work(rank: TrainingRank) -> Any:
+            own = source if rank.rank == 2 else job.sources[rank.rank]
+            return rank.train(LONG, save=NEVER_DUE, preemption=Preemption(notices=[own]))
+
+        job.actions[20] = server.announce
+        step = assert_left(job.outcomes(work))
+    assert job.versions == [step]
+    assert step > 20
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_does_not_come_is_left_behind_in_time(
+    late: int, process_ends: list[tuple[int, str]], make_job: Any
+) -> None:
+    """31, D: a rank hangs in its step. The others leave with 76, before the deadline."""
+    job = make_job(3, lockstep=False)
+    released = threading.Event()
+
+    def work(rank: TrainingRank) -> Any:
+        with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
+            rank.ckpt.resume()
+            rank.train_steps(5)
+            if rank.rank == (late + 1) % 3:
+                job.sources[rank.rank].announce(5.0)
+            if rank.rank == late:
+                released.wait(20)
+                return None
+            try:
+                while True:
+                    rank.train_steps(rank.ckpt.current_step + 1)
+                    time.sleep(0.001)
+            finally:
+                left_at.append(time.monotonic())
+                if len(left_at) == 2:
+                    released.set()
+
+    left_at: list[float] = []
+    began = time.monotonic()
+    outcomes = job.outcomes(work)
+    others = [o for r, o in enumerate(outcomes) if r != late]
+    assert [type(o) for o in others] == [Preempted] * 2, outcomes
+    assert [o.code for o in others] == [76] * 2
+    assert max(left_at) - began < 5.5
+    assert job.versions == []
+
+
+# -- the guard -------------------------------------------------------------------------------------
+
+
+def guarded(
+    job: NoticedJob, work: Callable[[TrainingRank, PreemptionGuard], Any], block: bool = True
+) -> list[Any]:
+    """Run ``work`` on each rank with a guard. Without ``block``, there is no ``with`` block."""
+
+    def run_rank(rank: TrainingRank) -> Any:
+        ckpt = rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank))
+        if block:
+            with ckpt:
+                ckpt.resume()
+                return work(rank, PreemptionGuard(ckpt))
+        try:
+            return work(rank, PreemptionGuard(ckpt))
+        finally:
+            ckpt._preemption.close()
+            ckpt.close()
+
+    return job.outcomes(run_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [True, False])
+def test_functions_of_many_steps_are_left_at_the_end_of_the_same_call(
+    block: bool, make_job: Any
+) -> None:
+    """12: the number of calls counts, and a rank may make its steps long before another one."""
+    job = make_job(3, lockstep=False)
+
+    def train_steps(rank: TrainingRank) -> None:
+        for number in range(4):
+            train_step(rank.state, rank.ckpt.current_step + 1)
+            rank.ckpt.step()
+            time.sleep(0.001 * rank.rank)
+            if rank.rank == 2 and rank.ckpt.current_step == 10 and number == 1:
+                job.sources[2].announce()
+
+    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+        while True:
+            guard.run(train_steps, rank)
+
+    step = assert_left(guarded(job, work, block))
+    assert step % 4 == 0
+    assert job.versions == [step]
+    (snapshot,) = Run(job.inner).snapshots()
+    assert read_training_metadata(snapshot)["run_calls"] == step // 4
+
+
+def test_a_scope_is_left_on_all_ranks_at_the_same_step(make_job: Any) -> None:
+    job = make_job(3, lockstep=False)
+
+    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+        with guard.watch_scope():
+            while not rank.ckpt.should_stop:
+                guard.run(train_step, rank.state, rank.ckpt.current_step + 1)
+                time.sleep(0.001)
+                if rank.rank == 1 and rank.ckpt.current_step == 7:
+                    job.sources[1].announce()
+
+    step = assert_left(guarded(job, work))
+    assert job.versions == [step]
+    assert all(matches_uninterrupted(r.state, r.rank, 3, step) for r in job.ranks)
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("failed", [0, 2])
+@pytest.mark.parametrize("at", [1, 6])
+def test_an_error_in_a_guarded_call_is_raised_on_all_ranks(
+    block: bool, failed: int, at: int, make_job: Any
+) -> None:
+    """16: with the same type and message, also in the first call, and without a ``with`` block."""
+    job = make_job(3, lockstep=False)
+
+    def fail_once(rank: TrainingRank) -> None:
+        if rank.rank == failed and rank.ckpt.current_step + 1 == at:
+            raise ValueError(f"bad batch {at}")
+        time.sleep(0.002)
+
+    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+        while rank.ckpt.current_step < LONG:
+            guard.run(fail_once, rank)
+
+    began = time.monotonic()
+    outcomes = guarded(job, work, block)
+    assert time.monotonic() - began < 4
+    assert [(type(o), str(o)) for o in outcomes] == [(ValueError, f"bad batch {at}")] * 3
+    assert all(
+        ("Raised on rank" in str(getattr(o, "__notes__", "")))
+        for r, o in enumerate(outcomes)
+        if r != failed
+    )
+    assert job.versions == []
+
+
+def test_an_error_that_comes_while_a_rank_still_starts_is_raised_there(
+    make_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16: the agreement of the rank exists, but nothing responds to it yet."""
+    job = make_job(2, lockstep=False)
+    published, calls = threading.Event(), list[int]()
+    original = job.sources[1].start
+
+    def start_late(wake: Callable[[], object]) -> None:
+        assert published.wait(10)
+        end = time.monotonic() + 10
+        while job.ranks[1].ckpt._preemption._peer_error is None:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        original(wake)
+
+    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+        for _ in range(3):
+            guard.run(lambda: calls.append(1) if rank.rank else 1 / 0)
+
+    monkeypatch.setattr(job.sources[1], "start", start_late)
+    threading.Timer(0.5, published.set).start()
+    outcomes = guarded(job, work, block=False)
+    assert [type(o) for o in outcomes] == [ZeroDivisionError] * 2
+    assert len(calls) == 1
+
+
+def test_an_error_is_raised_in_the_steps_of_a_long_call(make_job: Any) -> None:
+    """16: the other ranks do not first make all steps of their call."""
+    job = make_job(2, lockstep=False)
+
+    def train_steps(rank: TrainingRank) -> None:
+        for _ in range(LONG):
+            rank.ckpt.step()
+            time.sleep(0.001)
+            if rank.rank == 1 and rank.ckpt.current_step == 5:
+                raise KeyError("label")
+
+    outcomes = guarded(job, lambda rank, guard: guard.run(train_steps, rank))
+    assert [repr(o) for o in outcomes] == ["KeyError('label')"] * 2
+    assert job.ranks[0].ckpt.current_step < 5000
+
+
+def test_an_exception_that_other_ranks_cannot_rebuild_is_a_rank_failed(make_job: Any) -> None:
+    job = make_job(2, lockstep=False)
+
+    class Odd(Exception):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__(f"{a} and {b}")
+
+    def fail(rank: TrainingRank) -> None:
+        time.sleep(0.002)
+        if rank.rank == 1:
+            raise Odd(1, 2)
+
+    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+        while True:
+            guard.run(fail, rank)
+
+    first, second = guarded(job, work)
+    assert isinstance(second, Odd)
+    assert isinstance(first, RankFailed)
+    assert "Odd: 1 and 2" in str(first)
+    assert first.rank == 1

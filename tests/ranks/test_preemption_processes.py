@@ -1,0 +1,118 @@
+"""Signals to real processes of a training over gloo. For the numbers, see ``test_preemption.py``.
+
+| behavior | test |
+|---|---|
+| 1, 2, 6, 7, 15, 24, 25 | ``test_sigterm_to_one_rank_stops_all_and_no_step_is_lost`` |
+| 4, 5 | ``test_a_grace_period_saves_twice`` |
+| 16 | ``test_an_error_of_one_rank_is_raised_on_all`` |
+| 20, D: second notice, during a save | ``test_signals_to_all_ranks_during_saves`` |
+| D: evaluation | ``test_a_signal_during_an_evaluation_of_one_rank`` |
+| D: data-loader workers | ``test_a_signal_to_the_whole_process_group`` |
+| D: a stopped rank | ``test_a_stopped_rank_is_left_behind_in_time`` |
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.run.run import Run
+from tests.ranks.preempted_ranks import World
+
+pytestmark = pytest.mark.slow
+TERM = signal.SIGTERM
+
+
+def steps(folder: Path) -> list[int]:
+    return [s.step for s in Run(folder / "run").snapshots()]
+
+
+def reasons(folder: Path) -> list[str]:
+    return [s.metadata["reason"] for s in Run(folder / "run").snapshots()]
+
+
+def test_sigterm_to_one_rank_stops_all_and_no_step_is_lost(tmp_path: Path) -> None:
+    """1, 2, 6, 7, 15, 24, 25: 4 ranks, a random one at a random step, restarted one by one."""
+    draw, step = random.Random(3), 0
+    for number in range(2):
+        with World(4, tmp_path, apart=0.05 * number) as world:
+            world.wait_for_step(step + draw.randint(1, 20))
+            began = time.monotonic()
+            world.send(draw.randrange(4), TERM)
+            assert world.codes() == [75] * 4
+            assert time.monotonic() - began < 15
+        assert {r["resumed"] for r in world.results()} == {step}
+        step = steps(tmp_path)[-1]
+        assert len(steps(tmp_path)) == number + 1
+    last_step = step + 10
+    with World(4, tmp_path, last_step=last_step, apart=0.05) as world:
+        assert world.codes() == [0] * 4, world.logs()
+    expected = {"resumed": step, "calls": last_step, "is_equal": True}
+    assert world.results() == [expected] * 4
+
+
+def test_a_grace_period_saves_twice(tmp_path: Path) -> None:
+    """4, 5"""
+    with World(2, tmp_path, grace=5.0, seconds=60.0) as world:
+        world.wait_for_step(5)
+        world.send(1, TERM)
+        assert world.codes() == [75] * 2
+    first, second = steps(tmp_path)
+    assert second > first + 5
+    assert reasons(tmp_path) == ["preemption"] * 2
+
+
+def test_signals_to_all_ranks_during_saves(tmp_path: Path) -> None:
+    """20, D: each step is saved, so signals arrive during saves; one rank gets two."""
+    with World(4, tmp_path, every=1) as world:
+        world.wait_for_step(3)
+        for rank in (2, 0, 3, 1, 2):
+            world.send(rank, TERM)
+        assert world.codes() == [75] * 4
+    saved = steps(tmp_path)
+    assert saved == list(range(1, len(saved) + 1))
+    assert all(s.verify().ok for s in Run(tmp_path / "run").snapshots()[-2:])
+
+
+def test_a_signal_during_an_evaluation_of_one_rank(tmp_path: Path) -> None:
+    """D: the ranks leave after the evaluation, at the next step."""
+    with World(2, tmp_path, evaluate_at=5) as world:
+        world.wait_for_step(5)
+        world.send(0, TERM)
+        assert world.codes() == [75] * 2
+    (saved,) = steps(tmp_path)
+    assert 5 < saved < 10
+
+
+def test_a_signal_to_the_whole_process_group(tmp_path: Path) -> None:
+    """D: Slurm sends SIGTERM to the data-loader workers too."""
+    with World(2, tmp_path, workers=2) as world:
+        world.wait_for_step(5)
+        for rank in range(2):
+            world.send(rank, TERM, group=True)
+        assert world.codes() == [75] * 2, world.logs()
+    assert len(steps(tmp_path)) == 1
+    assert {r["error"][0] for r in world.results()} == {"Preempted"}
+
+
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    """16: the others are in an all-reduce, which raises because the connection is lost."""
+    with World(3, tmp_path, fail_at=(2, 5)) as world:
+        assert world.codes() == [1] * 3
+    assert [r["error"] for r in world.results()] == [["ValueError", "bad batch on rank 2"]] * 3
+
+
+def test_a_stopped_rank_is_left_behind_in_time(tmp_path: Path) -> None:
+    """D: the others hang in an all-reduce, so their timers end them with 76 before the deadline."""
+    with World(3, tmp_path, seconds=5.0) as world:
+        world.wait_for_step(5)
+        world.send(2, signal.SIGSTOP)
+        began = time.monotonic()
+        world.send(0, TERM)
+        assert world.codes([0, 1], timeout=7) == [76] * 2
+        assert time.monotonic() - began < 5
+        assert "this process ends now, before it is killed" in (tmp_path / "1.log").read_text()
