@@ -56,9 +56,8 @@ class Checkpointer:
     counts the steps. Without one, the Checkpointer counts them. An ``ElasticSampler`` in the state
     advances with the steps.
 
-    ``save`` is the policy for when to save; the default is every ten minutes and at the end.
-    ``keep`` is the policy for which versions to keep; the default is all. ``stop`` is the policy
-    for when training should end (see ``should_stop``).
+    ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
+    to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
 
     With ``incremental=True``, a version refers to the chunks that an earlier version already
     holds. Every ``full_every``-th version is still written in full. ``full_every=None`` never
@@ -77,10 +76,9 @@ class Checkpointer:
 
     Only one save is in flight at a time. With ``busy="wait"``, the next save that is due waits for
     it. With ``busy="skip"``, due saves are skipped until it is complete. If a save fails in the
-    background, the next call of ``step``, ``save``, ``wait``, or ``close`` raises the error. With
-    ``on_error="warn"``, a store failure causes only a ``SaveFailed`` warning in ``step`` and
-    ``close``, and training continues. A save that takes longer than ``save_timeout`` seconds fails,
-    on all ranks.
+    background, or takes more than ``save_timeout`` seconds, the next call of ``step``, ``save``,
+    ``wait``, or ``close`` raises the error. With ``on_error="warn"``, a store failure causes only a
+    ``SaveFailed`` warning in ``step`` and ``close``, and training continues.
 
     If an optimizer stepped since the previous save, but no trainable parameter in the state has
     changed, the state is probably a copy that nobody trains. A ``StateUnchanged`` warning names the
@@ -224,8 +222,7 @@ class Checkpointer:
         if point is None:
             events.emit("began", run=self.run.url)
             return None
-        self._metrics = {}
-        self._branch, self._note = point.branch, point.note
+        self._metrics, self._branch, self._note = {}, point.branch, point.note
         self._step_counter.resume_at(point.step, point.from_own_run)
         if point.from_own_run:
             self._saver.resume_from(point.durable)
@@ -342,9 +339,9 @@ class Checkpointer:
                 newest = self._saver.wait_on_all_ranks()
             else:
                 self._saver.add_metrics(newest, added_metrics)
-        if newest is not None:
-            return newest
-        raise HoldfastError("The save ended without a snapshot")
+        if newest is None:
+            raise HoldfastError("The save ended without a snapshot")
+        return newest
 
     @exclusive
     def wait(self) -> Snapshot | None:
@@ -413,8 +410,8 @@ class Checkpointer:
         if error is None:
             self._close(None)
         else:
-            origin = self._agreement, self._branch, self._note
-            self._ending.finish_after(error, *origin, self._release)
+            training = self._agreement, self._branch, self._note, self._release
+            self._ending.finish_after(error, *training)
 
     def _raise_or_warn(self, call: Callable[[], object]) -> None:
         raise_or_warn(call, self._on_error, self._saver)
