@@ -138,6 +138,7 @@ def test_a_rank_that_dies_before_the_end_does_not_hang_the_others() -> None:
         assert [type(o) for o in outcomes] == [RankFailed, type(None), RankFailed]
         assert job.versions == []
         job.ranks[1].ckpt._agreement.close()
+        job.ranks[1].ckpt._preemption.close()
 
 
 def test_a_store_that_fails_on_one_rank_at_the_end_raises_on_all() -> None:
