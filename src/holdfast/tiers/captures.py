@@ -152,10 +152,13 @@ class Captures:
         def allocate() -> None:
             with suppress(NoSpace):  # the capture that needs the memory raises
                 for _ in range(GENERATIONS + 1):
-                    self.store.preallocate(nbytes)
+                    if self.is_open:
+                        self.store.preallocate(nbytes)
 
         if nbytes:
-            start_thread(Thread(target=allocate, name="holdfast-buffers", daemon=True))
+            thread = Thread(target=allocate, name="holdfast-buffers", daemon=True)
+            if start_thread(thread):
+                self._closing.callback(thread.join)  # what it allocates is released after it
 
     # -- during the training ---------------------------------------------------------------------
 
