@@ -13,9 +13,11 @@ from typing import Any, Protocol
 from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
-from holdfast.engine.distributed.error_report import decode_raised
+from holdfast.engine.distributed.error_report import decode_raised, is_from_torch
+from holdfast.engine.distributed.group import Group
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, Preempted, RankFailed
+from holdfast.preemption import savepoint_saver
 from holdfast.preemption.exit_status import (
     FAILED,
     SAVED,
@@ -28,7 +30,9 @@ from holdfast.preemption.exit_timer import ExitTimer, end_process
 from holdfast.preemption.notice import Notice, NoticeSource
 from holdfast.preemption.notices.platform import detect
 from holdfast.preemption.policy import Preemption
+from holdfast.preemption.savepoint_saver import SLACK, Durations, SavepointSaver
 from holdfast.preemption.signals import SignalNotice
+from holdfast.preemption.step_savepoint import StepSavepoint
 from holdfast.preemption.watcher import NoticeWatcher
 
 SAVE, LEAVE = "save before the stop", "save and leave"
@@ -39,9 +43,6 @@ SAVE_ONLY = "save after a notice"
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
-
-_SLACK = 1.0
-"""Seconds beyond the measured times of a step and a save."""
 
 _POLL_SECONDS = 0.5
 """The longest time until another rank sees a proposal."""
@@ -55,26 +56,10 @@ class Steps(Protocol):
         """The last step that is complete."""
 
 
-class Durations(Protocol):
-    """What measures the steps and saves of the training."""
-
-    @property
-    def usual_seconds(self) -> tuple[float, float]:
-        """The times in seconds that nearly all steps and nearly all saves take."""
-
-
-class Saves(Protocol):
+class Saves(savepoint_saver.Saves, Protocol):
     """What saves the state of the training."""
 
     url: str
-
-    @property
-    def saved_step(self) -> int:
-        """The step of the newest committed version, or 0."""
-
-    @property
-    def busy(self) -> bool:
-        """True if a save is in flight."""
 
     def wait(self, deadline: Deadline) -> object:
         """Wait for the save in flight, without the other ranks."""
@@ -97,16 +82,19 @@ class PreemptionResponse:
     def __init__(
         self,
         settings: Preemption | None,
-        rank: int,
-        parts: tuple[Steps, Durations, Saves, Ending],
+        group: Group,
+        parts: tuple[Steps, Durations, Saves, Ending, StepSavepoint],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._rank = rank
-        self._steps, self._durations, self._saves, self._ending = parts
+        self._group, self._rank = group, group.rank
+        self._steps, self._durations, self._saves, self._ending, savepoint = parts
         self._clock = clock
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._timer = ExitTimer(clock)
+        self._savepoint_saver = SavepointSaver(
+            savepoint, self._durations, self._saves, group, clock
+        )
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None
@@ -132,8 +120,17 @@ class PreemptionResponse:
         self._watcher.start()
         announce_worker()
 
-    def agree_through(self, agreement: Agreement | LocalAgreement) -> None:
-        """Use ``agreement`` from now on, also for a notice that came before."""
+    @property
+    def is_pending(self) -> bool:
+        """True after a notice, until this process leaves."""
+        return self._deadline is not None
+
+    def agree_through(self, agreement: Agreement | LocalAgreement, is_uniform: bool) -> None:
+        """Use ``agreement`` from now on, also for a notice that came before.
+
+        ``is_uniform`` is True if the states of all ranks have the same leaves.
+        """
+        self._savepoint_saver.join(is_uniform)
         with self._lock:
             self._agreement = agreement
             deadline = self._deadline
@@ -147,6 +144,7 @@ class PreemptionResponse:
         """
         if not self._saves.busy:
             self._timer.clear()
+        self._savepoint_saver.close()
         self._agreement = LocalAgreement()  # it refers to this object, and to a connection
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
@@ -175,14 +173,20 @@ class PreemptionResponse:
                 self._propose(SAVE, deadline)
         else:
             self._propose(LEAVE, deadline)
+        self._savepoint_saver.expect(deadline, self._clock() + plan.train_seconds)
 
     def on_deadline(self, deadline: RoundDeadline) -> None:
         """Respond to a notice that any rank has received."""
         at = self._clock() + deadline.at - self._agreement_clock()
         cause = f"the exit after {deadline.cause}"
-        if self._set_deadline(Deadline(cause, at, self._clock), deadline.cause):
+        agreed = Deadline(cause, at, self._clock)
+        if self._set_deadline(agreed, deadline.cause):
             # the rank with the notice proposes it too, unless it dies
             self._leave_at(at - self._exit_seconds())
+            if self._settings is not None:  # those of the rank with the notice are the same
+                known = Notice(deadline.cause, agreed.seconds_left)
+                plan = self._settings.plan(known, self._exit_seconds())
+                self._savepoint_saver.expect(agreed, self._clock() + plan.train_seconds)
 
     def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
         """Leave without the other ranks if they could not agree on what a notice demands.
@@ -192,6 +196,7 @@ class PreemptionResponse:
         is_demanded = not actions.isdisjoint((SAVE, LEAVE)) and self._deadline is not None
         if is_demanded and "ended" not in error.fields:
             self._failure, self.is_urgent = error, True
+            self._savepoint_saver.hasten()
 
     def on_error(self, report: str) -> None:
         """Raise the error of another rank here, or end the process if that is not possible."""
@@ -243,7 +248,7 @@ class PreemptionResponse:
     def _exit_seconds(self) -> float:
         """Return the time that is needed for an agreement, a step, a save, and the exit."""
         step, save = self._durations.usual_seconds
-        return _POLL_SECONDS + 2 * step + 1.25 * save + _SLACK
+        return _POLL_SECONDS + 2 * step + 1.25 * save + SLACK
 
     # -- the end of the process ------------------------------------------------------------------
 
@@ -252,7 +257,7 @@ class PreemptionResponse:
         source = "a notice" if self._deadline is None else self._deadline.purpose
         message = (
             f"this process ends now, before it is killed, for {source}. Its last step is"
-            f" {self._steps.step}, and the newest version is that of step {self._saves.saved_step}."
+            f" {self._steps.step}, and the newest version is that of step {self._saved_step}."
             " The stacks of its threads:"
         )
         self._end_now(self._code(), message)
@@ -263,10 +268,15 @@ class PreemptionResponse:
         end_process(code, message)
 
     def _code(self) -> int:
-        return SAVED if self._saves.saved_step == self._steps.step else UNSAVED
+        is_saved = self._savepoint_saver.saved_step is not None
+        return SAVED if is_saved or self._saves.saved_step == self._steps.step else UNSAVED
+
+    @property
+    def _saved_step(self) -> int:
+        return max(self._saves.saved_step, self._savepoint_saver.saved_step or 0)
 
     def _status(self, code: int, why: str) -> Status:
-        step, saved_step = self._steps.step, self._saves.saved_step
+        step, saved_step = self._steps.step, self._saved_step
         return Status(code, self._rank, step, saved_step, self._saves.url, why)
 
     # -- the training thread ---------------------------------------------------------------------
@@ -278,8 +288,26 @@ class PreemptionResponse:
         """
         if LEAVE in agreed:
             self._leave(together=True)
-        elif self.is_urgent:
+        elif self.is_urgent or self._savepoint_saver.is_decided:
             self._leave(together=False)
+
+    def leave_after(self, error: BaseException) -> Preempted | None:
+        """Return the exception with which to leave after ``error`` has ended the training, or None.
+
+        After a notice, an error may be the consequence of a rank that has ended. Then the live
+        ranks save their savepoints, and leave.
+        """
+        deadline = self._deadline
+        is_lost = isinstance(error, RankFailed) or is_from_torch(error)
+        if deadline is None or self._group.size == 1 or not is_lost:
+            return None
+        if self._savepoint_saver.wait(_save_deadline(deadline)) is None:
+            return None
+        try:
+            self._exit(SAVED, deadline, error)
+        except Preempted as left:
+            return left
+        return None
 
     def leave_on_failure(self, save: Callable[[], object]) -> None:
         """Call ``save``. After a notice, leave without the other ranks if one of them fails."""
@@ -299,8 +327,11 @@ class PreemptionResponse:
         code = None
         try:
             limit = _save_deadline(deadline)
+            if together and not self._savepoint_saver.claim():
+                together = False
             if not together:
-                self._saves.wait(limit)
+                if self._savepoint_saver.wait(limit) is None:
+                    self._saves.wait(limit)
             elif settings.save_fn is not None:
                 settings.save_fn(*args, **kwargs)
                 code = SAVED
@@ -311,7 +342,7 @@ class PreemptionResponse:
         self._exit(self._code() if code is None else code, deadline, problem)
 
     def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:
-        settings, step, saved_step = self._settings, self._steps.step, self._saves.saved_step
+        settings, step, saved_step = self._settings, self._steps.step, self._saved_step
         cause = deadline.purpose.removeprefix("the exit after ")
         events.emit(
             "preempted",
@@ -325,6 +356,7 @@ class PreemptionResponse:
         )
         with self._lock:
             self.has_left, self.is_urgent, self._deadline = True, False, None
+        self._savepoint_saver.close()
         if not self._saves.busy:
             self._timer.clear()
         if settings is not None and settings.exit_fn is not None:
@@ -360,7 +392,7 @@ def _save_deadline(deadline: Deadline) -> Deadline:
 def _describe(
     code: int, step: int, saved_step: int, cause: str, problem: BaseException | None
 ) -> str:
-    if code == SAVED:
+    if code == SAVED and step <= saved_step:
         return f"stopped after step {step}, which is saved, because of {cause}"
     text = (
         f"stopped after step {step} because of {cause}; the newest version is of step {saved_step}"

@@ -29,6 +29,7 @@ _STYLES = {
     "request_unseen": "yellow",
     "read_alone": "yellow",
     "not_agreed": "yellow",
+    "savepoint_failed": "yellow",
     "ranks_awaited": "yellow",
     "save_failed": "bold red",
 }

@@ -166,6 +166,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
         "read_again": f"read again, and it was right: {_error_without_todo(fields)}",
         "not_agreed": f"could not agree on {', '.join(_list_field(fields, 'wanted'))}: {error}",
+        "savepoint_failed": f"could not capture or save the last step for a notice: {error}",
         "read_alone": (
             f"read {text_field(fields, 'url')} without shared memory:"
             f" {text_field(fields, 'reason')}"

@@ -16,6 +16,7 @@ from holdfast.errors import HoldfastError, SkippedVersion
 from holdfast.format.names import Version
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.response import PreemptionResponse
+from holdfast.preemption.step_savepoint import SavepointLabel
 from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.request_watcher import RequestWatcher
@@ -23,6 +24,7 @@ from holdfast.run.run import Run
 from holdfast.storage.throttle import store_statistics
 from holdfast.text import warn_user
 from holdfast.training.arguments import (
+    STRUCTURE,
     acquire_run,
     check_arguments,
     check_can_fire,
@@ -32,7 +34,7 @@ from holdfast.training.arguments import (
 )
 from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
-from holdfast.training.ending import Ending
+from holdfast.training.ending import Ending, make_savepoint
 from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle, exclusive
 from holdfast.training.resume import check_start, left_state_invalid, resume_run, start_from
@@ -126,8 +128,7 @@ class Checkpointer:
             spread=spread,
             preemption=preemption,
         )
-        self.run, self.state = Run(run), state
-        self._spread = spread
+        self.run, self.state, self._spread = Run(run), state, spread
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
         self._on_error = on_error
@@ -142,22 +143,14 @@ class Checkpointer:
         self._agreement = make_agreement(LocalGroup(), "training")
         self._agreed_proposals: frozenset[str] = frozenset()
         self._watcher = RequestWatcher(self.run.store)
-        self._branch = 0
+        self._lifecycle, self._branch = Lifecycle(), 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
-        self._lifecycle = Lifecycle()
-        self._ending = Ending(
-            save,
-            on_error,
-            self._group,
-            self._saver,
-            self._cadence,
-            self._lifecycle,
-            self._step_counter,
-            lambda deadline: self._start_save("preemption", self._metrics, deadline),
-        )
-        parts = self._step_counter, self._goodput, self._saver, self._ending
-        self._preemption = PreemptionResponse(preemption, self._group.rank, parts)
+        self._savepoint = make_savepoint(state, save, preemption, self._goodput)
+        parts = self._saver, self._cadence, self._lifecycle, self._step_counter
+        self._ending = Ending(save, on_error, *parts, self._start_save, self._savepoint)
+        measured = self._step_counter, self._goodput, self._saver, self._ending, self._savepoint
+        self._preemption = PreemptionResponse(preemption, self._group, measured)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -212,7 +205,7 @@ class Checkpointer:
         self._saver.wait_on_all_ranks()
         leniency = Leniency(missing, unexpected, False, rename or {})
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
-        self._ending.discard()
+        self._savepoint.discard()
         try:
             point = resume_run(self.run, self.state, self._group, at, branch, self._acquire_lock)
             if point is None and start is not None:
@@ -274,7 +267,11 @@ class Checkpointer:
         self._agreed_proposals = self._agreement.step()
         agreed = STOP_PROPOSAL in self._agreed_proposals
         self._early_stop.observe(self._metrics, self.current_step, self._agreement, agreed)
-        self._ending.mark(self._early_stop, self._metrics)
+        self._savepoint.mark(self._make_label, self._preemption.is_pending)
+
+    def _make_label(self) -> SavepointLabel:
+        version = Version(self.current_step, self._branch)
+        return SavepointLabel(version, self._note, self._metrics, self._early_stop.to_metadata())
 
     def _save_if_due(self) -> None:
         reason = self._cadence.save_reason(
@@ -289,20 +286,20 @@ class Checkpointer:
         if self._cadence.skip_if_busy(lambda: self._saver.busy, self.run.url, self._goodput):
             return
         self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step))
-        self._raise_or_warn(lambda: self._start_save(reason, self._metrics))
+        self._raise_or_warn(lambda: self._start_save(reason))
 
     def _start_save(
-        self, reason: str, metrics: Mapping[str, Any], deadline: Deadline | None = None
+        self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
     ) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
         spec = SaveSpec(
             Version(self.current_step, self._branch),
             reason if self._watcher.pending_request is None else "request",
-            metrics,
+            self._metrics if metrics is None else metrics,
             self._note,
             self._early_stop.to_metadata(),
             self._watcher.accept_with_callback(),
-            deadline,
+            limit,
         )
         self._saver.start(self.state, spec)
 
@@ -370,7 +367,7 @@ class Checkpointer:
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
-            unsaved = self._ending.finish(error, lambda: self._start_save("end", self._metrics))
+            unsaved = self._ending.finish(error, lambda: self._start_save("end"))
         finally:
             self._release()
         if unsaved:
@@ -386,12 +383,13 @@ class Checkpointer:
             self._agreement.close()
             self._preemption.close()
             self._ending.close()
+            self._savepoint.close()
             self._saver.close()
             self._saver.writer_lock.release()
             self._watcher.close()
 
     def __enter__(self) -> Self:
-        self._ending.enter(self.state)
+        self._ending.enter()
         self._preemption.watch()
         return self
 
@@ -399,8 +397,10 @@ class Checkpointer:
         if error is None:
             self._close(None)
         else:
-            origin = self._agreement, self._branch, self._note
-            self._ending.finish_after(error, *origin, self._release)
+            left = self._preemption.leave_after(error)
+            self._ending.finish_after(left or error, self._agreement, self._release)
+            if left is not None:
+                raise left from error
 
     # -- implementation ------------------------------------------------------------------------
 
@@ -414,7 +414,7 @@ class Checkpointer:
         if self._lifecycle.is_started:
             return
         self._ending.check_entered()
-        acquire_run(
+        is_uniform = acquire_run(
             self.run,
             self._group,
             self._acquire_lock,
@@ -423,7 +423,7 @@ class Checkpointer:
         )
         self._agreement = make_agreement(self._group, "training", self._preemption)
         self._preemption.watch()
-        self._preemption.agree_through(self._agreement)
+        self._preemption.agree_through(self._agreement, is_uniform)
         if self._group.rank == 0:
             self._watcher.start()
         self._lifecycle.is_started = True
@@ -436,5 +436,5 @@ class Checkpointer:
 
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state, self._group.rank)
-        self._saver.reservation.measure(self.state, self._group)
-        return {**self._arguments, "current_step": str(self.current_step)}
+        structure = self._saver.reservation.measure(self.state, self._group)
+        return {**self._arguments, "current_step": str(self.current_step), STRUCTURE: structure}
