@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,6 +119,20 @@ def test_ranks_that_are_behind_reach_the_step_of_the_others(group: FakeGroup) ->
     assert decision is not None
     assert (decision.step, decision.ranks) == (6, (0, 1, 2, 3))
     assert all(t.step == 6 and t.is_held for t in trainings.values())
+
+
+def test_of_many_ranks_only_a_few_read_all_votes() -> None:
+    with FakeGroup(24) as group:
+        reads = [0] * 24
+
+        def count(rank: int, name: str, key: str) -> None:
+            reads[rank] += name == "compare_set" and "/0/" in key
+
+        for rank, view in enumerate(group.views):
+            view.before = partial(count, rank)
+        found = vote(group, {rank: Training(5) for rank in range(24)}, times(8.0, 9.0, 10.0))
+        assert set(found.values()) == {Decision(0, 5, tuple(range(24)))}
+        assert reads[4:] == [0] * 20
 
 
 def test_a_rank_that_is_alive_is_awaited_until_it_has_a_savepoint(group: FakeGroup) -> None:

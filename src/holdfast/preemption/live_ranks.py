@@ -4,12 +4,15 @@ The decision is one value in the key-value store, changed only by compare-and-se
 
 1. A rank holds its savepoint and votes for the step of it. While it holds the savepoint, no
    optimizer of it begins a step, so the vote is a promise that stays true until the decision.
-2. If a rank sees a vote for a later step, it voids all votes: it begins the next attempt. The ranks
-   that are behind release their savepoints, and vote again once they have reached that step. No
-   rank passes it, because those that have reached it hold their savepoints.
-3. If all ranks have voted for one step, the one that sees it first decides that they save. If ranks
-   are missing, the others wait for them: for a quarter of the time for those that do not respond,
-   and for longer for those that are alive but cannot vote, such as during an EMA swap.
+2. A rank that sees votes for different steps voids all votes: it begins the next attempt, for the
+   latest of these steps. The ranks that are behind release their savepoints, and vote again once
+   they have reached it. No rank passes it, because those at that step hold their savepoints.
+3. If all ranks have voted for one step, one that sees it decides that they save. If ranks are
+   missing, the others wait for them: for a quarter of the time for those that do not respond, and
+   for longer for those that are alive but cannot vote, such as during an EMA swap.
+
+Only the first ranks read all votes, and more of them if these are dead: the store of 1,000 ranks
+could not answer a million requests in time.
 
 The first decision is final. A rank that it does not name, because it was stopped, saves nothing.
 This is the commit protocol of ``agreement.py`` with a vote on the participants.
@@ -33,12 +36,15 @@ T = TypeVar("T")
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The value in the store. ``ranks`` save ``step`` together. Without ranks, it is still open."""
+    """The value in the store. ``ranks`` save ``step`` together. Without ranks, it is still open,
+    and ``step`` is the earliest step for which to vote."""
 
     attempt: int = 0
     step: int = 0
     ranks: tuple[int, ...] = ()
 
+
+_READERS = 4
 
 _DECISION = msgspec.json.Decoder(Decision)
 
@@ -79,7 +85,7 @@ class SavepointVote:
         self._clock = clock
         self._attempt = 0
         self._vote: int | None = None
-        self._target = 0
+        self._target = 0  # the earliest step for which to vote
         self._votes: dict[int, tuple[int, bool]] = {}
         self.poll_seconds = 0.25 + group.size * 1e-4
         """The interval between two calls of ``has_begun``."""
@@ -137,6 +143,7 @@ class SavepointVote:
 
     def _cast_vote(self, current: Decision, voter: Voter) -> None:
         """Vote in the current attempt, if there is a savepoint that is not behind the others."""
+        self._target = max(self._target, current.step)
         if current.attempt != self._attempt:
             if self._vote is not None and self._vote < self._target:
                 voter.release()
@@ -152,21 +159,25 @@ class SavepointVote:
 
     def _next_state(self, current: Decision, times: VoteTimes) -> Decision | None:
         """Return the state of the decision that this rank wants to write, or None."""
-        if self._vote is None:
+        if self._vote is None or self._rank >= self._reader_count(times):
             return None
         self._read_votes()
         steps = {step for step, _ in self._votes.values()}
-        self._target = max(self._target, *steps)
-        if self._target > self._vote:
-            return Decision(current.attempt + 1)
         if len(steps) > 1:
-            return None  # a rank that is behind begins the next attempt
+            return Decision(current.attempt + 1, max(steps))
         missing = [r for r in range(self._size) if r not in self._votes]
         if not missing and all(is_saving for _, is_saving in self._votes.values()):
             return None
         if missing and not self._may_leave_out(missing, times):
             return None
         return Decision(current.attempt, self._vote, tuple(sorted(self._votes)))
+
+    def _reader_count(self, times: VoteTimes) -> int:
+        """Return how many ranks read all votes."""
+        now = self._clock()
+        if now >= times.vote_by:
+            return self._size
+        return _READERS if now < times.respond_by else _READERS**3
 
     def _read_votes(self) -> None:
         for rank in range(self._size):
