@@ -192,9 +192,9 @@ class NoSnapshot(HoldfastError):
 class Preempted(SystemExit):
     """The training has left because its process will be stopped. It ends the process.
 
-    ``code`` is 75 if the last step is saved, and 76 otherwise. (Under ``holdfast run``, ``code`` is
-    0, and the command returns 75 or 76.) ``step`` is the last step, ``saved_step`` that of the
-    newest committed version, and ``reason`` says why.
+    ``code`` is 75 if the last step is saved, or the one before a step that took too long, and 76
+    otherwise. (Under ``holdfast run``, ``code`` is 0, and the command returns 75 or 76.) ``step``
+    is the last step, ``saved_step`` that of the newest committed version, and ``reason`` says why.
     """
 
     def __init__(self, code: int, step: int, saved_step: int, reason: str) -> None:

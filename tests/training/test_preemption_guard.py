@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.errors import HoldfastError, Preempted
+from holdfast.errors import HoldfastError, Preempted, RankFailed
 from holdfast.preemption import Preemption, PreemptionGuard, guard, response
 from holdfast.run.policy import AtEnd, EverySteps, OnException
 from holdfast.run.run import Run
@@ -326,7 +326,7 @@ def test_a_scope_in_which_the_ranks_cannot_agree_is_left_at_its_end() -> None:
         training.guard.run(training.train_step)
         training.announce()
         training.ckpt._preemption.agreement._proposals.get()
-        training.ckpt._preemption.is_urgent = True  # another rank is dead
+        training.ckpt._preemption._failure = RankFailed("another rank is dead")
         for _ in range(3):
             training.guard.run(training.train_step)
             assert training.ckpt.should_stop

@@ -2,7 +2,8 @@
 
 Terms: a *notice* is a message that the process will be stopped. Its *deadline* is the time of that
 stop. A *source* reports notices.
-May import: the root modules, ``preemption``, and from the engine ``distributed``.
+May import: the root modules, ``format``, ``preemption``, and from the engine ``distributed`` and
+``state``.
 
 Each public name is imported on first use, as in ``holdfast``.
 """

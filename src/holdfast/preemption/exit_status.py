@@ -11,6 +11,7 @@ its training starts, and replaces it when it leaves. Files of earlier restarts s
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -200,3 +201,28 @@ def _launcher_pid() -> int:
             break
         pid = parent
     return pid
+
+
+def leave_done(status: Status) -> None:
+    """Leave the status of a training that ended in spite of a notice, unless an exception ends the
+    process."""
+    if not hasattr(sys, "last_value"):
+        leave_code(status)
+
+
+def describe_exit(
+    code: int, step: int, saved_step: int, cause: str, problem: BaseException | None
+) -> str:
+    if code == SAVED and step <= saved_step:
+        return f"stopped after step {step}, which is saved, because of {cause}"
+    text = (
+        f"stopped after step {step} because of {cause}; the newest version is of step {saved_step}"
+    )
+    return text if problem is None else f"{text}. {problem}"
+
+
+def write_error(text: str) -> None:
+    """Write a line to standard error, unless that is closed."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"holdfast: {text}\n")
+        sys.stderr.flush()

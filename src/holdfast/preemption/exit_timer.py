@@ -12,6 +12,7 @@ from math import inf
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread
 
+from holdfast.deadline import Deadline
 from holdfast.threads import start_thread
 
 
@@ -77,3 +78,15 @@ def end_process(code: int, message: str) -> None:
         faulthandler.dump_traceback(all_threads=True)
         sys.stdout.flush()
     os._exit(code)
+
+
+def exit_margin(left: float) -> float:
+    """Return the seconds before the deadline at which a process ends that has not left."""
+    return min(2.0, left / 20)
+
+
+def save_deadline(deadline: Deadline) -> Deadline:
+    """Return the deadline of the last save: its cleanups and its waits for late ranks still fit."""
+    reserved = exit_margin(deadline.seconds_left) + 3 * deadline.cleanup_seconds
+    seconds = max(deadline.seconds_left - reserved, deadline.seconds_left / 2, 0.1)
+    return Deadline.after(seconds, deadline.purpose, deadline.clock, deadline.cleanup)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
-from holdfast.engine.distributed.error_report import decode_raised
+from holdfast.engine.distributed.error_report import decode_raised, is_from_torch
+from holdfast.engine.distributed.group import Group
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, Preempted, RankFailed
 from holdfast.preemption.exit_status import (
@@ -24,12 +24,18 @@ from holdfast.preemption.exit_status import (
     UNSAVED,
     Status,
     announce_worker,
+    describe_exit,
     leave_code,
+    leave_done,
+    write_error,
 )
-from holdfast.preemption.exit_timer import ExitTimer, end_process
+from holdfast.preemption.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
 from holdfast.preemption.notice import Notice, NoticeSource
 from holdfast.preemption.notices.platform import detect
 from holdfast.preemption.policy import Preemption
+from holdfast.preemption.savepoints import savepoint_saver
+from holdfast.preemption.savepoints.savepoint_saver import SLACK, Durations, SavepointSaver
+from holdfast.preemption.savepoints.step_savepoint import StepSavepoint
 from holdfast.preemption.signals import SignalNotice
 from holdfast.preemption.watcher import NoticeWatcher
 
@@ -41,9 +47,6 @@ SAVE_ONLY = "save after a notice"
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
-
-_SLACK = 1.0
-"""Seconds beyond the measured times of a step and a save."""
 
 _POLL_SECONDS = 0.5
 """The longest time until another rank sees a proposal."""
@@ -57,26 +60,10 @@ class Steps(Protocol):
         """The last step that is complete."""
 
 
-class Durations(Protocol):
-    """What measures the steps and saves of the training."""
-
-    @property
-    def usual_seconds(self) -> tuple[float, float]:
-        """The times in seconds that nearly all steps and nearly all saves take."""
-
-
-class Saves(Protocol):
+class Saves(savepoint_saver.Saves, Protocol):
     """What saves the state of the training."""
 
     url: str
-
-    @property
-    def saved_step(self) -> int:
-        """The step of the newest committed version, or 0."""
-
-    @property
-    def busy(self) -> bool:
-        """True if a save is in flight."""
 
     def wait(self, deadline: Deadline) -> object:
         """Wait for the save in flight, without the other ranks."""
@@ -99,16 +86,18 @@ class PreemptionResponse:
     def __init__(
         self,
         settings: Preemption | None,
-        rank: int,
-        parts: tuple[Steps, Durations, Saves, Ending],
+        group: Group,
+        parts: tuple[Steps, Durations, Saves, Ending, StepSavepoint],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._rank = rank
-        self._steps, self._durations, self._saves, self._ending = parts
+        self._group, self._rank = group, group.rank
+        self._steps, self._durations, self._saves, self._ending, savepoint = parts
         self._clock = clock
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._timer = ExitTimer(clock)
+        saved_by = savepoint, self._durations, self._saves
+        self._savepoint_saver = SavepointSaver(*saved_by, group, clock)
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None
@@ -116,8 +105,11 @@ class PreemptionResponse:
         self._peer_error: BaseException | None = None
         self.has_left = False
         """True once the last step is saved and ``exit_fn`` has returned."""
-        self.is_urgent = False
-        """True if the ranks could not agree, and this rank must leave at its next step."""
+
+    @property
+    def is_urgent(self) -> bool:
+        """True if the ranks could not agree, or their threads save: leave at the next step."""
+        return self._failure is not None or self._savepoint_saver.is_decided
 
     @property
     def agreement(self) -> Agreement | LocalAgreement:
@@ -144,8 +136,18 @@ class PreemptionResponse:
         self._watcher.start()
         announce_worker()
 
-    def agree_through(self, agreement: Agreement | LocalAgreement) -> None:
-        """Use ``agreement`` from now on, also for a notice that came before."""
+    @property
+    def is_pending(self) -> bool:
+        """True after a notice, until this process leaves."""
+        return self._deadline is not None
+
+    def agree_through(self, agreement: Agreement | LocalAgreement, is_uniform: bool) -> None:
+        """Use ``agreement`` from now on, also for a notice that came before, and watch.
+
+        ``is_uniform`` is True if the states of all ranks have the same leaves.
+        """
+        self.watch()
+        self._savepoint_saver.join(is_uniform)
         with self._lock:
             self._agreement = agreement
             deadline, error = self._deadline, self._peer_error
@@ -163,7 +165,8 @@ class PreemptionResponse:
             self._timer.clear()
         if self._deadline is not None and not self.has_left:
             # torchrun returns 1 after a signal, even if all of its workers are done
-            atexit.register(_leave_done, self._status(DONE, "the training is complete"))
+            atexit.register(leave_done, self._status(DONE, "the training is complete"))
+        self._savepoint_saver.close()
         self._agreement = LocalAgreement()  # it refers to this object, and to a connection
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
@@ -192,14 +195,19 @@ class PreemptionResponse:
                 self._propose(SAVE, deadline)
         else:
             self._propose(LEAVE, deadline)
+        self._savepoint_saver.expect(deadline, self._clock() + plan.train_seconds)
 
     def on_deadline(self, deadline: RoundDeadline) -> None:
         """Respond to a notice that any rank has received."""
         at = self._clock() + deadline.at - self._agreement_clock()
-        cause = f"the exit after {deadline.cause}"
-        if self._set_deadline(Deadline(cause, at, self._clock), deadline.cause):
+        agreed = Deadline(f"the exit after {deadline.cause}", at, self._clock)
+        if self._set_deadline(agreed, deadline.cause):
             # the rank with the notice proposes it too, unless it dies
             self._leave_at(at - self._exit_seconds())
+            if self._settings is not None:  # those of the rank with the notice are the same
+                notice = Notice(deadline.cause, agreed.seconds_left)
+                plan = self._settings.plan(notice, self._exit_seconds())
+                self._savepoint_saver.expect(agreed, self._clock() + plan.train_seconds)
 
     def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
         """Leave without the other ranks if they could not agree on what a notice demands.
@@ -208,7 +216,8 @@ class PreemptionResponse:
         """
         is_demanded = not actions.isdisjoint((SAVE, LEAVE)) and self._deadline is not None
         if is_demanded and "ended" not in error.fields:
-            self._failure, self.is_urgent = error, True
+            self._failure = error
+            self._savepoint_saver.hasten()
 
     def on_error(self, report: str) -> None:
         """Raise the error of another rank here, or end the process if that is not possible."""
@@ -241,7 +250,7 @@ class PreemptionResponse:
                 deadline.purpose, deadline.at, deadline.clock, cleanup=min(2.0, left / 20)
             )
         events.emit("notice", source=cause, seconds=left)
-        margin = _exit_margin(left)
+        margin = exit_margin(left)
         self._timer.set("exit", deadline.at - margin, self._end_late)
         return True
 
@@ -262,7 +271,7 @@ class PreemptionResponse:
     def _exit_seconds(self) -> float:
         """Return the time that is needed for an agreement, a step, a save, and the exit."""
         step, save = self._durations.usual_seconds
-        return _POLL_SECONDS + 2 * step + 1.25 * save + _SLACK
+        return _POLL_SECONDS + 2 * step + 1.25 * save + SLACK
 
     # -- the end of the process ------------------------------------------------------------------
 
@@ -271,7 +280,7 @@ class PreemptionResponse:
         source = "a notice" if self._deadline is None else self._deadline.purpose
         message = (
             f"this process ends now, before it is killed, for {source}. Its last step is"
-            f" {self._steps.step}, and the newest version is that of step {self._saves.saved_step}."
+            f" {self._steps.step}, and the newest version is that of step {self._saved_step}."
             " The stacks of its threads:"
         )
         self._end_now(self._code(), message)
@@ -282,10 +291,15 @@ class PreemptionResponse:
         end_process(code, message)
 
     def _code(self) -> int:
-        return SAVED if self._saves.saved_step == self._steps.step else UNSAVED
+        is_saved = self._savepoint_saver.saved_step is not None
+        return SAVED if is_saved or self._saves.saved_step == self._steps.step else UNSAVED
+
+    @property
+    def _saved_step(self) -> int:
+        return max(self._saves.saved_step, self._savepoint_saver.saved_step or 0)
 
     def _status(self, code: int, why: str) -> Status:
-        step, saved_step = self._steps.step, self._saves.saved_step
+        step, saved_step = self._steps.step, self._saved_step
         return Status(code, self._rank, step, saved_step, self._saves.url, why)
 
     # -- the training thread ---------------------------------------------------------------------
@@ -296,15 +310,29 @@ class PreemptionResponse:
         The other arguments are those of ``save_fn``. Raises ``Preempted``, unless ``exit_fn``
         returns.
         """
-        if LEAVE in agreed:
-            self._leave(True, *args, **kwargs)
-        elif self.is_urgent:
-            self._leave(False)
+        if LEAVE in agreed or self.is_urgent:
+            self._leave(LEAVE in agreed, *args, **kwargs)
 
     def postpone_exit(self) -> None:
         """Leave later, because ``watch_scope`` forbids it now, but as long as a save still fits."""
         if self._deadline is not None:
             self._leave_at(self._deadline.at - self._exit_seconds())
+
+    def leave_after(self, error: BaseException) -> Preempted | None:
+        """Return the exception with which to leave after ``error`` has ended the training, or None.
+
+        After a notice, an error may be the consequence of a rank that has ended. Then the live
+        ranks save their savepoints, and leave.
+        """
+        deadline = self._deadline
+        is_lost = isinstance(error, RankFailed) or is_from_torch(error)
+        if deadline is not None and self._group.size > 1 and is_lost:
+            try:
+                if self._savepoint_saver.wait(save_deadline(deadline)) is not None:
+                    self._exit(SAVED, deadline, error)
+            except Preempted as left:
+                return left
+        return None
 
     def leave_on_failure(self, save: Callable[[], object]) -> None:
         """Call ``save``. After a notice, leave without the other ranks if one of them fails."""
@@ -323,9 +351,12 @@ class PreemptionResponse:
         problem: BaseException | None = self._failure
         code = None
         try:
-            limit = _save_deadline(deadline)
+            limit = save_deadline(deadline)
+            if together and not self._savepoint_saver.claim():
+                together = False
             if not together:
-                self._saves.wait(limit)
+                if self._savepoint_saver.wait(limit) is None:
+                    self._saves.wait(limit)
             elif settings.save_fn is not None:
                 settings.save_fn(*args, **kwargs)
                 code = SAVED
@@ -336,7 +367,7 @@ class PreemptionResponse:
         self._exit(self._code() if code is None else code, deadline, problem)
 
     def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:
-        settings, step, saved_step = self._settings, self._steps.step, self._saves.saved_step
+        settings, step, saved_step = self._settings, self._steps.step, self._saved_step
         cause = deadline.purpose.removeprefix("the exit after ")
         events.emit(
             "preempted",
@@ -349,52 +380,21 @@ class PreemptionResponse:
             error=problem,
         )
         with self._lock:
-            self.has_left, self.is_urgent, self._deadline = True, False, None
+            self.has_left, self._failure, self._deadline = True, None, None
+        self._savepoint_saver.close()
         if not self._saves.busy:
             self._timer.clear()
         if settings is not None and settings.exit_fn is not None:
             settings.exit_fn()
             return
-        why = _describe(code, step, saved_step, cause, problem)
+        why = describe_exit(code, step, saved_step, cause, problem)
         if self._rank == 0:
-            with suppress(OSError, ValueError):  # stderr is closed
-                sys.stderr.write(f"holdfast: {why}\n")
-                sys.stderr.flush()
+            write_error(why)
         code = leave_code(self._status(code, why))
         raise Preempted(code, step, saved_step, why)
-
-
-def _leave_done(status: Status) -> None:
-    """Leave the status of a training that ended in spite of a notice, unless an exception ends the
-    process."""
-    if not hasattr(sys, "last_value"):
-        leave_code(status)
 
 
 def _detect_platform() -> Sequence[NoticeSource]:
     sources = detect()
     events.emit("platform_detected", sources=[s.name for s in sources])
     return sources
-
-
-def _exit_margin(left: float) -> float:
-    """Return the seconds before the deadline at which a process ends that has not left."""
-    return min(2.0, left / 20)
-
-
-def _save_deadline(deadline: Deadline) -> Deadline:
-    """Return the deadline of the last save: its cleanups and its waits for late ranks still fit."""
-    reserved = _exit_margin(deadline.seconds_left) + 3 * deadline.cleanup_seconds
-    seconds = max(deadline.seconds_left - reserved, deadline.seconds_left / 2, 0.1)
-    return Deadline.after(seconds, deadline.purpose, deadline.clock, deadline.cleanup)
-
-
-def _describe(
-    code: int, step: int, saved_step: int, cause: str, problem: BaseException | None
-) -> str:
-    if code == SAVED:
-        return f"stopped after step {step}, which is saved, because of {cause}"
-    text = (
-        f"stopped after step {step} because of {cause}; the newest version is of step {saved_step}"
-    )
-    return text if problem is None else f"{text}. {problem}"

@@ -36,6 +36,13 @@ class WriterLock:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._id: str | None = None
+        self._observed_id: str | None = None
+
+    def observe(self) -> None:
+        """Remember the owner, which is another rank of this training: ``check`` then raises if
+        another training takes the lock over. Raises ``StoreError`` and ``FormatTooNew``."""
+        owner = find_writer(self._store)
+        self._observed_id = None if owner is None else owner.attempt
 
     def acquire(self, store: Store | None = None) -> None:
         """Acquire the lock. ``store``: as for ``check``.
@@ -93,12 +100,15 @@ class WriterLock:
         ``store``: the run's store, or a view of it whose calls end by a deadline.
         After ``release``, the check always passes, so that a save in flight can complete.
         """
-        if self._id is None:
+        expected = self._id or self._observed_id
+        if expected is None:
             return
         owner = find_writer(store)
+        if owner is None and self._id is None:
+            return  # its owner has ended
         if owner is None:  # removed by hand, or damaged: no other training holds the lock
             self.acquire(store)
-        elif owner.attempt != self._id:
+        elif owner.attempt != expected:
             raise self._lock_error(owner, "Another training has taken this run over")
 
     def release(self) -> None:

@@ -28,6 +28,7 @@ _LEVELS = {
     "request_unseen": logging.WARNING,
     "read_alone": logging.WARNING,
     "not_agreed": logging.WARNING,
+    "savepoint_failed": logging.WARNING,
     "ranks_awaited": logging.WARNING,
     "save_failed": logging.ERROR,
 }

@@ -30,6 +30,7 @@ _STYLES = {
     "request_unseen": "yellow",
     "read_alone": "yellow",
     "not_agreed": "yellow",
+    "savepoint_failed": "yellow",
     "ranks_awaited": "yellow",
     "notice": "yellow",
     "notice_source_failed": "yellow",

@@ -171,6 +171,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f"could not watch {text_field(fields, 'source')} for notices: {error}"
         ),
         "not_agreed": f"could not agree on {', '.join(_list_field(fields, 'wanted'))}: {error}",
+        "savepoint_failed": f"could not capture or save the last step for a notice: {error}",
         "read_alone": (
             f"read {text_field(fields, 'url')} without shared memory:"
             f" {text_field(fields, 'reason')}"

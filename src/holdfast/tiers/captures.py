@@ -20,6 +20,7 @@ from holdfast.engine.saving.save import begin_save, finish_in_background, finish
 from holdfast.engine.saving.staging import shard_bytes
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.state.flatten import flatten
 from holdfast.errors import AlreadyExists, Denied, HoldfastError, NoSpace
 from holdfast.format.names import MANIFEST, Version, index_name, parse_version, shard_name
 from holdfast.run.policy import PolicyInput
@@ -87,7 +88,7 @@ class Captures:
         group, tier = self._group, self._tier
         if self.is_open or tier is None:
             return
-        nbytes = shard_bytes(state, group)
+        nbytes = shard_bytes(flatten(state, group.rank), group)
         with closing(group.collective("the start of the memory tier")) as collective, collective:
             first = read_or_create_run_id(run_store) if collective.rank == 0 else None
             run_id = collective.broadcast(first, str)

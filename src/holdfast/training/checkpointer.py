@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
@@ -19,6 +19,7 @@ from holdfast.format.names import Version
 from holdfast.preemption.guarded_calls import GuardedCalls
 from holdfast.preemption.policy import DEFAULT, Preemption
 from holdfast.preemption.response import PreemptionResponse
+from holdfast.preemption.savepoints.step_savepoint import SavepointLabel
 from holdfast.run.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.request_watcher import RequestWatcher
@@ -27,6 +28,7 @@ from holdfast.storage.throttle import store_statistics
 from holdfast.tiers.captures import Captures
 from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.training.arguments import (
+    STRUCTURE,
     acquire_lock,
     acquire_run,
     check_arguments,
@@ -37,7 +39,7 @@ from holdfast.training.arguments import (
 )
 from holdfast.training.cadence import Cadence
 from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
-from holdfast.training.ending import Ending
+from holdfast.training.ending import Ending, make_savepoint
 from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle, exclusive
 from holdfast.training.resume import left_state_invalid, resume_run
@@ -132,28 +134,28 @@ class Checkpointer:
             preemption=preemption,
         )
         self.run, self.state = Run(run), state
-        self._on_error = on_error
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run.url, self._group)
         self._step_counter = StepCounter(state)
         check_can_fire(save, self._step_counter.knows_epochs)
         check_not_version(self.run)
-        self._goodput = Goodput()
+        self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
         options = full_every if incremental else 1, overlap, save_timeout
         self._saver = Saver(self.run, self._group, keep, self._goodput, checks, *options)
+        self._raise_or_warn = partial(raise_or_warn, on_error=on_error, saver=self._saver)
         self._acquire_lock = partial(acquire_lock, self.run, self._saver.writer_lock, spread)
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
-        self._branch = 0
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
-        self._watcher, self._lifecycle = RequestWatcher(self.run.store), Lifecycle()
+        self._watcher = RequestWatcher(self.run.store)
+        self._savepoint = make_savepoint(state, save, preemption, self._goodput)
         common = self._saver, self._cadence, self._lifecycle, self._step_counter
-        self._ending = Ending(save, on_error, self._group, *common, self._start_last_save)
+        self._ending = Ending(save, on_error, *common, self._start_save, self._savepoint)
         self._captures = Captures(tiers[0] if tiers else None, self._group)
-        observed = self._step_counter, self._goodput, self._saver, self._ending
-        self._preemption = PreemptionResponse(preemption, self._group.rank, observed)
+        observed = self._step_counter, self._goodput, self._saver, self._ending, self._savepoint
+        self._preemption = PreemptionResponse(preemption, self._group, observed)
         self._calls = GuardedCalls(self._preemption, self._goodput)
 
     def __repr__(self) -> str:
@@ -189,8 +191,7 @@ class Checkpointer:
         ``at`` selects the version of that step instead. ``branch`` selects the lineage of that
         branch. Training may continue from a version other than the newest one, because newer ones
         are damaged or because ``at`` or ``branch`` selects it. In that case, a branch is durably
-        started before this method returns. A ``SkippedVersion`` warning reports each damaged
-        version.
+        started before this method returns. A ``SkippedVersion`` warning names each damaged version.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@latest"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
@@ -207,7 +208,7 @@ class Checkpointer:
         self._saver.wait_on_all_ranks()
         leniency = Leniency(missing, unexpected, False, rename or {})
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
-        self._ending.discard()
+        self._savepoint.discard()
         try:
             target = self.state, self._group
             point = resume_run(self.run, *target, at, branch, self._acquire_lock, self._captures)
@@ -286,8 +287,12 @@ class Checkpointer:
         """Return what the ranks have agreed on for the state after the last step."""
         agreed, step = self._calls.step(self._agreement), self.current_step
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
-        self._ending.mark(self._early_stop, self._metrics)
+        self._savepoint.mark(self._make_label, self._preemption.is_pending, self._calls.is_running)
         return agreed
+
+    def _make_label(self) -> SavepointLabel:
+        version, stop = Version(self.current_step, self._branch), self._early_stop.to_metadata()
+        return SavepointLabel(version, self._note, self._metrics, stop)
 
     def _save_if_due(self, agreed: frozenset[str]) -> None:
         requested, busy = self._watcher.pending_request is not None, self._saver.busy
@@ -296,27 +301,24 @@ class Checkpointer:
             self._saver.reservation.start()
         elif not self._cadence.skip_if_busy(lambda: self._saver.busy, self.run.url, self._goodput):
             self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step))
-            self._raise_or_warn(lambda: self._start_save(reason, self._metrics))
+            self._raise_or_warn(lambda: self._start_save(reason))
         if self._captures.is_due(self.current_step, self._step_counter.epochs):
-            spec = self._make_spec("capture", self._metrics)
-            metadata = self._saver.make_metadata(spec)
-            self._raise_or_warn(lambda: self._captures.capture(self.state, spec.version, metadata))
+            spec = self._make_spec("capture")
+            capture = self.state, spec.version, self._saver.make_metadata(spec)
+            self._raise_or_warn(lambda: self._captures.capture(*capture))
 
-    def _make_spec(self, reason: str, metrics: Mapping[str, Any]) -> SaveSpec:
-        version, stop = Version(self.current_step, self._branch), self._early_stop.to_metadata()
-        return SaveSpec(version, reason, metrics, self._note, stop)
+    def _make_spec(self, reason: str, metrics: Mapping[str, Any] | None = None) -> SaveSpec:
+        version, note, last_metrics, stop = self._make_label()
+        return SaveSpec(version, reason, last_metrics if metrics is None else metrics, note, stop)
 
     def _start_save(
-        self, reason: str, metrics: Mapping[str, Any], deadline: Deadline | None = None
+        self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
     ) -> None:
         self._cadence.restart()  # if the save fails at once, do not try again at every step
         reason = reason if self._watcher.pending_request is None else "request"
         done = self._watcher.accept_with_callback()
-        spec = replace(self._make_spec(reason, metrics), on_finished=done, deadline=deadline)
+        spec = replace(self._make_spec(reason, metrics), on_finished=done, deadline=limit)
         self._saver.start(self.state, spec)
-
-    def _start_last_save(self, deadline: Deadline) -> None:
-        self._start_save("preemption", self._metrics, deadline)
 
     @exclusive
     def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
@@ -380,7 +382,7 @@ class Checkpointer:
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
-            unsaved = self._ending.finish(error, lambda: self._start_save("end", self._metrics))
+            unsaved = self._ending.finish(error, lambda: self._start_save("end"))
         finally:
             self._release()
         if unsaved:
@@ -402,7 +404,7 @@ class Checkpointer:
             self._watcher.close()
 
     def __enter__(self) -> Self:
-        self._ending.enter(self.state)
+        self._ending.enter()
         self._preemption.watch()
         return self
 
@@ -410,11 +412,10 @@ class Checkpointer:
         if error is None:
             self._close(None)
         else:
-            training = self._agreement, self._branch, self._note, self._release
-            self._ending.finish_after(error, *training)
-
-    def _raise_or_warn(self, call: Callable[[], object]) -> None:
-        raise_or_warn(call, self._on_error, self._saver)
+            left = self._preemption.leave_after(error)
+            self._ending.finish_after(left or error, self._agreement, self._release)
+            if left is not None:
+                raise left from error
 
     def _ensure_started(self) -> None:
         """Check the run and acquire the writer lock, at the first step or save: a run with other
@@ -423,12 +424,11 @@ class Checkpointer:
         if self._lifecycle.is_started:
             return
         self._ending.check_entered()
-        is_resumed, lock = self._lifecycle.is_resumed, self._acquire_lock
-        acquire_run(self.run, self._group, lock, self._rank_arguments, is_resumed=is_resumed)
+        is_resumed, parts = self._lifecycle.is_resumed, (self._acquire_lock, self._rank_arguments)
+        is_uniform = acquire_run(self.run, self._group, *parts, is_resumed=is_resumed)
         self._captures.open(self.run.store, self.state)
         self._agreement = make_agreement(self._group, "training", self._preemption)
-        self._preemption.watch()
-        self._preemption.agree_through(self._agreement)
+        self._preemption.agree_through(self._agreement, is_uniform)
         if self._group.rank == 0:
             self._watcher.start()
         self._lifecycle.is_started = True
@@ -436,5 +436,5 @@ class Checkpointer:
 
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state, self._group.rank)
-        self._saver.reservation.measure(self.state, self._group)
-        return {**self._arguments, "current_step": str(self.current_step)}
+        structure = self._saver.reservation.measure(self.state, self._group)
+        return {**self._arguments, "current_step": str(self.current_step), STRUCTURE: structure}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any, Literal
 from weakref import finalize
@@ -12,18 +12,18 @@ from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.error_report import Arrival, format_with_notes
-from holdfast.engine.distributed.group import Group
-from holdfast.engine.state.savepoint import Savepoint
+from holdfast.engine.distributed.group import Group, all_reduce
 from holdfast.errors import CommitError, HoldfastError, Preempted, RankFailed, StoreError
-from holdfast.format.names import Version
+from holdfast.preemption.policy import Preemption
+from holdfast.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
 from holdfast.run.policy import Never, SavePolicy
 from holdfast.run.retention import undeleted_error
 from holdfast.threads import no_op
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
-from holdfast.training.early_stop import EarlyStop
+from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle, exclusive, is_process_ending
-from holdfast.training.saver import Saver, SaveSpec
+from holdfast.training.saver import Saver, SaveSpec, version_of
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.warn import (
     attach_secondary_errors,
@@ -53,22 +53,23 @@ class Ending:
         self,
         policy: SavePolicy,
         on_error: Literal["raise", "warn"],
-        group: Group,
         saver: Saver,
         cadence: Cadence,
         lifecycle: Lifecycle,
         step_counter: StepCounter,
-        start_last_save: Callable[[Deadline], object],
+        start_save: Callable[[str, None, Deadline], object],
+        savepoint: StepSavepoint,
     ) -> None:
         self._policy = policy
         self._on_error = on_error
-        self._group = group
+        self._group = saver.group
         self._saver = saver
         self._cadence = cadence
         self._lifecycle = lifecycle
         self._step_counter = step_counter
-        self._start_last_save = start_last_save
-        self._exception_save: ExceptionSave | None = None
+        self._start_save: Callable[..., object] = start_save
+        self._savepoint = savepoint
+        self._is_entered = False
 
     # -- after a notice -------------------------------------------------------------------------
 
@@ -81,30 +82,19 @@ class Ending:
             self._saver.wait_on_all_ranks(deadline)
         is_saved = self._saver.saved_step == self._step_counter.step
         if not is_saved and not isinstance(self._policy, Never):
-            self._start_last_save(deadline)
+            self._start_save("preemption", None, deadline)
             self._saver.wait_on_all_ranks(deadline)
 
     # -- during the training -------------------------------------------------------------------
 
-    def enter(self, state: dict[str, Any]) -> None:
-        """Prepare the save after an exception, at the beginning of the ``with`` block."""
-        if self._policy.on_exception and self._exception_save is None:
-            self._exception_save = ExceptionSave(state, self._group)
+    def enter(self) -> None:
+        """Allow saves after an exception, because a ``with`` block begins."""
+        self._is_entered = True
 
     def check_entered(self) -> None:
         """Raise ``HoldfastError`` if ``OnException`` is used outside a ``with`` block."""
-        if self._policy.on_exception and self._exception_save is None:
+        if self._policy.on_exception and not self._is_entered:
             raise not_entered_error()
-
-    def mark(self, early_stop: EarlyStop, metrics: Mapping[str, Any]) -> None:
-        """Capture the state after a step, for a save after an exception."""
-        if self._exception_save is not None:
-            self._exception_save.mark(self._step_counter.step, early_stop.to_metadata(), metrics)
-
-    def discard(self) -> None:
-        """Discard the captured state, because a different state is about to be loaded."""
-        if self._exception_save is not None:
-            self._exception_save.discard()
 
     def warn_if_collected(self, checkpointer: object) -> None:
         """Warn of unsaved steps if ``checkpointer`` is discarded, or the process ends, without
@@ -158,8 +148,6 @@ class Ending:
         self,
         error: BaseException,
         agreement: Agreement | LocalAgreement,
-        branch: int,
-        note: Mapping[str, Any],
         release: Callable[[], object],
     ) -> None:
         """End the training after ``error`` has ended the ``with`` block.
@@ -174,22 +162,16 @@ class Ending:
         if not isinstance(error, SystemExit) or error.code:
             first = agreement.publish_error(error)
         try:
-            self._finish_after(error, branch, note, release)
+            self._finish_after(error, release)
         finally:
             if first is not None:
                 raise first from error
 
-    def _finish_after(
-        self,
-        error: BaseException,
-        branch: int,
-        note: Mapping[str, Any],
-        release: Callable[[], object],
-    ) -> None:
+    def _finish_after(self, error: BaseException, release: Callable[[], object]) -> None:
         problems: list[str] = []
         could_save = self._lifecycle.can_save
         try:
-            self._exit(error, branch, note, problems, release)
+            self._exit(error, problems, release)
         except Exception as e:
             tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
             if isinstance(error, SystemExit) and not error.code and not tolerated:
@@ -204,25 +186,22 @@ class Ending:
     def _exit(
         self,
         error: BaseException,
-        branch: int,
-        note: Mapping[str, Any],
         problems: list[str],
         release: Callable[[], object],
     ) -> None:
         try:
             if self._lifecycle.can_save:
-                self._save_after(error, branch, note, problems)
+                self._save_after(error, problems)
         finally:
             try:
                 self._wait()
             finally:
                 release()
 
-    def _save_after(
-        self, error: BaseException, branch: int, note: Mapping[str, Any], problems: list[str]
-    ) -> None:
-        if self._exception_save is not None and self._exception_save.is_available:
-            self._exception_save.save(self._saver, error, branch, note, problems)
+    def _save_after(self, error: BaseException, problems: list[str]) -> None:
+        label = self._savepoint.label
+        if self._policy.on_exception and label is not None:
+            ExceptionSave(self._savepoint, self._group, self._saver).save(label, error, problems)
         elif self._policy.at_end:
             report_exception(self._group, error)
 
@@ -237,9 +216,8 @@ class Ending:
                 warn_unsaved_steps(url, step, saved_step, reason)
 
     def close(self) -> None:
-        self._start_last_save = no_op  # it refers to the Checkpointer, which refers to this object
-        if self._exception_save is not None:
-            self._exception_save.close()
+        self._start_save = no_op  # it refers to the Checkpointer, which refers to this object
+        self._savepoint.close()
 
 
 def _warn_collected(
@@ -291,50 +269,30 @@ def report_exception(group: Group, error: BaseException) -> None:
         collective.close()
 
 
+def make_savepoint(
+    state: dict[str, Any], policy: SavePolicy, preemption: Preemption | None, goodput: Goodput
+) -> StepSavepoint:
+    """Return the savepoint for saves after an exception or a notice, as far as there are any."""
+    saves = preemption is not None and preemption.save_fn is None and not isinstance(policy, Never)
+    return StepSavepoint(state, policy.on_exception, saves, goodput.median_step_seconds)
+
+
 class ExceptionSave:
-    """Keeps the state after the last step, in order to save it if the next step raises."""
+    """Saves the state after the last step, because the next step has raised."""
 
-    def __init__(self, state: dict[str, Any], group: Group) -> None:
-        self._savepoint = Savepoint(state)
+    def __init__(self, savepoint: StepSavepoint, group: Group, saver: Saver) -> None:
+        self._savepoint = savepoint
         self._group = group
-        self._marked: tuple[int, dict[str, Any], Mapping[str, Any]] | None = None
+        self._saver = saver
 
-    def mark(
-        self, step: int, training_metadata: dict[str, Any], metrics: Mapping[str, Any]
-    ) -> None:
-        """Capture the state, which is the state after ``step``."""
-        self._marked = None
-        self._savepoint.capture()
-        self._marked = step, training_metadata, metrics
-
-    def discard(self) -> None:
-        """Discard the captured state, because a different state is about to be loaded."""
-        self._savepoint.invalidate()
-        self._marked = None
-
-    @property
-    def is_available(self) -> bool:
-        """True if the state after a step has been captured."""
-        return self._marked is not None
-
-    def save(
-        self,
-        saver: Saver,
-        error: BaseException,
-        branch: int,
-        note: Mapping[str, Any],
-        problems: list[str],
-    ) -> None:
+    def save(self, label: SavepointLabel, error: BaseException, problems: list[str]) -> None:
         """Save the state before the step that raised.
 
         Whatever prevents the save is appended to ``problems``. If another rank raised a different
         error first, that error is most likely the cause. It is then reported in ``problems``, or
         as a note on ``error`` and in the note of the version.
         """
-        if self._marked is None:
-            return
-        step, training_metadata, metrics = self._marked
-        cause = describe_cause(error)
+        step, cause = label.version.step, describe_cause(error)
         first = Arrival(self._group.rank, "", cause)
         try:
             collective = self._group.collective("the save after an exception", JOIN_TIMEOUT, cause)
@@ -351,12 +309,52 @@ class ExceptionSave:
             if first_error := _first_error_text(first, cause):
                 error.add_note(first_error.strip())
                 cause = f"{first.cause} (rank {first.rank})"
-            note = {**note, "error": cause}
-            spec = SaveSpec(Version(step, branch), "exception", metrics, note, training_metadata)
-            saver.save_after_exception(self._savepoint, spec, problems)
+            self._save(label._replace(note={**label.note, "error": cause}), problems)
 
-    def close(self) -> None:
-        self._savepoint.close()
+    def _save(self, label: SavepointLabel, problems: list[str]) -> None:
+        """Save the captured state, if all ranks still have it.
+
+        Whatever prevents the save is appended to ``problems``. Raises the error of the save if it
+        fails.
+        """
+        saver, earlier_error = self._saver, None
+        try:
+            saver.wait()
+        except Exception as e:  # noqa: BLE001  (this save may succeed although that one failed)
+            earlier_error = e
+        state, own_reason = None, _ALREADY_SAVED
+        if saver.newest is None or version_of(saver.newest) != label.version:
+            state = self._savepoint.flatten(self._group.rank)
+            own_reason = str(self._savepoint.invalid_reason) if state is None else ""
+        operation = "the state before an exception"
+        reason = all_reduce(self._group, operation, lambda: own_reason, str, _first_reason, str)
+        if reason and reason != _ALREADY_SAVED:
+            problems.append(f"the state after step {label.version.step} was not saved: {reason}")
+            if earlier_error is not None:
+                raise earlier_error
+        elif earlier_error is not None:
+            problems.append(f"an earlier save failed: {format_with_notes(earlier_error)}")
+        if state is not None and not reason:
+            metrics, metadata = label.metrics, label.training_metadata
+            saver.start(state, SaveSpec(label.version, "exception", metrics, label.note, metadata))
+            saver.wait()
+
+
+_ALREADY_SAVED = "saved"
+"""The reason for not saving after an exception that the version exists already."""
+
+
+def _first_reason(reasons: list[str]) -> str:
+    """Return why the state before an exception is not saved, or an empty string.
+
+    ``reasons`` holds the reason of each rank. The reason is that rank 0 has already saved the
+    state, or that the first rank without the state has lost it.
+    """
+    without_state = [rank for rank, why in enumerate(reasons) if why not in ("", _ALREADY_SAVED)]
+    if reasons[0] == _ALREADY_SAVED or not without_state:
+        return reasons[0]
+    rank = without_state[0]
+    return reasons[rank] + (f" (on rank {rank})" if len(reasons) > 1 else "")
 
 
 def _compare_steps(collective: Collective, step: int, problem: str) -> None:

@@ -23,6 +23,11 @@ class Durations:
         ordered = sorted(self._recent)
         return ordered[len(ordered) * 95 // 100] if ordered else None
 
+    def median(self) -> float | None:
+        """Return the duration that half of them do not exceed, or None if there is none."""
+        ordered = sorted(self._recent)
+        return ordered[len(ordered) // 2] if ordered else None
+
     def start_from(self, seconds: Any) -> None:
         """Start with the p95 of an earlier process, if that is what ``seconds`` is."""
         if not self._recent and _seconds(seconds, -1.0) >= 0:
@@ -80,6 +85,15 @@ class Goodput:
         """Count a call of ``PreemptionGuard.run`` that took ``seconds``."""
         self.run_calls += 1
         self.call_durations.add(seconds)
+
+    @property
+    def step_began_at(self) -> float:
+        """The time on the clock of this object at which the step in progress began."""
+        return self._last_clock
+
+    def median_step_seconds(self) -> float:
+        """Return the usual time of a step in seconds, or 0.0."""
+        return self.step_durations.median() or 0.0
 
     def resume_from(self, training_metadata: Mapping[str, Any]) -> None:
         """Continue from what the resumed version stores."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,23 +13,21 @@ from typing import Any
 from holdfast import events
 from holdfast.buffers import BufferPool
 from holdfast.deadline import Deadline
-from holdfast.engine.distributed.error_report import format_with_notes
-from holdfast.engine.distributed.group import Group, all_reduce, broadcast_from_first
+from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
 from holdfast.engine.saving.staging import BufferReservation
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.state.flatten import FlatState
-from holdfast.engine.state.savepoint import Savepoint
 from holdfast.engine.state.step_hooks import StepPreHook
 from holdfast.engine.state.walk import optimizers_in
-from holdfast.errors import AlreadyExists, HoldfastError
+from holdfast.errors import AlreadyExists, CommitError, FormatError, HoldfastError, StoreError
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version, parse_version, random_id
-from holdfast.generators import Isolation
+from holdfast.preemption.savepoints.step_savepoint import SavepointLabel
 from holdfast.run.metrics import to_numbers
 from holdfast.run.policy import KeepPolicy
 from holdfast.run.retention import TrainingRetention, undeleted_error
@@ -39,9 +38,6 @@ from holdfast.training.version_checks import VersionChecks, emit_structure_chang
 
 METRIC_CHECK_AFTER = 3
 """The number of saves after which a metric that no version has causes a warning."""
-
-ALREADY_SAVED = "saved"
-"""The reason for not saving after an exception that the version exists already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +86,7 @@ class Saver:
         """The step of the last save that did not fail, even if it is still in flight."""
 
         self.retention = TrainingRetention(run.catalog, keep)
-        self._group = group
+        self.group = group
         self._goodput = goodput
         self.writer_lock = WriterLock(run.store)
         self._full_every = full_every
@@ -105,6 +101,7 @@ class Saver:
         self._waited_seconds = 0.0
         self._blocked_seconds = [0.0]
         self._closing = False
+        self._is_saving_savepoint = False
         self._pid = os.getpid()
         self._post_commit_error: Exception | None = None
         self.checks = checks
@@ -117,7 +114,7 @@ class Saver:
     @property
     def saved_step(self) -> int:
         """The step of ``newest``, or 0 if there is none."""
-        return 0 if self.newest is None else _version_of(self.newest).step
+        return 0 if self.newest is None else version_of(self.newest).step
 
     def wait_before_save(self, step: int) -> None:
         """Wait for the save in flight, because the save of ``step`` is due.
@@ -160,7 +157,7 @@ class Saver:
                 self.make_metadata(spec),
                 self._pool,
                 stage_now=True,
-                group=self._group,
+                group=self.group,
                 base=self._choose_base(),
                 overlap=overlap,
             )
@@ -197,7 +194,7 @@ class Saver:
         """Open the committed version on all ranks, or raise on all ranks."""
         snapshots: list[Snapshot] = []
         broadcast_from_first(
-            self._group,
+            self.group,
             f"the opening of {version}",
             lambda: True,
             bool,
@@ -217,35 +214,48 @@ class Saver:
             training={**self._session, **spec.training_metadata, **self._goodput.to_metadata()},
         )
 
-    def save_after_exception(
-        self, savepoint: Savepoint, spec: SaveSpec, problems: list[str]
+    def save_savepoint(
+        self,
+        flat: FlatState,
+        label: SavepointLabel,
+        deadline: Deadline,
+        group: Group,
+        end_staging: Callable[[], str | None],
     ) -> None:
-        """Save the state of ``savepoint`` after an error has ended the training.
+        """Save the state of a savepoint in the calling thread, with the ranks of ``group``.
 
-        The state is saved only if all ranks still have it. Whatever prevents the save is appended
-        to ``problems``. Raises the error of the save if it fails.
+        ``end_staging`` is called when the state is copied. It returns why the copy is not valid, or
+        None. A save of the same version may be in flight: the first one to commit counts.
         """
-        earlier_error = None
+        version, note, metrics, training_metadata = label
+        location = self.run.location(version).limit("save", None, deadline)
+        spec = SaveSpec(version, "preemption", metrics, note, training_metadata)
+        metadata = self.make_metadata(spec)
+        self._is_saving_savepoint = True
         try:
-            self.wait()
-        except Exception as e:  # noqa: BLE001  (this save may succeed although that one failed)
-            earlier_error = e
-        state, own_reason = None, ALREADY_SAVED
-        if self.newest is None or _version_of(self.newest) != spec.version:
-            with Isolation("call"):
-                state = savepoint.flatten_captured(self._group.rank)
-            own_reason = str(savepoint.invalid_reason) if state is None else ""
-        operation = "the state before an exception"
-        reason = all_reduce(self._group, operation, lambda: own_reason, str, _first_reason, str)
-        if reason and reason != ALREADY_SAVED:
-            problems.append(f"the state after step {spec.version.step} was not saved: {reason}")
-            if earlier_error is not None:
-                raise earlier_error
-        elif earlier_error is not None:
-            problems.append(f"an earlier save failed: {format_with_notes(earlier_error)}")
-        if state is not None and not reason:
-            self.start(state, spec)
-            self.wait()
+            job = begin_save(location, flat, metadata, self._pool, group=group, stage_now=True)
+            if reason := end_staging():
+                job.staging_error = CommitError(f"{version} was not saved: {reason}")
+            snapshot = finish_save(job, lambda receipts: self.writer_lock.check(location.store))
+            self._emit_saved(job, 0.0, time.perf_counter() - job.started_at)
+        except HoldfastError as e:
+            events.emit("save_failed", run=self.run.url, step=version.step, error=e)
+            try:
+                snapshot = open_location(location.for_cleanup())
+            except (FormatError, StoreError):
+                raise e from None
+            snapshot.location = location.without_limit()
+        finally:
+            self._is_saving_savepoint = False
+        self.newest, self.begun_step = snapshot, version.step
+        self._goodput.counts["saves"] += 1
+        self._goodput.mark_committed(metadata.training["trained_seconds"])
+
+    def prepare_savepoint(self) -> None:
+        """Prepare for a save without rank 0, which holds the writer lock: remember the owner."""
+        if self.group.rank:
+            with suppress(HoldfastError):
+                self.writer_lock.observe()
 
     def _wait_staged(self) -> None:
         staging = self._deferred_staging
@@ -262,7 +272,7 @@ class Saver:
         With several ranks, the decision of rank 0 counts.
         """
         base = None if self._full_every == 1 else self.newest
-        if base is None or self._full_every is None or self._group.rank:
+        if base is None or self._full_every is None or self.group.rank:
             return base
         # of every full_every versions, the first is full and the others are its chain
         return base if base.chain + 1 < self._full_every else None
@@ -299,19 +309,23 @@ class Saver:
             self._post_commit_error = e
         seconds = time.perf_counter() - began
         self._goodput.seconds["background"] += seconds
+        self._emit_saved(job, blocked_seconds[0], seconds)
+        return snapshot
+
+    def _emit_saved(self, job: SaveJob, blocked: float, seconds: float) -> None:
+        metadata, result = job.metadata, job.result
         events.emit(
             "saved",
             run=self.run.url,
-            version=str(spec.version),
-            step=spec.version.step,
-            reason=spec.reason,
+            version=job.location.folder.rpartition("/")[2],
+            step=metadata.step,
+            reason=metadata.reason,
             bytes=result.nbytes,
             referred=result.referred_bytes,
-            blocked=blocked_seconds[0],
+            blocked=blocked,
             seconds=seconds,
-            metrics=dict(job.metadata.metrics),
+            metrics=dict(metadata.metrics),
         )
-        return snapshot
 
     def _check_before_commit(self, job: SaveJob, receipts: Sequence[Receipt]) -> None:
         self.writer_lock.check(job.location.store)
@@ -327,7 +341,7 @@ class Saver:
         """Wait as ``wait`` does. If one rank raises, all do: none of them goes on to a collective
         operation that the others never reach."""
         wait, operation = partial(self.wait, deadline), f"the end of a save to {self.run.url}"
-        broadcast_from_first(self._group, operation, lambda: True, bool, wait, deadline)
+        broadcast_from_first(self.group, operation, lambda: True, bool, wait, deadline)
         return self.newest
 
     def wait(self, deadline: Deadline | None = None) -> Snapshot | None:
@@ -353,7 +367,7 @@ class Saver:
                 self.run.add_metrics(snapshot, metrics)
             return True
 
-        broadcast_from_first(self._group, f"adding metrics to {snapshot.url}", add, bool)
+        broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)
 
     def resume_from(self, snapshot: Snapshot | None) -> None:
         """Continue from a version, which becomes ``newest``."""
@@ -373,25 +387,12 @@ class Saver:
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
-        if not self.busy:
+        if not (self.busy or self._is_saving_savepoint):
             self._pool.close()
         self.reservation.join()
 
 
-def _first_reason(reasons: list[str]) -> str:
-    """Return why the state before an exception is not saved, or an empty string.
-
-    ``reasons`` holds the reason of each rank. The reason is that rank 0 has already saved the
-    state, or that the first rank without the state has lost it.
-    """
-    without_state = [rank for rank, why in enumerate(reasons) if why not in ("", ALREADY_SAVED)]
-    if reasons[0] == ALREADY_SAVED or not without_state:
-        return reasons[0]
-    rank = without_state[0]
-    return reasons[rank] + (f" (on rank {rank})" if len(reasons) > 1 else "")
-
-
-def _version_of(snapshot: Snapshot) -> Version:
+def version_of(snapshot: Snapshot) -> Version:
     """Return the version of a snapshot, from the name of its folder if possible.
 
     This avoids a read of the manifest, which another rank may have written.

@@ -42,6 +42,7 @@ class LocalGroup:
     rank = 0
     size = 1
     cache: dict[str, Any] = field(default_factory=dict)
+    ranks: Sequence[int] = (0,)
 
     def collective(
         self,
@@ -56,13 +57,15 @@ class LocalGroup:
 class StoreGroup:
     """A group of several ranks, which communicate over a key-value store.
 
-    ``cache``: the data that a save keeps for the next save.
+    ``cache``: the data that a save keeps for the next save. ``ranks``: if some ranks of the job
+    save without the others, the ranks under which the job knows them.
     """
 
-    def __init__(self, kv: KVClient, size: int) -> None:
+    def __init__(self, kv: KVClient, size: int, ranks: Sequence[int] | None = None) -> None:
         self.kv = kv
         self.rank = kv.rank
         self.size = size
+        self.ranks = range(size) if ranks is None else ranks
         self.cache: dict[str, Any] = {}
         self._sequence_numbers = count(1)
         self._missed_last = False

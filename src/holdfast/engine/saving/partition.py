@@ -126,12 +126,12 @@ def partition_state(
     differ, or boxes overlap or leave gaps.
     """
     if collective.size == 1:
-        return _partition_locally(flat)
+        return _partition_locally(flat, group.ranks[0])
     masks: dict[bytes, Any] = group.cache.setdefault("masks", {})
     leaves = [part for leaf in flat.leaves for part in _split_leaf(leaf)]
     local = _LocalRank(flat, leaves, workers)
     summaries = collective.gather(local.make_summary(list(masks)), RankSummary)
-    coordinator = None if summaries is None else _Coordinator(summaries, local, group.cache)
+    coordinator = None if summaries is None else _Coordinator(summaries, local, group)
     request = collective.broadcast(
         None if coordinator is None else coordinator.make_request(), DetailRequest
     )
@@ -157,7 +157,7 @@ def partition_state(
     )
 
 
-def _partition_locally(flat: FlatState) -> Partition:
+def _partition_locally(flat: FlatState, rank: int) -> Partition:
     """Return the partition of one process, which writes all of its boxes. They must cover every
     leaf; raises ``PlanError``."""
     leaves, tree = flat.leaves, flat.tree
@@ -165,8 +165,8 @@ def _partition_locally(flat: FlatState) -> Partition:
     is_partial = any(leaf.box.sizes != leaf.shape for leaf in leaves)
     plan = make_global_plan([make_local_plan(leaf_boxes)]) if is_partial else None
     if flat.per_rank or flat.from_first:
-        per_rank = {key: {0: node} for key, node in flat.per_rank.items()}
-        tree = merge([(tree, (0,))], RankNodes(per_rank, flat.from_first))
+        per_rank = {key: {rank: node} for key, node in flat.per_rank.items()}
+        tree = merge([(tree, (rank,))], RankNodes(per_rank, flat.from_first))
     return Partition(random_id(), [leaf.source for leaf in leaves], leaf_boxes, tree, plan)
 
 
@@ -238,9 +238,8 @@ class _LocalRank:
 class _Coordinator:
     """Rank 0's part: it makes every decision."""
 
-    def __init__(
-        self, summaries: Sequence[RankSummary], local: _LocalRank, cache: dict[str, Any]
-    ) -> None:
+    def __init__(self, summaries: Sequence[RankSummary], local: _LocalRank, group: Group) -> None:
+        cache, self._ranks = group.cache, group.ranks
         self._summaries = summaries
         self._cached_plans: dict[bytes, GlobalPlan] = cache.setdefault("plans", {})
         self._plan_id = xxh3_128_digest(b"".join(s.structure for s in summaries))
@@ -304,7 +303,7 @@ class _Coordinator:
         """Return the tree of the snapshot. Raises ``PlanError``."""
         summaries, from_first = self._summaries, {}
         per_rank: dict[str, dict[int, Any]] = {}
-        for rank, summary in enumerate(summaries):
+        for rank, summary in zip(self._ranks, summaries, strict=True):
             if summary.per_rank_nodes != b"{}":
                 for key, node in _PER_RANK_NODES.decode(summary.per_rank_nodes).items():
                     per_rank.setdefault(key, {})[rank] = node

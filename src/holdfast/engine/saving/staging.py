@@ -11,10 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Thread
 from typing import Any
 
+import msgspec
+
 from holdfast.buffers import Buffer, BufferPool
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.saving.image import Image, Piece, release_buffers
-from holdfast.engine.state.flatten import flatten
+from holdfast.engine.state.flatten import FlatState, flatten
+from holdfast.format.digest import digest
 from holdfast.storage.store import MappedUpload
 from holdfast.threads import Workers, start_thread
 
@@ -62,12 +65,12 @@ def stage_pieces(
         raise
 
 
-def shard_bytes(state: Any, group: Group) -> int:
-    """Return how many bytes this rank writes of ``state``. Leaves that all ranks have in full are
-    divided among the ranks. Raises the errors of ``flatten`` if the state cannot be saved."""
+def shard_bytes(flat: FlatState, group: Group) -> int:
+    """Return how many bytes this rank writes of a state. Leaves that all ranks have in full are
+    divided among the ranks."""
     return sum(
         int(leaf.source.nbytes) // (group.size if leaf.box.sizes == leaf.shape else 1)
-        for leaf in flatten(state, group.rank).leaves
+        for leaf in flat.leaves
     )
 
 
@@ -82,10 +85,15 @@ class BufferReservation:
         self._nbytes = 0
         self._thread: Thread | None = None
 
-    def measure(self, state: Any, group: Group) -> None:
-        """Determine how much buffer memory this rank needs for ``state``. Raises the errors of
-        ``flatten`` if the state cannot be saved."""
-        self._nbytes = 2 * self._pool.buffer_size + shard_bytes(state, group)
+    def measure(self, state: Any, group: Group) -> str:
+        """Determine how much buffer memory this rank needs for ``state``.
+
+        Returns the digest of its tree, which shows whether other ranks have the same leaves. Raises
+        the errors of ``flatten`` if the state cannot be saved.
+        """
+        flat = flatten(state, group.rank)
+        self._nbytes = 2 * self._pool.buffer_size + shard_bytes(flat, group)
+        return digest(msgspec.msgpack.encode(flat.tree))
 
     def start(self) -> None:
         """Allocate the buffers, once. Call it at the first step that does not save: a save

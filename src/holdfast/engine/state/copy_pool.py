@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from holdfast import lazy_torch
 from holdfast.engine.state.sharding import is_distributed_tensor
+from holdfast.engine.state.walk import to_local
 
 AllocationKey = tuple[Any, Any, Any]
 """Shape, dtype, and device. A copy can reuse the memory of another copy with the same key."""
 
 
+class TooManyBytes(Exception):
+    """The copies of a capture would take more memory than they may."""
+
+
 class CopyPool:
-    """The copies of one capture, which reuse memory of the copies of the capture before it."""
+    """The copies of one capture, which reuse memory of the copies of the capture before it.
+
+    ``max_bytes``: the bytes that all copies may take. Methods raise ``TooManyBytes`` before they
+    take more.
+    """
 
     def __init__(self) -> None:
+        self.max_bytes = inf
+        self._reused_bytes = self._cloned_bytes = 0
         self._in_use: dict[tuple[Any, AllocationKey], Any] = {}
         self._free: dict[AllocationKey, list[Any]] = {}
         self._copies_by_address: dict[int, Any] = {}
@@ -31,6 +43,7 @@ class CopyPool:
             self._free[allocation_key].append(tensor)
         self._in_use, self._copies_by_address = {}, {}
         self._copied_addresses = set()
+        self._cloned_bytes = 0
 
     def add_copies(self, addresses: Sequence[int], copies: Sequence[Any]) -> bool:
         """Add copies that the caller makes of contiguous tensors at these addresses.
@@ -54,6 +67,8 @@ class CopyPool:
         """
         torch = lazy_torch.torch_or_none()
         if is_distributed_tensor(t):
+            self._cloned_bytes += int(to_local(t).nbytes)
+            self._check()
             return t.detach().clone()
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
             return t  # flatten rejects it and names it
@@ -67,7 +82,9 @@ class CopyPool:
         memory_key = ((t.data_ptr(), t.stride(), t.is_conj(), t.is_neg()), allocation_key)
         if memory_key not in self._in_use:
             target = self._allocate(
-                allocation_key, lambda: torch.empty(t.shape, dtype=t.dtype, device=t.device)
+                allocation_key,
+                t.numel() * t.element_size(),
+                lambda: torch.empty(t.shape, dtype=t.dtype, device=t.device),
             )
             self._in_use[memory_key] = target.copy_(t)
             self._copied_addresses.add(t.data_ptr())
@@ -78,14 +95,21 @@ class CopyPool:
         if a.dtype.isbuiltin != 1 or a.dtype.metadata or a.dtype.hasobject:
             return a.copy()
         allocation_key = (a.shape, a.dtype, "array")
-        target = self._allocate(allocation_key, lambda: np.empty(a.shape, a.dtype))
+        target = self._allocate(allocation_key, a.nbytes, lambda: np.empty(a.shape, a.dtype))
         np.copyto(target, a)
         self._in_use[len(self._in_use), allocation_key] = target
         return target
 
-    def _allocate(self, key: AllocationKey, allocate: Callable[[], Any]) -> Any:
-        free = self._free.get(key)
-        return free.pop() if free else allocate()
+    def _allocate(self, key: AllocationKey, nbytes: int, allocate: Callable[[], Any]) -> Any:
+        if free := self._free.get(key):
+            return free.pop()
+        self._reused_bytes += nbytes
+        self._check()
+        return allocate()
+
+    def _check(self) -> None:
+        if self._reused_bytes + self._cloned_bytes > self.max_bytes:
+            raise TooManyBytes
 
 
 def is_plain(t: Any) -> bool:

@@ -1,13 +1,15 @@
 """A few sampled bytes of many tensors, to detect changes that PyTorch does not count.
 
 PyTorch counts the in-place changes of a tensor (its version counter), but not the changes that are
-made through ``p.data`` or by fused optimizers.
+made through ``p.data`` or by fused optimizers. A ``ModuleStructure`` detects other changes: those
+of which tensors and submodules there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,3 +96,38 @@ def _sample_on_device(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sample = t.detach().as_strided((size,), (1,), offset)
         samples_by_device.setdefault(t.device, []).append(sample.view(torch.uint8))
     return [torch.cat(samples) for samples in samples_by_device.values()]
+
+
+class ModuleStructure:
+    """Changes with the submodules, parameters, hooks, and the number of buffers of modules."""
+
+    def __init__(self, roots: list[torch.nn.Module]) -> None:
+        members: list[Any] = []
+        counts: list[int] = []
+        pending: list[Any] = list(roots)
+        while pending:
+            sub = pending.pop()
+            if sub is not None:
+                members.append(sub)
+                attributes = sub.__dict__  # faster than each attribute of the module
+                if hooks := attributes["_state_dict_hooks"]:
+                    counts.append(len(hooks))
+                if hooks := attributes["_state_dict_pre_hooks"]:
+                    counts.append(-len(hooks))
+                if buffers := attributes["_buffers"]:
+                    counts.append(len(buffers))
+                if parameters := attributes["_parameters"]:
+                    members += parameters.values()
+                if submodules := attributes["_modules"]:
+                    counts.append(len(submodules))
+                    pending += submodules.values()
+                counts.append(0)
+        self.members, self.counts = members, counts
+
+    def is_equal(self, other: ModuleStructure) -> bool:
+        return self.counts == other.counts and are_same(self.members, other.members)
+
+
+def are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return True if two sequences contain the same objects."""
+    return len(objects) == len(others) and all(map(is_, objects, others))

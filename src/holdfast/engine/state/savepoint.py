@@ -1,9 +1,9 @@
-"""The state at the last step boundary, for a save after an exception in the middle of a step.
+"""The state at the last step boundary, for a save in the middle of the next step.
 
-When a forward or backward pass raises an exception, parameters and slots still have the values of
-the preceding step boundary, but buffers, counters, and random generators have changed. A
-``Savepoint`` copies the latter at each boundary and combines both on request. It does not copy
-stable parameters and slots (see ``step_hooks``), and it flattens the state only after an exception.
+During a forward or backward pass, parameters and slots still have the values of the preceding step
+boundary, but buffers, counters, and random generators have changed. A ``Savepoint`` copies the
+latter at each boundary and combines both on request. It does not copy stable parameters and slots
+(see ``step_hooks``), and it flattens the state only on request.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from operator import attrgetter, is_
+from math import inf
+from operator import attrgetter
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +21,7 @@ import numpy as np
 from holdfast import lazy_torch
 from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.copy_pool import CopyPool
-from holdfast.engine.state.fingerprint import Fingerprint
+from holdfast.engine.state.fingerprint import Fingerprint, ModuleStructure, are_same
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.engine.state.member_copies import (
     MemberCopies,
@@ -41,6 +43,7 @@ from holdfast.engine.state.walk import (
     to_local,
 )
 from holdfast.generators import DeferredIsolation
+from holdfast.threads import Latch
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +54,9 @@ _STEP_BEGAN = "the optimizer had begun the next step"
 _PARAMETER_CHANGED = "a parameter was changed outside of an optimizer step"
 _STRUCTURE_CHANGED = "the structure of the state changed"
 _LOAD_BEGAN = "a load into the state had begun"
+_TOO_EXPENSIVE = "copies of the state take too long compared to a step"
 
+_SAMPLED_BUFFERS = 16
 
 _OWN_PACKAGES = frozenset({"holdfast", "torch"})
 """The packages whose classes draw no random numbers in ``state_dict()``."""
@@ -68,6 +73,9 @@ class Savepoint:
     complete, and after a load. ``capture`` copies everything except the stable parameters and slots
     of the optimizers in the state. Each copy stays on the device of its original. Each capture
     reuses the memory of the copies of the capture before it.
+
+    Another thread may ``hold`` the savepoint to save it. Until ``release``, the training thread
+    waits before an optimizer steps, before the next capture, and before a load.
 
     PyTorch's version counters detect changes of parameters and slots outside of an optimizer step.
     A ``Fingerprint`` detects changes that do not increment those counters (``p.data``, NumPy, a
@@ -87,15 +95,22 @@ class Savepoint:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._modules: list[torch.nn.Module] = []
         self._owned_tensors: list[torch.Tensor] = []
+        self._sampled_buffers: list[torch.Tensor] = []
         self._stable_tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._version_counters: list[int] = []
         self._fingerprint = Fingerprint(())
-        self._signature = _Signature([])
+        self._signature = ModuleStructure([])
         self._stable_storages: frozenset[int] = frozenset()
         self._mutable_members: dict[int, tuple[PrefixedModules, MemberCopies] | None] = {}
         self._stable_optimizer_ids: set[int] = set()
         self._isolation = DeferredIsolation()
+        self._lock = RLock()
+        self._hold: Latch | None = None
+        self.label: Any = None
+        """What the last ``capture`` got as its ``label``."""
+
+        self._begun_steps = 0
 
     @property
     def invalid_reason(self) -> str | None:
@@ -110,12 +125,14 @@ class Savepoint:
         )
         return _PARAMETER_CHANGED if changed else None
 
-    def capture(self) -> None:
+    def capture(self, label: Any = None, max_bytes: float = inf) -> None:
         """Create the savepoint: copy the values that may change before the next optimizer step.
 
-        What code of the user draws in the meantime is undone.
+        What code of the user draws in the meantime is undone. Raises ``TooManyBytes``.
         """
-        self._invalid_reason, self._captured = _INTERRUPTED, None
+        self._invalidate(_INTERRUPTED)
+        self._copies.max_bytes = max_bytes
+        self.label, self._captured = label, None
         with DeferredIsolation() as self._isolation:
             if not self._is_structure_unchanged():
                 self._isolation.begin()
@@ -130,7 +147,57 @@ class Savepoint:
 
     def invalidate(self) -> None:
         """Discard the savepoint, because a load is about to overwrite the live state."""
-        self._invalid_reason, self._captured = _LOAD_BEGAN, None
+        self._invalidate(_LOAD_BEGAN)
+        self._captured = None
+
+    def free(self) -> None:
+        """Discard the savepoint and its copies, because they are too expensive."""
+        self._invalidate(_TOO_EXPENSIVE)
+        self._captured, self._copies = None, CopyPool()
+
+    def hold(self) -> bool:
+        """Keep the savepoint until ``release``. Return False if it is not available.
+
+        While it is held, no optimizer begins a step, but other code may change parameters: ask for
+        ``invalid_reason`` again after the copy.
+        """
+        with self._lock:
+            if self._invalid_reason is not None:
+                return False
+            self._hold = self._hold or Latch()
+        if self.invalid_reason is None:
+            return True
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Let the training continue that waits because of ``hold``."""
+        with self._lock:
+            hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.set()
+
+    def _invalidate(self, reason: str) -> None:
+        """Record why the savepoint is not available, once nothing holds it."""
+        while True:
+            with self._lock:
+                hold = self._hold
+                if hold is None:
+                    self._invalid_reason = reason
+                    return
+            hold.wait()
+
+    def witness(self) -> tuple[int, list[int], bytes]:
+        """Return what most likely changes when the next step begins: the steps that optimizers have
+        begun, versions of buffers (those of BatchNorm count), and the generator of PyTorch."""
+        torch = lazy_torch.torch_or_none()
+        generator = b"" if torch is None else torch.get_rng_state().numpy().tobytes()
+        return self._begun_steps, _read_version_counters(self._sampled_buffers), generator
+
+    @property
+    def has_optimizers(self) -> bool:
+        """True if the last scan found optimizers, whose steps it observes."""
+        return bool(self._optimizers)
 
     def flatten_captured(self, rank: int = 0) -> FlatState | None:
         """Return the state of the last ``capture``, flattened as ``rank``, or None if it is not
@@ -153,22 +220,24 @@ class Savepoint:
 
     def close(self) -> None:
         """Remove the hooks from the optimizers and release all copies."""
+        self.release()
         self._step_hook.remove()
-        self._optimizers = []
+        self._optimizers, self._sampled_buffers = [], []
         self._invalid_reason = self._invalid_reason or _NO_SAVEPOINT
         self._captured, self._copies, self._fingerprint = None, CopyPool(), Fingerprint(())
 
     def _on_step_begin(self) -> None:
-        self._invalid_reason = self._invalid_reason or _STEP_BEGAN
+        self._begun_steps += 1
+        self._invalidate(self._invalid_reason or _STEP_BEGAN)
 
     def _is_structure_unchanged(self) -> bool:
         """Return True if optimizers, modules, parameters, and slots are those of the last scan."""
         return (
             optimizers_in(self._state) == self._optimizers
             and modules_in(self._state) == self._modules
-            and _are_same(parameters_and_slots(self._optimizers), self._owned_tensors)
+            and are_same(parameters_and_slots(self._optimizers), self._owned_tensors)
             and _read_addresses(self._stable_tensors) == self._addresses
-            and _Signature(self._modules).is_equal(self._signature)
+            and ModuleStructure(self._modules).is_equal(self._signature)
         )
 
     def _scan_state(self) -> None:
@@ -178,13 +247,15 @@ class Savepoint:
         self._optimizers = optimizers_in(self._state)
         self._step_hook = StepPreHook(self._optimizers, self._on_step_begin)
         self._modules = modules_in(self._state)
+        buffers = [b for module in self._modules for b in module.buffers() if not b.is_inference()]
+        self._sampled_buffers = buffers[:: max(1, len(buffers) // _SAMPLED_BUFFERS)]
         self._owned_tensors = parameters_and_slots(self._optimizers)
         self._stable_storages = find_stable_storages(self._owned_tensors, self._modules)
         self._stable_tensors = [
             to_local(t) for t in self._owned_tensors if storage_address(t) in self._stable_storages
         ]
         self._fingerprint = Fingerprint(self._stable_tensors)
-        self._signature = _Signature(self._modules)
+        self._signature = ModuleStructure(self._modules)
         addresses = _read_addresses(self._stable_tensors)
         self._mutable_members = {
             id(m): find_mutable_members(m, self._stable_storages, frozenset(addresses))
@@ -312,41 +383,6 @@ def _merge_live_state(captured: Any, names: dict[int, str]) -> Any:
         return value.merge_live_state(names) if isinstance(value, _CapturedOptimizer) else value
 
     return map_containers(captured, merge, {})
-
-
-class _Signature:
-    """Changes with the submodules, parameters, hooks, and the number of buffers of modules."""
-
-    def __init__(self, roots: list[torch.nn.Module]) -> None:
-        members: list[Any] = []
-        counts: list[int] = []
-        pending: list[Any] = list(roots)
-        while pending:
-            sub = pending.pop()
-            if sub is not None:
-                members.append(sub)
-                attributes = sub.__dict__  # faster than each attribute of the module
-                if hooks := attributes["_state_dict_hooks"]:
-                    counts.append(len(hooks))
-                if hooks := attributes["_state_dict_pre_hooks"]:
-                    counts.append(-len(hooks))
-                if buffers := attributes["_buffers"]:
-                    counts.append(len(buffers))
-                if parameters := attributes["_parameters"]:
-                    members += parameters.values()
-                if submodules := attributes["_modules"]:
-                    counts.append(len(submodules))
-                    pending += submodules.values()
-                counts.append(0)
-        self.members, self.counts = members, counts
-
-    def is_equal(self, other: _Signature) -> bool:
-        return self.counts == other.counts and _are_same(self.members, other.members)
-
-
-def _are_same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return True if two sequences contain the same objects."""
-    return len(objects) == len(others) and all(map(is_, objects, others))
 
 
 def _read_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:

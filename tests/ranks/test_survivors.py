@@ -1,0 +1,146 @@
+"""After a notice, the live ranks save the last step although another rank is dead or stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.run.run import Run
+from tests.ranks.survivors import SIZE, Scenario, kill, logs, start, wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
+
+
+def complete(folder: Path, last_step: int = 12) -> list[dict[str, Any]]:
+    """Train to the end without a fault, and return what each rank found."""
+    _store, processes = start(folder, Scenario(last_step))
+    try:
+        assert wait_for(processes, 60) == [0] * SIZE, logs(folder)
+    finally:
+        kill(processes)
+    return results(folder)
+
+
+def stopped_at(folder: Path, step: int) -> list[bytes]:
+    """Return the weights of a training that nothing disturbed, except that it was restarted after a
+    step: DDP sums the gradients of its first step in another order."""
+    complete(folder, step)
+    return [r["weights"] for r in complete(folder)]
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+def test_the_live_ranks_save_the_last_step_and_leave_in_time(
+    tmp_path: Path, fault: int, victim: int
+) -> None:
+    scenario = Scenario(victim=victim, fault=fault, noticed=2)
+    if fault == signal.SIGKILL:  # the others must know of the notice before the connection is lost
+        scenario = Scenario(victim=victim, fault=fault, noticed=2, slow_step=3.0)
+    _store, processes = start(tmp_path, scenario)
+    live = [p for rank, p in enumerate(processes) if rank != victim]
+    try:
+        began = time.monotonic()
+        assert wait_for(live, 60) == [75, 75], logs(tmp_path)
+        assert time.monotonic() - began < 40
+    finally:
+        kill(processes)
+    newest = Run(str(tmp_path / "run")).latest()
+    assert newest is not None
+    assert newest.step == 7, logs(tmp_path)
+    assert newest.metadata["reason"] == "preemption"
+    assert newest.metadata["note"]["missing_ranks"] == [victim]
+    resumed = complete(tmp_path)
+    assert [r["resumed"] for r in resumed] == [7] * SIZE
+    assert [r["weights"] for r in resumed] == stopped_at(tmp_path / "undisturbed", 7)
+    assert [r["mine"] for r in resumed] == [{"rank": r, "steps": 12} for r in range(SIZE)]
+
+
+@pytest.mark.parametrize("noticed", [1, 2])
+def test_a_rank_that_stops_after_the_agreement_is_left_out(tmp_path: Path, noticed: int) -> None:
+    """The ranks have agreed on a step, which they cannot reach."""
+    scenario = Scenario(
+        victim=1,
+        fault=signal.SIGSTOP,
+        fault_after=2.5,
+        noticed=noticed,
+        slow_step=4.0,
+        seconds=12.0,
+    )
+    _store, processes = start(tmp_path, scenario)
+    try:
+        assert wait_for([processes[0], processes[2]], 60) == [75, 75], logs(tmp_path)
+    finally:
+        kill(processes)
+    newest = Run(str(tmp_path / "run")).latest()
+    assert newest is not None
+    assert (newest.step, newest.metadata["note"]) == (7, {"missing_ranks": [1]})
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_nothing_is_committed_if_the_dead_rank_has_a_part_of_the_state(
+    tmp_path: Path, is_sharded: bool
+) -> None:
+    scenario = Scenario(
+        victim=1,
+        fault=signal.SIGSTOP,
+        noticed=2,
+        is_sharded=is_sharded,
+        is_pipeline=not is_sharded,
+    )
+    _store, processes = start(tmp_path, scenario)
+    try:
+        assert wait_for([processes[0], processes[2]], 60) == [76, 76], logs(tmp_path)
+    finally:
+        kill(processes)
+    assert [s.step for s in Run(str(tmp_path / "run")).snapshots()] == [5]
+
+
+@pytest.mark.parametrize("after", [3.0, 6.5])
+def test_a_stopped_rank_that_continues_damages_nothing(tmp_path: Path, after: float) -> None:
+    scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2)
+    _store, processes = start(tmp_path, scenario)
+    try:
+        end = time.monotonic() + 30
+        while not (tmp_path / "run" / "version_5" / "manifest.json").exists():
+            assert time.monotonic() < end, logs(tmp_path)
+            time.sleep(0.01)
+        time.sleep(1.0 + after)
+        os.kill(processes[1].pid, signal.SIGCONT)
+        codes = wait_for(processes, 60)
+        assert codes[0] == codes[2] == 75, (codes, logs(tmp_path))
+        assert codes[1] in (75, 76, 1), (codes, logs(tmp_path))
+    finally:
+        kill(processes)
+    newest = Run(str(tmp_path / "run")).latest()
+    assert newest is not None
+    assert newest.step is not None
+    assert newest.step >= 7
+    assert newest.verify()
+    resumed = complete(tmp_path)
+    undisturbed = stopped_at(tmp_path / "undisturbed", newest.step)
+    assert [r["weights"] for r in resumed] == undisturbed
+
+
+def test_ranks_in_a_step_longer_than_the_grace_period_save_the_step_before(tmp_path: Path) -> None:
+    """All ranks are alive."""
+    _store, processes = start(tmp_path, Scenario(noticed=1, slow_step=30.0, seconds=8.0))
+    try:
+        assert wait_for(processes, 60) == [75] * SIZE, logs(tmp_path)
+    finally:
+        kill(processes)
+    newest = Run(str(tmp_path / "run")).latest()
+    assert newest is not None
+    assert newest.step == 7
+    assert "missing_ranks" not in newest.metadata["note"]
+    assert holdfast.load(newest.url)["mine"]["2"]["steps"] == 7

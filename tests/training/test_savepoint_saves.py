@@ -1,0 +1,378 @@
+"""After a notice, a thread saves the state after the last step if the training does not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.deadline import Deadline
+from holdfast.errors import Preempted
+from holdfast.preemption import response
+from holdfast.preemption.notice import Notice
+from holdfast.preemption.policy import Preemption
+from holdfast.preemption.savepoints import step_savepoint
+from holdfast.run.policy import EverySteps, Never, OnException, SavePolicy
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.training.checkpointer import Checkpointer
+from tests.engine.unreliable_stores import HookedStore
+
+Ends = list[tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """Record the ends of the process instead of ending pytest."""
+    ends: Ends = []
+    monkeypatch.setattr(step_savepoint, "SHARE", 1e9)  # the steps of these tests are short
+    monkeypatch.setattr(response, "end_process", lambda code, why: ends.append((code, why)))
+    return ends
+
+
+class TorchTraining:
+    """A training of a small model with BatchNorm, and an average of its weights."""
+
+    def __init__(self, store: Any, save: SavePolicy | None = None, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.state: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "progress": holdfast.Progress(),
+            "rng": holdfast.RNG(),
+        }
+        save = EverySteps(10**9) if save is None else save
+        preemption = Preemption(**{"notices": [], **settings})
+        self.ckpt = Checkpointer(store, self.state, save=save, preemption=preemption)
+
+    def forward_and_backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 8)).square().sum().backward()
+
+    def step(self) -> None:
+        self.forward_and_backward()
+        self.optimizer.step()
+        self.ckpt.step()
+
+    def notice(self, seconds: float) -> None:
+        self.ckpt._preemption.on_notice(Notice("a test", seconds))
+
+    def copy(self) -> dict[str, Any]:
+        return {k: v.clone() for k, v in self.model.state_dict().items()}
+
+    def saved_step(self) -> int | None:
+        return self.ckpt._preemption._savepoint_saver.saved_step
+
+    def await_save(self, seconds: float = 10.0) -> int:
+        end = time.monotonic() + seconds
+        while (step := self.saved_step()) is None:
+            assert time.monotonic() < end, "nothing was saved"
+            time.sleep(0.005)
+        return step
+
+
+def assert_holds(store: Any, step: int, expected: dict[str, Any]) -> None:
+    """The run has one version, with the parameters and buffers of ``expected``, bit for bit."""
+    (snapshot,) = Run(store).snapshots()
+    assert (snapshot.step, snapshot.metadata["reason"]) == (step, "preemption")
+    for key, value in expected.items():
+        assert torch.equal(snapshot[f"model/{key}"].read(), value), key
+
+
+def test_a_step_longer_than_the_grace_period_leaves_the_state_before_it(ends: Ends) -> None:
+    """The forward pass changes buffers, the training then leaves at the end of the step."""
+    store = MemoryStore()
+    training = TorchTraining(store)
+    with pytest.raises(Preempted) as left, training.ckpt:
+        for _ in range(3):
+            training.step()
+        expected = training.copy()
+        training.forward_and_backward()
+        training.notice(5.0)
+        assert training.await_save() == 3
+        training.optimizer.step()
+        training.ckpt.step()
+    assert (left.value.code, left.value.step, left.value.saved_step) == (75, 4, 3)
+    assert_holds(store, 3, expected)
+    assert ends == []
+
+
+def test_a_training_that_never_comes_back_is_ended_with_75(ends: Ends) -> None:
+    store = MemoryStore()
+    training = TorchTraining(store)
+    with training.ckpt:
+        training.step()
+        expected = training.copy()
+        training.notice(5.0)
+        end = time.monotonic() + 8
+        while not ends:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    assert ends[0][0] == 75
+    assert_holds(store, 1, expected)
+
+
+def test_an_evaluation_that_takes_minutes_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state was too expensive to be captured after the step. The evaluation captures it."""
+    monkeypatch.setattr(step_savepoint, "SHARE", 1e-9)
+    monkeypatch.setattr(step_savepoint, "_WITNESS_SECONDS", 0.0)
+    store = MemoryStore()
+    training = TorchTraining(store)
+    with pytest.raises(Preempted) as left, training.ckpt:
+        for _ in range(4):
+            training.step()
+        assert training.ckpt._savepoint.invalid_reason is not None
+        expected = training.copy()
+        with holdfast.isolated_rng():
+            torch.rand(1000)
+            training.notice(5.0)
+            assert training.await_save() == 4
+        training.step()
+    assert left.value.saved_step == 4
+    assert_holds(store, 4, expected)
+    fresh = TorchTraining(store)
+    with fresh.ckpt:
+        fresh.ckpt.resume()
+        assert torch.equal(torch.get_rng_state(), training_rng(4))
+
+
+def training_rng(steps: int) -> torch.Tensor:
+    """Return the state of the generator after a number of steps."""
+    training = TorchTraining(MemoryStore())
+    with training.ckpt:
+        for _ in range(steps):
+            training.step()
+        return torch.get_rng_state()
+
+
+@pytest.mark.parametrize("part", ["forward", "optimizer"])
+def test_a_block_in_the_middle_of_a_step_is_not_taken_for_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(step_savepoint, "SHARE", 1e-9)
+    monkeypatch.setattr(step_savepoint, "_WITNESS_SECONDS", 0.0)
+    training = TorchTraining(MemoryStore())
+    with training.ckpt:
+        for _ in range(4):
+            training.step()
+        if part == "forward":
+            training.forward_and_backward()
+        else:
+            training.optimizer.step()
+        with holdfast.isolated_rng():
+            assert training.ckpt._savepoint.invalid_reason is not None
+        training.ckpt.step()
+
+
+def test_swapped_weights_are_not_saved_until_the_next_step() -> None:
+    """An evaluation with an average of the weights changes the parameters outside of a step."""
+    store = MemoryStore()
+    training = TorchTraining(store)
+    with pytest.raises(Preempted) as left, training.ckpt:
+        for _ in range(3):
+            training.step()
+        weight = training.model[0].weight
+        with torch.no_grad():
+            weight.copy_(torch.zeros(8, 8))
+        training.notice(6.0)
+        time.sleep(4.0)
+        assert training.saved_step() is None
+        training.optimizer.step()
+        expected = training.copy()
+        training.ckpt.step()
+    assert (left.value.code, left.value.saved_step) == (75, 4)
+    assert_holds(store, 4, expected)
+
+
+POINTS = ["begin", "staging", "put", "commit", "put_if_absent index", "put_if_absent manifest"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_optimizer_that_begins_its_step_during_the_save_never_tears_it(
+    monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """It waits until the state is copied, and not for longer."""
+    reached, stepped = threading.Event(), threading.Event()
+
+    def at(name: str) -> None:
+        if name == point:
+            reached.set()
+            is_copied = name not in ("begin", "staging")
+            assert stepped.wait(2 if is_copied else 0.2) == is_copied
+
+    def before(method: str, key: str) -> None:
+        kind = "index" if "index" in key else "manifest" if "manifest" in key else ""
+        at(f"{method} {kind}".strip())
+
+    store = HookedStore(MemoryStore())
+    store.before = before
+    training = TorchTraining(store)
+    saver, savepoint = training.ckpt._saver, training.ckpt._savepoint
+    save, flatten = saver.save_savepoint, savepoint.flatten
+    monkeypatch.setattr(saver, "save_savepoint", lambda *a: (at("staging"), save(*a)))
+    monkeypatch.setattr(savepoint, "flatten", lambda rank: (at("begin"), flatten(rank))[1])
+    with pytest.raises(Preempted) as left, training.ckpt:
+        for _ in range(3):
+            training.step()
+        expected = training.copy()
+        training.forward_and_backward()
+        training.notice(5.0)
+        assert reached.wait(5)
+        training.optimizer.step()
+        stepped.set()
+        assert training.await_save() == 3
+        training.ckpt.step()
+    assert (left.value.code, left.value.step, left.value.saved_step) == (75, 4, 3)
+    assert_holds(store.inner, 3, expected)
+
+
+def test_a_change_of_parameters_during_the_copy_commits_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    training = TorchTraining(store)
+    savepoint = training.ckpt._savepoint
+    flatten = savepoint.flatten
+
+    def flatten_and_swap(rank: int) -> Any:
+        flat = flatten(rank)
+        with torch.no_grad():
+            training.model[0].weight.add_(1)
+        return flat
+
+    monkeypatch.setattr(savepoint, "flatten", flatten_and_swap)
+    with pytest.raises(Preempted) as left, training.ckpt:
+        training.step()
+        training.notice(5.0)
+        time.sleep(3.0)
+        assert training.saved_step() is None
+        assert Run(store).snapshots() == []
+        training.step()
+    assert (left.value.code, left.value.saved_step) == (75, 2)
+
+
+def test_a_training_that_comes_back_first_saves_itself() -> None:
+    store = MemoryStore()
+    training = TorchTraining(store)
+    with pytest.raises(Preempted) as left, training.ckpt:
+        training.step()
+        training.notice(30.0)
+        training.step()
+    assert (left.value.code, left.value.saved_step) == (75, 2)
+    assert [s.step for s in Run(store).snapshots()] == [2]
+
+
+def test_a_step_that_is_known_to_be_too_long_is_not_awaited() -> None:
+    store = MemoryStore()
+    training = TorchTraining(store)
+    with training.ckpt:
+        training.step()
+        for _ in range(100):
+            training.ckpt._goodput.step_durations.add(60.0)
+        began = time.monotonic()
+        training.notice(30.0)
+        training.await_save(2.0)
+        assert time.monotonic() - began < 2
+        assert [s.step for s in Run(store).snapshots()] == [1]
+
+
+def test_the_savepoint_of_a_step_that_is_saved_is_not_saved_again(ends: Ends) -> None:
+    store = MemoryStore()
+    training = TorchTraining(store, EverySteps(3))
+    with training.ckpt:
+        for _ in range(3):
+            training.step()
+        training.ckpt._saver._pending.wait()  # type: ignore[union-attr]
+        training.notice(5.0)
+        assert training.await_save() == 3
+    assert [s.metadata["reason"] for s in Run(store).snapshots()] == ["cadence"]
+
+
+@pytest.mark.parametrize("save", [Never(), None])
+def test_nothing_is_captured_if_nothing_would_be_saved(save: SavePolicy | None) -> None:
+    settings = {} if save is not None else {"save_fn": lambda: None}
+    training = TorchTraining(MemoryStore(), save, **settings)
+    with pytest.raises(Preempted), training.ckpt:
+        training.step()
+        assert training.ckpt._savepoint.label is None
+        training.notice(5.0)
+        training.step()
+        assert training.ckpt._savepoint.label is None
+
+
+def test_an_exception_after_a_notice_saves_as_before() -> None:
+    """One savepoint serves both kinds of saves."""
+    store = MemoryStore()
+    training = TorchTraining(store, OnException())
+    with pytest.raises(ZeroDivisionError), training.ckpt:
+        training.step()
+        expected = training.copy()
+        training.forward_and_backward()
+        raise ZeroDivisionError
+    (snapshot,) = Run(store).snapshots()
+    assert snapshot.metadata["reason"] == "exception"
+    assert all(torch.equal(snapshot[f"model/{k}"].read(), v) for k, v in expected.items())
+
+
+def test_a_state_that_cannot_be_captured_does_not_end_the_training() -> None:
+    class Failing:
+        def state_dict(self) -> dict[str, Any]:
+            if armed:
+                raise OSError("no state")
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    armed: list[int] = []
+    events: list[str] = []
+    training = TorchTraining(MemoryStore())
+    training.state["failing"] = Failing()
+    with holdfast.attach(lambda name, fields: events.append(name)), training.ckpt:
+        training.step()
+        armed.append(1)
+        for _ in range(3):
+            training.step()
+        armed.clear()
+    assert events.count("savepoint_failed") == 1
+
+
+def test_expensive_captures_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state with a large average of the weights: two captures measure that, and free the copy."""
+    monkeypatch.setattr(step_savepoint, "SHARE", 0.01)
+    monkeypatch.setattr(step_savepoint, "_MEASURED_SHARE", 0.001)
+    training = TorchTraining(MemoryStore())
+    training.state["average"] = torch.zeros(2_000_000)
+    captures: list[int] = []
+    savepoint = training.ckpt._savepoint._savepoint
+    capture = savepoint.capture
+    monkeypatch.setattr(savepoint, "capture", lambda *a: (captures.append(1), capture(*a)))
+    with training.ckpt:
+        for _ in range(30):
+            training.step()
+        assert len(captures) <= 3
+        training.ckpt._preemption._set_deadline(_far_deadline(), "a test")
+        training.step()
+        assert training.ckpt._savepoint.invalid_reason is None
+
+
+def test_a_capture_that_needs_much_memory_is_made_only_after_a_notice() -> None:
+    training = TorchTraining(MemoryStore())
+    training.state["average"] = torch.zeros(step_savepoint.MAX_BYTES // 4 + 1)
+    with training.ckpt:
+        for _ in range(3):
+            training.step()
+        assert training.ckpt._savepoint.invalid_reason is not None
+        assert training.ckpt._savepoint._savepoint._copies._reused_bytes == 0
+        training.ckpt._preemption._set_deadline(_far_deadline(), "a test")
+        training.step()
+        assert training.ckpt._savepoint.invalid_reason is None
+
+
+def _far_deadline() -> Any:
+    return Deadline.after(1000, "a test")
