@@ -347,7 +347,8 @@ def test_expensive_captures_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_savepoint, "SHARE", 0.01)
     monkeypatch.setattr(step_savepoint, "_MEASURED_SHARE", 0.001)
     training = TorchTraining(MemoryStore())
-    training.state["average"] = torch.zeros(2_000_000)
+    training.state["average"] = torch.zeros(2_000_000)  # a copy takes 1 ms or more
+    monkeypatch.setattr(training.ckpt._savepoint, "_step_seconds", lambda: 0.01)
     captures: list[int] = []
     savepoint = training.ckpt._savepoint._savepoint
     capture = savepoint.capture
