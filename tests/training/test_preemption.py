@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError, NoSpace, Preempted, Unavailable
+from holdfast.engine.distributed.rounds import RoundDeadline
+from holdfast.errors import HoldfastError, NoSpace, Preempted, RankFailed, Unavailable
 from holdfast.preemption import response
-from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints import step_savepoint
 from holdfast.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
@@ -360,6 +360,33 @@ def test_a_store_that_hangs_does_not_keep_the_training(
     released.set()
     with pytest.raises(Unavailable, match="The time is over for the exit after a test"):
         training.ckpt._saver._pending.wait()
+
+
+@pytest.mark.parametrize(
+    ("has_agreed", "error"), [(False, RankFailed), (True, RankFailed), (False, ValueError)]
+)
+def test_an_error_after_the_ranks_could_not_agree_is_that_the_others_have_left(
+    has_agreed: bool, error: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank leaves with 76. The collectives in which the others wait for it fail. Any other
+    error is the user's."""
+    store = MemoryStore()
+    training = Training(store)
+    with pytest.raises((Preempted, error)) as left, training.ckpt:
+        training.train(3)
+        answer = training.ckpt._preemption
+        answer.on_deadline(RoundDeadline(time.monotonic() + 60, "a test"))
+        if not has_agreed:
+            answer.on_failure(frozenset({response.LEAVE}), RankFailed("Rank 1 did not join"))
+        raise error("Connection closed by peer")
+    if has_agreed or error is ValueError:
+        assert type(left.value) is error
+    else:
+        assert isinstance(left.value, Preempted)
+        assert (left.value.code, left.value.step) == (76, 3)
+        assert "RankFailed: Connection closed by peer" in capsys.readouterr().err
+        assert no_threads()
+    assert Run(store).snapshots() == []
 
 
 @pytest.mark.slow

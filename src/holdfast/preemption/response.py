@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from threading import RLock
+from traceback import format_exception
 from typing import Any, Protocol
 
 from holdfast import events
@@ -30,8 +31,8 @@ from holdfast.preemption.exit_status import (
     write_error,
 )
 from holdfast.preemption.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
-from holdfast.preemption.notice import Notice, NoticeSource
-from holdfast.preemption.notices.platform import detect
+from holdfast.preemption.notice import Notice
+from holdfast.preemption.notices.platform import detect_and_report
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints import savepoint_saver
 from holdfast.preemption.savepoints.savepoint_saver import SLACK, Durations, SavepointSaver
@@ -127,7 +128,7 @@ class PreemptionResponse:
         """Start to watch the sources of notices. A second call does nothing."""
         if self._settings is None or self._watcher is not None:
             return
-        sources, find = self._settings.notices, _detect_platform
+        sources, find = self._settings.notices, detect_and_report
         if sources is not None:
             find = tuple
         else:
@@ -321,17 +322,21 @@ class PreemptionResponse:
     def leave_after(self, error: BaseException) -> Preempted | None:
         """Return the exception with which to leave after ``error`` has ended the training, or None.
 
-        After a notice, an error may be the consequence of a rank that has ended. Then the live
-        ranks save their savepoints, and leave.
+        After a notice, an error may be the consequence of a rank that has ended or left. Then the
+        live ranks save their savepoints if they can, and leave. The error is shown if they cannot.
         """
-        deadline = self._deadline
-        is_lost = isinstance(error, RankFailed) or is_from_torch(error)
-        if deadline is not None and self._group.size > 1 and is_lost:
-            try:
-                if self._savepoint_saver.wait(save_deadline(deadline)) is not None:
-                    self._exit(SAVED, deadline, error)
-            except Preempted as left:
-                return left
+        deadline, is_saved = self._deadline, False
+        if deadline is None or not (isinstance(error, RankFailed) or is_from_torch(error)):
+            return None
+        if self._group.size > 1:
+            is_saved = self._savepoint_saver.wait(save_deadline(deadline)) is not None
+        try:
+            if is_saved or self._failure is not None:
+                if not is_saved:
+                    write_error("".join(format_exception(error)))
+                self._exit(self._code(), deadline, error)
+        except Preempted as left:
+            return left
         return None
 
     def leave_on_failure(self, save: Callable[[], object]) -> None:
@@ -392,9 +397,3 @@ class PreemptionResponse:
             write_error(why)
         code = leave_code(self._status(code, why))
         raise Preempted(code, step, saved_step, why)
-
-
-def _detect_platform() -> Sequence[NoticeSource]:
-    sources = detect()
-    events.emit("platform_detected", sources=[s.name for s in sources])
-    return sources

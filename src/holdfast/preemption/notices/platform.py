@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from holdfast import events
 from holdfast.preemption.notice import NoticeSource
 from holdfast.preemption.notices.aws import AwsNotice
 from holdfast.preemption.notices.azure import AzureNotice
@@ -17,6 +18,13 @@ from holdfast.settings import platform_variables
 _AWS_IPV6 = "http://[fd00:ec2::254]"
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
 _MAX_BYTES = 4096
+
+
+def detect_and_report() -> Sequence[NoticeSource]:
+    """Return the sources of the platforms of this process, which an event reports."""
+    sources = detect()
+    events.emit("platform_detected", sources=[s.name for s in sources])
+    return sources
 
 
 def detect(
