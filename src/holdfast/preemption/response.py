@@ -323,7 +323,8 @@ class PreemptionResponse:
         """Return the exception with which to leave after ``error`` has ended the training, or None.
 
         After a notice, an error may be the consequence of a rank that has ended or left. Then the
-        live ranks save their savepoints if they can, and leave. The error is shown if they cannot.
+        live ranks save their savepoints if they can, and leave. The error is shown: it may have
+        another cause, such as a lack of memory.
         """
         deadline, is_saved = self._deadline, False
         if deadline is None or not (isinstance(error, RankFailed) or is_from_torch(error)):
@@ -332,8 +333,7 @@ class PreemptionResponse:
             is_saved = self._savepoint_saver.wait(save_deadline(deadline)) is not None
         try:
             if is_saved or self._failure is not None:
-                if not is_saved:
-                    write_error("".join(format_exception(error)))
+                write_error("".join(format_exception(error)))
                 self._exit(self._code(), deadline, error)
         except Preempted as left:
             return left
