@@ -253,3 +253,24 @@ def test_fewer_hosts_than_copies_are_reported_once(cluster: Cluster) -> None:
         with job:
             job.run(work)
             assert job.leftover_keys() == []
+
+
+def test_the_end_of_the_rank_that_hosts_the_job_store_is_no_error_of_the_others(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would exit with 1 although their last step is saved, or the training complete."""
+    from holdfast.engine.distributed.kv import KVClient
+    from holdfast.errors import RankFailed
+
+    delete, refused = KVClient.delete, []
+
+    def refuse(kv: KVClient, keys: Sequence[str]) -> None:
+        if any("/peer/" in key for key in keys):
+            refused.append(kv.rank)
+            raise RankFailed("The TCPStore that the ranks use to communicate does not respond")
+        delete(kv, keys)
+
+    monkeypatch.setattr(KVClient, "delete", refuse)
+    cluster.train_and_die("ab", 12)
+    assert sorted(refused) == [0, 1]
+    assert cluster.captured("a") == cluster.captured("b") == ["version_5", "version_10"]

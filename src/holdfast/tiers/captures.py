@@ -13,6 +13,7 @@ from holdfast.buffers import BufferPool
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group, StoreGroup, broadcast_from_first
+from holdfast.engine.distributed.kv import KVClient
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.pending import Pending
@@ -142,7 +143,7 @@ class Captures:
         )
         server = self._closing.enter_context(PeerServer(self.store, address, self._secret, limits))
         keys = publish(kv, prefix, PeerAddress(group.rank, server.address, server.port))
-        self._closing.callback(kv.delete, keys)
+        self._closing.callback(_unpublish, kv, keys)
 
     def _preallocate(self) -> None:
         """Allocate the first files on a thread, once: new memory takes ten times as long as a copy.
@@ -324,6 +325,13 @@ class Captures:
         self._pool.close()
         with suppress(OSError):  # it is not empty, or another rank has removed it
             os.rmdir(self.store.url)
+
+
+def _unpublish(kv: KVClient, keys: Sequence[str]) -> None:
+    """Delete this rank's address. Without the job's store, which ends with the process that hosts
+    it, nobody can look it up either: this training has ended as it should, and must say so."""
+    with suppress(HoldfastError):
+        kv.delete(keys)
 
 
 def _make_folder(path: str, run_id: str) -> str:
