@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError, NoSpace, Preempted, Unavailable
+from holdfast.engine.distributed.rounds import RoundDeadline
+from holdfast.errors import HoldfastError, NoSpace, Preempted, RankFailed, Unavailable
 from holdfast.preemption import response
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
@@ -379,6 +380,30 @@ def test_a_store_that_hangs_does_not_keep_the_training(
     released.set()
     with pytest.raises(Unavailable, match="The time is over for the exit after a test"):
         training.ckpt._saver._pending.wait()
+
+
+@pytest.mark.parametrize("has_agreed", [False, True])
+def test_an_error_after_the_ranks_could_not_agree_is_that_the_others_have_left(
+    has_agreed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank leaves with 76. The collectives in which the others wait for it fail."""
+    store = MemoryStore()
+    training = Training(store)
+    with pytest.raises((Preempted, RuntimeError)) as left, training.ckpt:
+        training.train(3)
+        answer = training.ckpt._preemption
+        answer.on_deadline(RoundDeadline(time.monotonic() + 60, "a test"))
+        if not has_agreed:
+            answer.on_failure(frozenset({response.LEAVE}), RankFailed("Rank 1 did not join"))
+        raise RuntimeError("Connection closed by peer")
+    if has_agreed:
+        assert isinstance(left.value, RuntimeError)
+    else:
+        assert isinstance(left.value, Preempted)
+        assert (left.value.code, left.value.step) == (76, 3)
+        assert "RuntimeError: Connection closed by peer" in capsys.readouterr().err
+        assert no_threads()
+    assert Run(store).snapshots() == []
 
 
 @pytest.mark.slow

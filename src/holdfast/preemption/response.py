@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
 from threading import RLock
+from traceback import format_exception
 from typing import Any, Protocol
 
 from holdfast import events
@@ -112,7 +113,7 @@ class PreemptionResponse:
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None
-        self._failure: RankFailed | None = None
+        self._failure: Exception | None = None
         self.has_left = False
         """True once the last step is saved and ``exit_fn`` has returned."""
 
@@ -294,6 +295,19 @@ class PreemptionResponse:
             if self._deadline is None:
                 raise
             self._failure = e
+            self._leave(together=False)
+
+    def leave_after(self, error: BaseException) -> None:
+        """Leave if the ranks could not agree on that, and ``error`` has ended the training.
+
+        The ranks then leave one after the other. In those that wait in a collective of the
+        training, it fails because the others have left. The error is shown, since it may be another
+        one. Raises ``Preempted``, unless ``exit_fn`` returns.
+        """
+        if self.is_urgent and isinstance(error, Exception):
+            with suppress(OSError, ValueError):  # stderr is closed
+                sys.stderr.write("".join(format_exception(error)))
+            self._failure = error
             self._leave(together=False)
 
     def _leave(self, together: bool, *args: Any, **kwargs: Any) -> None:

@@ -397,6 +397,11 @@ class Checkpointer:
         if error is None:
             self._close(None)
         else:
+            try:
+                self._preemption.leave_after(error)
+            except BaseException:
+                self._release()
+                raise
             origin = self._agreement, self._branch, self._note
             self._ending.finish_after(error, *origin, self._release)
 
