@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from holdfast.run.run import Run
+from tests.chaos.cluster import Cluster
 from tests.chaos.ranks import Ranks, wait_until
 from tests.chaos.report import (
     TOLERANCE,
@@ -23,7 +24,7 @@ from tests.chaos.report import (
     verify_run,
 )
 from tests.chaos.schedule import Kind, make_schedule
-from tests.chaos.supervisor import Cluster, Supervisor
+from tests.chaos.supervisor import Supervisor
 from tests.chaos.training import Start
 
 LAST_STEPS = 25

@@ -25,5 +25,5 @@ def test_other_numbers_of_ranks_survive_every_kind_of_event(tmp_path: Path) -> N
 
 def test_four_ranks_end_with_equal_bits(tmp_path: Path) -> None:
     console = Console(highlight=False, width=170)
-    failures = run_chaos(console, tmp_path / "chaos", SEED, changes_size=False, least_events=5)
+    failures = run_chaos(console, tmp_path / "chaos", SEED, changes_size=False, least_events=3)
     assert not failures, "\n\n".join(failures)
