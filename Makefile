@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-elastic quick test test-chaos test-stores tools servers lint ci bench clean
+.PHONY: chaos demo demo-elastic quick test test-chaos test-stores tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,10 +37,10 @@ QUICK := tests/test_packages.py tests/test_shape.py tests/format tests/storage t
 	tests/ranks/test_commit.py tests/ranks/test_layouts.py tests/ranks/test_training.py tests/docs/test_design.py
 
 # PyTorch's idle threads would spin, and take the cores from the other workers of pytest.
-quick test test-chaos test-stores: export OMP_WAIT_POLICY := PASSIVE
+chaos quick test test-chaos test-stores: export OMP_WAIT_POLICY := PASSIVE
 
 # Each new connection to a TCPStore asks the name server for the name of 127.0.0.1. A slow one takes 5 to 15 seconds.
-quick test test-chaos test-stores: export RES_OPTIONS := timeout:1 attempts:1
+chaos quick test test-chaos test-stores: export RES_OPTIONS := timeout:1 attempts:1
 
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 2 -m "not slow and not root" $(QUICK)
@@ -49,9 +49,14 @@ quick: $(VENV)/.ready
 test: $(VENV)/.ready tools
 	$(RUN) -m pytest -q -n 3 --dist worksteal --durations=20
 
-# 100 seconds of kill -9, a second training in the same run, and every command at once. -s: print what happened.
+# 100 seconds of kill -9, a second training in the same run, and every command at once; then a short `make chaos`.
+# -s: print what happened.
 test-chaos: $(VENV)/.ready
-	$(RUN) -m pytest -q -s -m chaos tests/crash/test_chaos.py
+	$(RUN) -m pytest -q -s -m chaos tests/crash
+
+# 4 ranks on 2 hosts under signals, lost hosts, notices, flipped bits, and full disks. ARGS="--seconds 600 --seed 7"
+chaos: $(VENV)/.ready
+	$(RUN) -m tests.chaos $(ARGS)
 
 # Real storage servers on loopback: what is missing of them. Debian packages need root; the rest goes to .servers.
 servers:

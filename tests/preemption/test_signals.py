@@ -163,6 +163,29 @@ def test_only_the_main_thread_can_start(previous: list[int]) -> None:
     source.close()
 
 
+def test_a_source_that_could_not_be_started_keeps_no_handler_installed(
+    previous: list[int],
+) -> None:
+    """The signal would reach nobody after the source of the main thread is closed."""
+    refused, source = SignalNotice(USR1), SignalNotice(USR1)
+
+    def start() -> None:
+        with pytest.raises(HoldfastError):
+            refused.start(lambda: None)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    before = signal.getsignal(USR1)
+    source.start(lambda: None)
+    assert signal.getsignal(USR1) != before
+    source.close()
+    assert signal.getsignal(USR1) == before
+    signal.raise_signal(USR1)
+    assert previous == [USR1]
+    assert refused.poll() is None
+
+
 def test_close_from_another_thread_leaves_a_handler_that_acts_as_the_previous_one(
     previous: list[int],
 ) -> None:

@@ -111,9 +111,13 @@ class _Dispatcher:
         if self._pid != os.getpid():
             self._take_over()
         self._subscribers.add(source)
-        for number in source.numbers:
-            if number not in self._previous:
-                self._install(number)
+        try:
+            for number in source.numbers:
+                if number not in self._previous:
+                    self._install(number)
+        except HoldfastError:
+            self._subscribers.discard(source)  # it would keep the handlers of others installed
+            raise
         if self._pipe is None:
             self._open_pipe()
 

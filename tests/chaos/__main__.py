@@ -1,0 +1,113 @@
+"""``python -m tests.chaos --seconds 120 --seed 1``: exit code 1 if anything is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from holdfast.run.run import Run
+from tests.chaos.cluster import Cluster
+from tests.chaos.ranks import Ranks, wait_until
+from tests.chaos.report import (
+    TOLERANCE,
+    compare_samples,
+    compare_states,
+    executed_samples,
+    print_rows,
+    print_time,
+    verify_run,
+)
+from tests.chaos.schedule import Kind, make_schedule
+from tests.chaos.supervisor import Supervisor
+from tests.chaos.training import Start
+
+LAST_STEPS = 25
+"""Undisturbed steps at the end."""
+
+
+def run_chaos(
+    console: Console,
+    folder: Path,
+    seed: int,
+    *,
+    changes_size: bool,
+    seconds: float = 0.0,
+    least_events: int = 0,
+) -> list[str]:
+    """Disturb one training, compare it with an undisturbed one, and return what is wrong."""
+    dropout = 0.0 if changes_size else 0.1  # its random numbers depend on the number of ranks
+    ranks = "other numbers of ranks" if changes_size else "4 ranks"
+    console.rule(f"seed {seed}, {ranks}", align="left")
+    with Cluster(folder) as cluster:
+        events = make_schedule(seed, changes_size=changes_size, has_full_disk=cluster.has_full_disk)
+        if not cluster.has_full_disk:
+            console.print(f"not covered: {Kind.FULL_DISK} (a disk can be mounted by root only)")
+        supervisor = Supervisor(cluster, dropout)
+        last_step = supervisor.train(events, seconds, least_events, LAST_STEPS)
+        wall = time.monotonic() - supervisor.began
+        print_rows(console, supervisor.rows)
+        if supervisor.failures:
+            return supervisor.failures
+        print_time(console, supervisor, wall)
+        problems = verify_run(supervisor)
+        undisturbed = train_undisturbed(folder, last_step, dropout)
+        found = executed_samples(supervisor.starts)
+        problems += compare_samples(found, executed_samples([undisturbed]))
+        tolerance = TOLERANCE if changes_size else 0.0
+        different, largest = compare_states(cluster.run, undisturbed.start.run, tolerance)
+        console.print(
+            f"{len(found)} steps in the order of the undisturbed training; the largest difference"
+            f" of two values is {largest:.1e} (allowed: {tolerance:g})"
+            if not problems + different
+            else "the result is wrong"
+        )
+        return problems + different
+
+
+def train_undisturbed(folder: Path, last_step: int, dropout: float) -> Ranks:
+    own = folder / "undisturbed"
+    own.mkdir()
+    ranks = Ranks(Start(str(own), str(own / "run"), 4, last_step, dropout))
+    try:
+        wait_until(lambda: not ranks.alive or ranks.has_failed, 60 + last_step, "undisturbed")
+    finally:
+        ranks.kill()
+    newest = Run(ranks.start.run).latest()
+    if newest is None or newest.step != last_step:
+        raise RuntimeError(f"the undisturbed training failed\n{ranks.describe()}")
+    return ranks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=120.0, help="for all trainings together")
+    parser.add_argument("--seed", type=int, default=1, help="determines the schedule")
+    parser.add_argument("--ranks", choices=["same", "other", "both"], default="both")
+    parser.add_argument("--keep", action="store_true", help="keep the traces of the ranks")
+    options = parser.parse_args()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
+    kinds = {"same": [False], "other": [True], "both": [False, True]}[options.ranks]
+    failures = []
+    for changes_size in kinds:
+        folder = Path(tempfile.mkdtemp(prefix="holdfast-chaos-"))
+        seconds = options.seconds / len(kinds)
+        found = run_chaos(console, folder, options.seed, changes_size=changes_size, seconds=seconds)
+        failures += found
+        for failure in found:
+            console.print(failure, style="bold red", markup=False)
+        if options.keep or found:
+            console.print(f"the traces are in {folder}")
+        else:
+            shutil.rmtree(folder)
+    console.print("[bold red]failed" if failures else "[bold green]everything is as it must be")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

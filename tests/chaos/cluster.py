@@ -1,0 +1,97 @@
+"""The hosts of the training, their memory and metadata servers, and the disk of the run."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Self
+
+from tests.preemption.metadata_servers import AwsServer
+
+HOSTS = {4: "aabb", 3: "aab", 2: "ab"}
+"""The host of each rank, by the number of ranks."""
+
+DISK_BYTES = 64 << 20
+
+
+class Cluster:
+    """Two hosts with their memory and metadata servers, and the disk with the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = str(folder / "disk" / "run")
+        self._closing = ExitStack()
+        self.has_full_disk = False
+        self.memory: dict[str, str] = {}
+        self.servers: dict[str, AwsServer] = {}
+
+    def __enter__(self) -> Self:
+        disk = self.folder / "disk"
+        disk.mkdir(parents=True)
+        if os.getuid() == 0:
+            self._mount(disk)
+        for host in "ab":
+            memory = tempfile.mkdtemp(prefix=f"holdfast-chaos-{host}-", dir="/dev/shm")
+            self._closing.callback(shutil.rmtree, memory, ignore_errors=True)
+            self.memory[host] = memory
+            self.renew_server(host)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def _mount(self, disk: Path) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "holdfast-chaos", str(disk)]
+        self.has_full_disk = (
+            subprocess.run(command, capture_output=True, check=False).returncode == 0
+        )
+        if self.has_full_disk:
+            self._closing.callback(subprocess.run, ["umount", "-l", str(disk)], check=True)
+
+    def renew_server(self, host: str) -> None:
+        """A machine that was announced to be stopped is replaced by another one."""
+        self.servers[host] = self._closing.enter_context(AwsServer())
+
+    def lose(self, host: str) -> None:
+        """Delete the memory of a host. Another host takes its place."""
+        shutil.rmtree(self.memory[host], ignore_errors=True)
+        os.makedirs(self.memory[host])
+
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        path = self.folder / "disk" / "ballast"
+        try:
+            with path.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(1 << 16)):
+                    pass
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+    def shards(self, folder: str) -> list[Path]:
+        """The shards below a folder, those of the newest version first."""
+        found = [
+            p for p in Path(folder).rglob("shard-*.safetensors") if p.parent.name[:8] == "version_"
+        ]
+        return sorted(found, key=lambda p: (-_step_of(p.parent), p.name))
+
+
+def _step_of(version: Path) -> int:
+    return int(version.name.removeprefix("version_").partition(".")[0])
+
+
+def flip_bit(path: Path, rng: random.Random) -> None:
+    """Flip one bit of a file in place."""
+    length = path.stat().st_size
+    with path.open("r+b", buffering=0) as file:
+        offset = rng.randrange(length)
+        file.seek(offset)
+        value = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([value ^ 1 << rng.randrange(8)]))

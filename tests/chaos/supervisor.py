@@ -1,0 +1,378 @@
+"""Starts the training, disturbs it, and starts it again, as a scheduler and a cluster would."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.deadline import Deadline
+from holdfast.errors import DeadlinePassed, HoldfastError
+from holdfast.preemption.exit_status import SAVED
+from holdfast.run.run import Run
+from holdfast.tiers.flush import flush_newest
+from tests.chaos.cluster import HOSTS, Cluster, flip_bit
+from tests.chaos.ranks import Hang, Ranks, wait_until
+from tests.chaos.schedule import DIES, EXPECTED_CODES, Event, Kind
+from tests.chaos.training import CAPTURE_EVERY, Start
+
+RESTORE_SECONDS = 10.0
+"""The longest time from the moment at which the last rank has joined until all have the state."""
+
+START_SECONDS, STEP_SECONDS, LEAVE_SECONDS = 60.0, 60.0, 35.0
+"""Limits: until the state is back, until the step of an event, and from a request to stop on."""
+
+HANG_SECONDS = 2.0
+"""Seconds without a step after which the supervisor counts a job as hanging."""
+
+MOST_LOST = 4 * CAPTURE_EVERY
+"""The most steps that an event may cost while one host still has its memory: two captures in
+memory, of which one may be damaged, one that was not complete, and one that was skipped."""
+
+NOTICE_SECONDS = 20.0
+"""The seconds that a notice of the metadata server leaves. It is polled every 5 s."""
+
+SLACK_SECONDS = 1.0
+"""What a loaded machine may add: a rank ends itself 5 % of the time of a notice before its end."""
+
+PAUSE = 0.01
+
+INTERRUPTED = "killed again"
+"""Instead of a tier: the next event came before the state was back. Its row has the lost steps."""
+
+
+@dataclass
+class Row:
+    """A row of the table: an event and its consequences. Times are in seconds."""
+
+    at: float
+    event: Event
+    target: str
+    last_step: int
+    restarted: bool = True
+    resumed_step: int = 0
+    flushed: str = ""
+    tier: str = ""
+    detection: float = 0.0
+    start: float = 0.0
+    rendezvous: float = 0.0
+    restore: float = 0.0
+    codes: list[int | None] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        """The steps that the training makes again. 0: it left after more than ``last_step``."""
+        is_counted = self.restarted and self.tier != INTERRUPTED
+        return max(0, self.last_step - self.resumed_step) if is_counted else 0
+
+
+class Supervisor:
+    """Runs one training to its end. ``rows``, ``starts``, and ``failures`` are the result."""
+
+    def __init__(self, cluster: Cluster, dropout: float) -> None:
+        self.cluster = cluster
+        self.dropout = dropout
+        self.rows: list[Row] = []
+        self.starts: list[Ranks] = []
+        self.failures: list[str] = []
+        self.flipped: set[str] = set()
+        self.began = time.monotonic()
+        self._has_launcher_store = False
+
+    def train(
+        self, events: Iterator[Event], seconds: float, least_events: int, last_steps: int
+    ) -> int:
+        """Train under events for so many seconds, and at least so many events. Then make
+        ``last_steps`` undisturbed steps, and return the last step. A failure ends it at once.
+        """
+        size = 4
+        ranks = None
+        try:
+            while not self.failures and (
+                time.monotonic() - self.began < seconds or len(self.rows) < least_events
+            ):
+                event = next(events)
+                if ranks is None:
+                    ranks = self._begin(size, 1 << 40)
+                    if event.kind != Kind.EARLY_KILL:
+                        self._await_restored(ranks)
+                ranks, size = self._disturb(ranks, event, size)
+            if self.failures:
+                return 0
+            return self._finish(ranks, size, last_steps)
+        except Hang as e:
+            self.failures.append(f"hang: {e}\n{self.starts[-1].describe() if self.starts else ''}")
+            return 0
+        finally:
+            for started in self.starts:
+                started.kill()
+
+    def _finish(self, ranks: Ranks | None, size: int, last_steps: int) -> int:
+        if ranks is not None:
+            ranks.end(LEAVE_SECONDS)
+            self._check_codes(ranks, {SAVED}, "SIGTERM to all ranks")
+        last_step = last_steps + max(int(s.last_step) for s in self.starts)
+        ranks = self._begin(size, last_step)
+        self._await_restored(ranks)
+        wait_until(lambda: not ranks.alive or ranks.has_failed, STEP_SECONDS * 2, "the last steps")
+        self._check_codes(ranks, {0}, "the end of the training")
+        return last_step
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    def _begin(self, size: int, last_step: int) -> Ranks:
+        folder = self.cluster.folder / f"start-{len(self.starts):03}"
+        folder.mkdir()
+        hosts = HOSTS[size]
+        start = Start(
+            str(folder), self.cluster.run, size, last_step, self.dropout,
+            memory=[self.cluster.memory[h] for h in hosts],
+            metadata=[self.cluster.servers[h].url for h in hosts], pause=PAUSE,
+            has_launcher_store=self._has_launcher_store,
+        )  # fmt: skip
+        ranks = Ranks(start)
+        self.starts.append(ranks)
+        return ranks
+
+    def _await_restored(self, ranks: Ranks) -> None:
+        """Wait until all ranks have the state, and complete the row of the event before."""
+
+        def is_over() -> bool:
+            return ranks.all_at("restored") is not None or ranks.has_failed
+
+        wait_until(is_over, START_SECONDS, f"the restore of {ranks.start.folder}")
+        restored = ranks.all_at("restored")
+        if restored is None:
+            raise Hang("a start failed")
+        began, joined = ranks.all_at("started") or 0.0, ranks.all_at("joined") or 0.0
+        found = [e for e in ranks.entries("restored") if e is not None]
+        steps, urls = {e["step"] for e in found}, {e["url"] for e in found}
+        if len(steps) != 1:
+            self.failures.append(f"ranks resumed from {steps}\n{ranks.describe()}")
+        if restored - joined > RESTORE_SECONDS:
+            message = f"the state was back {restored - joined:.1f} s after all ranks had joined"
+            self.failures.append(f"{message}\n{ranks.describe()}")
+        waiting = [row for row in self.rows if not row.tier]
+        for row in waiting[:-1]:
+            row.tier = INTERRUPTED
+        for row in waiting[-1:]:
+            row.start, row.rendezvous = began - ranks.began, joined - began
+            row.restore = restored - (ranks.all_at("resuming") or 0.0)
+            row.resumed_step, row.tier = steps.pop(), _tier_of(urls)
+            is_memory_lost = Kind.FLIP_DURABLE in {r.event.kind for r in waiting}
+            if row.lost > MOST_LOST and not is_memory_lost:
+                self.failures.append(f"{row.lost} steps were lost, from {row.tier}")
+
+    # -- disturbing --------------------------------------------------------------------------------
+
+    def _disturb(self, ranks: Ranks, event: Event, size: int) -> tuple[Ranks | None, int]:
+        """Let an event happen. Return the ranks that go on, or None, and their next number."""
+        if event.kind == Kind.EARLY_KILL:
+            if ranks.all_at("restored") is not None:  # a training that went on after a pause
+                ranks.end(LEAVE_SECONDS)
+                self._check_codes(ranks, {SAVED}, "SIGTERM to all ranks")
+                ranks = self._begin(size, 1 << 40)
+            wait_until(
+                lambda: any(ranks.entries("joined")) or ranks.has_failed, START_SECONDS, "join"
+            )
+        else:
+            count = ranks.step_count + event.steps
+            wait_until(
+                lambda: ranks.step_count >= count or len(ranks.alive) < ranks.start.size,
+                STEP_SECONDS,
+                f"step {count} of {ranks.start.folder}",
+            )
+            if len(ranks.alive) < ranks.start.size:
+                self.failures.append(f"a rank ended without an event\n{ranks.describe()}")
+                return None, size
+        self._has_launcher_store = event.has_launcher_store
+        rank = event.draw % size
+        has_store = rank == 0 and not ranks.start.has_launcher_store
+        if event.kind == Kind.HANG_AND_NOTICE and has_store:
+            rank = 1  # through the store, the others hear of the notice
+        # a start that is killed during its restore has no step of its own
+        trained = [s for s in self.starts if s.step_count]
+        last_step = trained[-1].last_step if trained else 0
+        row = Row(
+            time.monotonic() - self.began, event, f"rank {rank}, {ranks.pid(rank)}", last_step
+        )
+        self.rows.append(row)
+        at = time.monotonic()
+        Disturbance(self.cluster, ranks, row).happen(rank)
+        if not row.restarted:
+            row.tier, row.detection = "not restarted", time.monotonic() - at
+            return ranks, size
+        self._end(ranks, event)
+        row.detection, row.codes = time.monotonic() - at, ranks.codes
+        self._check_codes(ranks, EXPECTED_CODES.get(event.kind, DIES), event.kind)
+        self._flip(event, row)
+        if event.flush:
+            row.flushed = self._flush(event)
+        for host in "ab":
+            if self.cluster.servers[host].documents:
+                self.cluster.renew_server(host)
+        return None, event.size
+
+    def _end(self, ranks: Ranks, event: Event) -> None:
+        """Wait until the job has ended, as a launcher does: if a rank fails, ask the others."""
+        wait_until(
+            lambda: not ranks.alive or ranks.has_failed,
+            LEAVE_SECONDS,
+            f"the end after {event.kind} in {ranks.start.folder}",
+        )
+        late = ranks.end(LEAVE_SECONDS)
+        if late:
+            self.failures.append(f"ranks {late} did not leave\n{ranks.describe()}")
+
+    def _check_codes(self, ranks: Ranks, expected: set[int], what: str) -> None:
+        """Check how the ranks ended, and what those that saved have saved."""
+        codes = ranks.codes
+        killed = {r for r, code in enumerate(codes) if code == -signal.SIGKILL}
+        early = {-signal.SIGTERM} if ranks.all_at("restored") is None else set()
+        wrong = [c for c in codes if c not in {*expected, *early, -signal.SIGKILL}]
+        if wrong or (SAVED in expected and len(expected) == 1 and killed):
+            self.failures.append(f"codes {codes} after {what}, not {expected}\n{ranks.describe()}")
+        left = [e for e in ranks.entries("left") if e is not None and e["code"] == SAVED]
+        newest = Run(self.cluster.run).latest()
+        for entry in left:
+            if newest is None or newest.step != entry["step"] or entry["saved"] != entry["step"]:
+                self.failures.append(
+                    f"exit code 75, but {newest} is not {entry}\n{ranks.describe()}"
+                )
+
+    def _flush(self, event: Event) -> str:
+        """Save the newest state in memory to the run, as the ``holdfast run`` of each host does."""
+
+        def flush(host: str) -> str:
+            found = []
+            for folder in Path(self.cluster.memory[host]).glob("holdfast-*/*"):
+                deadline = Deadline.after(10.0, "the save of the newest state in memory")
+                try:
+                    run = Run(self.cluster.run)
+                    flushed = flush_newest(str(folder), run, deadline, is_writer=False)
+                    found.append("" if flushed is None else f"{flushed.step}")
+                except DeadlinePassed as e:  # a host was lost with files that had no copy yet
+                    found.append(type(e).__name__)
+                except HoldfastError as e:
+                    found.append(type(e).__name__)
+                    if event.kind != Kind.FLIP_MEMORY:
+                        self.failures.append(f"the state in memory was not saved: {e!r}")
+            return "".join(found)
+
+        with ThreadPoolExecutor() as pool:
+            return " ".join(sorted({*pool.map(flush, "ab")} - {""}))
+
+    def _flip(self, event: Event, row: Row) -> None:
+        """Flip a bit of the newest state in the memory of a host, or of the newest version."""
+        rng = random.Random(event.draw)
+        if event.kind == Kind.FLIP_MEMORY:
+            shards = self.cluster.shards(self.cluster.memory[rng.choice("ab")])
+        elif event.kind == Kind.FLIP_DURABLE:
+            shards = self.cluster.shards(self.cluster.run)
+            intact = {str(v) for v in Run(self.cluster.run).line()} - self.flipped
+            if len(intact) > 1:  # otherwise, nothing would be left but the memory
+                for host in "ab":
+                    self.cluster.lose(host)
+        else:
+            return
+        if not shards:
+            row.target = "no shard"
+            return
+        newest = [p for p in shards if p.parent == shards[0].parent]
+        path = rng.choice(newest)
+        flip_bit(path, rng)
+        row.target = f"{path.parent.name}/{path.name[:11]}"
+        self.flipped.add(path.parent.name)
+
+
+class Disturbance:
+    """Lets one event happen to running ranks. ``row`` says afterward what it hit."""
+
+    def __init__(self, cluster: Cluster, ranks: Ranks, row: Row) -> None:
+        self.cluster, self.ranks, self.row = cluster, ranks, row
+
+    def happen(self, rank: int) -> None:
+        kind = self.row.event.kind
+        hosts = HOSTS[self.ranks.start.size]
+        if kind == Kind.SIGTERM:
+            self.ranks.send(rank, signal.SIGTERM)
+        elif kind in (Kind.SIGKILL, Kind.EARLY_KILL):
+            self.ranks.send(rank, signal.SIGKILL)
+        elif kind == Kind.PAUSE:
+            self._pause(rank)
+        elif kind == Kind.HANG:
+            self._stop(rank)
+            self.ranks.send(rank, signal.SIGKILL)
+        elif kind == Kind.HANG_AND_NOTICE:
+            self._hang_and_notice(rank)
+        elif kind == Kind.NOTICE:
+            host = hosts[rank]
+            self.row.target = f"host {host}"
+            self.cluster.servers[host].announce(seconds=NOTICE_SECONDS)
+        elif kind == Kind.LOSE_HOST:
+            self._lose(hosts[rank])
+        elif kind == Kind.FULL_DISK:
+            self._fill_disk()
+        else:  # a bit flips in what is left of a training that was killed
+            for victim in self.ranks.alive:
+                self.ranks.send(victim, signal.SIGKILL)
+
+    def _stop(self, rank: int) -> None:
+        """Stop a rank, and wait until the job makes no steps anymore."""
+        self.ranks.send(rank, signal.SIGSTOP)
+        count, since = self.ranks.step_count, time.monotonic()
+
+        def is_hanging() -> bool:
+            nonlocal count, since
+            if self.ranks.step_count != count:
+                count, since = self.ranks.step_count, time.monotonic()
+            return time.monotonic() - since >= HANG_SECONDS
+
+        wait_until(is_hanging, 30.0, "a stopped rank holds up the others")
+
+    def _pause(self, rank: int) -> None:
+        self.row.restarted = False
+        self._stop(rank)
+        count = self.ranks.step_count
+        self.ranks.send(rank, signal.SIGCONT)
+        wait_until(lambda: self.ranks.step_count > count + 2, 30.0, "steps after SIGCONT")
+
+    def _hang_and_notice(self, rank: int) -> None:
+        """The ranks that are left must leave before the end that the notice names."""
+        hosts = HOSTS[self.ranks.start.size]
+        self._stop(rank)
+        watching = [r for r in range(len(hosts)) if hosts.index(hosts[r]) == r and r != rank]
+        host = hosts[watching[0]]
+        self.row.target += f"; host {host}"
+        self.cluster.servers[host].announce(seconds=NOTICE_SECONDS)
+        others = {r for r in self.ranks.alive if r != rank}
+        wait_until(
+            lambda: not others & {*self.ranks.alive},
+            NOTICE_SECONDS + SLACK_SECONDS,
+            f"the exit before the end of a notice, with rank {rank} stopped",
+        )
+        self.ranks.send(rank, signal.SIGKILL)
+
+    def _lose(self, host: str) -> None:
+        self.row.target = f"host {host}"
+        for victim, name in enumerate(HOSTS[self.ranks.start.size]):
+            if name == host:
+                self.ranks.send(victim, signal.SIGKILL)
+        wait_until(lambda: self.ranks.has_failed, 10.0, "the end of killed ranks")
+        self.cluster.lose(host)
+
+    def _fill_disk(self) -> None:
+        self.row.target = "the disk of the run"
+        with self.cluster.full_disk():
+            wait_until(lambda: self.ranks.has_failed, STEP_SECONDS, "a save on a full disk")
+            wait_until(lambda: not self.ranks.alive, LEAVE_SECONDS, "the end after a full disk")
+
+
+def _tier_of(urls: set[Any]) -> str:
+    kinds = {"nothing" if u is None else "memory" if "/dev/shm/" in u else "durable" for u in urls}
+    return " and ".join(sorted(kinds))
