@@ -47,6 +47,7 @@ class Decision(msgspec.Struct, frozen=True):
 _READERS = 4
 
 _DECISION = msgspec.json.Decoder(Decision)
+_VOTE = msgspec.json.Decoder(tuple[int, bool])
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ class SavepointVote:
             if rank not in self._votes:
                 raw = self._kv.try_get(self._key(self._attempt, rank))
                 if raw is not None:
-                    self._votes[rank] = msgspec.json.decode(raw, type=tuple[int, bool])
+                    self._votes[rank] = _VOTE.decode(raw)
 
     def _may_leave_out(self, missing: Sequence[int], times: VoteTimes) -> bool:
         now = self._clock()
