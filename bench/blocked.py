@@ -24,21 +24,7 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
     from holdfast.settings import read_settings
 
     state = states.large_state(size)
-    sources = [value.numpy().view(np.uint8) for value in state.values()]
-    targets = [np.full_like(source, 1) for source in sources]
-    pieces = [
-        (source[at : at + disk.CHUNK], target[at : at + disk.CHUNK])
-        for source, target in zip(sources, targets, strict=True)
-        for at in range(0, len(source), disk.CHUNK)
-    ]
-
-    def memcpy(threads: int) -> float:
-        start = time.perf_counter()
-        disk.run_in_threads(
-            threads, len(pieces), lambda at: np.copyto(pieces[at][1], pieces[at][0])
-        )
-        return time.perf_counter() - start
-
+    memcpy = states.memcpy_of(state)
     teams = {"same": read_settings().threads, "cores": len(os.sched_getaffinity(0)), "one": 1}
     found: dict[str, list[float]] = {name: [] for name in [*teams, "step"]}
     with holdfast.Checkpointer(

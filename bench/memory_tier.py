@@ -13,9 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bench import disk, fresh_process
+from bench import fresh_process
 from bench.report import Options, Section, judge
 
 _REPEATS = 10
@@ -67,21 +65,11 @@ def measure_capture(folder: str, size: int, spare_files: int) -> dict[str, list[
     from holdfast.storage.tmpfs.store import TmpfsStore
 
     state, threads = states.large_state(size), read_settings().threads
-    sources = [value.numpy().view(np.uint8) for value in state.values()]
-    targets = [np.full_like(source, 1) for source in sources]
-    pieces = [
-        (source[at : at + disk.CHUNK], target[at : at + disk.CHUNK])
-        for source, target in zip(sources, targets, strict=True)
-        for at in range(0, len(source), disk.CHUNK)
-    ]
+    memcpy = states.memcpy_of(state)
     store, pool = TmpfsStore(folder, spare_files=spare_files), BufferPool(1 << 40)
     found: dict[str, list[float]] = {"memcpy": [], "capture": [], "background": []}
     for version in range(1, _REPEATS + _SETTLED):
-        start = time.perf_counter()
-        disk.run_in_threads(
-            threads, len(pieces), lambda at: np.copyto(pieces[at][1], pieces[at][0])
-        )
-        found["memcpy"].append(time.perf_counter() - start)
+        found["memcpy"].append(memcpy(threads))
         location, metadata = Location(store, f"version_{version}"), VersionMetadata(step=version)
         start = time.perf_counter()
         job = begin_save(location, state, metadata, pool, stage_now=True)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
+import numpy as np
 import torch
+
+from bench import disk
 
 MIB = 1 << 20
 TENSOR_BYTES = 32 * MIB
@@ -43,3 +49,24 @@ def find_mismatches(loaded: dict[str, torch.Tensor]) -> list[str]:
         for i, (key, value) in enumerate(loaded.items())
         if not torch.equal(value, base + i / 64)
     ]
+
+
+def memcpy_of(state: dict[str, torch.Tensor]) -> Callable[[int], float]:
+    """Return a function that copies the state to other memory, in pieces of 8 MiB, with a number of
+    threads, and returns the seconds."""
+    sources = [value.numpy().view(np.uint8) for value in state.values()]
+    targets = [np.full_like(source, 1) for source in sources]
+    pieces = [
+        (source[at : at + disk.CHUNK], target[at : at + disk.CHUNK])
+        for source, target in zip(sources, targets, strict=True)
+        for at in range(0, len(source), disk.CHUNK)
+    ]
+
+    def memcpy(threads: int) -> float:
+        start = time.perf_counter()
+        disk.run_in_threads(
+            threads, len(pieces), lambda at: np.copyto(pieces[at][1], pieces[at][0])
+        )
+        return time.perf_counter() - start
+
+    return memcpy
