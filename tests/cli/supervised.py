@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,11 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.preemption.process_tree import read_process
+from tests.cli.invoke import CommandResult
 
 RUN = [sys.executable, "-m", "holdfast.cli", "run"]
 LIMIT = 60.0
@@ -22,19 +21,6 @@ LIMIT = 60.0
 
 WORKER = Path(__file__).with_name("status_worker.py")
 """A worker that writes a status; see its docstring."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What ``holdfast run`` returned and printed."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -57,13 +43,13 @@ def run_to_end(
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
     **options: Any,
-) -> Result:
+) -> CommandResult:
     """Run ``holdfast run`` until it ends. ``prefix`` is a command before it."""
     done = subprocess.run(
         [*prefix, *RUN, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT,
         env={**os.environ, **(environment or {})}, **options,
     )  # fmt: skip
-    return Result(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 @contextmanager
@@ -88,10 +74,10 @@ def started(
                 print(*process.communicate())
 
 
-def finish(process: subprocess.Popen[str]) -> Result:
+def finish(process: subprocess.Popen[str]) -> CommandResult:
     """Wait for the end of a started ``holdfast run``."""
     out, err = process.communicate(timeout=LIMIT)
-    return Result(process.returncode, out, err)
+    return CommandResult(process.returncode, out, err)
 
 
 def read_pid(file: Path) -> int:
