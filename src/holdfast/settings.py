@@ -70,6 +70,10 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 _STATUS = "HOLDFAST_STATUS"
 
+MEMORY_SUFFIX = ".memory"
+"""The end of the names of the files in ``status_folder`` that say where states in memory are (see
+``tiers/flush.py``)."""
+
 
 def status_folder(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the folder for the status of this process, or None outside ``holdfast run``."""

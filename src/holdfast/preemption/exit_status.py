@@ -50,9 +50,6 @@ disk."""
 
 _SUFFIX = ".json"
 
-MEMORY_SUFFIX = ".memory"
-"""The end of the names of the files that say where states in memory are (``tiers/flush.py``)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -213,6 +210,7 @@ def leave_done(status: Status) -> None:
 def describe_exit(
     code: int, step: int, saved_step: int, cause: str, problem: BaseException | None
 ) -> str:
+    """Return one line for people: at which step the training has stopped, and why."""
     if code == SAVED and step <= saved_step:
         return f"stopped after step {step}, which is saved, because of {cause}"
     text = (

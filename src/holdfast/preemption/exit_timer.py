@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from threading import RLock, Thread
 
 from holdfast.deadline import Deadline
+from holdfast.preemption.exit_status import write_error
 from holdfast.threads import start_thread
 
 
@@ -73,8 +74,7 @@ def end_process(code: int, message: str) -> None:
     reach it.
     """
     with suppress(Exception):  # stderr may be closed; the exit is more important
-        sys.stderr.write(f"holdfast: {message}\n")
-        sys.stderr.flush()
+        write_error(message)
         faulthandler.dump_traceback(all_threads=True)
         sys.stdout.flush()
     os._exit(code)

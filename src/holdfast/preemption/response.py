@@ -92,7 +92,7 @@ class PreemptionResponse:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._group, self._rank = group, group.rank
+        self._group = group
         self._steps, self._durations, self._saves, self._ending, savepoint = parts
         self._clock = clock
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
@@ -301,7 +301,7 @@ class PreemptionResponse:
 
     def _status(self, code: int, why: str) -> Status:
         step, saved_step = self._steps.step, self._saved_step
-        return Status(code, self._rank, step, saved_step, self._saves.url, why)
+        return Status(code, self._group.rank, step, saved_step, self._saves.url, why)
 
     # -- the training thread ---------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class PreemptionResponse:
             settings.exit_fn()
             return
         why = describe_exit(code, step, saved_step, cause, problem)
-        if self._rank == 0:
+        if self._group.rank == 0:
             write_error(why)
         code = leave_code(self._status(code, why))
         raise Preempted(code, step, saved_step, why)

@@ -23,10 +23,10 @@ from holdfast.engine.transform.copy import copy_shards
 from holdfast.errors import AlreadyExists, DeadlinePassed, HoldfastError, NotFound
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, decode_manifest
 from holdfast.format.names import MANIFEST
-from holdfast.preemption.exit_status import MEMORY_SUFFIX
 from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import find_writer
+from holdfast.settings import MEMORY_SUFFIX
 from holdfast.storage.local.store import LocalStore
 from holdfast.tiers.inventory import Candidate, continues, find_candidates, take_inventory
 

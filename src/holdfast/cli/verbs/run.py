@@ -21,7 +21,6 @@ from holdfast.cli.output import json_option, parse_duration, print_json
 from holdfast.errors import HoldfastError
 from holdfast.preemption.exit_status import (
     DONE,
-    MEMORY_SUFFIX,
     SAVED,
     UNSAVED,
     WorkerRecord,
@@ -29,7 +28,7 @@ from holdfast.preemption.exit_status import (
 )
 from holdfast.preemption.final_code import Decision, Ended, decide, last_attempt
 from holdfast.preemption.supervise import supervise
-from holdfast.settings import command_environment, read_settings
+from holdfast.settings import MEMORY_SUFFIX, command_environment, read_settings
 from holdfast.sinks.wording import to_printable
 from holdfast.text import hide_secrets
 
