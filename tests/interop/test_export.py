@@ -558,7 +558,7 @@ def test_a_large_leaf_does_not_wait_for_a_small_one_that_is_assembled(
     store = AppendingStore()
     plan = plan_export(snapshot, "safetensors")
     write_export(snapshot, plan, Location(store, "out"))
-    assert store.most_waiting <= nbytes // 2  # of some threads, not all of "b"
+    assert store.most_waiting < nbytes  # at most all segments of "b" behind its first one
     loaded = st.load(store.get("out/model.safetensors", 1 << 30))
     assert_same(dict(sorted(loaded.items())), model)
 

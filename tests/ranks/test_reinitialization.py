@@ -63,20 +63,28 @@ def train(url: str, cycle: int) -> None:
             ckpt.step()
 
 
-def count_descriptors(at_most: int) -> int:
-    """Return how many are open. PyTorch closes some of its own a little later, so wait for it for
-    10 seconds if there are more than expected."""
+def list_descriptors(at_most: int) -> list[str]:
+    """Return what the open ones refer to. PyTorch closes some of its own a little later, so wait
+    for it for 10 seconds if there are more than expected."""
     until = time.monotonic() + 10
-    while (found := len(os.listdir("/proc/self/fd"))) > at_most > 0 and time.monotonic() < until:
+    while len(found := os.listdir("/proc/self/fd")) > at_most > 0 and time.monotonic() < until:
         time.sleep(0.01)
-    return found
+    return sorted(read_link(f"/proc/self/fd/{number}") for number in found)
+
+
+def read_link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # of the listing itself
+        return "closed"
 
 
 def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, folder: Path) -> None:
     """Use Holdfast in several initializations. A second store keeps the ranks together between
     these, because PyTorch's own could connect to the store that is about to end."""
     outer = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
-    fds, seconds = [], []
+    fds: list[list[str]] = []
+    seconds = []
     for cycle in range(CYCLES):
         began = time.monotonic()
         dist.init_process_group(
@@ -95,7 +103,7 @@ def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, fold
         threads = [thread.name for thread in threading.enumerate() if "holdfast" in thread.name]
         assert not threads, threads
         seconds.append(time.monotonic() - began)
-        fds.append(count_descriptors(at_most=min(fds[1:], default=0)))
+        fds.append(list_descriptors(at_most=min(map(len, fds[1:]), default=0)))
         outer.add(f"{cycle}", 1)
         while outer.add(f"{cycle}", 0) < size:
             time.sleep(0.005)
@@ -116,7 +124,8 @@ def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, fold
 def test_each_initialization_on_the_same_port_saves(tmp_path: Path, size: int, use: Any) -> None:
     run_rank = partial(run_cycles, use, free_port(), size)
     for result in run_ranks(run_rank, tmp_path, (0,) * size, timeout=60):
-        assert result["fds"][-1] <= min(result["fds"][1:]), f"a socket is left: {result['fds']}"
+        fds = result["fds"]
+        assert len(fds[-1]) <= min(map(len, fds[1:])), f"a socket is left: {fds}"
         assert max(result["seconds"][1:]) < 12, "a wait has run into its limit"
     if use is not train:
         for cycle in range(CYCLES):
