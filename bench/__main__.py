@@ -15,7 +15,7 @@ from bench import disk, report
 TOPICS = (
     "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "code_path",
     "incremental", "step", "growth", "distributed", "s3", "s3_peers", "hdfs",
-    "shared_reads", "memory_tier", "memory_resume",
+    "shared_reads", "memory_tier", "memory_resume", "local_tier",
 )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ def measure_resume(
     if phase == "train":
         ckpt.step()
         ckpt.wait()
-        ckpt._captures.wait()
+        ckpt._tiers.memory.wait()
         ckpt._saver.writer_lock.release()
     elif snapshot is None or (memory in snapshot.url) != (phase == "memory"):
         raise RuntimeError(f"resumed from {snapshot}")

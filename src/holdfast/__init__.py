@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from holdfast.run.run import Run
     from holdfast.storage.open import open_store, register_store
     from holdfast.storage.store import Store
+    from holdfast.tiers.local_tier import LocalTier
     from holdfast.tiers.memory_tier import MemoryTier
     from holdfast.training.checkpointer import Checkpointer
 
@@ -58,6 +59,7 @@ __all__ = [
     "KeepEvery",
     "KeepLast",
     "LeafView",
+    "LocalTier",
     "MemoryTier",
     "Never",
     "OnException",
@@ -97,6 +99,7 @@ _LAZY_NAMES = {
     "KeepEvery": "run.policy",
     "KeepLast": "run.policy",
     "LeafView": "engine.snapshot.leaf",
+    "LocalTier": "tiers.local_tier",
     "MemoryTier": "tiers.memory_tier",
     "Never": "run.policy",
     "OnException": "run.policy",

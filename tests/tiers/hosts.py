@@ -19,7 +19,7 @@ def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
     """Train, so slowly that no capture is skipped because the one before has not ended."""
     while state["progress"].step < last_step:
         ckpt.step({"loss": train_step(state)})
-        ckpt._captures.wait()
+        ckpt._tiers.memory.wait()
 
 
 class Host:

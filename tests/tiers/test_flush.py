@@ -84,7 +84,7 @@ def test_another_training_that_writes_to_the_run_prevents_the_flush(host: Host) 
 def test_a_host_with_only_a_part_waits_for_the_others_and_then_gives_up(host: Host) -> None:
     host.train_and_die(77)
     host.file("version_70", "safetensors").unlink()
-    with pytest.raises(DeadlinePassed, match="from the host that has it in its memory"):
+    with pytest.raises(DeadlinePassed, match="from the host that has it"):
         flush(host, 0.3)
     assert Run(host.run).line() == [Version(50)]
 
@@ -142,13 +142,13 @@ def test_records_lead_to_the_memory_and_their_errors_are_returned(
         path = run / stat.key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(host.run.get(stat.key, 1 << 30))
-    record_memory(str(tmp_path), MemoryRecord(str(host.folder), str(run)))
+    record_memory(str(tmp_path), MemoryRecord(str(host.folder), str(run)), "memory")
     (tmp_path / "9.memory").write_bytes(b"not a record")
     (result,) = flush_recorded(str(tmp_path), 20)
     assert isinstance(result, holdfast.Snapshot)
     assert result.step == 70
     assert list(flush_recorded(str(tmp_path), 20)) == []
-    record_memory("/nonexistent", MemoryRecord("a", "b"))  # raises nothing
+    record_memory("/nonexistent", MemoryRecord("a", "b"), "memory")  # raises nothing
 
 
 SCRIPT = """
@@ -162,7 +162,7 @@ with holdfast.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
     while ckpt.current_step < 12:
         state["x"] += 1
         ckpt.step()
-        ckpt._captures.wait()
+        ckpt._tiers.memory.wait()
     os.kill(os.getpid(), getattr(signal, sys.argv[3]))
 """
 

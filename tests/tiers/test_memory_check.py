@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.errors import HoldfastError, NoSpace
-from holdfast.tiers.memory_check import MemoryCost, check_memory, find_limits
+from holdfast.tiers.memory_check import TierCost, check_memory, find_limits
 
 MIB, GIB = 1 << 20, 1 << 30
 MOUNTS = """\
@@ -58,12 +58,12 @@ class Host:
             free = (self.shm - self.shm_used) // 4096
             return SimpleNamespace(f_frsize=4096, f_blocks=self.shm // 4096, f_bavail=free)
 
-        return check_memory(folder, MemoryCost(held, **cost), root=self.root, statvfs=statvfs)
+        return check_memory(folder, TierCost(held, **cost), root=self.root, statvfs=statvfs)
 
 
 def test_the_cost_is_every_generation_and_the_staged_one():
-    assert MemoryCost(GIB).total == 3 * GIB
-    assert MemoryCost(GIB, generations=1).total == 2 * GIB
+    assert TierCost(GIB).total == 3 * GIB
+    assert TierCost(GIB, generations=1).total == 2 * GIB
 
 
 def test_enough_memory(tmp_path):
@@ -231,7 +231,7 @@ def test_this_machine():
     limits = list(find_limits("/dev/shm/a/b"))
     assert limits
     assert all(limit.available > 0 for limit in limits)
-    assert check_memory("/dev/shm", MemoryCost(1))
+    assert check_memory("/dev/shm", TierCost(1))
     with pytest.raises(NoSpace):
-        check_memory("/dev/shm", MemoryCost(1 << 60))
+        check_memory("/dev/shm", TierCost(1 << 60))
     assert Path("/dev/shm/a").exists() is False

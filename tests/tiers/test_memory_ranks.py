@@ -74,10 +74,10 @@ class Cluster:
                 assert matches_uninterrupted(trainer.state, trainer.rank, job.size, step)
                 while ckpt.current_step < last_step:
                     trainer.train_steps(ckpt.current_step + 1)
-                    ckpt._captures.wait()  # otherwise, the next capture would be skipped
+                    ckpt._tiers.memory.wait()  # otherwise, the next capture would be skipped
                 ckpt._saver.wait()
             finally:
-                ckpt._captures.close(is_complete=False)
+                ckpt._tiers.close(is_complete=False)
                 ckpt._agreement.close()
                 ckpt._preemption.close()
                 ckpt._watcher.close()
@@ -223,13 +223,13 @@ def test_a_peer_that_does_not_answer_costs_no_capture(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from holdfast.errors import Unavailable
-    from holdfast.tiers import captures
+    from holdfast.tiers import host_tier
 
     class Refusing:
         def __init__(self, *_: Any) -> None:
             raise Unavailable("Cannot connect to the peer")
 
-    monkeypatch.setattr(captures, "PeerConnection", Refusing)
+    monkeypatch.setattr(host_tier, "PeerConnection", Refusing)
     cluster.train_and_die("ab", 12)
     assert cluster.events_of("copy_failed")
     assert cluster.captured("a") == cluster.captured("b") == ["version_5", "version_10"]

@@ -43,8 +43,8 @@ def test_a_killed_training_resumes_from_memory_without_losing_captured_steps(hos
     last = run.snapshots()[-1]
     assert last.manifest.parent is not None
     assert last.manifest.parent.version == "version_50"
-    origin = last.metadata["note"]["resumed_from_memory"]
-    assert origin == {"version": "version_70", "digest": host.resumed.digest}
+    origin = last.metadata["note"]["resumed_from_tier"]
+    assert origin == {"tier": "memory", "version": "version_70", "digest": host.resumed.digest}
 
 
 def test_the_newest_two_states_stay_in_memory_and_none_after_the_end(host: Host) -> None:
@@ -52,7 +52,7 @@ def test_the_newest_two_states_stay_in_memory_and_none_after_the_end(host: Host)
     with ckpt:
         for last in (5, 10, 15, 20, 25):
             train(state, ckpt, last)
-            ckpt._captures.wait()
+            ckpt._tiers.memory.wait()
             assert host.captured == [f"version_{n}" for n in (last - 5, last) if n]
     assert not [p for p in Path(host.path).rglob("*") if p.is_file()]
 
@@ -130,7 +130,7 @@ def test_below_a_known_state_a_branch_begins(host: Host) -> None:
     assert Run(host.run).branch() == 1
     with ckpt:
         train(state, ckpt, 100)
-        ckpt._captures.wait()
+        ckpt._tiers.memory.wait()
         assert host.captured == ["version_90.1", "version_100.1"]
     assert states_equal(state, state_after(100))
     assert Run(host.run).line() == [Version(50), Version(100, 1)]
@@ -143,7 +143,7 @@ def test_going_back_discards_what_is_in_memory(host: Host) -> None:
     assert host.captured == []
     with ckpt:
         train(state, ckpt, 75)
-        ckpt._captures.wait()
+        ckpt._tiers.memory.wait()
         assert host.captured == ["version_60.1", "version_70.1"]
     assert states_equal(state, state_after(75))
 
@@ -269,7 +269,7 @@ def test_a_failed_capture_is_raised_and_leaves_no_files(
 
     with pytest.raises(NoSpace, match="The memory is full"), ckpt:
         train(state, ckpt, 5)
-        ckpt._captures.wait()
+        ckpt._tiers.memory.wait()
         monkeypatch.setattr(captures.Captures, "_copy", fail)
         train(state, ckpt, 15)
     assert host.captured == ["version_5"]

@@ -465,13 +465,14 @@ def test_a_file_that_is_longer_than_expected_is_not_fetched(folder, source):
     assert list(folder.rglob("*")) == []
 
 
-def test_a_store_on_disk_cannot_receive(tmp_path, source):
-    with (
-        serving(None, store=LocalStore(tmp_path)) as server,
-        connect(server) as peer,
-        pytest.raises(StoreError, match="a store in memory"),
-    ):
-        peer.send_file(source, "v1/a")
+def test_stores_on_disks_send_and_receive(tmp_path, source):
+    store, other = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
+    data = source.get("v1/a", 1 << 30)
+    with serving(None, store=store) as server, connect(server) as peer:
+        receipt = peer.send_file(source, "v1/a")
+        assert store.get("v1/a", 1 << 30) == data
+        assert peer.fetch_file(other, "v1/a", len(data)) == receipt
+    assert other.get("v1/a", 1 << 30) == data
 
 
 def test_an_error_of_the_server_itself_reaches_the_peer(folder, source, monkeypatch):

@@ -172,8 +172,8 @@ def test_the_error_for_undeletable_versions_says_that_the_save_succeeded(choice:
     with pytest.raises(Denied, match=r"version_2 was saved.*old versions"):
         ckpt.wait()
     train(state, ckpt, 3)
-    assert ckpt._saver._pending is not None
-    ckpt._saver._pending._thread.join()
+    assert ckpt._saver.in_flight.newest is not None
+    ckpt._saver.in_flight.newest._thread.join()
     if choice == "warn":
         with pytest.warns(SaveFailed, match="Old versions accumulate.*version_3 was saved"):
             ckpt.close()

@@ -288,7 +288,7 @@ def test_the_savepoint_of_a_step_that_is_saved_is_not_saved_again(ends: Ends) ->
     with training.ckpt:
         for _ in range(3):
             training.step()
-        training.ckpt._saver._pending.wait()  # type: ignore[union-attr]
+        training.ckpt._saver.in_flight.newest.wait()  # type: ignore[union-attr]
         training.notice(5.0)
         assert training.await_save() == 3
     assert [s.metadata["reason"] for s in Run(store).snapshots()] == ["cadence"]

@@ -28,13 +28,13 @@ from holdfast.run.run import Run
 from holdfast.run.writer_lock import find_writer
 from holdfast.settings import MEMORY_SUFFIX
 from holdfast.storage.local.store import LocalStore
-from holdfast.tiers.inventory import Candidate, continues, find_candidates, take_inventory
+from holdfast.tiers.inventory import continues, find_candidates, take_inventory
 
 _POLL_SECONDS = 0.1
 
 
 class MemoryRecord(msgspec.Struct, frozen=True):
-    """What a training tells ``holdfast run``: the folder of its run in memory, and the run."""
+    """What a training tells ``holdfast run``: the folder of its run in a tier, and the run."""
 
     folder: str
     run: str
@@ -43,11 +43,11 @@ class MemoryRecord(msgspec.Struct, frozen=True):
 _RECORD = msgspec.json.Decoder(MemoryRecord)
 
 
-def record_memory(status_folder: str, record: MemoryRecord) -> None:
-    """Tell ``holdfast run`` where the states in memory are. It never raises ``OSError``: without
-    the record, they stay in memory for the next start."""
+def record_memory(status_folder: str, record: MemoryRecord, tier: str) -> None:
+    """Tell ``holdfast run`` where the captured states are. It never raises ``OSError``: without
+    the record, they stay there for the next start."""
     with suppress(OSError):
-        Path(status_folder, f"{os.getpid()}{MEMORY_SUFFIX}").write_bytes(
+        Path(status_folder, f"{os.getpid()}-{tier}{MEMORY_SUFFIX}").write_bytes(
             msgspec.json.encode(record)
         )
 
@@ -73,38 +73,47 @@ def flush_recorded(
 
 
 def flush_newest(folder: str, run: Run, deadline: Deadline, *, is_writer: bool) -> Snapshot | None:
-    """Save the newest state in memory that is newer than all versions of ``run``, and return it.
+    """Save the newest captured state that is newer than all versions of ``run``, and return it.
 
-    ``folder``: that of the run in the memory of this host. ``is_writer``: this process writes to
-    the run; otherwise, nothing is saved while another training does. None: there is no such state.
+    ``folder``: that of the run in a tier of this host. ``is_writer``: this process writes to the
+    run; otherwise, nothing is saved while another training does. None: there is no such state.
 
     Raises ``DeadlinePassed`` if files that this host lacks do not arrive in time, ``FormatError``
     if the state is damaged, and ``StoreError``. If it raises, nothing was committed.
     """
     with _one_process(folder, deadline):
-        memory = LocalStore(folder, direct=False)
-        listing = run.listing()
-        newest, branch = newest_version(run.catalog, listing), run.branch(listing)
-        durable = None if newest is None else run.open(newest)
-        for candidate in find_candidates([take_inventory(memory, 0)]):
-            is_newer = newest is None or candidate.version.step > newest.step
-            if candidate.digest and candidate.branch == branch and is_newer:
-                source = Location(memory, candidate.folder)
-                captured = Snapshot(source, None, candidate.digest)
-                if continues(candidate, captured, durable):
-                    if not is_writer:
-                        _require_no_writer(run)
-                    return _flush(candidate, source, run, deadline)
-        return None
+        captured = find_newest(folder, run)
+        if captured is None:
+            return None
+        if not is_writer:
+            _require_no_writer(run)
+        return _flush(captured, run, deadline)
 
 
-def _flush(candidate: Candidate, source: Location, run: Run, deadline: Deadline) -> Snapshot:
+def find_newest(folder: str, run: Run) -> Snapshot | None:
+    """Return the newest captured state on this host that is newer than all versions of ``run``, and
+    continues them; nothing but its manifest was read. Raises ``FormatError`` and ``StoreError``."""
+    store = LocalStore(folder, direct=False)
+    listing = run.listing()
+    newest, branch = newest_version(run.catalog, listing), run.branch(listing)
+    durable = None if newest is None else run.open(newest)
+    for candidate in find_candidates([take_inventory(store, 0)], ""):
+        is_newer = newest is None or candidate.version.step > newest.step
+        if candidate.digest and candidate.branch == branch and is_newer:
+            captured = Snapshot(Location(store, candidate.folder), None, candidate.digest)
+            if continues(candidate, captured, durable):
+                return captured
+    return None
+
+
+def _flush(captured: Snapshot, run: Run, deadline: Deadline) -> Snapshot:
+    source = captured.location
     key = source.key(MANIFEST)
     raw = source.store.get(key, MAX_MANIFEST)
     manifest, digest = decode_manifest(raw, key)
-    location = run.location(candidate.version).limit("flush", None, deadline)
+    location = run.location(captured.version).limit("flush", None, deadline)
     held = [s for s in manifest.shards if _has(source, s.name) and _has(source, s.index.name)]
-    with pins.hold_pin(location, manifest.attempt, candidate.version):
+    with pins.hold_pin(location, manifest.attempt, captured.version):
         copy_shards(source, location, held)
         _await_files(location, manifest, deadline)
         flushed = Snapshot(location, manifest, digest)
@@ -136,11 +145,11 @@ def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> 
                     del missing[name]
         if missing and not deadline.seconds_left:
             raise DeadlinePassed(
-                f"The newest state in memory was not saved to {location.url}",
-                expected=f"{min(missing)} from the host that has it in its memory",
+                f"The newest captured state was not saved to {location.url}",
+                expected=f"{min(missing)} from the host that has it",
                 found="no such file when the time was over",
-                todo="The next training resumes from the memory of the hosts that are left, or from"
-                " an older version",
+                todo="The next training resumes from the hosts that are left, or from an older"
+                " version",
             )
         if missing:
             time.sleep(_POLL_SECONDS)
@@ -151,7 +160,7 @@ def _require_no_writer(run: Run) -> None:
     writer = find_writer(run.store)
     if writer is not None and pins.is_holder_alive(writer) is not False:
         raise HoldfastError(
-            f"The newest state in memory was not saved to {run.url}",
+            f"The newest captured state was not saved to {run.url}",
             expected="a training that has ended",
             found=f"process {writer.process.partition(':')[0]} on {writer.host.split()[0]}, which"
             " may still write to the run",

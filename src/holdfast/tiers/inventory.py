@@ -31,8 +31,8 @@ class Candidate(msgspec.Struct, frozen=True):
     """A captured state, of which every file is in the memory of some host.
 
     ``digest``: that of its manifest; ``parent``: the newest durable version before it; ``sources``:
-    for each file, the ranks that serve it. ``problem`` says why the state cannot be loaded, if it
-    cannot.
+    for each file, the ranks that serve it. ``tier``: the name of the tier that has it. ``problem``
+    says why the state cannot be loaded, if it cannot.
     """
 
     folder: str
@@ -40,6 +40,7 @@ class Candidate(msgspec.Struct, frozen=True):
     branch: int
     parent: Parent | None
     sources: dict[str, list[int]]
+    tier: str = ""
     problem: str = ""
 
     @property
@@ -62,8 +63,8 @@ def take_inventory(store: Store, rank: int) -> HostInventory:
     return HostInventory(rank, manifests, files)
 
 
-def find_candidates(inventories: Sequence[HostInventory]) -> list[Candidate]:
-    """Return the captured states, newest first, also those that cannot be loaded.
+def find_candidates(inventories: Sequence[HostInventory], tier: str) -> list[Candidate]:
+    """Return the captured states of a tier, newest first, also those that cannot be loaded.
 
     If the hosts have different manifests of one version, the one that most hosts have counts: a
     training that was cut off may have left another one on a host that was away.
@@ -75,7 +76,7 @@ def find_candidates(inventories: Sequence[HostInventory]) -> list[Candidate]:
     found = []
     for folder, raws in manifests.items():
         raw = max(sorted(set(raws)), key=raws.count)
-        found.append(_make_candidate(folder, raw, inventories))
+        found.append(_make_candidate(folder, raw, inventories, tier))
     return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)
 
 
@@ -93,21 +94,23 @@ def continues(candidate: Candidate, captured: Snapshot, durable: Snapshot | None
     return durable is not None and session == read_training_metadata(durable).get("session", "")
 
 
-def _make_candidate(folder: str, raw: bytes, inventories: Sequence[HostInventory]) -> Candidate:
+def _make_candidate(
+    folder: str, raw: bytes, inventories: Sequence[HostInventory], tier: str
+) -> Candidate:
     """Return a candidate. Its manifest must be intact, and every file somewhere in full length."""
     version = parse_version(folder)
     branch = 0 if version is None else version.branch
     try:
         manifest, digest = decode_manifest(raw, f"{folder}/{MANIFEST}")
     except FormatError as e:
-        return Candidate(folder, "", branch, None, {}, str(e))
+        return Candidate(folder, "", branch, None, {}, tier, str(e))
     sources = {f"{folder}/{MANIFEST}": [i.rank for i in inventories if _has(i, folder, raw)]}
     for name, length in _files_of(manifest).items():
         key = f"{folder}/{name}"
         sources[key] = [i.rank for i in inventories if i.files.get(key) == length]
     missing = [key for key, ranks in sources.items() if not ranks]
     problem = f"No host has {missing[0]} in full length" if missing else ""
-    return Candidate(folder, digest, manifest.branch, manifest.parent, sources, problem)
+    return Candidate(folder, digest, manifest.branch, manifest.parent, sources, tier, problem)
 
 
 def _has(inventory: HostInventory, folder: str, raw: bytes) -> bool:

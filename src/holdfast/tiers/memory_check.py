@@ -36,8 +36,8 @@ class FileSystemSize(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryCost:
-    """What the memory tier needs on one host, in bytes.
+class TierCost:
+    """What a tier needs on one host, in bytes.
 
     ``held_bytes``: the size of one generation: the shards of the ranks of this host, and the copies
     that they hold for other hosts. ``generations``: how many are kept; one more is staged while
@@ -79,7 +79,7 @@ class MemoryLimit:
 
 def check_memory(
     folder: str | os.PathLike[str],
-    cost: MemoryCost,
+    cost: TierCost,
     *,
     root: Path = Path("/"),
     statvfs: Callable[[str], FileSystemSize] = os.statvfs,

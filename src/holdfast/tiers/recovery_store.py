@@ -1,4 +1,4 @@
-"""The store from which a captured state is loaded: the memory of this host, and of its peers."""
+"""The store from which a captured state is loaded: that of this host, and those of its peers."""
 
 from __future__ import annotations
 
@@ -7,51 +7,49 @@ from threading import Lock
 
 from holdfast import events
 from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.store import Stat, Traits, Upload
-from holdfast.storage.tmpfs.store import TmpfsStore
 
 Fetch = Callable[[int, str, int], object]
-"""Copies a file from the memory of a rank's host into this one: ``fetch(rank, key, max_length)``.
+"""Copies a file from the store of a rank's host into this one: ``fetch(rank, key, max_length)``.
 Raises ``HoldfastError``."""
 
 _MAX_FILE = 1 << 50
 
 
 class RecoveryStore:
-    """Reads files from the memory of this host. A file that it lacks is first fetched from a peer.
+    """Reads files from the store of this host. A file that it lacks is first fetched from a peer.
 
     ``sources``: for each file, the ranks that serve it. A peer that does not answer is reported by
     an event, and the next one is asked. Every failure is a ``NotFound``: the training then resumes
     from an older state, or from the durable store. Nothing can be written.
     """
 
-    def __init__(
-        self, memory: TmpfsStore, sources: Mapping[str, Sequence[int]], fetch: Fetch
-    ) -> None:
-        self._memory = memory
+    def __init__(self, own: LocalStore, sources: Mapping[str, Sequence[int]], fetch: Fetch) -> None:
+        self._own = own
         self._sources = sources
         self._fetch = fetch
         self._locks: dict[str, Lock] = {key: Lock() for key in sources}
 
     @property
     def traits(self) -> Traits:
-        return self._memory.traits
+        return self._own.traits
 
     @property
     def url(self) -> str:
-        return self._memory.url
+        return self._own.url
 
     def stat(self, key: str) -> Stat:
         self._ensure(key)
-        return self._memory.stat(key)
+        return self._own.stat(key)
 
     def get(self, key: str, limit: int) -> bytes:
         self._ensure(key)
-        return self._memory.get(key, limit)
+        return self._own.get(key, limit)
 
     def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
         self._ensure(key)
-        self._memory.get_range(key, offset, length, into)
+        self._own.get_range(key, offset, length, into)
 
     def list(self, prefix: str) -> Iterator[Stat]:
         start = f"{prefix}/" if prefix else ""
@@ -63,7 +61,7 @@ class RecoveryStore:
             raise _missing(key, self.url, "it is not a file of this state")
         with self._locks[key]:
             try:
-                self._memory.stat(key)
+                self._own.stat(key)
                 return
             except NotFound:
                 pass
@@ -96,7 +94,7 @@ class RecoveryStore:
 
 def _missing(key: str, url: str, found: str) -> NotFound:
     return NotFound(
-        f"{key} is in the memory of no host that answers",
+        f"{key} is on no host that answers",
         found=found,
         todo="Resume from an older version",
         key=key,

@@ -17,6 +17,7 @@ from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
 from holdfast.text import MAX_SHOWN, format_list, warn_user, with_article
+from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.memory_tier import MemoryTier
 
 
@@ -36,7 +37,10 @@ def check_arguments(**values: Any) -> dict[str, str]:
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
         "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
         "preemption": (isinstance(values["preemption"], Preemption | None), "Preemption() or None"),
-        "tiers": (_are_tiers(values["tiers"]), "[MemoryTier(every=EverySteps(10))], or []"),
+        "tiers": (
+            _are_tiers(values["tiers"]),
+            '[MemoryTier(every=EverySteps(10)), LocalTier("/local/nvme")], one of these, or []',
+        ),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
         "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
         "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
@@ -49,6 +53,13 @@ def check_arguments(**values: Any) -> dict[str, str]:
     for name, (is_valid, expected) in expected_values.items():
         if not is_valid:
             raise _invalid_error(name, values[name], expected)
+    if values["incremental"] and any(isinstance(t, LocalTier) for t in values["tiers"]):
+        raise HoldfastError(
+            "A LocalTier cannot be combined with incremental=True",
+            expected="full versions: the local disk has no version that another one could refer to",
+            found="incremental=True",
+            todo="Remove one of the two",
+        )
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
         for name, value in values.items()
@@ -65,8 +76,10 @@ def acquire_lock(run: Run, writer_lock: WriterLock, spread: int | None) -> None:
 
 
 def _are_tiers(tiers: Any) -> bool:
-    is_list = isinstance(tiers, Sequence) and not isinstance(tiers, str)
-    return is_list and len(tiers) <= 1 and all(isinstance(t, MemoryTier) for t in tiers)
+    if not isinstance(tiers, Sequence) or isinstance(tiers, str):
+        return False
+    kinds = [type(tier) for tier in tiers]
+    return len(set(kinds)) == len(kinds) and set(kinds) <= {MemoryTier, LocalTier}
 
 
 def _invalid_error(name: str, value: object, expected: str) -> HoldfastError:

@@ -25,8 +25,7 @@ from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, Sto
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
 from holdfast.storage.throttle import store_statistics
-from holdfast.tiers.captures import Captures
-from holdfast.tiers.memory_tier import MemoryTier
+from holdfast.tiers.tiers import Tier, Tiers
 from holdfast.training.arguments import (
     STRUCTURE,
     acquire_lock,
@@ -43,7 +42,8 @@ from holdfast.training.ending import Ending, make_savepoint
 from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle, exclusive
 from holdfast.training.resume import left_state_invalid, resume_run
-from holdfast.training.saver import Saver, SaveSpec
+from holdfast.training.save_spec import SaveSpec
+from holdfast.training.saver import Saver
 from holdfast.training.start import check_start, start_from
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.version_checks import VersionChecks
@@ -72,15 +72,14 @@ class Checkpointer:
     ``preemption`` says what follows a notice that the process will be stopped, such as SIGTERM. By
     default, all ranks save at one step and exit with code 75. None: nothing.
 
-    ``tiers=[MemoryTier(every=EverySteps(10))]`` also keeps the newest states in memory.
-    ``spread=16`` creates the run so that its shards have keys under 16 prefixes, for thousands of
-    ranks that save to an object store (see ``Run.set_spread``).
+    ``tiers``: a ``MemoryTier`` also keeps the newest states in memory, and a ``LocalTier`` saves to
+    a fast local disk first. ``spread=16`` spreads the shards of a new run over 16 prefixes of keys,
+    for thousands of ranks that save to an object store (see ``Run.set_spread``).
 
-    Only one save is in flight at a time. With ``busy="wait"``, the next save that is due waits for
-    it. With ``busy="skip"``, due saves are skipped until it is complete. If a save fails in the
-    background, or takes more than ``save_timeout`` seconds, the next call of ``step``, ``save``,
-    ``wait``, or ``close`` raises the error. With ``on_error="warn"``, a store failure causes only a
-    ``SaveFailed`` warning in ``step`` and ``close``, and training continues.
+    A save that is due waits for the one in flight (``busy="wait"``), or is skipped (``"skip"``). If
+    a save fails in the background, or takes more than ``save_timeout`` seconds, the next call of
+    ``step``, ``save``, ``wait``, or ``close`` raises the error. With ``on_error="warn"``, a store
+    failure causes only a ``SaveFailed`` warning in ``step`` and ``close``.
 
     If an optimizer stepped since the previous save, but no trainable parameter in the state has
     changed, the state is probably a copy that nobody trains. A ``StateUnchanged`` warning names the
@@ -107,7 +106,7 @@ class Checkpointer:
         full_every: int | None = 20,
         overlap: bool = False,
         spread: int | None = None,
-        tiers: Sequence[MemoryTier] = (),
+        tiers: Sequence[Tier] = (),
         preemption: Preemption | None = DEFAULT,
         busy: Literal["wait", "skip"] = "wait",
         save_timeout: float | None = None,
@@ -141,8 +140,9 @@ class Checkpointer:
         check_not_version(self.run)
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
+        self._tiers = Tiers(tiers, self._group)
         options = full_every if incremental else 1, overlap, save_timeout
-        self._saver = Saver(self.run, self._group, keep, self._goodput, checks, *options)
+        self._saver = Saver(self.run, self._tiers.local, keep, self._goodput, checks, *options)
         self._raise_or_warn = partial(raise_or_warn, on_error=on_error, saver=self._saver)
         self._acquire_lock = partial(acquire_lock, self.run, self._saver.writer_lock, spread)
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
@@ -153,7 +153,6 @@ class Checkpointer:
         self._savepoint = make_savepoint(state, save, preemption, self._goodput)
         common = self._saver, self._cadence, self._lifecycle, self._step_counter
         self._ending = Ending(save, on_error, *common, self._start_save, self._savepoint)
-        self._captures = Captures(tiers[0] if tiers else None, self._group)
         observed = self._step_counter, self._goodput, self._saver, self._ending, self._savepoint
         self._preemption = PreemptionResponse(preemption, self._group, observed)
         self._calls = GuardedCalls(self._preemption, self._goodput)
@@ -211,7 +210,7 @@ class Checkpointer:
         self._savepoint.discard()
         try:
             target = self.state, self._group
-            point = resume_run(self.run, *target, at, branch, self._acquire_lock, self._captures)
+            point = resume_run(self.run, *target, at, branch, self._acquire_lock, self._tiers)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:
@@ -230,7 +229,7 @@ class Checkpointer:
         self._early_stop.resume_from(point.training_metadata)
         self._goodput.resume_from(point.training_metadata)
         self._cadence.restart()
-        self._captures.restart(self.current_step, self._step_counter.epochs)
+        self._tiers.memory.restart(self.current_step, self._step_counter.epochs)
         events.emit("resumed", url=point.snapshot.url, step=self.current_step, branch=self._branch)
         return point.snapshot
 
@@ -278,8 +277,8 @@ class Checkpointer:
             return
         self._calls.respond(agreed)
         # several ranks raise together, when the next save is due
-        if self._group.size == 1 and not self._saver.busy:
-            self._raise_or_warn(self._saver.wait)
+        if self._group.size == 1:
+            self._raise_or_warn(self._saver.in_flight.raise_failure)
         self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
         self._preemption.leave_on_failure(lambda: self._save_if_due(agreed))
 
@@ -295,17 +294,17 @@ class Checkpointer:
         return SavepointLabel(version, self._note, self._metrics, stop)
 
     def _save_if_due(self, agreed: frozenset[str]) -> None:
-        requested, busy = self._watcher.pending_request is not None, self._saver.busy
+        requested, busy = self._watcher.pending_request is not None, self._saver.must_wait
         reason = self._cadence.save_reason(requested, agreed, self._agreement, busy)
         if reason is None:
             self._saver.reservation.start()
-        elif not self._cadence.skip_if_busy(lambda: self._saver.busy, self.run.url, self._goodput):
+        elif not self._cadence.skip_if_busy(lambda: busy, self.run.url, self._goodput):
             self._raise_or_warn(lambda: self._saver.wait_before_save(self.current_step))
             self._raise_or_warn(lambda: self._start_save(reason))
-        if self._captures.is_due(self.current_step, self._step_counter.epochs):
+        if self._tiers.memory.is_due(self.current_step, self._step_counter.epochs):
             spec = self._make_spec("capture")
             capture = self.state, spec.version, self._saver.make_metadata(spec)
-            self._raise_or_warn(lambda: self._captures.capture(*capture))
+            self._raise_or_warn(lambda: self._tiers.memory.capture(*capture))
 
     def _make_spec(self, reason: str, metrics: Mapping[str, Any] | None = None) -> SaveSpec:
         version, note, last_metrics, stop = self._make_label()
@@ -398,7 +397,7 @@ class Checkpointer:
             self._agreement.close()
             self._preemption.close()
             self._ending.close()
-            self._captures.close(self._saver.saved_step == self.current_step)
+            self._tiers.close(self._saver.saved_step == self.current_step)
             self._saver.close()
             self._saver.writer_lock.release()
             self._watcher.close()
@@ -426,7 +425,8 @@ class Checkpointer:
         self._ending.check_entered()
         is_resumed, parts = self._lifecycle.is_resumed, (self._acquire_lock, self._rank_arguments)
         is_uniform = acquire_run(self.run, self._group, *parts, is_resumed=is_resumed)
-        self._captures.open(self.run.store, self.state)
+        self._tiers.open(self.run.store, self.state, is_resumed=is_resumed)
+        self._saver.promote_leftovers()
         self._agreement = make_agreement(self._group, "training", self._preemption)
         self._preemption.agree_through(self._agreement, is_uniform)
         if self._group.rank == 0:

@@ -23,7 +23,8 @@ from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
 from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle, exclusive, is_process_ending
-from holdfast.training.saver import Saver, SaveSpec, version_of
+from holdfast.training.save_spec import SaveSpec, version_of
+from holdfast.training.saver import Saver
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.warn import (
     attach_secondary_errors,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group
@@ -32,8 +33,8 @@ from holdfast.run.catalog import read_training_metadata
 from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.text import warn_user
-from holdfast.tiers.captures import Captures
 from holdfast.tiers.inventory import Candidate, continues
+from holdfast.tiers.tiers import Tiers
 from holdfast.training.arguments import check_not_snapshot
 
 _MAX_LISTED = 8
@@ -46,7 +47,8 @@ class ResumePoint:
     ``from_own_run`` is True if the version belongs to the run itself. ``note`` is metadata about
     the origin of the run, which later versions store. ``training_metadata`` is the state of early
     stopping and goodput that the version stores. ``skipped`` holds a message for each newer
-    version that is damaged.
+    version that is damaged. ``durable`` is the newest version of the run. ``tier`` is the name of
+    the tier from which the version was loaded, or None if it is a version of the run.
     """
 
     snapshot: Snapshot
@@ -57,7 +59,7 @@ class ResumePoint:
     training_metadata: Mapping[str, Any] = field(default_factory=dict)
     skipped: Sequence[str] = ()
     durable: Snapshot | None = None
-    memory_folder: str | None = None
+    tier: str | None = None
 
 
 class ResumeInstruction(msgspec.Struct, frozen=True):
@@ -65,16 +67,17 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
 
     If ``done`` is False, the ranks load the version ``version`` with the manifest ``digest``. If
     it is True, training continues from the version that was loaded last, on ``branch``, or from no
-    version if ``version`` is None. ``sources``: for each file of a state in memory, the ranks that
-    serve it, or None for a version of the run; ``durable``: the newest version of the run, if a
-    state in memory was loaded.
+    version if ``version`` is None. ``tier``: the name of the tier that has the version, or None
+    for a version of the run; ``sources``: for each of its files there, the ranks that serve it;
+    ``durable``: the newest version of the run, if a state of a tier was loaded.
     """
 
     done: bool
     version: str | None = None
     digest: str = ""
     branch: int = 0
-    sources: dict[str, list[int]] | None = None
+    tier: str | None = None
+    sources: dict[str, list[int]] = {}
     durable: Parent | None = None
 
 
@@ -85,11 +88,11 @@ def resume_run(
     at: int | None,
     branch: int | None,
     acquire_lock: Callable[[], object],
-    captures: Captures,
+    tiers: Tiers,
 ) -> ResumePoint | None:
     """Load the newest intact version of a run into ``state``, or return None if the run is empty.
 
-    A newer state in memory is loaded instead, if its files are in the memory of hosts that answer.
+    A newer state of a tier is loaded instead, if its files are on hosts that answer.
 
     ``at`` and ``branch`` are as for ``Run.newest``. Unless the version is the newest one of the
     current lineage, a branch is durably started, and ``acquire_lock`` is called before that.
@@ -116,22 +119,25 @@ def resume_run(
             " generators",
             todo="Train outside of the block; only an evaluation belongs into it",
         )
-    captures.open(run.store, state)
+    tiers.open(run.store, state, is_resumed=True)
     collective = group.collective(f"the resume of {run.url}")
-    loader = StateLoader(state, group, captures)
+    loader = StateLoader(state, group, tiers)
     try:
         with collective:
-            found = captures.find(collective)
+            found = tiers.find(collective)
             if collective.rank == 0:
                 point = None
                 problems: list[str] = []
                 if at is None and branch is None:
-                    point, problems = _resume_from_memory(run, loader, collective, found)
+                    point, problems = _resume_from_tier(
+                        run, loader, collective, found, acquire_lock
+                    )
                 if point is None:
                     point = _coordinate(run, loader, collective, at, branch, acquire_lock, problems)
             else:
                 point = _follow_coordinator(run, loader, collective)
-        captures.keep_only(None if point is None else point.memory_folder)
+        kept = None if point is None else point.snapshot.version
+        tiers.keep_only(None if point is None else point.tier, kept)
         for message in () if point is None else point.skipped:
             warn_user(message, SkippedVersion)
         return point
@@ -153,7 +159,7 @@ class StateLoader:
 
     state: dict[str, Any]
     group: Group
-    captures: Captures
+    tiers: Tiers
     error: HoldfastError | None = None
     partially_loaded: bool = False
 
@@ -173,22 +179,28 @@ class StateLoader:
             raise
         self.error, self.partially_loaded = None, False
 
-    def load_from_memory(self, instruction: ResumeInstruction) -> Snapshot:
-        """Load a state in memory, and return it. Raises the same errors."""
-        folder, sources = instruction.version or "", instruction.sources or {}
-        snapshot = self.open_in_memory(folder, instruction.digest, sources)
+    def load_from_tier(self, instruction: ResumeInstruction) -> Snapshot:
+        """Load a state of a tier, and return it. Raises the same errors."""
+        snapshot = self.open_in_tier(instruction)
         self.load(snapshot)
         return snapshot
 
-    def open_in_memory(self, folder: str, digest: str, sources: dict[str, list[int]]) -> Snapshot:
-        """Return a state in memory, of which nothing is read yet."""
-        return Snapshot(self.captures.locate(folder, sources), None, digest)
+    def open_in_tier(self, instruction: ResumeInstruction) -> Snapshot:
+        """Return a state of a tier, of which nothing is read yet."""
+        tier, folder = instruction.tier or "", instruction.version or ""
+        return Snapshot(
+            self.tiers.locate(tier, folder, instruction.sources), None, instruction.digest
+        )
 
 
-def _resume_from_memory(
-    run: Run, loader: StateLoader, collective: Collective, found: Sequence[Candidate]
+def _resume_from_tier(
+    run: Run,
+    loader: StateLoader,
+    collective: Collective,
+    found: Sequence[Candidate],
+    acquire_lock: Callable[[], object],
 ) -> tuple[ResumePoint | None, list[str]]:
-    """Load the newest state in memory that continues the current lineage, and return it.
+    """Load the newest state of a tier that continues the current lineage, and return it.
 
     Also return the problems of newer ones. None: the durable version is newer, or none is intact.
     """
@@ -199,43 +211,49 @@ def _resume_from_memory(
         is_older = newest is not None and candidate.version.step < newest.step
         if candidate.branch != number or is_older:
             continue
+        instruction = ResumeInstruction(
+            False, candidate.folder, candidate.digest, number, candidate.tier, candidate.sources
+        )
         try:
             if candidate.problem:
                 raise NotFound(candidate.problem)
             durable = None if newest is None else run.open(newest)
-            captured = loader.open_in_memory(candidate.folder, candidate.digest, candidate.sources)
-            if not continues(candidate, captured, durable):
+            if not continues(candidate, loader.open_in_tier(instruction), durable):
                 continue
-            instruction = ResumeInstruction(
-                False, candidate.folder, candidate.digest, sources=candidate.sources
-            )
             collective.broadcast(instruction, ResumeInstruction)
-            snapshot = loader.load_from_memory(instruction)
+            snapshot = loader.load_from_tier(instruction)
         except (FormatError, StoreError, RankFailed) as e:
             reason = HoldfastError(e.what, expected=e.expected, found=e.found)
-            problems.append(f"{candidate.folder} in memory is skipped. {reason}")
+            where = _WHERE[candidate.tier]
+            problems.append(f"{candidate.folder} {where} is skipped. {reason}")
             continue
-        reference = None if durable is None else Parent(str(newest), durable.digest)
-        done = ResumeInstruction(
-            True, candidate.folder, candidate.digest, number, {}, durable=reference
-        )
+        reference = None
+        if durable is not None and newest is not None:
+            reference = Parent(str(newest), durable.digest)
+            if problems:  # a newer state that was lost must not come back
+                acquire_lock()
+                number = run.leave_from(durable, newest, f"{len(problems)} newer damaged")
+        done = structs.replace(instruction, done=True, branch=number, sources={}, durable=reference)
         collective.broadcast(done, ResumeInstruction)
-        return _from_memory(run, snapshot, done, problems), problems
+        return _from_tier(run, snapshot, done, problems), problems
     return None, problems
 
 
-def _from_memory(
+_WHERE = {"memory": "in memory", "local": "on the local disk"}
+
+
+def _from_tier(
     run: Run, snapshot: Snapshot, done: ResumeInstruction, skipped: Sequence[str]
 ) -> ResumePoint:
-    """Return how training continues from a state in memory, which later versions name."""
+    """Return how training continues from a state of a tier, which later versions name."""
     point = _make_resume_point(snapshot, done.branch, skipped)
     version = None if done.durable is None else parse_version(done.durable.version)
     durable = None
     if done.durable is not None and version is not None:
         durable = Snapshot(run.location(version), None, done.durable.digest)
-    origin = {"version": done.version, "digest": done.digest}
-    note = {**point.note, "resumed_from_memory": origin}
-    return replace(point, note=note, durable=durable, memory_folder=done.version)
+    origin = {"tier": done.tier, "version": done.version, "digest": done.digest}
+    note = {**point.note, "resumed_from_tier": origin}
+    return replace(point, note=note, durable=durable, tier=done.tier)
 
 
 def _coordinate(
@@ -247,7 +265,7 @@ def _coordinate(
     acquire_lock: Callable[[], object],
     problems: Sequence[str],
 ) -> ResumePoint | None:
-    """``problems``: those of newer states in memory. Training then continues on a new branch."""
+    """``problems``: those of newer states of tiers. Training then continues on a new branch."""
 
     def load(snapshot: Snapshot) -> None:
         collective.broadcast(
@@ -303,12 +321,12 @@ def _follow_coordinator(
         if instruction.done and snapshot is not None:
             if loader.error is not None:
                 raise loader.error
-            if instruction.sources is not None:
-                return _from_memory(run, snapshot, instruction, [])
+            if instruction.tier is not None:
+                return _from_tier(run, snapshot, instruction, [])
             return _make_resume_point(snapshot, instruction.branch, [])
-        if instruction.sources is not None:
+        if instruction.tier is not None:
             with suppress(FormatError, StoreError, RankFailed):  # rank 0 gets the same error
-                snapshot = loader.load_from_memory(instruction)
+                snapshot = loader.load_from_tier(instruction)
             continue
         snapshot = Snapshot(run.location(version), None, instruction.digest)
         try:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,36 +24,18 @@ from holdfast.engine.state.flatten import FlatState
 from holdfast.engine.state.step_hooks import StepPreHook
 from holdfast.engine.state.walk import optimizers_in
 from holdfast.errors import AlreadyExists, CommitError, FormatError, HoldfastError, StoreError
-from holdfast.format.manifest import Parent
-from holdfast.format.names import Version, parse_version, random_id
+from holdfast.format.names import Version, random_id
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel
-from holdfast.run.metrics import to_numbers
 from holdfast.run.policy import KeepPolicy
 from holdfast.run.retention import TrainingRetention, undeleted_error
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
+from holdfast.threads import Latch
+from holdfast.tiers.local_versions import LocalVersions, Promotion
 from holdfast.training.goodput import Goodput
+from holdfast.training.in_flight import SavesInFlight
+from holdfast.training.save_spec import SaveSpec, version_of
 from holdfast.training.version_checks import VersionChecks, emit_structure_change
-
-METRIC_CHECK_AFTER = 3
-"""The number of saves after which a metric that no version has causes a warning."""
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSpec:
-    """The version to save, the reason, and the metadata for its manifest.
-
-    ``on_finished`` is called with True if the save was committed, and with False if it failed.
-    ``deadline`` is the time by which the process leaves. Retention is then left to the next one.
-    """
-
-    version: Version
-    reason: str
-    metrics: Mapping[str, Any]
-    note: Mapping[str, Any]
-    training_metadata: Mapping[str, Any]
-    on_finished: Callable[[bool], None] = lambda committed: None
-    deadline: Deadline | None = None
 
 
 class Saver:
@@ -66,13 +47,14 @@ class Saver:
     parent and refers to its chunks, except for every ``full_every``-th version, which is written
     in full (never if ``full_every`` is None). With ``overlap``, parameters and slots are copied
     during the next step, and an optimizer's step waits for the copy. A save of more than
-    ``timeout`` seconds fails.
+    ``timeout`` seconds fails. If the ``local`` tier is open, a save is complete on the local disks
+    first; the next one may begin while it is promoted to the run.
     """
 
     def __init__(
         self,
         run: Run,
-        group: Group,
+        local: LocalVersions,
         keep: KeepPolicy,
         goodput: Goodput,
         checks: VersionChecks,
@@ -86,7 +68,7 @@ class Saver:
         """The step of the last save that did not fail, even if it is still in flight."""
 
         self.retention = TrainingRetention(run.catalog, keep)
-        self.group = group
+        self.group = local.group
         self._goodput = goodput
         self.writer_lock = WriterLock(run.store)
         self._full_every = full_every
@@ -96,20 +78,25 @@ class Saver:
         self._pool = BufferPool(1 << 50, on_create=pin_memory if overlap else None)
         self.reservation = BufferReservation(self._pool)
         self._attempt, self._session = "", {"session": random_id()}
-        self._pending: Pending | None = None
+        self._local = local
+        self.in_flight = SavesInFlight(local.group, run.url, self._take)
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds = 0.0
         self._blocked_seconds = [0.0]
         self._closing = False
         self._is_saving_savepoint = False
         self._pid = os.getpid()
-        self._post_commit_error: Exception | None = None
         self.checks = checks
 
     @property
     def busy(self) -> bool:
         """True if a save is in flight."""
-        return self._pending is not None and not self._pending.done
+        return self.in_flight.busy
+
+    @property
+    def must_wait(self) -> bool:
+        """True if the next save would have to wait for the one before."""
+        return self.in_flight.must_wait
 
     @property
     def saved_step(self) -> int:
@@ -121,9 +108,9 @@ class Saver:
 
         Raises the error of the save in flight if it failed.
         """
-        was_busy, began = self.busy, time.perf_counter()
+        was_busy, began = self.must_wait, time.perf_counter()
         try:
-            self.wait_on_all_ranks()
+            self.in_flight.wait_for_turn_on_all_ranks()
         finally:
             if was_busy:
                 self._waited_seconds = time.perf_counter() - began
@@ -140,19 +127,23 @@ class Saver:
         """
         waited, self._waited_seconds = self._waited_seconds, 0.0
         try:
-            self._begin_save(state, spec, time.perf_counter() - waited)
+            # in the time before the process must leave, nothing is written twice
+            is_local = self._local.is_open and spec.deadline is None
+            self._begin_save(state, spec, time.perf_counter() - waited, is_local)
         except BaseException as e:
             self._record_failure(spec, e)
             raise
 
-    def _begin_save(self, state: Any, spec: SaveSpec, began: float) -> None:
+    def _begin_save(self, state: Any, spec: SaveSpec, began: float, is_local: bool) -> None:
         overlap = self._overlap and not isinstance(state, FlatState)
         if overlap and self._guard is None and optimizers_in(state):
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
+        location = self.run.location(spec.version).limit("save", self._timeout, spec.deadline)
+        first = self._local.location(spec.version, location.deadline) if is_local else location
         try:
             job = begin_save(
-                self.run.location(spec.version).limit("save", self._timeout, spec.deadline),
+                first,
                 state,
                 self.make_metadata(spec),
                 self._pool,
@@ -162,6 +153,9 @@ class Saver:
                 overlap=overlap,
             )
         except AlreadyExists as e:
+            if is_local:  # its promotion has failed
+                self._begin_save(state, spec, began, is_local=False)
+                return
             existing = self._open_committed(spec.version)
             if existing.manifest.attempt != self._attempt:
                 raise HoldfastError(
@@ -178,14 +172,23 @@ class Saver:
         self.checks.stale.observe(job, state, spec.version)
         self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
         self._goodput.seconds["last_blocked"] = blocked_seconds[0]
+        previous, promotion = self.in_flight.newest, None
+        if is_local:
+            promotion = self._local.begin_promotion(location, previous)
 
         def register(pending: Pending | None) -> None:
             # before the thread starts: an optimizer may step, an event sink may use the save, and
             # an interrupt may occur at any moment
-            self._deferred_staging, self._pending = job.deferred, pending
+            self._deferred_staging = job.deferred
+            if pending is not None:
+                self.in_flight.add(pending, None if promotion is None else promotion.has_begun)
+                return
+            self.in_flight.discard_after(previous)
+            if promotion is not None:
+                promotion.collective.close()
 
         def finish(job: SaveJob) -> Snapshot:
-            return self._finish_save(job, spec, blocked_seconds)
+            return self._finish_save(job, spec, blocked_seconds, promotion)
 
         self.begun_step = spec.version.step
         finish_in_background(job, finish, register=register)
@@ -203,16 +206,8 @@ class Saver:
         return snapshots[0]
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
-        parent = self.newest
-        return VersionMetadata(
-            step=spec.version.step,
-            branch=spec.version.branch,
-            parent=None if parent is None else Parent(parent.location.folder, parent.digest),
-            reason=spec.reason,
-            metrics=to_numbers(spec.metrics),
-            note=spec.note,
-            training={**self._session, **spec.training_metadata, **self._goodput.to_metadata()},
-        )
+        training = {**self._session, **self._goodput.to_metadata()}
+        return spec.to_metadata(self.newest, training)
 
     def save_savepoint(
         self,
@@ -251,6 +246,14 @@ class Saver:
         self._goodput.counts["saves"] += 1
         self._goodput.mark_committed(metadata.training["trained_seconds"])
 
+    def promote_leftovers(self) -> None:
+        """Promote what an earlier training has left on the local disks, in the background."""
+        pending = self._local.promote_leftovers(self.run)
+        if pending is not None:
+            may_follow = Latch()
+            may_follow.set()
+            self.in_flight.add(pending, may_follow)
+
     def prepare_savepoint(self) -> None:
         """Prepare for a save without rank 0, which holds the writer lock: remember the owner."""
         if self.group.rank:
@@ -277,11 +280,20 @@ class Saver:
         # of every full_every versions, the first is full and the others are its chain
         return base if base.chain + 1 < self._full_every else None
 
-    def _finish_save(self, job: SaveJob, spec: SaveSpec, blocked_seconds: list[float]) -> Snapshot:
+    def _finish_save(
+        self,
+        job: SaveJob,
+        spec: SaveSpec,
+        blocked_seconds: list[float],
+        promotion: Promotion | None,
+    ) -> Snapshot:
         """Finish a save in the background: commit it, and then apply retention."""
         began = time.perf_counter()
         try:
-            snapshot = finish_save(job, partial(self._check_before_commit, job))
+            if promotion is None:
+                snapshot = finish_save(job, partial(self._check_before_commit, job))
+            else:
+                snapshot = promotion.finish(job, self.checks.stale.check, self.writer_lock.check)
             self.checks.stale.mark_committed(job)
         except BaseException as e:
             self._record_failure(spec, e)
@@ -299,14 +311,13 @@ class Saver:
         try:
             if job.collective.rank == 0:  # the rank that committed the version
                 emit_structure_change(self.run.url, self.newest, snapshot)
-                if self._goodput.counts["saves"] == METRIC_CHECK_AFTER:
-                    self.checks.metric.make()
+                self.checks.after_save(self._goodput.counts["saves"])
                 if spec.deadline is None:
                     self.retention.after_save(snapshot)
         except HoldfastError as e:
-            self._post_commit_error = undeleted_error(e, spec.version)
+            self.in_flight.post_commit_error = undeleted_error(e, spec.version)
         except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
-            self._post_commit_error = e
+            self.in_flight.post_commit_error = e
         seconds = time.perf_counter() - began
         self._goodput.seconds["background"] += seconds
         self._emit_saved(job, blocked_seconds[0], seconds)
@@ -338,26 +349,21 @@ class Saver:
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
     def wait_on_all_ranks(self, deadline: Deadline | None = None) -> Snapshot | None:
-        """Wait as ``wait`` does. If one rank raises, all do: none of them goes on to a collective
-        operation that the others never reach."""
-        wait, operation = partial(self.wait, deadline), f"the end of a save to {self.run.url}"
-        broadcast_from_first(self.group, operation, lambda: True, bool, wait, deadline)
+        """Wait as ``wait`` does. If one rank raises, all do."""
+        self.in_flight.wait_on_all_ranks(deadline)
         return self.newest
 
     def wait(self, deadline: Deadline | None = None) -> Snapshot | None:
-        """Wait for the save in flight, and return ``newest``. Raises the save's error if it failed,
+        """Wait for the saves in flight, and return ``newest``. Raises the error of one that failed,
         ``TimeoutError`` at the ``deadline``, and once the error of a retention that failed."""
-        pending = self._pending
-        if pending is not None:
-            try:
-                self.newest = pending.wait(None if deadline is None else deadline.seconds_left)
-            finally:  # after an interrupt, the save is still pending
-                if pending.done:
-                    self._pending = None
-        if self._post_commit_error is not None:
-            error, self._post_commit_error = self._post_commit_error, None
-            raise error
+        self.in_flight.wait(deadline)
         return self.newest
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """Count the result of a save, unless it is older, or a local version that is damaged."""
+        is_newer = self.newest is None or version_of(snapshot) >= version_of(self.newest)
+        if is_newer and not snapshot.location.is_per_host:
+            self.newest = snapshot
 
     def add_metrics(self, snapshot: Snapshot, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of rank 0 to a version. If that fails, all ranks raise."""
@@ -390,11 +396,3 @@ class Saver:
         if not (self.busy or self._is_saving_savepoint):
             self._pool.close()
         self.reservation.join()
-
-
-def version_of(snapshot: Snapshot) -> Version:
-    """Return the version of a snapshot, from the name of its folder if possible.
-
-    This avoids a read of the manifest, which another rank may have written.
-    """
-    return parse_version(snapshot.location.folder) or snapshot.version

@@ -21,6 +21,9 @@ from holdfast.training.early_stop import EarlyStop
 
 _MAX_LISTED = 5
 
+METRIC_CHECK_AFTER = 3
+"""The number of saves after which a metric that no version has causes a warning."""
+
 
 class VersionChecks:
     """The checks that warn in the thread of the training.
@@ -37,6 +40,11 @@ class VersionChecks:
     ) -> None:
         self.metric = MetricCheck(run, keep, early_stop)
         self.stale = StaleStateCheck(run.url, on_unchanged)
+
+    def after_save(self, saves: int) -> None:
+        """Make the check that needs some versions. ``saves``: the saves of this training."""
+        if saves == METRIC_CHECK_AFTER:
+            self.metric.make()
 
     def warn(self) -> None:
         """Issue the warnings, each once, in the thread of the training."""

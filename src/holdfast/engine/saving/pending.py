@@ -72,6 +72,15 @@ class Pending:
         """Return True if the save was committed or failed."""
         return self._ended.is_set()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error with which the save failed, or None."""
+        return self._error
+
+    def wait_ended(self) -> None:
+        """Wait until the save was committed or failed, and leave its result to ``wait``."""
+        self._ended.wait()
+
     def wait_staged(self) -> None:
         """Wait until all of the state may change, including parameters and optimizer slots."""
         if self._staged is not None and self._pid == os.getpid():

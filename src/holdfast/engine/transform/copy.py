@@ -109,17 +109,20 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance) -> Snapshot:
     return copy
 
 
-def copy_shards(source: Location, location: Location, shards: Sequence[Shard]) -> None:
+def copy_shards(
+    source: Location, location: Location, shards: Sequence[Shard], advance: Advance = no_op
+) -> None:
     """Copy some shards of a full snapshot with their indexes, and commit nothing.
 
-    Every byte is checked. What the destination has already is not written again. Raises
+    Every byte is checked. What the destination has already is not written again. ``advance`` is
+    called from several threads with the number of bytes. Raises
     ``FormatError`` if a shard is damaged, ``AlreadyExists``, and ``StoreError``.
     """
     for shard in shards:
         raw = source.store.get(source.key(shard.index.name), MAX_MANIFEST)
         index = parse_index(source, shard, raw)
         shard_copy = _ShardCopy(shard, index, raw, None)
-        _copy_shard(source, location, index, shard_copy, no_op)
+        _copy_shard(source, location, index, shard_copy, advance)
         _put_index(location, shard_copy)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import xxhash
 
 from holdfast.buffers import Buffer
-from holdfast.errors import DigestMismatch, StoreError
-from holdfast.storage.store import MappedUpload, Stat, Store, put_mapped
+from holdfast.errors import DigestMismatch
+from holdfast.storage.store import MappedUpload, Stat, Store, Upload, put_mapped
 from holdfast.threads import no_op
 from holdfast.tiers.peers.messages import Channel, End
 from holdfast.types import MIB
@@ -19,17 +19,28 @@ their digest is computed."""
 
 
 def begin_copy(store: Store, key: str, length: int) -> MappedUpload:
-    """Begin to write a file of a store in memory. Raises ``StoreError``."""
-    upload = put_mapped(store, key, length)
-    if upload is None:
-        raise StoreError(
-            f"Cannot receive {key} into {store.url}",
-            expected="a store in memory",
-            found=store.traits.name,
-            key=key,
-            store=store.url,
-        )
-    return upload
+    """Begin to write a file that is received. Raises ``StoreError``."""
+    return put_mapped(store, key, length) or _BufferedUpload(store.put(key, length))
+
+
+class _BufferedUpload(Upload):
+    """An upload to a disk. All views share one buffer, so only one may be in use."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+        self._buffer = Buffer(STEP_BYTES)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        return self._buffer.view[:length]
+
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        self._upload.write_at(offset, *data)
+
+    def commit(self) -> Stat:
+        return self._upload.commit()
+
+    def abort(self) -> None:
+        self._upload.abort()
 
 
 def send_content(channel: Channel, store: Store, key: str, length: int) -> str:

@@ -1,0 +1,128 @@
+"""Topic 15: a save to a local disk first, with a run in a store that is slower."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from bench import fresh_process
+from bench.report import Options, Section, judge
+
+_REPEATS = 5
+_BYTES_PER_SECOND = 200 * 10**6
+
+
+class _SlowLink:
+    """Lets so many bytes pass per second, whatever the number of threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._free_at = 0.0
+
+    def pass_bytes(self, nbytes: int) -> None:
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + nbytes / _BYTES_PER_SECOND
+            at = self._free_at
+        time.sleep(max(0.0, at - time.monotonic()))
+
+
+def measure(folder: str, size: int) -> dict[str, list[float]]:
+    """Alternate between trainings with and without the local tier. For each: the seconds until a
+    kill loses nothing, until the version is in the run, and of ``resume``. Runs in a child process.
+    """
+    import holdfast
+    from bench import states
+    from holdfast.storage.local.store import LocalStore
+
+    link = _SlowLink()
+
+    class SlowStore(LocalStore):
+        """A store at the end of a slow link, on a disk."""
+
+        def put(self, key: str, length: int, head: int = 0) -> Any:
+            upload = super().put(key, length)
+            write: Any = upload.write_at
+
+            def write_at(offset: int, *data: memoryview) -> None:
+                link.pass_bytes(sum(len(view) for view in data))
+                write(offset, *data)
+
+            upload.write_at = write_at  # type: ignore[method-assign]
+            return upload
+
+        def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+            link.pass_bytes(length)
+            super().get_range(key, offset, length, into)
+
+    found: dict[str, list[float]] = {}
+    state = states.large_state(size)
+
+    def start(place: Path, tiers: list[Any]) -> Any:
+        run = SlowStore(place / "run", direct=True)
+        return holdfast.Checkpointer(
+            run, {"model": state}, save=holdfast.EverySteps(1), tiers=tiers, preemption=None
+        )
+
+    for repeat in range(_REPEATS):
+        for name in ("direct", "local"):
+            place = Path(folder) / f"{name}-{repeat}"
+            tiers = [holdfast.LocalTier(place / "disk")] if name == "local" else []
+            ckpt = start(place, tiers)
+            began = time.perf_counter()
+            ckpt.step()
+            ckpt._saver.in_flight.wait_for_turn()
+            safe = time.perf_counter() - began
+            ckpt.wait()
+            committed = time.perf_counter() - began
+            ckpt._saver.writer_lock.release()
+            again = start(place, tiers)
+            began = time.perf_counter()
+            snapshot = again.resume()
+            resumed = time.perf_counter() - began
+            if snapshot is None or (str(place / "disk") in snapshot.url) != (name == "local"):
+                raise RuntimeError(f"resumed from {snapshot}")
+            for figure, seconds in (("safe", safe), ("run", committed), ("resume", resumed)):
+                found.setdefault(f"{name} {figure}", []).append(seconds)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                again.close()
+                ckpt.close()
+            shutil.rmtree(place)
+    return found
+
+
+def sections(options: Options) -> list[Section]:
+    size = options.medium // 2
+    title = f"A save of {size >> 20} MiB to a local disk first (LocalTier)"
+    text = (
+        f"The run is in a store behind a link of {_BYTES_PER_SECOND / 1e6:.0f} MB/s, simulated on"
+        " this disk. In turn, a training saves to it directly, and to the local disk first. A kill"
+        " loses nothing once the version is complete on the local disk, or else in the run."
+    )
+    folder = options.folder / "local-tier"
+    folder.mkdir()
+    found, missing = {}, []
+    try:
+        found = fresh_process.call("bench.local_tier:measure", folder=str(folder), size=size)
+    except fresh_process.MeasurementFailed as failure:
+        missing.append(f"holdfast: {failure}")
+    finally:
+        shutil.rmtree(folder)
+
+    def ratios(figure: str) -> list[float]:
+        pairs = zip(
+            found.get(f"direct {figure}", []), found.get(f"local {figure}", []), strict=True
+        )
+        return [direct / local for direct, local in pairs]
+
+    verdicts = [
+        judge("direct / local: until a kill loses nothing", ratios("safe"), least=3),
+        judge("direct / local: until the version is in the run", ratios("run"), least=0.8),
+        judge("direct / local: resume", ratios("resume"), least=3),
+        *(judge(name, values, unit="s") for name, values in found.items()),
+    ]
+    return [Section(title, text, verdicts, missing=missing)]

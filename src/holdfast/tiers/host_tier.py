@@ -1,0 +1,278 @@
+"""What a training keeps on its hosts: a folder per host, which all tiers find, serve, and clean up
+in the same way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from typing import Any, NamedTuple
+
+from holdfast.deadline import Deadline
+from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.distributed.group import Group, StoreGroup
+from holdfast.engine.distributed.kv import KVClient
+from holdfast.engine.snapshot.location import Location
+from holdfast.errors import Denied, HoldfastError
+from holdfast.format.names import MANIFEST, Version, index_name, parse_version, shard_name
+from holdfast.settings import status_folder
+from holdfast.storage.local.store import LocalStore
+from holdfast.storage.store import Store
+from holdfast.storage.tmpfs.store import TmpfsStore
+from holdfast.tiers.flush import MemoryRecord, record_memory
+from holdfast.tiers.hosts import Hosts, RankFacts
+from holdfast.tiers.inventory import Candidate, HostInventory, find_candidates, take_inventory
+from holdfast.tiers.local_tier import LocalTier
+from holdfast.tiers.memory_check import TierCost
+from holdfast.tiers.memory_tier import MemoryTier
+from holdfast.tiers.peers.accounts import PeerLimits
+from holdfast.tiers.peers.addresses import PeerAddress, choose_address, job_secret, look_up, publish
+from holdfast.tiers.peers.client import PeerConnection
+from holdfast.tiers.peers.server import PeerServer
+from holdfast.tiers.recovery_store import RecoveryStore
+from holdfast.tiers.run_id import read_or_create_run_id
+from holdfast.types import MIB
+
+GENERATIONS = 2
+"""The captured states that stay on a host."""
+
+COPY_SECONDS = 120.0
+"""The longest time for the copy of a rank's files to one peer, or for a file from there."""
+
+
+class Generation(NamedTuple):
+    """A captured state. ``keys``: the files besides the manifest that this rank deletes."""
+
+    version: Version
+    keys: Sequence[str]
+
+
+class HostTier:
+    """The captured states of one training in a folder of each host.
+
+    All ranks call ``open`` and ``find`` together. The newest two states stay; older ones are
+    deleted once a newer one is complete. A subclass says which store it is, and what it costs.
+    Without ``settings``, nothing is kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: MemoryTier | LocalTier | None,
+        group: Group,
+        copies: int = 1,
+        domain: str | None = None,
+    ) -> None:
+        self.name = name
+        self.is_open = False
+        self._settings = settings
+        self.group = group
+        self._copies = copies
+        self._domain = domain
+        self._generations: list[Generation] = []
+        self._closing = ExitStack()
+        self._prefix = self._secret = ""
+
+    store: LocalStore | TmpfsStore
+    """The store in the folder of this host, once ``open`` has returned."""
+
+    # -- what a subclass defines -------------------------------------------------------------------
+
+    def _measure(self, state: Any) -> int:
+        """Return the bytes of one generation of this rank."""
+        raise NotImplementedError
+
+    def _make_store(self, folder: str, hosts: Hosts) -> LocalStore | TmpfsStore:
+        raise NotImplementedError
+
+    def _remove_leftovers(self) -> None:
+        """Delete the unfinished files of processes that have ended."""
+
+    def _check_space(self, folder: str, cost: TierCost) -> None:
+        """Raise ``NoSpace`` if this host is too small."""
+        raise NotImplementedError
+
+    # -- the beginning -------------------------------------------------------------------------
+
+    def open(self, run_store: Store, state: Any) -> None:
+        """Check the space on all hosts, and serve the files of this one. A second call does
+        nothing.
+
+        Raises ``NoSpace`` if a host is too small for ``state``, and ``HoldfastError`` if the folder
+        is not what the tier needs; then, all ranks raise.
+        """
+        group, settings = self.group, self._settings
+        if self.is_open or settings is None:
+            return
+        nbytes = self._measure(state)
+        collective = group.collective(f"the start of the {self.name} tier")
+        with closing(collective), collective:
+            first = read_or_create_run_id(run_store) if collective.rank == 0 else None
+            run_id = collective.broadcast(first, str)
+            folder = _make_folder(self.name, os.path.abspath(settings.path), run_id)
+            facts = RankFacts.of_this_rank(folder, self._domain, nbytes)
+            gathered = collective.gather(facts, RankFacts)
+            all_facts = collective.broadcast(gathered, list[RankFacts])
+            self._hosts = Hosts(all_facts, collective.rank, self._copies)
+            self.store = self._make_store(folder, self._hosts)
+            if self._hosts.is_first:
+                self._remove_leftovers()
+                present = sum(stat.length for stat in self.store.list(""))
+                cost = TierCost(self._hosts.held_bytes, GENERATIONS, present)
+                self._check_space(folder, cost)
+                if (status := status_folder()) is not None:
+                    url = run_store.url
+                    run = url if "://" in url else os.path.abspath(url)
+                    record_memory(status, MemoryRecord(folder, run), self.name)
+            self._serve(settings)
+            all_started = collective.gather(True, bool)  # an error of one rank reaches all
+            collective.broadcast(None if all_started is None else True, bool)
+        if group.rank == 0 and self._prefix and isinstance(group, StoreGroup):
+            group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
+        self.is_open = True
+
+    def _serve(self, settings: MemoryTier | LocalTier) -> None:
+        """Let other hosts copy files to and from this one."""
+        group, hosts = self.group, self._hosts
+        if not isinstance(group, StoreGroup) or hosts.count == 1:
+            return
+        kv = group.kv
+        prefix = f"{group.next_sequence_number()}/tiers"
+        self._secret, self._prefix = job_secret(kv, prefix), prefix
+        is_one_host = hosts.is_one_machine
+        address = choose_address(kv.store_host, settings.interface, is_one_host=is_one_host)
+        longest = max([*hosts.held_by_rank, 0]) + 64 * MIB
+        limits = PeerLimits(
+            file_bytes=longest,
+            peer_bytes=(GENERATIONS + 2) * longest,
+            total_bytes=(GENERATIONS + 2) * longest * max(1, len(hosts.held)),
+        )
+        server = self._closing.enter_context(PeerServer(self.store, address, self._secret, limits))
+        keys = publish(kv, prefix, PeerAddress(group.rank, server.address, server.port))
+        self._closing.callback(_unpublish, kv, keys)
+
+    def _connect(self, rank: int) -> PeerConnection:
+        group = self.group
+        if not isinstance(group, StoreGroup):
+            raise HoldfastError("One process has no peers")
+        (address,) = look_up(group.kv, self._prefix, [rank])
+        if address is None:
+            raise HoldfastError(f"Rank {rank} does not serve copies anymore")
+        deadline = Deadline.after(COPY_SECONDS, f"the copy to or from rank {rank}")
+        return PeerConnection(address, self._secret, group.rank, deadline)
+
+    # -- what is there -------------------------------------------------------------------------
+
+    def _keys_of(self, version: Version, attempt: str) -> list[str]:
+        """Return the files besides the manifest that this rank deletes."""
+        size = self.group.size
+        return [
+            f"{version}/{name(rank, size, attempt)}"
+            for rank in (self.group.rank, *self._hosts.held)
+            for name in (shard_name, index_name)
+        ]
+
+    def _keep(self, generation: Generation) -> None:
+        """Count a complete state, and delete those before the newest two."""
+        self._generations.append(generation)
+        while len(self._generations) > GENERATIONS:
+            self._delete(self._generations.pop(0))
+
+    def _delete(self, generation: Generation) -> None:
+        # the manifest first: each rank of a host does the same
+        self.store.delete(f"{generation.version}/{MANIFEST}")
+        for key in generation.keys:
+            self.store.delete(key)
+
+    # -- resuming ----------------------------------------------------------------------------------
+
+    def find(self, collective: Collective) -> list[Candidate]:
+        """Return the states on the hosts, newest first, on rank 0. All ranks call this. On the
+        other ranks, the list is empty."""
+        if not self.is_open:
+            return []
+        inventory = HostInventory(self.group.rank)
+        if self._hosts.is_first:
+            inventory = take_inventory(self.store, self.group.rank)
+        gathered = collective.gather(inventory, HostInventory)
+        return [] if gathered is None else find_candidates(gathered, self.name)
+
+    def locate(self, folder: str, sources: dict[str, list[int]]) -> Location:
+        """Return the location from which this rank loads a state."""
+
+        def fetch(rank: int, key: str, max_length: int) -> None:
+            with self._connect(rank) as connection:
+                connection.fetch_file(self.store, key, max_length)
+
+        store: Store = RecoveryStore(self.store, sources, fetch)
+        return Location(store, folder, is_per_host=True)
+
+    def keep_only(self, kept: Version | None) -> None:
+        """Delete all states but ``kept`` and the newest one before it. None: all states."""
+        self._generations.clear()
+        if not self.is_open or not self._hosts.is_first:
+            return
+        files: dict[Version, list[str]] = {}
+        for stat in self.store.list(""):
+            version = parse_version(stat.key.partition("/")[0])
+            if version is not None:
+                files.setdefault(version, []).append(stat.key)
+        for version in sorted(files):
+            keys = [key for key in files[version] if not key.endswith(f"/{MANIFEST}")]
+            generation = Generation(version, keys)
+            if kept is not None and (version == kept or version.step < kept.step):
+                self._keep(generation)
+            else:
+                self._delete(generation)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self, is_complete: bool) -> None:
+        """Stop serving. ``is_complete``: the training has ended, and its last step is in the
+        durable store. Then, all states are deleted. Otherwise, they stay for the next start."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._wait_at_end()
+        self._closing.close()
+        if is_complete:
+            for generation in self._generations:
+                self._delete(generation)
+            self._generations.clear()
+        self._release()
+        with suppress(OSError):  # it is not empty, or another rank has removed it
+            os.rmdir(self.store.url)
+
+    def _wait_at_end(self) -> None:
+        """Wait for what uses the store."""
+
+    def _release(self) -> None:
+        """Release what holds no state."""
+
+
+def _unpublish(kv: KVClient, keys: Sequence[str]) -> None:
+    """Delete this rank's address. Without the job's store, which ends with the process that hosts
+    it, nobody can look it up either: this training has ended as it should, and must say so."""
+    with suppress(HoldfastError):
+        kv.delete(keys)
+
+
+def _make_folder(tier: str, path: str, run_id: str) -> str:
+    """Return the folder of a run on this host, which only this user can read.
+
+    Raises ``Denied`` if the folder of this user belongs to another one: anybody may create a folder
+    in ``/dev/shm``.
+    """
+    own = os.path.join(path, f"holdfast-{os.getuid()}")
+    folder = os.path.join(own, run_id)
+    os.makedirs(own, mode=0o700, exist_ok=True)
+    status = os.lstat(own)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise Denied(
+            f"The folder {own} of the {tier} tier is not private",
+            expected=f"a folder of user {os.getuid()} with mode 0700",
+            found=f"user {status.st_uid}, mode {status.st_mode & 0o7777:o}",
+            todo=f"Delete it, or use another path= of the {tier} tier",
+        )
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    return folder

@@ -1,0 +1,84 @@
+"""The tiers of one training, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.distributed.group import Group
+from holdfast.engine.snapshot.location import Location
+from holdfast.errors import HoldfastError
+from holdfast.format.names import Version
+from holdfast.storage.store import Store
+from holdfast.tiers.captures import Captures
+from holdfast.tiers.inventory import Candidate
+from holdfast.tiers.local_tier import LocalTier
+from holdfast.tiers.local_versions import LocalVersions
+from holdfast.tiers.memory_tier import MemoryTier
+
+Tier = MemoryTier | LocalTier
+"""The settings of a tier."""
+
+
+class Tiers:
+    """What a training keeps in memory and on the local disks of its hosts.
+
+    All ranks call ``open`` and ``find`` together. Without settings for a tier, it is empty.
+    """
+
+    def __init__(self, settings: Sequence[Tier], group: Group) -> None:
+        memory = next((t for t in settings if isinstance(t, MemoryTier)), None)
+        local = next((t for t in settings if isinstance(t, LocalTier)), None)
+        self.memory = Captures(memory, group)
+        self.local = LocalVersions(local, group)
+        self._all = self.memory, self.local
+        self._group = group
+
+    def open(self, run_store: Store, state: Any, *, is_resumed: bool) -> None:
+        """Check the space on all hosts, and serve the files of this one (see ``HostTier``).
+
+        Without a resume, the tiers must be empty: otherwise, states of two trainings would mix.
+        Raises ``HoldfastError`` on all ranks if they are not.
+        """
+        for tier in self._all:
+            tier.open(run_store, state)
+        if is_resumed or not any(tier.is_open for tier in self._all):
+            return
+        collective = self._group.collective("the check that the tiers are empty")
+        with closing(collective), collective:
+            found = self.find(collective)
+            if found:
+                raise HoldfastError(
+                    f"The {found[0].tier} tier has states of an earlier training of this run",
+                    expected="a call of resume() before the first step, or empty tiers",
+                    found=found[0].folder,
+                    todo="Call ckpt.resume(). To begin again, use another folder for the run",
+                )
+            collective.broadcast(True if collective.rank == 0 else None, bool)
+
+    def find(self, collective: Collective) -> list[Candidate]:
+        """Return the captured states, newest first, on rank 0; of two of one step, that of the
+        faster tier first. On the other ranks, the list is empty."""
+        found = [candidate for tier in self._all for candidate in tier.find(collective)]
+        return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)  # it is stable
+
+    def locate(self, tier: str, folder: str, sources: dict[str, list[int]]) -> Location:
+        """Return the location from which this rank loads a state of a tier."""
+        (found,) = (t for t in self._all if t.name == tier)
+        return found.locate(folder, sources)
+
+    def keep_only(self, tier: str | None, kept: Version | None) -> None:
+        """Delete what training does not continue from.
+
+        ``tier``: the tier from which ``kept`` was loaded, or None if it is a version of the run. A
+        local version before a state in memory stays, because it is not in the run yet.
+        """
+        self.memory.keep_only(kept if tier == self.memory.name else None)
+        self.local.keep_only(None if tier is None else kept)
+
+    def close(self, is_complete: bool) -> None:
+        """Stop serving. ``is_complete``: the last step is in the run, so nothing has to stay."""
+        for tier in self._all:
+            tier.close(is_complete)

@@ -1,0 +1,111 @@
+"""The saves of one training that are in flight, and the waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from holdfast.deadline import Deadline
+from holdfast.engine.distributed.group import Group, broadcast_from_first
+from holdfast.engine.saving.pending import Pending
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.threads import Latch
+
+
+class SavesInFlight:
+    """At most one save that the next one must wait for, and those before it that are complete on a
+    local disk and only have to be promoted to the run.
+
+    ``url``: that of the run. ``take`` is called in the training thread with the result of each save
+    that has ended. The training thread calls all methods; other threads may read the properties.
+    """
+
+    def __init__(self, group: Group, url: str, take: Callable[[Snapshot], object]) -> None:
+        self._group = group
+        self._operation = f"the end of a save to {url}"
+        self._take = take
+        self._saves: list[tuple[Pending, Latch | None]] = []  # oldest first
+        self.post_commit_error: Exception | None = None
+        """The error of what followed a commit. The next wait raises it, once."""
+
+    def add(self, pending: Pending, may_follow: Latch | None) -> None:
+        """Count a save. ``may_follow`` is set once the next save need not wait for this one. None:
+        the next save waits until this one has ended."""
+        self._saves.append((pending, may_follow))
+
+    def discard_after(self, previous: Pending | None) -> None:
+        """Forget a save that was added after ``previous``: it will never begin."""
+        if self.newest is not previous:
+            self._saves.pop()
+
+    @property
+    def newest(self) -> Pending | None:
+        return self._saves[-1][0] if self._saves else None
+
+    @property
+    def busy(self) -> bool:
+        """True if a save is in flight."""
+        return any(not pending.done for pending, _ in self._saves)
+
+    @property
+    def must_wait(self) -> bool:
+        """True if the next save would have to wait."""
+        return any(
+            not (pending.done or (may_follow is not None and may_follow.is_set()))
+            for pending, may_follow in self._saves
+        )
+
+    def wait(self, deadline: Deadline | None = None) -> None:
+        """Wait for all saves. With a ``deadline``, only the newest one counts.
+
+        Raises the error of the first one that failed, and ``TimeoutError`` at the deadline.
+        """
+        if deadline is None:
+            while self._saves:
+                self._end(self._saves[0][0], None)
+        elif self._saves:
+            self._end(self._saves[-1][0], deadline.seconds_left)
+        self._raise_post_commit_error()
+
+    def wait_for_turn(self) -> None:
+        """Wait until the next save may begin. Raises the error of the first one that failed."""
+        for pending, may_follow in list(self._saves):
+            if may_follow is None:
+                pending.wait_ended()
+            else:
+                may_follow.wait()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise the error of a save that has failed, without a wait."""
+        while self._saves and self._saves[0][0].done:
+            self._end(self._saves[0][0], None)
+        self._raise_post_commit_error()
+
+    def wait_on_all_ranks(self, deadline: Deadline | None = None) -> None:
+        """Wait as ``wait`` does. If one rank raises, all do: none of them goes on to a collective
+        operation that the others never reach."""
+        wait = partial(self.wait, deadline)
+        broadcast_from_first(self._group, self._operation, lambda: True, bool, wait, deadline)
+
+    def wait_for_turn_on_all_ranks(self) -> None:
+        """Wait as ``wait_for_turn`` does. If one rank raises, all do."""
+        wait = self.wait_for_turn
+        broadcast_from_first(self._group, self._operation, lambda: True, bool, wait)
+
+    def _end(self, pending: Pending, timeout: float | None) -> None:
+        try:
+            self._take(pending.wait(timeout))
+        except BaseException as e:  # after an interrupt, or the timeout, the save still counts
+            if e is pending.error:
+                self._remove(pending)
+            raise
+        self._remove(pending)
+
+    def _remove(self, pending: Pending) -> None:
+        self._saves = [entry for entry in self._saves if entry[0] is not pending]
+
+    def _raise_post_commit_error(self) -> None:
+        if self.post_commit_error is not None:
+            error, self.post_commit_error = self.post_commit_error, None
+            raise error

@@ -1,0 +1,51 @@
+"""What a save of a training writes besides the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.deadline import Deadline
+from holdfast.engine.saving.job import VersionMetadata
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.format.manifest import Parent
+from holdfast.format.names import Version, parse_version
+from holdfast.run.metrics import to_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSpec:
+    """The version to save, the reason, and the metadata for its manifest.
+
+    ``on_finished`` is called with True if the save was committed, and with False if it failed.
+    ``deadline`` is the time by which the process leaves. Retention is then left to the next one.
+    """
+
+    version: Version
+    reason: str
+    metrics: Mapping[str, Any]
+    note: Mapping[str, Any]
+    training_metadata: Mapping[str, Any]
+    on_finished: Callable[[bool], None] = lambda committed: None
+    deadline: Deadline | None = None
+
+    def to_metadata(self, parent: Snapshot | None, training: Mapping[str, Any]) -> VersionMetadata:
+        """Return what the manifest stores. ``training``: more training metadata."""
+        return VersionMetadata(
+            step=self.version.step,
+            branch=self.version.branch,
+            parent=None if parent is None else Parent(parent.location.folder, parent.digest),
+            reason=self.reason,
+            metrics=to_numbers(self.metrics),
+            note=self.note,
+            training={**self.training_metadata, **training},
+        )
+
+
+def version_of(snapshot: Snapshot) -> Version:
+    """Return the version of a snapshot, from the name of its folder if possible.
+
+    This avoids a read of the manifest, which another rank may have written.
+    """
+    return parse_version(snapshot.location.folder) or snapshot.version

@@ -1,0 +1,504 @@
+"""Saves to a local disk first, in one process: what is promoted, resumed, and left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NoSpace,
+    Preempted,
+    SaveFailed,
+    SkippedVersion,
+    StoreError,
+)
+from holdfast.format.names import MANIFEST, Version
+from holdfast.preemption.policy import Preemption
+from holdfast.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.tiers import flush, local_versions
+from holdfast.tiers.flush import flush_recorded
+from holdfast.tiers.local_tier import LocalTier
+from holdfast.tiers.memory_tier import MemoryTier
+from holdfast.training.checkpointer import Checkpointer
+from tests.engine.unreliable_stores import HookedStore
+from tests.preemption.announced import Announced
+from tests.tiers.hosts import flip_bit
+from tests.trainings import initial_state, state_after, states_equal, train_step
+
+DEADLINE = 20.0
+
+
+class Disk:
+    """A local disk, and a durable store, whose calls a test can hold up or fail."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path / "nvme"
+        self.durable = MemoryStore()
+        self.run = HookedStore(self.durable)
+        self.is_reachable = threading.Event()
+        self.is_reachable.set()
+        self.run.before = self._before
+        self.fails = False
+        self.ckpts: list[Checkpointer] = []
+        self.resumed: holdfast.Snapshot | None = None
+        self.warnings: list[str] = []
+
+    def _before(self, method: str, key: str) -> None:
+        """Promotions write shards; the lock and the pins can always be written."""
+        if key.endswith(".safetensors") and method in ("put", "commit"):
+            assert self.is_reachable.wait(DEADLINE)
+            if self.fails:
+                raise StoreError("The store is away")
+
+    def start(
+        self, save: SavePolicy | None = None, resume: bool = True, **options: Any
+    ) -> tuple[dict[str, Any], Checkpointer]:
+        state = initial_state()
+        options.setdefault("tiers", [LocalTier(self.path)])
+        options.setdefault("preemption", None)
+        ckpt = Checkpointer(self.run, state, save=save or EverySteps(10), **options)
+        self.ckpts.append(ckpt)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.resumed = ckpt.resume() if resume else None
+        self.warnings = [str(w.message) for w in caught if w.category is SkippedVersion]
+        return state, ckpt
+
+    def die(self, ckpt: Checkpointer) -> None:
+        """End as SIGKILL does: the promotions in flight never commit."""
+        self.fails = True
+        self.is_reachable.set()
+        for pending, _ in ckpt._saver.in_flight._saves:
+            pending.wait_ended()
+            if pending.error is not None:
+                with pytest.raises(type(pending.error)):
+                    pending.wait()
+        ckpt._saver.writer_lock.release()
+        self.fails = False
+
+    @property
+    def folder(self) -> Path:
+        (own,) = self.path.iterdir()
+        (folder,) = own.iterdir()
+        return folder
+
+    @property
+    def captured(self) -> list[int]:
+        """The steps of the complete versions on the disk."""
+        if not any(p.is_dir() for p in self.path.iterdir() for p in p.iterdir()):
+            return []
+        return sorted(int(p.parent.name[8:]) for p in self.folder.rglob(MANIFEST))
+
+    def await_captured(self, steps: list[int]) -> None:
+        end = time.monotonic() + DEADLINE
+        while self.captured != steps:
+            assert time.monotonic() < end, self.captured
+            time.sleep(0.001)
+
+    @property
+    def promoted(self) -> list[int]:
+        return [version.step for version in Run(self.durable).listing().versions]
+
+    def file(self, version: str, suffix: str) -> Path:
+        (path,) = (self.folder / version).glob(f"*{suffix}")
+        return path
+
+
+def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
+    while state["progress"].step < last_step:
+        ckpt.step({"loss": train_step(state)})
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
+    yield disk
+    disk.is_reachable.set()
+    for ckpt in disk.ckpts:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for pending, _ in ckpt._saver.in_flight._saves:
+                pending.wait_ended()
+            ckpt._release()
+
+
+def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk: Disk) -> None:
+    disk.is_reachable.clear()
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    disk.await_captured([10])
+    assert disk.promoted == []
+    disk.is_reachable.set()
+    snapshot = ckpt.wait()
+    assert snapshot is not None
+    assert snapshot.url == f"{disk.durable.url}/version_10"
+    assert snapshot.verify().ok
+    local = holdfast.open(disk.folder / "version_10")
+    assert (local.digest, local.verify().ok) == (snapshot.digest, True)
+
+
+def test_one_save_may_begin_while_the_one_before_is_promoted(disk: Disk) -> None:
+    disk.is_reachable.clear()
+    state, ckpt = disk.start(busy="skip")
+    train(state, ckpt, 10)
+    disk.await_captured([10])
+    ckpt._saver.in_flight.wait_for_turn()
+    train(state, ckpt, 20)  # the save of step 20 does not wait for the run
+    disk.await_captured([10, 20])
+    assert ckpt._saver.must_wait
+    train(state, ckpt, 30)  # skipped: two are waiting
+    assert ckpt.statistics()["skipped"] == 1
+    assert (disk.promoted, ckpt.statistics()["saves"]) == ([], 0)
+    disk.is_reachable.set()
+    ckpt.wait()
+    assert disk.promoted == [10, 20]
+    train(state, ckpt, 31)
+    ckpt.wait()
+    assert disk.promoted == [10, 20, 31]  # the save that was skipped stays due
+    assert Run(disk.durable).snapshots()[0].manifest.parent is None
+    assert disk.captured == [20, 31]
+
+
+def test_with_wait_no_version_is_skipped(disk: Disk) -> None:
+    with disk.start(EverySteps(2) | AtEnd())[1] as ckpt:
+        train(ckpt.state, ckpt, 31)
+    assert disk.promoted == [*range(2, 31, 2), 31]
+    assert ckpt.statistics()["saves"] == 16
+    assert ckpt.statistics()["failures"] == 0
+    assert list(disk.path.rglob("*.*")) == []  # all is in the run
+
+
+def test_a_killed_training_resumes_from_the_disk_and_promotes_what_it_left(disk: Disk) -> None:
+    disk.is_reachable.clear()
+    state, ckpt = disk.start()
+    train(state, ckpt, 27)
+    disk.await_captured([10, 20])
+    disk.die(ckpt)
+    assert disk.promoted == []
+    state, ckpt = disk.start()
+    assert disk.resumed is not None
+    assert disk.resumed.url == str(disk.folder / "version_20")
+    assert states_equal(state, state_after(20))
+    with ckpt:
+        train(state, ckpt, 30)
+        ckpt.wait()
+        assert disk.promoted == [20, 30]
+    assert states_equal(state, state_after(30))
+    last = Run(disk.durable).snapshots()[-1]
+    assert last.metadata["note"]["resumed_from_tier"]["tier"] == "local"
+    assert Run(disk.durable).branch() == 0
+    assert all(s.verify().ok for s in Run(disk.durable).snapshots())
+
+
+def test_after_a_fast_restart_the_leftover_is_the_parent_of_the_next_version(disk: Disk) -> None:
+    disk.is_reachable.clear()
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    disk.die(ckpt)
+    state, ckpt = disk.start()
+    train(state, ckpt, 11)
+    ckpt.wait()  # for the leftover
+    assert disk.promoted == [10]
+    assert ckpt.save().manifest.parent.version == "version_10"  # type: ignore[union-attr]
+
+
+def test_a_promoted_version_is_loaded_from_the_disk_and_not_promoted_again(disk: Disk) -> None:
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    ckpt.wait()
+    disk.die(ckpt)
+    written: list[str] = []
+    disk.run.before = lambda method, key: written.append(key) if method == "put" else None
+    state, ckpt = disk.start()
+    assert disk.resumed is not None
+    assert disk.resumed.url == str(disk.folder / "version_10")
+    train(state, ckpt, 11)
+    ckpt.wait()
+    assert written == []
+    assert states_equal(state, state_after(11))
+
+
+def test_a_lost_disk_falls_back_to_the_run(disk: Disk, tmp_path: Path) -> None:
+    state, ckpt = disk.start()
+    train(state, ckpt, 15)
+    ckpt.wait()
+    disk.die(ckpt)
+    disk.path = tmp_path / "another"
+    state, ckpt = disk.start()
+    assert disk.resumed is not None
+    assert disk.resumed.url == f"{disk.durable.url}/version_10"
+
+
+def test_the_newest_of_memory_disk_and_run_counts(disk: Disk, tmp_path: Path) -> None:
+    memory = MemoryTier(every=EverySteps(4), copies=1, path="/dev/shm")
+    tiers: list[Any] = [memory, LocalTier(disk.path)]
+    for last, found in ((10, "version_10"), (13, "version_12"), (24, "version_24")):
+        disk.is_reachable.clear()
+        state, ckpt = disk.start(tiers=tiers)
+        while state["progress"].step < last:
+            ckpt.step({"loss": train_step(state)})
+            ckpt._tiers.memory.wait()
+        ckpt._saver.in_flight.wait_for_turn()
+        folder = str(ckpt._tiers.memory.store.url)
+        disk.die(ckpt)
+        state, ckpt = disk.start(tiers=tiers)
+        assert disk.resumed is not None
+        assert disk.resumed.location.folder == found
+        assert (folder in disk.resumed.url) == (found != "version_10")
+        assert states_equal(state, state_after(disk.resumed.step or 0))
+        train(state, ckpt, state["progress"].step + 1)
+        ckpt.wait()  # what the disk has is promoted, also if the memory has a newer state
+        assert disk.promoted == ([10] if last < 20 else [10, 20])
+        disk.die(ckpt)
+    ckpt.close()
+    ckpt._tiers.memory.keep_only(None)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "index.json", "json"])
+def test_flipped_bits_on_the_disk_are_skipped_and_never_promoted(disk: Disk, suffix: str) -> None:
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    ckpt.wait()
+    disk.is_reachable.clear()
+    train(state, ckpt, 20)
+    disk.await_captured([10, 20])
+    disk.die(ckpt)
+    name = MANIFEST if suffix == "json" else suffix
+    flip_bit(disk.file("version_20", name), 200)
+    state, ckpt = disk.start()
+    (message,) = disk.warnings
+    assert "version_20 on the local disk is skipped" in message
+    assert disk.resumed is not None
+    assert disk.resumed.step == 10
+    assert states_equal(state, state_after(10))
+    with ckpt:
+        train(state, ckpt, 20)
+    run = Run(disk.durable)
+    assert run.line() == [Version(10), Version(20, 1)]
+    assert all(s.verify().ok for s in run.snapshots())
+
+
+def test_bits_that_flip_between_the_disk_and_the_run_fail_the_save(disk: Disk) -> None:
+    disk.is_reachable.clear()
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    disk.await_captured([10])
+    flip_bit(disk.file("version_10", "safetensors"), 500)
+    disk.is_reachable.set()
+    with pytest.raises(FormatError):
+        ckpt.wait()
+    assert disk.promoted == []
+
+
+def test_a_damaged_leftover_does_not_stop_a_training_with_a_newer_state(disk: Disk) -> None:
+    memory = MemoryTier(every=EverySteps(3), copies=1)
+    tiers: list[Any] = [memory, LocalTier(disk.path)]
+    disk.is_reachable.clear()
+    state, ckpt = disk.start(tiers=tiers)
+    while state["progress"].step < 12:
+        ckpt.step({"loss": train_step(state)})
+        ckpt._tiers.memory.wait()
+    disk.die(ckpt)
+    flip_bit(disk.file("version_10", "safetensors"), 500)
+    skipped: list[str] = []
+    detach = holdfast.attach(
+        lambda name, fields: skipped.append(fields["version"]) if name == "skipped" else None
+    )
+    with detach:
+        state, ckpt = disk.start(tiers=tiers)
+        assert disk.resumed is not None
+        assert disk.resumed.step == 12
+        with ckpt:
+            train(state, ckpt, 20)
+    assert disk.promoted == [20]
+    assert skipped == ["version_10"]
+
+
+def test_a_store_that_is_away_is_reported_and_the_disk_has_the_state(disk: Disk) -> None:
+    disk.fails = True
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    with pytest.raises(StoreError, match="The store is away"):
+        ckpt.wait()
+    assert disk.captured == [10]
+    disk.fails = False
+    assert ckpt.save().step == 10  # the same step, directly
+    assert disk.promoted == [10]
+    assert holdfast.open(disk.durable.at("version_10")).verify().ok
+
+
+def test_with_warnings_the_training_bridges_a_time_without_the_store(disk: Disk) -> None:
+    disk.fails = True
+    state, ckpt = disk.start(on_error="warn")
+    with pytest.warns(SaveFailed, match="The store is away"):
+        train(state, ckpt, 35)
+        for pending, _ in ckpt._saver.in_flight._saves:
+            pending.wait_ended()
+        train(state, ckpt, 38)  # each step raises one error
+    assert disk.captured == [20, 30]
+    disk.fails = False
+    train(state, ckpt, 40)
+    ckpt.wait()
+    assert (disk.promoted, disk.captured) == ([40], [30, 40])
+
+
+def test_retention_counts_promoted_versions_only(disk: Disk) -> None:
+    disk.is_reachable.clear()
+    state, ckpt = disk.start(keep=KeepLast(1))
+    train(state, ckpt, 20)
+    disk.await_captured([10, 20])
+    disk.is_reachable.set()
+    ckpt.wait()
+    assert (disk.promoted, disk.captured) == ([20], [10, 20])
+
+
+def test_the_save_before_the_end_of_the_machine_is_written_directly(disk: Disk) -> None:
+    source = Announced()
+    state, ckpt = disk.start(preemption=Preemption(notices=[source]))
+    with pytest.raises(Preempted) as left, ckpt:
+        train(state, ckpt, 12)
+        source.announce(20.0)
+        train(state, ckpt, 10**6)
+    assert (left.value.code, left.value.saved_step) == (75, state["progress"].step)
+    assert disk.promoted[-1] == left.value.saved_step
+    assert left.value.saved_step not in disk.captured
+
+
+def test_a_training_without_resume_refuses_what_an_earlier_one_left(disk: Disk) -> None:
+    disk.is_reachable.clear()
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    disk.die(ckpt)
+    state, ckpt = disk.start(resume=False)
+    with pytest.raises(HoldfastError, match="The local tier has states of an earlier training"):
+        train(state, ckpt, 1)
+    assert disk.captured == [10]
+    ckpt._saver.writer_lock.release()
+
+
+def test_unfinished_files_of_a_killed_process_are_deleted(disk: Disk) -> None:
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    ckpt.wait()
+    disk.die(ckpt)
+    partial = disk.folder / "version_20" / ".shard.0011223344556677.partial"
+    partial.parent.mkdir()
+    partial.write_bytes(bytes(100))
+    state, ckpt = disk.start()
+    assert partial.exists()  # another training might still write it: this one is not the writer yet
+    train(state, ckpt, 11)
+    assert not partial.exists()
+
+
+def test_a_disk_that_is_too_small_raises_before_the_training(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(local_versions.os, "statvfs", lambda path: Small)
+    with pytest.raises(NoSpace, match=r"does not fit on its disk.*3 generations|2 generations"):
+        disk.start()
+
+
+def test_a_full_disk_fails_the_save_and_commits_nothing(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, ckpt = disk.start()
+    train(state, ckpt, 9)
+
+    def full(key: str, length: int, head: int = 0) -> Any:
+        raise NoSpace("The disk is full")
+
+    monkeypatch.setattr(ckpt._tiers.local.store, "put", full)
+    train(state, ckpt, 10)
+    with pytest.raises(NoSpace, match="The disk is full"):
+        ckpt.wait()
+    assert (disk.promoted, disk.captured) == ([], [])
+
+
+def test_bad_arguments_raise(disk: Disk, tmp_path: Path) -> None:
+    with pytest.raises(HoldfastError, match="incremental=True"):
+        disk.start(incremental=True)
+    with pytest.raises(HoldfastError, match="Invalid value for tiers="):
+        disk.start(tiers=[LocalTier("a"), LocalTier("b")])
+    for path in ("", 5, "s3://bucket"):
+        with pytest.raises(HoldfastError, match="Invalid value for path= of LocalTier"):
+            LocalTier(path)  # type: ignore[arg-type]
+    with pytest.raises(HoldfastError, match="Invalid value for interface="):
+        LocalTier("/local", interface=5)  # type: ignore[arg-type]
+    run = tmp_path / "run"
+    ckpt = Checkpointer(run, initial_state(), tiers=[LocalTier(run / "tier")])
+    with pytest.raises(HoldfastError, match="is in the folder of the run"):
+        ckpt.resume()
+
+
+def test_holdfast_run_promotes_what_is_left(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    monkeypatch.setattr(flush, "Run", lambda url: Run(disk.durable))
+    disk.is_reachable.clear()
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    disk.await_captured([10])
+    disk.die(ckpt)
+    (flushed,) = flush_recorded(str(tmp_path), 20)
+    assert isinstance(flushed, holdfast.Snapshot)
+    assert (flushed.step, flushed.verify().ok) == (10, True)
+    assert list(flush_recorded(str(tmp_path), 20)) == []
+
+
+@pytest.mark.parametrize("failing", ["run", "disk"])
+def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> None:
+    """Fail the n-th call of the store during a training, for every n, and resume."""
+    number = seen = 0
+    while seen >= number:
+        number += 1
+        disk = Disk(tmp_path / str(number))
+        seen = 0
+
+        def fail(method: str, key: str) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == number:  # noqa: B023
+                raise StoreError("A failure")
+
+        state, ckpt = disk.start(EverySteps(2))
+        local = ckpt._tiers.local
+        hooked = HookedStore(local.store)
+        (disk.run if failing == "run" else hooked).before = fail
+        local.store = hooked  # type: ignore[assignment]
+        reached = 0
+        try:
+            while reached < 6:
+                train(state, ckpt, reached + 1)
+                reached = state["progress"].step
+            ckpt.wait()
+        except HoldfastError:
+            pass
+        disk.run.before = hooked.before = lambda method, key: None
+        disk.die(ckpt)
+        durable = max(disk.promoted, default=0)
+        state, ckpt = disk.start(EverySteps(2))
+        step = 0 if disk.resumed is None else disk.resumed.step
+        assert step is not None
+        assert step >= durable
+        assert step >= reached - 4, f"call {number}: step {reached} was reached"
+        assert states_equal(state, state_after(step))
+        train(state, ckpt, 7)
+        assert ckpt.save().verify().ok
+        assert all(s.verify().ok for s in Run(disk.durable).snapshots())
+        ckpt.close()
+    assert number > 25
