@@ -42,7 +42,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
         monkeypatch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", SMALL_UNIT)
     monkeypatch.setattr("holdfast.engine.saving.save.BufferPool", tracker.make_pool)
-    monkeypatch.setattr("holdfast.training.saver.BufferPool", tracker.make_pool)
+    monkeypatch.setattr("holdfast.training.saves.saver.BufferPool", tracker.make_pool)
     # the watcher polls at arbitrary times, so the number of store calls would vary
     monkeypatch.setattr("holdfast.run.request_watcher.RequestWatcher.start", lambda self: None)
     monkeypatch.setattr(buffers, "_pool", tracker.make_pool(64 * PAGE))

@@ -32,7 +32,8 @@ class Scenario:
     In the step after ``fault_step``, ``victim`` sends itself ``fault`` after ``fault_after``
     seconds, and ``noticed`` gets a notice of ``seconds`` after one second. ``slow_step``: the
     seconds that this step takes longer. ``is_sharded``: each rank has a part of one tensor.
-    ``is_pipeline``: each rank has a tensor that no other rank has.
+    ``is_pipeline``: each rank has a tensor that no other rank has. ``memory``: the folder in memory
+    of all ranks, which capture each step.
     """
 
     last_step: int = 12
@@ -45,6 +46,7 @@ class Scenario:
     is_sharded: bool = False
     is_pipeline: bool = False
     slow_step: float = 0.0
+    memory: str | None = None
 
 
 def _make_state(rank: int, scenario: Scenario) -> dict[str, Any]:
@@ -84,7 +86,10 @@ def run_rank(rank: int, port: int, folder: Path, scenario: Scenario) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)
     state = _make_state(rank, scenario)
     save = holdfast.EverySteps(5) | holdfast.AtEnd()
-    with holdfast.Checkpointer(folder / "run", state, save=save) as ckpt:
+    tiers = []
+    if scenario.memory is not None:
+        tiers.append(holdfast.MemoryTier(every=holdfast.EverySteps(1), path=scenario.memory))
+    with holdfast.Checkpointer(folder / "run", state, save=save, tiers=tiers) as ckpt:
         ckpt.resume()
         resumed = ckpt.current_step
         while ckpt.current_step < scenario.last_step:

@@ -290,7 +290,8 @@ def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save() -> N
 
         def work(trainer: TrainingRank) -> None:
             with trainer.make_checkpointer(save=EverySteps(5)):
-                original = trainer.ckpt._saver.wait_on_all_ranks
+                in_flight = trainer.ckpt._saver.in_flight
+                original = in_flight.wait_for_turn_on_all_ranks
 
                 def request_and_wait() -> Any:
                     if trainer.rank == 0 and trainer.ckpt.current_step == 10:
@@ -298,7 +299,7 @@ def test_a_request_during_the_wait_before_a_save_is_answered_by_that_save() -> N
                         trainer.ckpt._watcher.poll()
                     return original()
 
-                with mock.patch.object(trainer.ckpt._saver, "wait_on_all_ranks", request_and_wait):
+                with mock.patch.object(in_flight, "wait_for_turn_on_all_ranks", request_and_wait):
                     trainer.train_steps(16)
 
         job.run(work)

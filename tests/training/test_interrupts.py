@@ -17,8 +17,9 @@ from holdfast.engine.saving.save import finish_in_background
 from holdfast.run.policy import EverySteps, OnException
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from holdfast.training import checkpointer, in_flight, saver
+from holdfast.training import checkpointer
 from holdfast.training.checkpointer import Checkpointer
+from holdfast.training.saves import in_flight, saver
 
 FILES = {m.__file__ for m in (pending, saver, in_flight, checkpointer)}
 START = finish_in_background.__code__

@@ -53,7 +53,7 @@ from holdfast.run.save_request import RequestedSave, put_request, read_request, 
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Stat
 from holdfast.training.checkpointer import Checkpointer
-from holdfast.training.goodput import Goodput
+from holdfast.training.saves.goodput import Goodput
 from tests.forging import seal, sealed_content
 from tests.trainings import (
     initial_state,

@@ -20,7 +20,7 @@ from holdfast.run.retention import VERSIONS_PER_SAVE
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
-from holdfast.training.version_checks import METRIC_CHECK_AFTER
+from holdfast.training.saves.version_checks import METRIC_CHECK_AFTER
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import flip_bit, initial_state, train, training

@@ -9,7 +9,7 @@ from contextlib import suppress
 from math import inf
 from threading import RLock
 from traceback import format_exception
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast import events
 from holdfast.deadline import Deadline
@@ -33,8 +33,8 @@ from holdfast.preemption.exit_status import (
 from holdfast.preemption.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.notices.platform import detect_and_report
+from holdfast.preemption.parts import Ending, Saves, Steps
 from holdfast.preemption.policy import Preemption
-from holdfast.preemption.savepoints import savepoint_saver
 from holdfast.preemption.savepoints.savepoint_saver import SLACK, Durations, SavepointSaver
 from holdfast.preemption.savepoints.step_savepoint import StepSavepoint
 from holdfast.preemption.signals import SignalNotice
@@ -49,32 +49,11 @@ SAVE_ONLY = "save after a notice"
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
 
+_FLUSH_SECONDS = 10.0
+"""Without a notice, the time to save the newest captured state before the process ends."""
+
 _POLL_SECONDS = 0.5
 """The longest time until another rank sees a proposal."""
-
-
-class Steps(Protocol):
-    """What counts the steps of the training."""
-
-    @property
-    def step(self) -> int:
-        """The last step that is complete."""
-
-
-class Saves(savepoint_saver.Saves, Protocol):
-    """What saves the state of the training."""
-
-    url: str
-
-    def wait(self, deadline: Deadline) -> object:
-        """Wait for the save in flight, without the other ranks."""
-
-
-class Ending(Protocol):
-    """What ends the training."""
-
-    def save_last_step(self, deadline: Deadline) -> None:
-        """Save the last step on all ranks, and wait until it is committed."""
 
 
 class PreemptionResponse:
@@ -287,6 +266,10 @@ class PreemptionResponse:
         self._end_now(self._code(), message)
 
     def _end_now(self, code: int, message: str) -> None:
+        if code == FAILED:
+            limit = Deadline.after(_FLUSH_SECONDS, "the end of this process")
+            known = self._deadline
+            self._savepoint_saver.flush(limit if known is None else save_deadline(known))
         with suppress(HoldfastError):
             code = leave_code(self._status(code, message))
         end_process(code, message)
@@ -369,6 +352,7 @@ class PreemptionResponse:
                 self._ending.save_last_step(limit)
         except (HoldfastError, TimeoutError) as e:
             problem = e
+            self._savepoint_saver.flush(limit)
         self._exit(self._code() if code is None else code, deadline, problem)
 
     def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:

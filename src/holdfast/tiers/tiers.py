@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
+from holdfast.run.lineage import newest_version
+from holdfast.run.run import Run
 from holdfast.storage.store import Store
 from holdfast.tiers.captures import Captures
+from holdfast.tiers.flush import find_newest, flush_newest
 from holdfast.tiers.inventory import Candidate
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.local_versions import LocalVersions
@@ -77,6 +82,26 @@ class Tiers:
         """
         self.memory.keep_only(kept if tier == self.memory.name else None)
         self.local.keep_only(None if tier is None else kept)
+
+    def flush(self, run: Run, deadline: Deadline) -> Snapshot | None:
+        """Save the newest captured state of this host if it is newer than all versions of the run.
+        Return the newest version then, which another rank may have saved, or None.
+
+        Any rank may call this, on any thread. The ranks of other hosts do the same, because the
+        version exists once all of its parts are there. Raises the errors of ``flush_newest``.
+        """
+        folders = [tier.store.url for tier in self._all if tier.is_open]
+        found: list[tuple[int, str]] = []
+        for folder in folders:
+            if (captured := find_newest(folder, run)) is not None:
+                found.append((captured.version.step, folder))
+        flushed = None
+        if found:
+            flushed = flush_newest(max(found)[1], run, deadline, is_writer=True)
+        if flushed is None and folders:
+            newest = newest_version(run.catalog, run.listing())
+            flushed = None if newest is None else run.open(newest)
+        return flushed
 
     def close(self, is_complete: bool) -> None:
         """Stop serving. ``is_complete``: the last step is in the run, so nothing has to stay."""

@@ -1,7 +1,6 @@
 """``Checkpointer`` and its parts: when to save, how to resume, and how a training ends.
 
-Terms: the *cadence* decides when a save is due. *Goodput* is the share of wall time spent on steps
-that a committed version holds.
-May import: the root modules, ``format``, ``storage``, ``data``, ``engine``,
-``preemption``, ``run``, and ``tiers``.
+Terms: the *cadence* decides when a save is due.
+May import: the root modules, ``format``, ``storage``, ``data``, ``engine``, ``preemption``,
+``run``, ``tiers``, and ``training``.
 """

@@ -37,16 +37,16 @@ from holdfast.training.arguments import (
     check_state,
 )
 from holdfast.training.cadence import Cadence
-from holdfast.training.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.ending import Ending, make_savepoint
-from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle, exclusive
 from holdfast.training.resume import left_state_invalid, resume_run
-from holdfast.training.save_spec import SaveSpec
-from holdfast.training.saver import Saver
+from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
+from holdfast.training.saves.goodput import Goodput
+from holdfast.training.saves.save_spec import SaveSpec
+from holdfast.training.saves.saver import Saver
+from holdfast.training.saves.version_checks import VersionChecks
 from holdfast.training.start import check_start, start_from
 from holdfast.training.step_counter import StepCounter
-from holdfast.training.version_checks import VersionChecks
 from holdfast.training.warn import raise_or_warn
 
 
@@ -142,7 +142,7 @@ class Checkpointer:
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
         self._tiers = Tiers(tiers, self._group)
         options = full_every if incremental else 1, overlap, save_timeout
-        self._saver = Saver(self.run, self._tiers.local, keep, self._goodput, checks, *options)
+        self._saver = Saver(self.run, self._tiers, keep, self._goodput, checks, *options)
         self._raise_or_warn = partial(raise_or_warn, on_error=on_error, saver=self._saver)
         self._acquire_lock = partial(acquire_lock, self.run, self._saver.writer_lock, spread)
         self._cadence = Cadence(save, busy, self._group, self._step_counter)

@@ -21,10 +21,10 @@ from holdfast.run.retention import undeleted_error
 from holdfast.threads import no_op
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
-from holdfast.training.goodput import Goodput
 from holdfast.training.lifecycle import Lifecycle, exclusive, is_process_ending
-from holdfast.training.save_spec import SaveSpec, version_of
-from holdfast.training.saver import Saver
+from holdfast.training.saves.goodput import Goodput
+from holdfast.training.saves.save_spec import SaveSpec, version_of
+from holdfast.training.saves.saver import Saver
 from holdfast.training.step_counter import StepCounter
 from holdfast.training.warn import (
     attach_secondary_errors,

@@ -18,7 +18,7 @@ from holdfast.errors import (
 )
 from holdfast.run.policy import SavePolicy
 from holdfast.text import warn_user
-from holdfast.training.saver import Saver
+from holdfast.training.saves.saver import Saver
 
 
 def raise_or_warn(

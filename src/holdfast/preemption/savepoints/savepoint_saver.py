@@ -56,6 +56,9 @@ class Saves(Protocol):
     def prepare_savepoint(self) -> None:
         """Prepare for ``save_savepoint``, which may be without rank 0."""
 
+    def flush_captured(self, deadline: Deadline) -> None:
+        """Save the newest captured state if it is newer than all versions, or raise."""
+
     def save_savepoint(
         self,
         flat: FlatState,
@@ -153,6 +156,24 @@ class SavepointSaver:
         """Save now, because the ranks cannot agree on a step."""
         self._is_hastened = True
 
+    def flush(self, deadline: Deadline) -> None:
+        """Save the newest captured state, because neither the last step nor the one before was
+        saved. This returns by ``deadline``, also if the store does not answer."""
+        ended = Latch()
+
+        def save() -> None:
+            try:
+                self._saves.flush_captured(deadline)
+            except Exception as e:  # noqa: BLE001  (the state stays where it is)
+                events.emit("flush_failed", error=e)
+            finally:
+                ended.set()
+
+        if self.saved_step is None and start_thread(
+            Thread(target=save, name="holdfast-flush", daemon=True)
+        ):
+            ended.wait(deadline.seconds_left)
+
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -167,9 +188,16 @@ class SavepointSaver:
             events.emit("savepoint_failed", error=e)
         finally:
             self._savepoint.release()
+            self._flush_if_unsaved()
             if self.saved_step is None:  # the training may still reach its next step, and save
                 self._claim, self.is_decided = Claim(), False
             self._ended.set()
+
+    def _flush_if_unsaved(self) -> None:
+        deadline = self._deadline
+        is_over = self._is_stopped or self._is_claimed or self._saves.busy
+        if deadline is not None and not is_over:
+            self.flush(_limit(deadline))
 
     def _wait_until_needed(self) -> Deadline | None:
         """Return the deadline when it is time to save, or None if the training has left."""

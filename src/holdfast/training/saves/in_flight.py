@@ -33,6 +33,12 @@ class SavesInFlight:
         the next save waits until this one has ended."""
         self._saves.append((pending, may_follow))
 
+    def add_leftovers(self, pending: Pending) -> None:
+        """Count the promotion of what an earlier training has left: the next save may begin."""
+        may_follow = Latch()
+        may_follow.set()
+        self.add(pending, may_follow)
+
     def discard_after(self, previous: Pending | None) -> None:
         """Forget a save that was added after ``previous``: it will never begin."""
         if self.newest is not previous:

@@ -17,7 +17,7 @@ from holdfast.lazy_torch import torch_or_none
 from holdfast.run.policy import KeepPolicy
 from holdfast.run.run import Run
 from holdfast.text import format_list, warn_user
-from holdfast.training.early_stop import EarlyStop
+from holdfast.training.saves.early_stop import EarlyStop
 
 _MAX_LISTED = 5
 

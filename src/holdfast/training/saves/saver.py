@@ -30,31 +30,29 @@ from holdfast.run.policy import KeepPolicy
 from holdfast.run.retention import TrainingRetention, undeleted_error
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
-from holdfast.threads import Latch
-from holdfast.tiers.local_versions import LocalVersions, Promotion
-from holdfast.training.goodput import Goodput
-from holdfast.training.in_flight import SavesInFlight
-from holdfast.training.save_spec import SaveSpec, version_of
-from holdfast.training.version_checks import VersionChecks, emit_structure_change
+from holdfast.tiers.local_versions import Promotion
+from holdfast.tiers.tiers import Tiers
+from holdfast.training.saves.goodput import Goodput
+from holdfast.training.saves.in_flight import SavesInFlight
+from holdfast.training.saves.save_spec import SaveSpec, version_of
+from holdfast.training.saves.version_checks import VersionChecks, emit_structure_change
 
 
 class Saver:
     """Saves states into a run in the background, and applies retention.
 
-    ``writer_lock`` and ``checks`` are checked before every commit.
-
-    ``newest`` is the version that was saved or resumed last. The next version names it as its
-    parent and refers to its chunks, except for every ``full_every``-th version, which is written
-    in full (never if ``full_every`` is None). With ``overlap``, parameters and slots are copied
-    during the next step, and an optimizer's step waits for the copy. A save of more than
-    ``timeout`` seconds fails. If the ``local`` tier is open, a save is complete on the local disks
-    first; the next one may begin while it is promoted to the run.
+    ``writer_lock`` and ``checks`` are checked before every commit. ``newest`` is the version that
+    was saved or resumed last. The next version names it as its parent and refers to its chunks,
+    except for every ``full_every``-th version, which is written in full (never if ``full_every`` is
+    None). With ``overlap``, parameters and slots are copied during the next step, and an
+    optimizer's step waits for the copy. A save of more than ``timeout`` seconds fails. If the local
+    tier is open, a save is complete on the local disks first, and is then promoted to the run.
     """
 
     def __init__(
         self,
         run: Run,
-        local: LocalVersions,
+        tiers: Tiers,
         keep: KeepPolicy,
         goodput: Goodput,
         checks: VersionChecks,
@@ -68,7 +66,7 @@ class Saver:
         """The step of the last save that did not fail, even if it is still in flight."""
 
         self.retention = TrainingRetention(run.catalog, keep)
-        self.group = local.group
+        self.group = tiers.local.group
         self._goodput = goodput
         self.writer_lock = WriterLock(run.store)
         self._full_every = full_every
@@ -78,8 +76,8 @@ class Saver:
         self._pool = BufferPool(1 << 50, on_create=pin_memory if overlap else None)
         self.reservation = BufferReservation(self._pool)
         self._attempt, self._session = "", {"session": random_id()}
-        self._local = local
-        self.in_flight = SavesInFlight(local.group, run.url, self._take)
+        self._tiers, self._local = tiers, tiers.local
+        self.in_flight = SavesInFlight(self.group, run.url, self._take)
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds = 0.0
         self._blocked_seconds = [0.0]
@@ -160,8 +158,7 @@ class Saver:
             if existing.manifest.attempt != self._attempt:
                 raise HoldfastError(
                     f"Another training has saved {spec.version} of {self.run.url}",
-                    todo="Find the second job that writes to the same run. Stop one of the two, and"
-                    " restart the other",
+                    todo="Find the second job that writes to this run, and stop one of the two",
                 ) from e
             # this training's own version, whose save failed with an unknown outcome
             self.newest = existing
@@ -206,8 +203,7 @@ class Saver:
         return snapshots[0]
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
-        training = {**self._session, **self._goodput.to_metadata()}
-        return spec.to_metadata(self.newest, training)
+        return spec.to_metadata(self.newest, {**self._session, **self._goodput.to_metadata()})
 
     def save_savepoint(
         self,
@@ -250,15 +246,19 @@ class Saver:
         """Promote what an earlier training has left on the local disks, in the background."""
         pending = self._local.promote_leftovers(self.run)
         if pending is not None:
-            may_follow = Latch()
-            may_follow.set()
-            self.in_flight.add(pending, may_follow)
+            self.in_flight.add_leftovers(pending)
 
     def prepare_savepoint(self) -> None:
         """Prepare for a save without rank 0, which holds the writer lock: remember the owner."""
         if self.group.rank:
             with suppress(HoldfastError):
                 self.writer_lock.observe()
+
+    def flush_captured(self, deadline: Deadline) -> None:
+        """Save the newest captured state of this host if it is newer than all versions."""
+        newest = self._tiers.flush(self.run, deadline)
+        if newest is not None:
+            self._take(newest)
 
     def _wait_staged(self) -> None:
         staging = self._deferred_staging

@@ -1,0 +1,32 @@
+"""The parts of a training with which it responds to notices."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from holdfast.deadline import Deadline
+from holdfast.preemption.savepoints import savepoint_saver
+
+
+class Steps(Protocol):
+    """What counts the steps of the training."""
+
+    @property
+    def step(self) -> int:
+        """The last step that is complete."""
+
+
+class Saves(savepoint_saver.Saves, Protocol):
+    """What saves the state of the training."""
+
+    url: str
+
+    def wait(self, deadline: Deadline) -> object:
+        """Wait for the save in flight, without the other ranks."""
+
+
+class Ending(Protocol):
+    """What ends the training."""
+
+    def save_last_step(self, deadline: Deadline) -> None:
+        """Save the last step on all ranks, and wait until it is committed."""
