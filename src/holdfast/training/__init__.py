@@ -3,5 +3,5 @@
 Terms: the *cadence* decides when a save is due. *Goodput* is the share of wall time spent on steps
 that a committed version holds.
 May import: the root modules, ``format``, ``storage``, ``data``, ``engine``,
-``preemption``, ``run``, and ``tiers``.
+``preemption``, ``restarts``, ``run``, and ``tiers``.
 """

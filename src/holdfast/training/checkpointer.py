@@ -210,8 +210,8 @@ class Checkpointer:
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
         try:
-            target = self.state, self._group
-            point = resume_run(self.run, *target, at, branch, self._acquire_lock, self._captures)
+            parts = self._acquire_lock, self._captures, self._ending.ladder
+            point = resume_run(self.run, self.state, self._group, at, branch, *parts)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:

@@ -17,6 +17,7 @@ from holdfast.errors import (
     Denied,
     FormatError,
     HoldfastError,
+    NoSnapshot,
     NotFound,
     PlanError,
     RankFailed,
@@ -26,17 +27,15 @@ from holdfast.errors import (
 )
 from holdfast.format.manifest import Parent
 from holdfast.format.names import parse_version
-from holdfast.format.tree import child_keys
 from holdfast.generators import open_block
+from holdfast.restarts.ladder import Ladder, LadderExhausted
 from holdfast.run.catalog import read_training_metadata
 from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.text import warn_user
 from holdfast.tiers.captures import Captures
 from holdfast.tiers.inventory import Candidate, continues
-from holdfast.training.arguments import check_not_snapshot
-
-_MAX_LISTED = 8
+from holdfast.training.arguments import check_not_snapshot, suggest_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
     it is True, training continues from the version that was loaded last, on ``branch``, or from no
     version if ``version`` is None. ``sources``: for each file of a state in memory, the ranks that
     serve it, or None for a version of the run; ``durable``: the newest version of the run, if a
-    state in memory was loaded.
+    state in memory was loaded. ``given_up``: why all ranks leave instead, for people.
     """
 
     done: bool
@@ -76,6 +75,7 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
     branch: int = 0
     sources: dict[str, list[int]] | None = None
     durable: Parent | None = None
+    given_up: str = ""
 
 
 def resume_run(
@@ -86,6 +86,7 @@ def resume_run(
     branch: int | None,
     acquire_lock: Callable[[], object],
     captures: Captures,
+    ladder: Ladder,
 ) -> ResumePoint | None:
     """Load the newest intact version of a run into ``state``, or return None if the run is empty.
 
@@ -97,7 +98,8 @@ def resume_run(
     ``Run.newest`` and ``holdfast.load``.
 
     Rank 0 chooses the version, and all ranks load it. If the version is damaged for one rank, all
-    ranks fall back to an older one together.
+    ranks fall back to an older one together. ``ladder`` leaves out states from which restarts made
+    no progress. When it has nothing left, all ranks raise ``NoProgress``.
     """
     if not all(
         n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
@@ -123,15 +125,15 @@ def resume_run(
         with collective:
             found = captures.find(collective)
             if collective.rank == 0:
-                point = None
-                problems: list[str] = []
-                if at is None and branch is None:
-                    point, problems = _resume_from_memory(run, loader, collective, found)
-                if point is None:
-                    point = _coordinate(run, loader, collective, at, branch, acquire_lock, problems)
+                goal = at, branch, acquire_lock
+                point = _choose(run, loader, collective, found, ladder, *goal)
             else:
                 point = _follow_coordinator(run, loader, collective)
+        if isinstance(point, str):
+            raise ladder.give_up(point)
         captures.keep_only(None if point is None else point.memory_folder)
+        for message, kind in ladder.warnings:
+            warn_user(message, kind)
         for message in () if point is None else point.skipped:
             warn_user(message, SkippedVersion)
         return point
@@ -185,8 +187,38 @@ class StateLoader:
         return Snapshot(self.captures.locate(folder, sources), None, digest)
 
 
+def _choose(
+    run: Run,
+    loader: StateLoader,
+    collective: Collective,
+    found: Sequence[Candidate],
+    ladder: Ladder,
+    at: int | None,
+    branch: int | None,
+    acquire_lock: Callable[[], object],
+) -> ResumePoint | str | None:
+    """Choose and load a state on rank 0. A string says why all ranks must leave instead."""
+    point, problems, is_requested = None, list[str](), (at, branch) != (None, None)
+    try:
+        found = ladder.choose(found, is_requested=is_requested)
+        if not is_requested:
+            point, problems = _resume_from_memory(run, loader, collective, found, ladder)
+        if point is None:
+            rest = acquire_lock, problems, ladder
+            point = _coordinate(run, loader, collective, at, branch, *rest)
+    except LadderExhausted as e:
+        collective.broadcast(ResumeInstruction(True, given_up=str(e)), ResumeInstruction)
+        collective.gather(True, bool)  # this rank may host the store through which they hear of it
+        return str(e)
+    return point
+
+
 def _resume_from_memory(
-    run: Run, loader: StateLoader, collective: Collective, found: Sequence[Candidate]
+    run: Run,
+    loader: StateLoader,
+    collective: Collective,
+    found: Sequence[Candidate],
+    ladder: Ladder,
 ) -> tuple[ResumePoint | None, list[str]]:
     """Load the newest state in memory that continues the current lineage, and return it.
 
@@ -216,6 +248,7 @@ def _resume_from_memory(
             problems.append(f"{candidate.folder} in memory is skipped. {reason}")
             continue
         reference = None if durable is None else Parent(str(newest), durable.digest)
+        ladder.record(snapshot, from_memory=True)
         done = ResumeInstruction(
             True, candidate.folder, candidate.digest, number, {}, durable=reference
         )
@@ -246,10 +279,12 @@ def _coordinate(
     branch: int | None,
     acquire_lock: Callable[[], object],
     problems: Sequence[str],
+    ladder: Ladder,
 ) -> ResumePoint | None:
     """``problems``: those of newer states in memory. Training then continues on a new branch."""
 
     def load(snapshot: Snapshot) -> None:
+        ladder.check(snapshot.version)
         collective.broadcast(
             ResumeInstruction(False, str(snapshot.version), snapshot.digest), ResumeInstruction
         )
@@ -265,23 +300,29 @@ def _coordinate(
             expected=e.expected,
             found=e.found,
             todo="Restore the earlier structure of the state. Or continue with the changed state in"
-            f" a new run: use another folder and {_suggest_call(run.url, loader.state, e)}",
+            f" a new run: use another folder and {suggest_start(run.url, loader.state, e)}",
             **e.fields,
         ) from e
+    except NoSnapshot:
+        ladder.give_up_without_older()
+        raise
     if snapshot is None:
         check_not_snapshot(run)
+        ladder.record(None)
         collective.broadcast(ResumeInstruction(True), ResumeInstruction)
         return None
     version = snapshot.version
     listing = run.listing()
-    if version == newest_version(run.catalog, listing) and not problems:
+    is_newest = version == newest_version(run.catalog, listing)
+    if is_newest and not problems and not ladder.leaves_newer:
+        ladder.record(snapshot)
         number = run.branch(listing)
     else:
         acquire_lock()  # only the writer of a run may change its current lineage
+        ladder.record(snapshot)
         damaged = len(skipped) + len(problems)
-        number = run.leave_from(
-            snapshot, version, f"{damaged} newer damaged" if damaged else "on request"
-        )
+        reason = f"{damaged} newer damaged" if damaged else "on request"
+        number = run.leave_from(snapshot, version, ladder.branch_reason or reason)
     collective.broadcast(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
     )
@@ -293,10 +334,13 @@ def _coordinate(
 
 def _follow_coordinator(
     run: Run, loader: StateLoader, collective: Collective
-) -> ResumePoint | None:
+) -> ResumePoint | str | None:
     snapshot = None
     while True:
         instruction = collective.broadcast(None, ResumeInstruction)
+        if instruction.given_up:
+            collective.gather(True, bool)
+            return instruction.given_up
         version = None if instruction.version is None else parse_version(instruction.version)
         if version is None:
             return None
@@ -332,43 +376,6 @@ def _make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) 
         skipped=skipped,
         durable=snapshot,
     )
-
-
-def _suggest_call(url: str, state: dict[str, Any], error: PlanError) -> str:
-    """Return the ``resume`` call that loads the matching part of a version into a changed state."""
-    members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
-    misfits = {key.partition("/")[0] for key in error.fields["misfits"]}
-    excluded = set(misfits)
-    if any(
-        _has_attribute(members.get(m), "parameters", "param_groups", "requires_grad")
-        for m in misfits
-    ):
-        # an optimizer's slots belong to the old parameters, and so do a scheduler's learning rates
-        excluded |= {
-            m for m, value in members.items() if _has_attribute(value, "param_groups", "optimizer")
-        }
-    chosen = [m for m in members if m not in excluded]
-    arguments, hint = [f'start="{url}@latest"'], ""
-    if misfits:
-        listed = ", ".join(f'"{m}"' for m in chosen) if len(chosen) <= _MAX_LISTED else ""
-        arguments.append(f"keys=[{listed or '...'}]")
-        partial = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))
-        if partial:
-            hint = f". Add the matching keys of {', '.join(partial[:_MAX_LISTED])} to keys="
-    arguments += [
-        f'{name}="{choice}"'
-        for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
-        if any(not misfits or key.partition("/")[0] in chosen for key in error.fields[name])
-    ]
-    return f"resume({', '.join(arguments)}){hint}"
-
-
-def _has_attribute(value: Any, *attributes: str) -> bool:
-    """Return True if a value, or a value in its dicts, lists, and tuples, has an attribute."""
-    if isinstance(value, dict | list | tuple):
-        items = value.values() if isinstance(value, dict) else value
-        return any(_has_attribute(v, *attributes) for v in items)
-    return any(hasattr(value, a) for a in attributes)
 
 
 def left_state_invalid(error: BaseException | None) -> bool:
