@@ -75,7 +75,7 @@ def decide(
     3. ``GIVE_UP``.
     """
     counted = [r for r in restarts if not has_progress(r, newest_step)]
-    counted.sort(key=lambda r: r.created)
+    counted.sort(key=lambda r: (r.rung, r.created))
     known = counted if own is None or has_progress(own, newest_step) else [*counted, own]
     rung = Rung(max((r.rung for r in known), default=Rung.NEWEST))
     on_rung = [r for r in counted if r.rung == rung]
