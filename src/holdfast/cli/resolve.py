@@ -225,7 +225,7 @@ def _has_run_files(url: Url) -> bool:
     found = _names_in(url) or []
     if len(found) >= _MAX_NAMES and _local_path(url) is None:
         store = unspread(open_store(url))
-        for prefix in ("version_", "branch-", "pin-", "restart-", "spread", *_SMALL_FILES):
+        for prefix in ("version_", "branch-", "pin-", "spread", *_SMALL_FILES):
             found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
     return any(map(_is_run_member, found))
 

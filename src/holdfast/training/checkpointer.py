@@ -201,7 +201,7 @@ class Checkpointer:
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
-        arguments.
+        arguments. Restarts under ``holdfast run`` without progress end with ``NoProgress``.
         """
         self._lifecycle.check_open()
         self._preemption.watch()
