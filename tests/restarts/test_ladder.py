@@ -338,10 +338,27 @@ def test_a_training_that_leaves_with_75_removes_its_record(
 
 
 def test_a_training_that_leaves_with_76_keeps_its_record(statuses: Status) -> None:
-    job = Job()
-    assert leave_after_a_notice(job, 12, save=Never()) is not None
+    job = Job(HookedStore(MemoryStore()))
+
+    def fail(method: str, key: str) -> None:
+        if method == "put_if_absent" and key.endswith("manifest.json"):
+            raise Denied("No")
+
+    job.store.before = fail
+    assert leave_after_a_notice(job, 5) is not None
     assert [s.code for s in statuses()] == [UNSAVED]
     assert rungs(job) == [0]
+
+
+def test_a_training_that_never_saves_is_not_counted(statuses: Status) -> None:
+    """Its progress is not visible. An evaluation is such a training."""
+    job = Job()
+    for _ in range(5):
+        job.die_at(5)
+        assert leave_after_a_notice(Job(job.store), 5, save=Never()) is not None
+        assert rungs(job) == [0]
+        for key in job.records:
+            job.store.delete(key)
 
 
 def test_a_training_that_is_saved_by_its_own_function_removes_its_record(statuses: Status) -> None:
@@ -360,7 +377,7 @@ def test_a_training_with_an_exit_function_that_returns(statuses: Status) -> None
 def test_a_rank_that_is_stopped_because_another_one_failed_keeps_the_record() -> None:
     """torchrun stops it by SIGTERM. It leaves with 75 if it has made no step since the resume."""
     store = MemoryStore()
-    ladder = Ladder(Run(store), LocalGroup())
+    ladder = Ladder(Run(store), LocalGroup(), saves=True)
     ladder._key = "restart-0-0123456789ab.json"
     store.put_if_absent(ladder._key, b"x")
     deadline = Deadline.after(60, "the exit")

@@ -8,7 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 import holdfast
-from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, Unavailable
+from holdfast.errors import (
+    Denied,
+    DigestMismatch,
+    FormatError,
+    ManifestInvalid,
+    StoreError,
+    Unavailable,
+)
 from holdfast.format.names import is_restart_name, restart_name
 from holdfast.format.sealed import seal
 from holdfast.restarts.records import (
@@ -141,3 +148,16 @@ def test_a_deletion_that_fails_is_tried_by_the_next_resume() -> None:
     assert len(list(inner.list(""))) == 1
     assert read_restarts(inner) == {}
     assert not list(inner.list(""))
+
+
+@pytest.mark.parametrize(("error", "tried"), [(Unavailable("It is away"), 1), (Denied("No"), 5)])
+def test_a_store_that_does_not_answer_is_asked_once(error: StoreError, tried: int) -> None:
+    store, calls = HookedStore(MemoryStore()), list[str]()
+
+    def fail(_: str, deleted: str) -> None:
+        calls.append(deleted)
+        raise error
+
+    store.before = fail
+    delete_restarts(store, [key(0, number) for number in range(5)])
+    assert len(calls) == tried

@@ -38,11 +38,11 @@ class Ladder:
 
     Outside ``holdfast run``, and with ``at=`` or ``branch=``, a person has decided what to resume
     from. Then nothing is left out. ``at=`` and ``branch=`` also delete all records, because this
-    person has seen to it.
+    person has seen to it. Without ``saves``, progress would not be visible, so nothing is counted.
     """
 
-    def __init__(self, run: Run, group: Group) -> None:
-        self._run, self._group = run, group
+    def __init__(self, run: Run, group: Group, *, saves: bool) -> None:
+        self._run, self._group, self._saves = run, group, saves
         self._plan = Plan()
         self._is_requested = False
         self._key, self._pid = "", 0
@@ -51,6 +51,10 @@ class Ladder:
 
         self.warnings: list[tuple[str, type[Warning]]] = []
         """What is left out, and why, and what could not be recorded."""
+
+    @property
+    def _is_active(self) -> bool:
+        return self._saves and not self._is_requested and status_folder() is not None
 
     @property
     def branch_reason(self) -> str:
@@ -91,7 +95,7 @@ class Ladder:
     def _read(self) -> dict[str, Restart]:
         """Return the records of the restarts before this one. None if the store fails: the ladder
         must not keep a training from resuming, and without it, nothing is left out."""
-        if status_folder() is None or self._is_requested:
+        if not self._is_active:
             return {}
         try:
             return read_restarts(self._run.store)
@@ -119,7 +123,7 @@ class Ladder:
         store = self._run.store
         if self._is_requested:
             self._forget_all()
-        if status_folder() is None or self._is_requested:
+        if not self._is_active:
             return
         plan, version = self._plan, None if snapshot is None else snapshot.version
         restart = Restart(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -11,7 +10,7 @@ from msgspec import Meta
 
 from holdfast import events
 from holdfast.engine.snapshot.location import get_bounded
-from holdfast.errors import FormatError, FormatTooNew, NotFound, StoreError
+from holdfast.errors import FormatError, FormatTooNew, NotFound, StoreError, Unavailable
 from holdfast.format.digest import Digest
 from holdfast.format.names import MAX_STEP, VersionName, is_restart_name
 from holdfast.format.sealed import is_utc_time, require, seal, unseal
@@ -93,7 +92,14 @@ def decode_restart(raw: bytes, file: str) -> Restart:
 
 
 def delete_restarts(store: Store, keys: Iterable[str]) -> None:
-    """Delete records. What the store does not delete is looked at again by the next resume."""
+    """Delete records. What the store does not delete is looked at again by the next resume.
+
+    After a call that was not answered, the others are not tried: each would wait as long.
+    """
     for key in keys:
-        with suppress(StoreError):
+        try:
             store.delete(key)
+        except Unavailable:
+            return
+        except StoreError:
+            continue

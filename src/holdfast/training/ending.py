@@ -78,7 +78,7 @@ class Ending:
         self._start_save: Callable[..., object] = start_save
         self._savepoint = savepoint
         self._is_entered = False
-        self.ladder = Ladder(saver.run, saver.group)
+        self.ladder = Ladder(saver.run, saver.group, saves=not isinstance(policy, Never))
 
     # -- after a notice -------------------------------------------------------------------------
 
