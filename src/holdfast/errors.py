@@ -14,7 +14,7 @@
 
 A message has three parts: what happened to what; what was expected and what was found; what to do.
 Values that a program may want to act on are also attributes (``error.fields``).
-``Preempted`` is not an error: it is a ``SystemExit``.
+``Preempted`` and ``NoProgress`` are not errors: they are ``SystemExit``.
 """
 
 from __future__ import annotations
@@ -204,8 +204,21 @@ class Preempted(SystemExit):
         self.reason = reason
 
 
+class NoProgress(SystemExit):
+    """The training has left because its restarts make no progress. It ends the process.
+
+    ``code`` is 93: do not run it again. (Under ``holdfast run``, ``code`` is 0, and the command
+    returns 93.) ``reason`` says what was tried, and what to do.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code)
+        self.reason = reason
+
+
 class SkippedVersion(UserWarning):
-    """``resume`` skipped a damaged version; the message names the version and the damage."""
+    """``resume`` skipped a version or a state in memory, because it is damaged, or because restarts
+    from it made no progress; the message names it and the reason."""
 
 
 class SaveFailed(UserWarning):

@@ -247,7 +247,7 @@ def _is_run_member(name: str) -> bool:
         names.parse_lasting_pin,
     )
     known = name in (*_SMALL_FILES, names.SPREAD) or names.is_spread_folder(name)
-    return known or any(parse(name) is not None for parse in parsers)
+    return known or names.is_restart_name(name) or any(parse(name) is not None for parse in parsers)
 
 
 def _not_found_error(url: str, wanted: str) -> NotFound:

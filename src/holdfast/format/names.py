@@ -25,6 +25,7 @@ _SPREAD_FOLDER = re.compile(r"spread-[0-9a-f]{2}")
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
 _NOTICE = re.compile(rf"{NOTICES}/([0-9a-f]{{12}})\.json")
+_RESTART = re.compile(r"restart-[0-2]-[0-9a-f]{12}\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 _EVALUATION = re.compile(rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})\.json")
@@ -150,6 +151,16 @@ def notice_name(notice: str) -> str:
 def parse_notice(key: str) -> str | None:
     match = _NOTICE.fullmatch(key)
     return None if match is None else match[1]
+
+
+def restart_name(rung: int, restart: str) -> str:
+    """Return the name of the record of a restart. The rung is in it, so that a reader who reads a
+    bounded number of records knows which ones count most."""
+    return f"restart-{rung}-{restart}.json"
+
+
+def is_restart_name(name: str) -> bool:
+    return _RESTART.fullmatch(name) is not None
 
 
 def parse_lasting_pin(name: str) -> Version | None:

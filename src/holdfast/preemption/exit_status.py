@@ -202,9 +202,18 @@ def _launcher_pid() -> int:
 
 def leave_done(status: Status) -> None:
     """Leave the status of a training that ended in spite of a notice, unless an exception ends the
-    process."""
-    if not hasattr(sys, "last_value"):
+    process, or the process has left another status."""
+    if not hasattr(sys, "last_value") and not _has_left():
         leave_code(status)
+
+
+def _has_left() -> bool:
+    """Return True if this process has left a status since its training started."""
+    folder, pid = status_folder(), os.getpid()
+    records: list[WorkerRecord] = []
+    with suppress(OSError):
+        records += () if folder is None else read_records(folder)
+    return any(r.pid == pid and r.started == started_at(pid) and r.status for r in records)
 
 
 def describe_exit(

@@ -30,3 +30,6 @@ class Ending(Protocol):
 
     def save_last_step(self, deadline: Deadline) -> None:
         """Save the last step on all ranks, and wait until it is committed."""
+
+    def leave(self, code: int, problem: object, deadline: Deadline) -> None:
+        """Note that the process leaves with this code, because of a ``problem`` or None."""

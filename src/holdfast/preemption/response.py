@@ -76,8 +76,7 @@ class PreemptionResponse:
         self._clock = clock
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._timer = ExitTimer(clock)
-        saved_by = savepoint, self._durations, self._saves
-        self._savepoint_saver = SavepointSaver(*saved_by, group, clock)
+        self._savepoint_saver = SavepointSaver(savepoint, *parts[1:3], group, clock)
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None
@@ -206,9 +205,8 @@ class PreemptionResponse:
             agreement, self._peer_error = self._agreement, error
         if isinstance(agreement, Agreement):
             agreement.raise_at_next_step(error)
-        left = STUCK_SECONDS
-        if self._deadline is not None:
-            left = min(left, self._deadline.seconds_left / 2)
+        deadline = self._deadline
+        left = STUCK_SECONDS if deadline is None else min(STUCK_SECONDS, deadline.seconds_left / 2)
         message = (
             f"another rank has failed ({type(error).__name__}: {str(error)[:200]}), and this rank"
             f" has not returned from a call for {left:.0f} s. The stacks of its threads:"
@@ -230,8 +228,7 @@ class PreemptionResponse:
                 deadline.purpose, deadline.at, deadline.clock, cleanup=min(2.0, left / 20)
             )
         events.emit("notice", source=cause, seconds=left)
-        margin = exit_margin(left)
-        self._timer.set("exit", deadline.at - margin, self._end_late)
+        self._timer.set("exit", deadline.at - exit_margin(left), self._end_late)
         return True
 
     def _leave_at(self, at: float) -> None:
@@ -283,8 +280,8 @@ class PreemptionResponse:
         return max(self._saves.saved_step, self._savepoint_saver.saved_step or 0)
 
     def _status(self, code: int, why: str) -> Status:
-        step, saved_step = self._steps.step, self._saved_step
-        return Status(code, self._group.rank, step, saved_step, self._saves.url, why)
+        steps = self._steps.step, self._saved_step
+        return Status(code, self._group.rank, *steps, self._saves.url, why)
 
     # -- the training thread ---------------------------------------------------------------------
 
@@ -368,6 +365,7 @@ class PreemptionResponse:
             seconds_left=deadline.seconds_left,
             error=problem,
         )
+        self._ending.leave(code, problem, deadline)
         with self._lock:
             self.has_left, self._failure, self._deadline = True, None, None
         self._savepoint_saver.close()

@@ -97,7 +97,7 @@ def find_newest(folder: str, run: Run) -> Snapshot | None:
     listing = run.listing()
     newest, branch = newest_version(run.catalog, listing), run.branch(listing)
     durable = None if newest is None else run.open(newest)
-    for candidate in find_candidates([take_inventory(store, 0)], ""):
+    for candidate in find_candidates([take_inventory(store, 0)], "memory"):
         is_newer = newest is None or candidate.version.step > newest.step
         if candidate.digest and candidate.branch == branch and is_newer:
             captured = Snapshot(Location(store, candidate.folder), None, candidate.digest)

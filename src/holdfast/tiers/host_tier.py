@@ -21,7 +21,13 @@ from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.flush import MemoryRecord, record_memory
 from holdfast.tiers.hosts import Hosts, RankFacts
-from holdfast.tiers.inventory import Candidate, HostInventory, find_candidates, take_inventory
+from holdfast.tiers.inventory import (
+    Candidate,
+    HostInventory,
+    TierName,
+    find_candidates,
+    take_inventory,
+)
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.memory_check import TierCost
 from holdfast.tiers.memory_tier import MemoryTier
@@ -57,7 +63,7 @@ class HostTier:
 
     def __init__(
         self,
-        name: str,
+        name: TierName,
         settings: MemoryTier | LocalTier | None,
         group: Group,
         copies: int = 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Literal
 
 import msgspec
 
@@ -13,6 +14,11 @@ from holdfast.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_mani
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.run.catalog import read_training_metadata
 from holdfast.storage.store import Store
+
+TierName = Literal["memory", "local"]
+
+WHERE: dict[TierName, str] = {"memory": "in memory", "local": "on the local disk"}
+"""Where a tier has its states, by its name."""
 
 
 class HostInventory(msgspec.Struct, frozen=True):
@@ -40,7 +46,7 @@ class Candidate(msgspec.Struct, frozen=True):
     branch: int
     parent: Parent | None
     sources: dict[str, list[int]]
-    tier: str = ""
+    tier: TierName = "memory"
     problem: str = ""
 
     @property
@@ -63,7 +69,7 @@ def take_inventory(store: Store, rank: int) -> HostInventory:
     return HostInventory(rank, manifests, files)
 
 
-def find_candidates(inventories: Sequence[HostInventory], tier: str) -> list[Candidate]:
+def find_candidates(inventories: Sequence[HostInventory], tier: TierName) -> list[Candidate]:
     """Return the captured states of a tier, newest first, also those that cannot be loaded.
 
     If the hosts have different manifests of one version, the one that most hosts have counts: a
@@ -95,7 +101,7 @@ def continues(candidate: Candidate, captured: Snapshot, durable: Snapshot | None
 
 
 def _make_candidate(
-    folder: str, raw: bytes, inventories: Sequence[HostInventory], tier: str
+    folder: str, raw: bytes, inventories: Sequence[HostInventory], tier: TierName
 ) -> Candidate:
     """Return a candidate. Its manifest must be intact, and every file somewhere in full length."""
     version = parse_version(folder)

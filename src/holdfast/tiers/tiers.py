@@ -18,7 +18,7 @@ from holdfast.run.run import Run
 from holdfast.storage.store import Store
 from holdfast.tiers.captures import Captures
 from holdfast.tiers.flush import find_newest, flush_newest
-from holdfast.tiers.inventory import Candidate
+from holdfast.tiers.inventory import Candidate, TierName
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.local_versions import LocalVersions
 from holdfast.tiers.memory_tier import MemoryTier
@@ -69,12 +69,12 @@ class Tiers:
         found = [candidate for tier in self._all for candidate in tier.find(collective)]
         return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)  # it is stable
 
-    def locate(self, tier: str, folder: str, sources: dict[str, list[int]]) -> Location:
+    def locate(self, tier: TierName, folder: str, sources: dict[str, list[int]]) -> Location:
         """Return the location from which this rank loads a state of a tier."""
         (found,) = (t for t in self._all if t.name == tier)
         return found.locate(folder, sources)
 
-    def keep_only(self, tier: str | None, kept: Version | None) -> None:
+    def keep_only(self, tier: TierName | None, kept: Version | None) -> None:
         """Delete what training does not continue from.
 
         ``tier``: the tier from which ``kept`` was loaded, or None if it is a version of the run. A

@@ -2,5 +2,5 @@
 
 Terms: the *cadence* decides when a save is due.
 May import: the root modules, ``format``, ``storage``, ``data``, ``engine``, ``preemption``,
-``run``, ``tiers``, and ``training``.
+``restarts``, ``run``, ``tiers``, and ``training``.
 """

@@ -12,6 +12,7 @@ from holdfast.engine.state.loadable import find_unsaved_modules, find_unwritable
 from holdfast.errors import HoldfastError, NothingSaved, PlanError
 from holdfast.format.names import parse_version, split_address
 from holdfast.format.records import MAX_PREFIXES
+from holdfast.format.tree import child_keys
 from holdfast.preemption.policy import Preemption
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
@@ -19,6 +20,8 @@ from holdfast.run.writer_lock import WriterLock
 from holdfast.text import MAX_SHOWN, format_list, warn_user, with_article
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.memory_tier import MemoryTier
+
+_MAX_SUGGESTED = 8
 
 
 def check_arguments(**values: Any) -> dict[str, str]:
@@ -279,3 +282,40 @@ def not_entered_error() -> HoldfastError:
         found="a step outside such a block",
         todo="Use a with block, or remove OnException(), which copies state at every step",
     )
+
+
+def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
+    """Return the ``resume`` call that loads the matching part of a version into a changed state."""
+    members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
+    misfits = {key.partition("/")[0] for key in error.fields["misfits"]}
+    excluded = set(misfits)
+    if any(
+        _has_attribute(members.get(m), "parameters", "param_groups", "requires_grad")
+        for m in misfits
+    ):
+        # an optimizer's slots belong to the old parameters, and so do a scheduler's learning rates
+        excluded |= {
+            m for m, value in members.items() if _has_attribute(value, "param_groups", "optimizer")
+        }
+    chosen = [m for m in members if m not in excluded]
+    arguments, hint = [f'start="{url}@latest"'], ""
+    if misfits:
+        listed = ", ".join(f'"{m}"' for m in chosen) if len(chosen) <= _MAX_SUGGESTED else ""
+        arguments.append(f"keys=[{listed or '...'}]")
+        partial = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))
+        if partial:
+            hint = f". Add the matching keys of {', '.join(partial[:_MAX_SUGGESTED])} to keys="
+    arguments += [
+        f'{name}="{choice}"'
+        for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
+        if any(not misfits or key.partition("/")[0] in chosen for key in error.fields[name])
+    ]
+    return f"resume({', '.join(arguments)}){hint}"
+
+
+def _has_attribute(value: Any, *attributes: str) -> bool:
+    """Return True if a value, or a value in its dicts, lists, and tuples, has an attribute."""
+    if isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        return any(_has_attribute(v, *attributes) for v in items)
+    return any(hasattr(value, a) for a in attributes)

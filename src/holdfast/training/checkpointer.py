@@ -39,7 +39,8 @@ from holdfast.training.arguments import (
 from holdfast.training.cadence import Cadence
 from holdfast.training.ending import Ending, make_savepoint
 from holdfast.training.lifecycle import Lifecycle, exclusive
-from holdfast.training.resume import left_state_invalid, resume_run
+from holdfast.training.resume import resume_run
+from holdfast.training.resume_point import left_state_invalid
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -87,8 +88,7 @@ class Checkpointer:
 
     Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
     ``group`` is the ``ProcessGroup`` of these ranks if they are not all ranks. The metrics and the
-    clock of rank 0 count. All ranks act on them at a step on which they agree, without a
-    collective operation of the training process group.
+    clock of rank 0 count. All ranks act on them at a step on which they agree, without collectives.
 
     Raises ``HoldfastError`` for an invalid argument, and ``PlanError`` if the state contains the
     ``state_dict()`` of an optimizer or scheduler.
@@ -200,7 +200,7 @@ class Checkpointer:
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
-        arguments.
+        arguments. Restarts under ``holdfast run`` without progress end with ``NoProgress``.
         """
         self._lifecycle.check_open()
         self._preemption.watch()
@@ -209,8 +209,8 @@ class Checkpointer:
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
         try:
-            target = self.state, self._group
-            point = resume_run(self.run, *target, at, branch, self._acquire_lock, self._tiers)
+            parts = self._acquire_lock, self._tiers, self._ending.ladder
+            point = resume_run(self.run, self.state, self._group, at, branch, *parts)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:

@@ -13,9 +13,17 @@ from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.error_report import Arrival, format_with_notes
 from holdfast.engine.distributed.group import Group, all_reduce
-from holdfast.errors import CommitError, HoldfastError, Preempted, RankFailed, StoreError
+from holdfast.errors import (
+    CommitError,
+    HoldfastError,
+    NoProgress,
+    Preempted,
+    RankFailed,
+    StoreError,
+)
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
+from holdfast.restarts.ladder import Ladder
 from holdfast.run.policy import Never, SavePolicy
 from holdfast.run.retention import undeleted_error
 from holdfast.threads import no_op
@@ -71,6 +79,7 @@ class Ending:
         self._start_save: Callable[..., object] = start_save
         self._savepoint = savepoint
         self._is_entered = False
+        self.ladder = Ladder(saver.run, saver.group, saves=not isinstance(policy, Never))
 
     # -- after a notice -------------------------------------------------------------------------
 
@@ -85,6 +94,9 @@ class Ending:
         if not is_saved and not isinstance(self._policy, Never):
             self._start_save("preemption", None, deadline)
             self._saver.wait_on_all_ranks(deadline)
+
+    def leave(self, code: int, problem: object, deadline: Deadline) -> None:
+        self.ladder.leave(code, problem, deadline)
 
     # -- during the training -------------------------------------------------------------------
 
@@ -126,6 +138,8 @@ class Ending:
             self._save(save_last_step)
         if could_save and error is None and not is_process_ending():
             raise_or_warn(self._finish_retention, self._on_error, self._saver)
+        if not self._lifecycle.is_closed:
+            self.ladder.end(error)
         return could_save and not (at_end and error is None)
 
     def _finish_retention(self) -> None:
@@ -156,7 +170,7 @@ class Ending:
         ``release`` is called when no save is in flight anymore. Failures are reported in addition
         to ``error``. Raises the error of the rank that raised first, from ``error``.
         """
-        if isinstance(error, Preempted):
+        if isinstance(error, Preempted | NoProgress):
             release()
             return
         first = None
@@ -164,6 +178,7 @@ class Ending:
             first = agreement.publish_error(error)
         try:
             self._finish_after(error, release)
+            self.ladder.end(error)
         finally:
             if first is not None:
                 raise first from error

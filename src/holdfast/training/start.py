@@ -14,7 +14,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.errors import HoldfastError
 from holdfast.run.address import open_version
 from holdfast.run.catalog import read_training_metadata
-from holdfast.training.resume import ResumeInstruction, ResumePoint
+from holdfast.training.resume_point import ResumeInstruction, ResumePoint
 
 
 def check_start(

@@ -1,0 +1,132 @@
+"""The state from which a training continues, and the loading of it on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from holdfast.engine.distributed.group import Group
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import Denied, HoldfastError, RankFailed, StoreError, Unavailable
+from holdfast.format.manifest import Parent
+from holdfast.run.catalog import read_training_metadata
+from holdfast.tiers.inventory import TierName
+from holdfast.tiers.tiers import Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The version that was loaded, and how training continues from it.
+
+    ``from_own_run`` is True if the version belongs to the run itself. ``note`` is metadata about
+    the origin of the run, which later versions store. ``training_metadata`` is the state of early
+    stopping and goodput that the version stores. ``skipped`` holds a message for each newer
+    version that is damaged. ``durable`` is the newest version of the run. ``tier`` is the name of
+    the tier from which the version was loaded, or None if it is a version of the run.
+    """
+
+    snapshot: Snapshot
+    step: int
+    from_own_run: bool = True
+    branch: int = 0
+    note: Mapping[str, Any] = field(default_factory=dict)
+    training_metadata: Mapping[str, Any] = field(default_factory=dict)
+    skipped: Sequence[str] = ()
+    durable: Snapshot | None = None
+    tier: TierName | None = None
+
+
+class ResumeInstruction(msgspec.Struct, frozen=True):
+    """An instruction from rank 0 to the other ranks.
+
+    If ``done`` is False, the ranks load the version ``version`` with the manifest ``digest``. If
+    it is True, training continues from the version that was loaded last, on ``branch``, or from no
+    version if ``version`` is None. ``tier``: the name of the tier that has the version, or None
+    for a version of the run; ``sources``: for each of its files there, the ranks that serve it;
+    ``durable``: the newest version of the run, if a state of a tier was loaded. ``given_up``: why
+    all ranks leave instead, for people.
+    """
+
+    done: bool
+    version: str | None = None
+    digest: str = ""
+    branch: int = 0
+    tier: TierName | None = None
+    sources: dict[str, list[int]] = {}
+    durable: Parent | None = None
+    given_up: str = ""
+
+
+@dataclass(slots=True)
+class StateLoader:
+    """Loads versions into a state until one is intact for all ranks.
+
+    ``error`` is the error of the last load, or None if it succeeded. ``partially_loaded`` is True
+    if a failed load has overwritten a part of the state and no load has succeeded since.
+    """
+
+    state: dict[str, Any]
+    group: Group
+    tiers: Tiers
+    error: HoldfastError | None = None
+    partially_loaded: bool = False
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Load a version. If it is damaged for one rank, all ranks raise that error.
+
+        Raises ``RankFailed`` if the store of another rank denies access or does not answer,
+        because the version may then be intact.
+        """
+        try:
+            load_snapshot(snapshot, self.state, group=self.group)
+        except HoldfastError as e:
+            self.error, self.partially_loaded = e, self.partially_loaded or left_state_invalid(e)
+            cause = e.__cause__ if isinstance(e, RankFailed) else None
+            if isinstance(cause, StoreError) and not isinstance(cause, Denied | Unavailable):
+                raise cause from e
+            raise
+        self.error, self.partially_loaded = None, False
+
+    def load_from_tier(self, instruction: ResumeInstruction) -> Snapshot:
+        """Load a state of a tier, and return it. Raises the same errors."""
+        snapshot = self.open_in_tier(instruction)
+        self.load(snapshot)
+        return snapshot
+
+    def open_in_tier(self, instruction: ResumeInstruction) -> Snapshot:
+        """Return a state of a tier, of which nothing is read yet."""
+        tier, folder = instruction.tier or "memory", instruction.version or ""
+        return Snapshot(
+            self.tiers.locate(tier, folder, instruction.sources), None, instruction.digest
+        )
+
+
+def make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) -> ResumePoint:
+    note = snapshot.metadata.get("note")
+    origin = note.get("started_from") if isinstance(note, dict) else None
+    return ResumePoint(
+        snapshot,
+        snapshot.version.step,
+        branch=branch,
+        note={} if origin is None else {"started_from": origin},
+        training_metadata=read_training_metadata(snapshot),
+        skipped=skipped,
+        durable=snapshot,
+    )
+
+
+def left_state_invalid(error: BaseException | None) -> bool:
+    """Return True if an error of a resume, or one of its causes, may have left the state invalid.
+
+    Errors other than ``HoldfastError`` count as such, because they may occur at any point.
+    """
+    depth = 0
+    while error is not None and depth < 20:
+        if not isinstance(error, HoldfastError) or error.is_state_invalid:
+            return True
+        error, depth = error.__cause__, depth + 1
+    return False
