@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from holdfast.deadline import Deadline
@@ -10,20 +9,22 @@ from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.threads import Latch
+from holdfast.training.saves.save_spec import version_of
 
 
 class SavesInFlight:
     """At most one save that the next one must wait for, and those before it that are complete on a
     local disk and only have to be promoted to the run.
 
-    ``url``: that of the run. ``take`` is called in the training thread with the result of each save
-    that has ended. The training thread calls all methods; other threads may read the properties.
+    ``url``: that of the run. ``version`` is the version of the run that was saved or resumed last,
+    as far as a wait has shown. The training thread calls all methods; other threads may read the
+    properties.
     """
 
-    def __init__(self, group: Group, url: str, take: Callable[[Snapshot], object]) -> None:
+    def __init__(self, group: Group, url: str) -> None:
         self._group = group
         self._operation = f"the end of a save to {url}"
-        self._take = take
+        self.version: Snapshot | None = None
         self._saves: list[tuple[Pending, Latch | None]] = []  # oldest first
         self.post_commit_error: Exception | None = None
         """The error of what followed a commit. The next wait raises it, once."""
@@ -99,9 +100,15 @@ class SavesInFlight:
         wait = self.wait_for_turn
         broadcast_from_first(self._group, self._operation, lambda: True, bool, wait)
 
+    def take(self, snapshot: Snapshot) -> None:
+        """Count the result of a save, unless it is older, or a local version that is damaged."""
+        is_newer = self.version is None or version_of(snapshot) >= version_of(self.version)
+        if is_newer and not snapshot.location.is_per_host:
+            self.version = snapshot
+
     def _end(self, pending: Pending, timeout: float | None) -> None:
         try:
-            self._take(pending.wait(timeout))
+            self.take(pending.wait(timeout))
         except BaseException as e:  # after an interrupt, or the timeout, the save still counts
             if e is pending.error:
                 self._remove(pending)

@@ -61,7 +61,6 @@ class Saver:
         timeout: float | None,
     ) -> None:
         self.run, self.url = run, run.url
-        self.newest: Snapshot | None = None
         self.begun_step = 0
         """The step of the last save that did not fail, even if it is still in flight."""
 
@@ -77,7 +76,7 @@ class Saver:
         self.reservation = BufferReservation(self._pool)
         self._attempt, self._session = "", {"session": random_id()}
         self._tiers, self._local = tiers, tiers.local
-        self.in_flight = SavesInFlight(self.group, run.url, self._take)
+        self.in_flight = SavesInFlight(self.group, run.url)
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds = 0.0
         self._blocked_seconds = [0.0]
@@ -85,6 +84,11 @@ class Saver:
         self._is_saving_savepoint = False
         self._pid = os.getpid()
         self.checks = checks
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The version that was saved or resumed last."""
+        return self.in_flight.version
 
     @property
     def busy(self) -> bool:
@@ -161,7 +165,7 @@ class Saver:
                     todo="Find the second job that writes to this run, and stop one of the two",
                 ) from e
             # this training's own version, whose save failed with an unknown outcome
-            self.newest = existing
+            self.in_flight.version = existing
             self.begun_step = spec.version.step
             spec.on_finished(True)
             return
@@ -238,7 +242,7 @@ class Saver:
             snapshot.location = location.without_limit()
         finally:
             self._is_saving_savepoint = False
-        self.newest, self.begun_step = snapshot, version.step
+        self.in_flight.version, self.begun_step = snapshot, version.step
         self._goodput.counts["saves"] += 1
         self._goodput.mark_committed(metadata.training["trained_seconds"])
 
@@ -258,7 +262,7 @@ class Saver:
         """Save the newest captured state of this host if it is newer than all versions."""
         newest = self._tiers.flush(self.run, deadline)
         if newest is not None:
-            self._take(newest)
+            self.in_flight.take(newest)
 
     def _wait_staged(self) -> None:
         staging = self._deferred_staging
@@ -359,12 +363,6 @@ class Saver:
         self.in_flight.wait(deadline)
         return self.newest
 
-    def _take(self, snapshot: Snapshot) -> None:
-        """Count the result of a save, unless it is older, or a local version that is damaged."""
-        is_newer = self.newest is None or version_of(snapshot) >= version_of(self.newest)
-        if is_newer and not snapshot.location.is_per_host:
-            self.newest = snapshot
-
     def add_metrics(self, snapshot: Snapshot, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of rank 0 to a version. If that fails, all ranks raise."""
 
@@ -377,7 +375,7 @@ class Saver:
 
     def resume_from(self, snapshot: Snapshot | None) -> None:
         """Continue from a version, which becomes ``newest``."""
-        self.newest = snapshot
+        self.in_flight.version = snapshot
         self.checks.stale.restart()
         self.begun_step = self.saved_step
         self._attempt = ""
