@@ -21,6 +21,7 @@ from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from typing import Any, TypeVar
 
+from holdfast.engine.distributed.neighbors import Neighbors
 from holdfast.engine.distributed.store_connection import KeyValueStore, StoreConnection, host_of
 from holdfast.errors import RankFailed
 from holdfast.types import MIB
@@ -100,6 +101,7 @@ class KVClient:
         self._waiting_at: list[WaitPosition] = []
         self._ranks_seen: set[int] = set()
         self._host = socket.gethostname()
+        self._neighbors = Neighbors(rank, size)
         self._requests: SimpleQueue[tuple[Callable[[], Any], SimpleQueue[Any]] | None] = (
             SimpleQueue()
         )
@@ -256,7 +258,7 @@ class KVClient:
     def heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat | None]:
         """Return the last heartbeats of ranks; None for a rank without a first heartbeat.
 
-        The ``count`` of a rank that has ended regularly is -1.
+        The ``count`` of a rank that has ended is -1.
         """
         heartbeats: dict[int, Heartbeat] = {}
 
@@ -285,6 +287,7 @@ class KVClient:
             *min(self._waiting_at.copy(), default=()),
         ]
         self._store.set(f"heartbeat/{self.rank}", " ".join(map(str, fields)).encode())
+        self._neighbors.report(self._store, CLOSED_HEARTBEAT)
 
     def _send_closed(self) -> None:
         self._store.set(f"heartbeat/{self.rank}", CLOSED_HEARTBEAT)
