@@ -30,6 +30,9 @@ from tests.chaos.training import Start
 LAST_STEPS = 25
 """Undisturbed steps at the end."""
 
+LEAST_EFFECTIVE, EFFECTIVE_EVERY = 0.95, 120.0
+"""The effective training time with an event every two minutes, or more rarely."""
+
 
 def run_chaos(
     console: Console,
@@ -39,6 +42,7 @@ def run_chaos(
     changes_size: bool,
     seconds: float = 0.0,
     least_events: int = 0,
+    every: float = 0.0,
 ) -> list[str]:
     """Disturb one training, compare it with an undisturbed one, and return what is wrong."""
     dropout = 0.0 if changes_size else 0.1  # its random numbers depend on the number of ranks
@@ -48,14 +52,18 @@ def run_chaos(
         events = make_schedule(seed, changes_size=changes_size, has_full_disk=cluster.has_full_disk)
         if not cluster.has_full_disk:
             console.print(f"not covered: {Kind.FULL_DISK} (a disk can be mounted by root only)")
-        supervisor = Supervisor(cluster, dropout)
+        if every:  # the others are not apart
+            events = (event for event in events if event.kind != Kind.EARLY_KILL)
+        supervisor = Supervisor(cluster, dropout, every)
         last_step = supervisor.train(events, seconds, least_events, LAST_STEPS)
         wall = time.monotonic() - supervisor.began
         print_rows(console, supervisor.rows)
         if supervisor.failures:
             return supervisor.failures
-        print_time(console, supervisor, wall)
+        share = print_time(console, supervisor, wall)
         problems = verify_run(supervisor)
+        if every >= EFFECTIVE_EVERY and share < LEAST_EFFECTIVE:
+            problems.append(f"the effective training time is {share:.3f}, not {LEAST_EFFECTIVE}")
         undisturbed = train_undisturbed(folder, last_step, dropout)
         found = executed_samples(supervisor.starts)
         problems += compare_samples(found, executed_samples([undisturbed]))
@@ -87,6 +95,8 @@ def train_undisturbed(folder: Path, last_step: int, dropout: float) -> Ranks:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="for all trainings together")
+    parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS",
+                        help="from one event to the next; default: after some steps")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1, help="determines the schedule")
     parser.add_argument("--ranks", choices=["same", "other", "both"], default="both")
     parser.add_argument("--keep", action="store_true", help="keep the traces of the ranks")
@@ -97,7 +107,10 @@ def main() -> int:
     for changes_size in kinds:
         folder = Path(tempfile.mkdtemp(prefix="holdfast-chaos-"))
         seconds = options.seconds / len(kinds)
-        found = run_chaos(console, folder, options.seed, changes_size=changes_size, seconds=seconds)
+        found = run_chaos(
+            console, folder, options.seed,
+            changes_size=changes_size, seconds=seconds, every=options.every,
+        )  # fmt: skip
         failures += found
         for failure in found:
             console.print(failure, style="bold red", markup=False)

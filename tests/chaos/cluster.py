@@ -1,4 +1,4 @@
-"""The hosts of the training, their memory and metadata servers, and the disk of the run."""
+"""The hosts of the training, their memory, disks, and metadata servers, and the disk of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DISK_BYTES = 64 << 20
 
 
 class Cluster:
-    """Two hosts with their memory and metadata servers, and the disk with the run."""
+    """Two hosts with their memory, disks, and metadata servers, and the disk with the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -29,6 +29,7 @@ class Cluster:
         self._closing = ExitStack()
         self.has_full_disk = False
         self.memory: dict[str, str] = {}
+        self.disks: dict[str, str] = {}
         self.servers: dict[str, AwsServer] = {}
 
     def __enter__(self) -> Self:
@@ -40,6 +41,8 @@ class Cluster:
             memory = tempfile.mkdtemp(prefix=f"holdfast-chaos-{host}-", dir="/dev/shm")
             self._closing.callback(shutil.rmtree, memory, ignore_errors=True)
             self.memory[host] = memory
+            self.disks[host] = str(self.folder / f"nvme-{host}")
+            os.makedirs(self.disks[host])
             self.renew_server(host)
         return self
 
@@ -59,9 +62,13 @@ class Cluster:
         self.servers[host] = self._closing.enter_context(AwsServer())
 
     def lose(self, host: str) -> None:
-        """Delete the memory of a host. Another host takes its place."""
-        shutil.rmtree(self.memory[host], ignore_errors=True)
-        os.makedirs(self.memory[host])
+        """Delete the memory and the disk of a host. Another host takes its place."""
+        self.reboot(host)
+        _empty(self.disks[host])
+
+    def reboot(self, host: str) -> None:
+        """Delete the memory of a host."""
+        _empty(self.memory[host])
 
     @contextmanager
     def full_disk(self) -> Iterator[None]:
@@ -80,6 +87,11 @@ class Cluster:
             p for p in Path(folder).rglob("shard-*.safetensors") if p.parent.name[:8] == "version_"
         ]
         return sorted(found, key=lambda p: (-_step_of(p.parent), p.name))
+
+
+def _empty(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
 
 
 def _step_of(version: Path) -> int:

@@ -120,8 +120,8 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
     console.print(table)
 
 
-def print_time(console: Console, supervisor: Supervisor, seconds: float) -> None:
-    """Print the effective training time: steps kept * usual step time / wall time."""
+def print_time(console: Console, supervisor: Supervisor, seconds: float) -> float:
+    """Print and return the effective training time: steps kept * usual step time / wall time."""
     durations = [
         np.diff(ranks.steps(0)[:, 1]) / 1e9 for ranks in supervisor.starts if ranks.step_count > 1
     ]
@@ -138,3 +138,4 @@ def print_time(console: Console, supervisor: Supervisor, seconds: float) -> None
         f" {len(supervisor.rows)} events and {restarts} restarts. An event costs {cost:.2f} s on"
         f" average; with one every two minutes, that is {1 - cost / 120:.3f}."
     )
+    return share

@@ -22,7 +22,9 @@ class Kind(StrEnum):
     HANG_AND_NOTICE = "SIGSTOP, then a notice"
     LOSE_HOST = "loss of a host"
     NOTICE = "notice of AWS"
+    REBOOT = "reboot of all hosts"
     FLIP_MEMORY = "bit flip in memory"
+    FLIP_LOCAL = "bit flip on a local disk"
     FLIP_DURABLE = "bit flip on disk"
     FULL_DISK = "full disk"
 

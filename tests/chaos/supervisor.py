@@ -19,7 +19,7 @@ from holdfast.tiers.flush import flush_newest
 from tests.chaos.cluster import HOSTS, Cluster, flip_bit
 from tests.chaos.ranks import Hang, Ranks, wait_until
 from tests.chaos.schedule import DIES, EXPECTED_CODES, Event, Kind
-from tests.chaos.training import CAPTURE_EVERY, Start
+from tests.chaos.training import CAPTURE_EVERY, SAVE_EVERY, Start
 
 RESTORE_SECONDS = 10.0
 """The longest time from the moment at which the last rank has joined until all have the state."""
@@ -33,6 +33,9 @@ HANG_SECONDS = 2.0
 MOST_LOST = 4 * CAPTURE_EVERY
 """The most steps that an event may cost while one host still has its memory: two captures in
 memory, of which one may be damaged, one that was not complete, and one that was skipped."""
+
+MOST_LOST_ON_DISKS = 3 * SAVE_EVERY
+"""The same if the memory of all hosts is lost, but not their disks."""
 
 NOTICE_SECONDS = 20.0
 """The seconds that a notice of the metadata server leaves. It is polled every 5 s."""
@@ -72,10 +75,14 @@ class Row:
 
 
 class Supervisor:
-    """Runs one training to its end. ``rows``, ``starts``, and ``failures`` are the result."""
+    """Runs one training to its end. ``rows``, ``starts``, and ``failures`` are the result.
 
-    def __init__(self, cluster: Cluster, dropout: float) -> None:
+    ``every``: the seconds from one event to the next; 0: after some steps.
+    """
+
+    def __init__(self, cluster: Cluster, dropout: float, every: float = 0.0) -> None:
         self.cluster = cluster
+        self.every = every
         self.dropout = dropout
         self.rows: list[Row] = []
         self.starts: list[Ranks] = []
@@ -132,6 +139,7 @@ class Supervisor:
         start = Start(
             str(folder), self.cluster.run, size, last_step, self.dropout,
             memory=[self.cluster.memory[h] for h in hosts],
+            disks=[self.cluster.disks[h] for h in hosts],
             metadata=[self.cluster.servers[h].url for h in hosts], pause=PAUSE,
             has_launcher_store=self._has_launcher_store,
         )  # fmt: skip
@@ -164,8 +172,10 @@ class Supervisor:
             row.start, row.rendezvous = began - ranks.began, joined - began
             row.restore = restored - (ranks.all_at("resuming") or 0.0)
             row.resumed_step, row.tier = steps.pop(), _tier_of(urls)
-            is_memory_lost = Kind.FLIP_DURABLE in {r.event.kind for r in waiting}
-            if row.lost > MOST_LOST and not is_memory_lost:
+            kinds = {r.event.kind for r in waiting}
+            most = MOST_LOST_ON_DISKS if Kind.REBOOT in kinds else MOST_LOST
+            are_tiers_lost = not kinds.isdisjoint((Kind.FLIP_DURABLE, Kind.FLIP_LOCAL))
+            if row.lost > most and not are_tiers_lost:
                 self.failures.append(f"{row.lost} steps were lost, from {row.tier}")
 
     # -- disturbing --------------------------------------------------------------------------------
@@ -182,9 +192,13 @@ class Supervisor:
             )
         else:
             count = ranks.step_count + event.steps
+            due_at = self.began + (len(self.rows) + 1) * self.every
             wait_until(
-                lambda: ranks.step_count >= count or len(ranks.alive) < ranks.start.size,
-                STEP_SECONDS,
+                lambda: (
+                    (ranks.step_count >= count and time.monotonic() >= due_at)
+                    or len(ranks.alive) < ranks.start.size
+                ),
+                STEP_SECONDS + self.every,
                 f"step {count} of {ranks.start.folder}",
             )
             if len(ranks.alive) < ranks.start.size:
@@ -250,7 +264,10 @@ class Supervisor:
 
         def flush(host: str) -> str:
             found = []
-            for folder in Path(self.cluster.memory[host]).glob("holdfast-*/*"):
+            for tier in (self.cluster.memory[host], self.cluster.disks[host]):
+                folder = next(iter(Path(tier).glob("holdfast-*/*")), None)
+                if folder is None:
+                    continue
                 deadline = Deadline.after(10.0, "the save of the newest state in memory")
                 try:
                     run = Run(self.cluster.run)
@@ -260,7 +277,7 @@ class Supervisor:
                     found.append(type(e).__name__)
                 except HoldfastError as e:
                     found.append(type(e).__name__)
-                    if event.kind != Kind.FLIP_MEMORY:
+                    if event.kind not in (Kind.FLIP_MEMORY, Kind.FLIP_LOCAL):
                         self.failures.append(f"the state in memory was not saved: {e!r}")
             return "".join(found)
 
@@ -268,7 +285,8 @@ class Supervisor:
             return " ".join(sorted({*pool.map(flush, "ab")} - {""}))
 
     def _flip(self, event: Event, row: Row) -> None:
-        """Flip a bit of the newest state in the memory of a host, or of the newest version."""
+        """Flip a bit of the newest state in the memory or on the disk of a host, or of the newest
+        version."""
         rng = random.Random(event.draw)
         if event.kind == Kind.FLIP_MEMORY:
             shards = self.cluster.shards(self.cluster.memory[rng.choice("ab")])
@@ -278,6 +296,10 @@ class Supervisor:
             if len(intact) > 1:  # otherwise, nothing would be left but the memory
                 for host in "ab":
                     self.cluster.lose(host)
+        elif event.kind == Kind.FLIP_LOCAL:
+            for host in "ab":
+                self.cluster.reboot(host)
+            shards = self.cluster.shards(self.cluster.disks[rng.choice("ab")])
         else:
             return
         if not shards:
@@ -287,7 +309,8 @@ class Supervisor:
         path = rng.choice(newest)
         flip_bit(path, rng)
         row.target = f"{path.parent.name}/{path.name[:11]}"
-        self.flipped.add(path.parent.name)
+        if event.kind != Kind.FLIP_LOCAL:  # it is never promoted
+            self.flipped.add(path.parent.name)
 
 
 class Disturbance:
@@ -321,6 +344,11 @@ class Disturbance:
         else:  # a bit flips in what is left of a training that was killed
             for victim in self.ranks.alive:
                 self.ranks.send(victim, signal.SIGKILL)
+            if kind == Kind.REBOOT:
+                wait_until(lambda: not self.ranks.alive, 10.0, "the end of killed ranks")
+                self.row.target = "all hosts"
+                for host in "ab":
+                    self.cluster.reboot(host)
 
     def _stop(self, rank: int) -> None:
         """Stop a rank, and wait until the job makes no steps anymore."""
@@ -374,5 +402,8 @@ class Disturbance:
 
 
 def _tier_of(urls: set[Any]) -> str:
-    kinds = {"nothing" if u is None else "memory" if "/dev/shm/" in u else "durable" for u in urls}
-    return " and ".join(sorted(kinds))
+    def tier(url: Any) -> str:
+        where = {"/dev/shm/": "memory", "/nvme-": "local"}
+        return next((name for part, name in where.items() if part in str(url)), "durable")
+
+    return " and ".join(sorted({"nothing" if url is None else tier(url) for url in urls}))

@@ -1,4 +1,5 @@
-"""One rank of the training: parameters sharded by FSDP2, states in memory, rare durable saves.
+"""One rank of the training: parameters sharded by FSDP2, states in memory, rare saves, which go to
+local disks first.
 
 Each rank writes a trace into the folder of its start: what happened when, and the samples of every
 step before the step counts as complete.
@@ -42,8 +43,9 @@ CAPTURE_EVERY = 5
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the training. ``memory`` and ``metadata``: the folder in memory, and the URL of
-    the metadata server, of each rank's host. No ``memory``: without a memory tier.
+    """One start of the training. ``memory``, ``disks``, and ``metadata``: the folder in memory, the
+    one on the local disk, and the URL of the metadata server of each rank's host. No ``memory``:
+    without tiers.
 
     ``pause``: seconds that a step takes in addition. ``dropout``: draws from the random generators,
     which differ between ranks. ``has_launcher_store``: the launcher hosts the job's store.
@@ -55,6 +57,7 @@ class Start:
     last_step: int
     dropout: float
     memory: Sequence[str] = ()
+    disks: Sequence[str] = ()
     metadata: Sequence[str] = ()
     pause: float = 0.0
     has_launcher_store: bool = False
@@ -159,9 +162,10 @@ def train(start: Start, rank: int, trace: Trace) -> None:
         "sampler": sampler,
         "rng": holdfast.RNG(),
     }
-    tiers = []
+    tiers: list[holdfast.MemoryTier | holdfast.LocalTier] = []
     if start.memory:
-        tiers = [holdfast.MemoryTier(every=EverySteps(CAPTURE_EVERY), path=start.memory[rank])]
+        memory = holdfast.MemoryTier(every=EverySteps(CAPTURE_EVERY), path=start.memory[rank])
+        tiers = [memory, holdfast.LocalTier(start.disks[rank])]
     save = EverySteps(SAVE_EVERY)
     with holdfast.Checkpointer(start.run, state, save=save, keep=KeepLast(3), tiers=tiers) as ckpt:
         trace.log("resuming")
