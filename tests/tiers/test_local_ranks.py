@@ -229,6 +229,50 @@ def test_a_failure_of_one_rank_in_the_promotion_reaches_all(cluster: Cluster, fa
     assert all(s.verify().ok for s in Run(cluster.run).snapshots())
 
 
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_a_save_right_after_a_restart_is_one_on_all_ranks(cluster: Cluster, hosts: str) -> None:
+    """The step of the leftover itself: all ranks know that the run has it by then, or none does."""
+    cluster.capture_only(hosts, 15)
+    job = TrainingJob(len(hosts), cluster.run)
+    folders = [cluster.folder(host) for host in hosts]
+
+    def work(trainer: TrainingRank) -> Any:
+        tiers = [LocalTier(folders[trainer.rank])]
+        with trainer.make_checkpointer(save=EverySteps(5), tiers=tiers) as ckpt:
+            ckpt.resume()
+            return ckpt.save({"loss": 1.0}).url, ckpt.wait().url  # type: ignore[union-attr]
+
+    with job:
+        urls = {url for pair in job.run(work) for url in pair}
+    assert urls == {f"{cluster.run.url}/version_15"}
+    assert cluster.promoted == [Version(5), Version(10), Version(15)]
+
+
+def test_a_failure_on_one_disk_leaves_nothing_on_any(cluster: Cluster) -> None:
+    job = TrainingJob(4, cluster.run)
+    folders = [cluster.folder(host) for host in "aabb"]
+
+    def work(trainer: TrainingRank) -> None:
+        tiers = [LocalTier(folders[trainer.rank])]
+        options = {"save": EverySteps(5), "tiers": tiers, "on_error": "warn"}
+        with trainer.make_checkpointer(**options) as ckpt:
+            trainer.train_steps(1)
+            if trainer.rank == 2:
+
+                def full(key: str, length: int, head: int = 0) -> Any:
+                    raise StoreError("The disk is full")
+
+                ckpt._tiers.local.store.put = full  # type: ignore[method-assign]
+            trainer.train_steps(17)
+
+    with job, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job.run(work)
+    assert any("The disk is full" in str(w.message) for w in caught)
+    assert cluster.promoted == []
+    assert [p for host in "ab" for p in cluster.folder(host).rglob("*") if p.is_file()] == []
+
+
 def test_a_slow_promotion_delays_no_rank(cluster: Cluster) -> None:
     """While one rank copies to the run, all ranks make steps, and save to the disks."""
     seen, reached = threading.Event(), threading.Event()

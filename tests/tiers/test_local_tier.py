@@ -22,15 +22,18 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.format.names import MANIFEST, Version
+from holdfast.preemption import response
 from holdfast.preemption.policy import Preemption
 from holdfast.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
 from holdfast.run.run import Run
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.tiers import flush, local_versions
 from holdfast.tiers.flush import flush_recorded
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.training.checkpointer import Checkpointer
+from tests.cli.invoke import run_cli
 from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.tiers.hosts import flip_bit
@@ -50,6 +53,7 @@ class Disk:
         self.is_reachable.set()
         self.run.before = self._before
         self.fails = False
+        self.only = self.failing = self.hanging = ""
         self.ckpts: list[Checkpointer] = []
         self.resumed: holdfast.Snapshot | None = None
         self.warnings: list[str] = []
@@ -58,7 +62,11 @@ class Disk:
         """Promotions write shards; the lock and the pins can always be written."""
         if key.endswith(".safetensors") and method in ("put", "commit"):
             assert self.is_reachable.wait(DEADLINE)
-            if self.fails:
+            end = time.monotonic() + DEADLINE
+            while self.hanging and key.startswith(self.hanging) and time.monotonic() < end:
+                time.sleep(0.001)
+            is_failing = self.failing and key.startswith(self.failing)
+            if self.fails or is_failing or not key.startswith(self.only):
                 raise StoreError("The store is away")
 
     def start(
@@ -125,6 +133,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     disk = Disk(tmp_path)
     yield disk
     disk.is_reachable.set()
+    disk.hanging = ""
     for ckpt in disk.ckpts:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -193,7 +202,7 @@ def test_a_killed_training_resumes_from_the_disk_and_promotes_what_it_left(disk:
     with ckpt:
         train(state, ckpt, 30)
         ckpt.wait()
-        assert disk.promoted == [20, 30]
+        assert disk.promoted == [10, 20, 30]
     assert states_equal(state, state_after(30))
     last = Run(disk.durable).snapshots()[-1]
     assert last.metadata["note"]["resumed_from_tier"]["tier"] == "local"
@@ -460,6 +469,229 @@ def test_holdfast_run_promotes_what_is_left(
     assert list(flush_recorded(str(tmp_path), 20)) == []
 
 
+# -- what an attack on the first version of this tier found ----------------------------------------
+
+
+def leave(disk: Disk, last_step: int) -> None:
+    """Train, and die when the versions after that of step 10 are on the disk, but not in the run.
+    The newest two stay there."""
+    state, ckpt = disk.start()
+    train(state, ckpt, 19)
+    ckpt.wait()
+    disk.is_reachable.clear()
+    train(state, ckpt, last_step)
+    disk.await_captured([last_step - 10, last_step])
+    disk.die(ckpt)
+
+
+def test_a_state_after_a_late_leftover_is_found_by_the_next_training(disk: Disk) -> None:
+    """30 names 10 as its parent, because 20 was still being promoted; another training wrote 20."""
+    leave(disk, 20)
+    assert disk.promoted == [10]
+    disk.is_reachable.clear()
+    state, ckpt = disk.start()
+    train(state, ckpt, 30)
+    disk.await_captured([20, 30])
+    disk.only = "version_20"
+    disk.is_reachable.set()
+    while disk.promoted != [10, 20]:
+        time.sleep(0.001)
+    disk.die(ckpt)
+    disk.only = ""
+    state, ckpt = disk.start()
+    assert disk.resumed is not None
+    assert (disk.resumed.step, disk.warnings) == (30, [])
+    train(state, ckpt, 31)
+    ckpt.wait()
+    assert disk.promoted == [10, 20, 30]
+
+
+def test_a_damaged_manifest_in_the_run_does_not_hide_what_the_disk_has(disk: Disk) -> None:
+    disk.is_reachable.clear()
+    state, ckpt = disk.start()
+    train(state, ckpt, 20)
+    disk.await_captured([10, 20])
+    disk.only = "version_10"
+    disk.is_reachable.set()
+    while disk.promoted != [10]:
+        time.sleep(0.001)
+    disk.die(ckpt)
+    disk.only = ""
+    data = bytearray(disk.durable.get(f"version_10/{MANIFEST}", 1 << 20))
+    data[200] ^= 4
+    disk.durable.delete(f"version_10/{MANIFEST}")
+    disk.durable.put_if_absent(f"version_10/{MANIFEST}", bytes(data))
+    state, ckpt = disk.start()
+    assert disk.resumed is not None
+    assert disk.resumed.step == 20
+    assert states_equal(state, state_after(20))
+
+
+def test_the_state_below_a_damaged_one_is_not_lost_by_another_kill(disk: Disk) -> None:
+    leave(disk, 30)
+    flip_bit(disk.file("version_30", "safetensors"), 500)
+    for _ in range(3):  # starts that die before their first step
+        _, ckpt = disk.start()
+        assert disk.resumed is not None
+        assert disk.resumed.step == 20
+        disk.die(ckpt)
+    assert Run(disk.durable).branch() == 1
+    with disk.start()[1] as ckpt:
+        train(ckpt.state, ckpt, 30)
+    assert Run(disk.durable).line() == [Version(10), Version(20), Version(30, 1)]
+    assert all(s.verify().ok for s in Run(disk.durable).snapshots())
+
+
+def test_a_resume_elsewhere_deletes_nothing_of_a_live_training(disk: Disk) -> None:
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    ckpt.wait()
+    disk.is_reachable.clear()
+    train(state, ckpt, 20)
+    disk.await_captured([10, 20])
+    (disk.folder / "version_30").mkdir()
+    (disk.folder / "version_30" / "shard-00000-of-00001.0123456789ab.safetensors").write_bytes(b"x")
+    files = {p for p in disk.folder.rglob("*") if p.is_file()}
+    disk.start()
+    assert {p for p in disk.folder.rglob("*") if p.is_file()} == files
+    disk.is_reachable.set()
+    ckpt.wait()
+    assert disk.promoted == [10, 20]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_the_end_waits_for_all_promotions_and_names_the_one_that_failed(
+    disk: Disk, on_error: Any
+) -> None:
+    disk.failing = "version_10/"
+    disk.is_reachable.clear()
+    state, ckpt = disk.start(EverySteps(10) | AtEnd(), on_error=on_error)
+    train(state, ckpt, 20)
+    disk.await_captured([10, 20])
+    disk.is_reachable.set()
+    expected: Any = pytest.raises(StoreError, match="is away")
+    if on_error == "warn":
+        expected = pytest.warns(SaveFailed, match="is away")
+    with expected:
+        ckpt.close()
+    assert disk.promoted == [20]
+    assert ckpt.statistics()["saves"] == 1
+    assert ckpt.statistics()["failures"] == 1
+    assert not ckpt._saver.busy
+
+
+def test_an_incomplete_leftover_blocks_nothing(disk: Disk) -> None:
+    tiers: list[Any] = [MemoryTier(every=EverySteps(3), copies=1), LocalTier(disk.path)]
+    disk.is_reachable.clear()
+    state, ckpt = disk.start(tiers=tiers)
+    while state["progress"].step < 12:
+        ckpt.step({"loss": train_step(state)})
+        ckpt._tiers.memory.wait()
+    disk.die(ckpt)
+    disk.file("version_10", "safetensors").unlink()
+    state, ckpt = disk.start(tiers=tiers)
+    assert disk.resumed is not None
+    assert disk.resumed.step == 12
+    began = time.monotonic()
+    with ckpt:
+        train(state, ckpt, 13)
+        assert ckpt.save().step == 13
+    assert time.monotonic() - began < 5
+    assert disk.promoted == [13]
+
+
+def test_a_notice_does_not_wait_for_a_slow_promotion(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response, "end_process", lambda code, message: None)
+    source = Announced()
+    state, ckpt = disk.start(preemption=Preemption(notices=[source]))
+    train(state, ckpt, 9)
+    disk.hanging = "version_10/"
+    with pytest.raises(Preempted) as left:
+        with ckpt:
+            train(state, ckpt, 10)
+            disk.await_captured([10])
+            source.announce(5.0)
+            train(state, ckpt, 10**6)
+        pytest.fail("it must leave")
+    assert left.value.code == 75
+    assert disk.promoted[-1] == left.value.saved_step
+    disk.hanging = ""
+
+
+def test_a_save_that_fails_on_the_disk_leaves_nothing_there(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, ckpt = disk.start(on_error="warn")
+    train(state, ckpt, 1)
+    store = ckpt._tiers.local.store
+    real = store.put_if_absent
+
+    def fail(key: str, data: bytes) -> Any:
+        if key.endswith(MANIFEST):
+            raise StoreError("The disk is broken")
+        return real(key, data)
+
+    monkeypatch.setattr(store, "put_if_absent", fail)
+    with pytest.warns(SaveFailed, match="The disk is broken"):
+        train(state, ckpt, 45)
+        ckpt.close()
+    assert ckpt.statistics()["failures"] == 4
+    assert [p for p in disk.path.rglob("*") if p.is_file()] == []
+
+
+def test_a_damaged_copy_of_what_the_run_has_starts_no_branch(disk: Disk) -> None:
+    state, ckpt = disk.start()
+    train(state, ckpt, 10)
+    ckpt.wait()
+    disk.die(ckpt)
+    flip_bit(disk.file("version_10", "safetensors"), 500)
+    state, ckpt = disk.start()
+    assert disk.resumed is not None
+    assert disk.resumed.url == f"{disk.durable.url}/version_10"
+    assert (disk.warnings, Run(disk.durable).branch()) == ([], 0)
+    assert states_equal(state, state_after(10))
+
+
+def test_going_back_still_promotes_what_the_run_lacks(disk: Disk) -> None:
+    leave(disk, 20)
+    state, ckpt = disk.start()
+    ckpt.resume(at=10)
+    with ckpt:
+        train(state, ckpt, 20)
+    run = Run(disk.durable)
+    assert run.line() == [Version(10), Version(20, 1)]
+    assert [*run.listing().versions] == [Version(10), Version(20), Version(20, 1)]
+    assert run.snapshots()[-1].manifest.parent.version == "version_10"  # type: ignore[union-attr]
+
+
+def test_a_leftover_that_the_run_cannot_take_is_skipped(disk: Disk) -> None:
+    """A shard with its name, but other bytes, is in the run."""
+    leave(disk, 20)
+    name = disk.file("version_20", "safetensors").name
+    with disk.durable.put(f"version_20/{name}", 5) as upload:
+        upload.write_at(0, memoryview(b"other"))
+        upload.commit()
+    state, ckpt = disk.start()
+    with ckpt:
+        train(state, ckpt, 30)
+    assert disk.promoted == [10, 30]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "parent"])
+def test_a_folder_that_cannot_be_used_is_named(disk: Disk, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "bad"
+    if kind == "file":
+        path.write_text("")
+    elif kind == "link":
+        path.symlink_to(tmp_path / "missing" / "far")
+    else:
+        path = Path("/proc/nope")
+    with pytest.raises(StoreError, match=r"local tier cannot use the folder .*another path="):
+        disk.start(tiers=[LocalTier(path)])
+
+
 @pytest.mark.parametrize("failing", ["run", "disk"])
 def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> None:
     """Fail the n-th call of the store during a training, for every n, and resume."""
@@ -502,3 +734,28 @@ def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> No
         assert all(s.verify().ok for s in Run(disk.durable).snapshots())
         ckpt.close()
     assert number > 25
+
+
+def test_a_copy_of_a_run_accepts_versions_that_were_saved_during_a_promotion(
+    disk: Disk, tmp_path: Path
+) -> None:
+    """30 names 10 as its parent, and 20 lies between them. The run then keeps only 30."""
+    run, copy = str(tmp_path / "run"), str(tmp_path / "copy")
+    disk.durable = disk.run.inner = LocalStore(run, direct=False)  # type: ignore[assignment]
+    state, ckpt = disk.start()
+    train(state, ckpt, 19)
+    ckpt.wait()
+    disk.is_reachable.clear()
+    train(state, ckpt, 30)
+    disk.await_captured([20, 30])
+    disk.is_reachable.set()
+    ckpt.wait()
+    parents = [s.manifest.parent for s in Run(run).snapshots()]
+    assert [p and p.version for p in parents] == [None, "version_10", "version_10"]
+    assert run_cli("copy", run, copy).code == 0
+    Run(copy).delete(30)
+    for step in (10, 20):
+        Run(run).delete(step)
+    result = run_cli("copy", run, copy)
+    assert result.code == 0, result.err
+    assert [v.step for v in Run(copy).listing().versions] == [10, 20, 30]

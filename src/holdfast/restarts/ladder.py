@@ -204,8 +204,8 @@ class Ladder:
         left = plan.skipped
         if left is None:
             return (
-                f"{self._describe_restarts()} The captured states are set aside, and training"
-                f" resumes from the run itself. {count}; then it goes back one version"
+                f"{self._describe_restarts()} The captured states are left out. Training resumes"
+                f" from the run itself. {count}; then it goes back one version"
             )
         return (
             f"{self._describe_restarts()} Training has left {left} behind, and continues from the"

@@ -385,3 +385,11 @@ def read_training_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
     """
     training = snapshot.metadata.get("training")
     return training if isinstance(training, dict) else {}
+
+
+def read_sessions(snapshot: Snapshot) -> list[str]:
+    """Return the session of the training that wrote a version, and of those that it continued from
+    a tier. There are none without this metadata."""
+    training = read_training_metadata(snapshot)
+    found = [training.get("session"), *(training.get("continued_sessions") or ())]
+    return [session for session in found if isinstance(session, str)]

@@ -23,21 +23,25 @@ from holdfast.engine.transform.copy import copy_shards
 from holdfast.errors import AlreadyExists, DeadlinePassed, HoldfastError, NotFound
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, decode_manifest
 from holdfast.format.names import MANIFEST
-from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import find_writer
 from holdfast.settings import MEMORY_SUFFIX
 from holdfast.storage.local.store import LocalStore
-from holdfast.tiers.inventory import continues, find_candidates, take_inventory
+from holdfast.tiers.inventory import find_candidates, take_inventory
+from holdfast.tiers.line import CurrentLine
 
 _POLL_SECONDS = 0.1
 
 
 class MemoryRecord(msgspec.Struct, frozen=True):
-    """What a training tells ``holdfast run``: the folder of its run in a tier, and the run."""
+    """What a training tells ``holdfast run``: the folder of its run in a tier, and the run.
+
+    ``saves_all``: all versions there count, not only the newest one.
+    """
 
     folder: str
     run: str
+    saves_all: bool = False
 
 
 _RECORD = msgspec.json.Decoder(MemoryRecord)
@@ -65,8 +69,10 @@ def flush_recorded(
     for record in sorted(records, key=lambda r: r.folder):
         if os.path.isdir(record.folder):
             try:
-                flushed = flush_newest(record.folder, Run(record.run), deadline, is_writer=False)
-                if flushed is not None:
+                run = Run(record.run)
+                if record.saves_all:
+                    yield from flush_all(record.folder, run, deadline)
+                elif flushed := flush_newest(record.folder, run, deadline, is_writer=False):
                     yield flushed
             except (HoldfastError, OSError) as e:
                 yield e
@@ -82,28 +88,34 @@ def flush_newest(folder: str, run: Run, deadline: Deadline, *, is_writer: bool) 
     if the state is damaged, and ``StoreError``. If it raises, nothing was committed.
     """
     with _one_process(folder, deadline):
-        captured = find_newest(folder, run)
-        if captured is None:
+        newer = find_newer(folder, run)
+        if not newer:
             return None
         if not is_writer:
             _require_no_writer(run)
-        return _flush(captured, run, deadline)
+        return _flush(newer[-1], run, deadline)
 
 
-def find_newest(folder: str, run: Run) -> Snapshot | None:
-    """Return the newest captured state on this host that is newer than all versions of ``run``, and
-    continues them; nothing but its manifest was read. Raises ``FormatError`` and ``StoreError``."""
+def flush_all(folder: str, run: Run, deadline: Deadline) -> Iterator[Snapshot]:
+    """Do the same with all states that are newer than the versions of ``run``, oldest first."""
+    with _one_process(folder, deadline):
+        for captured in find_newer(folder, run):
+            _require_no_writer(run)
+            yield _flush(captured, run, deadline)
+
+
+def find_newer(folder: str, run: Run) -> list[Snapshot]:
+    """Return the captured states on this host that are newer than all versions of ``run``, and
+    continue them, oldest first; nothing but their manifests was read. Raises ``FormatError`` and
+    ``StoreError``."""
     store = LocalStore(folder, direct=False)
-    listing = run.listing()
-    newest, branch = newest_version(run.catalog, listing), run.branch(listing)
-    durable = None if newest is None else run.open(newest)
+    line, found = CurrentLine(run), []
     for candidate in find_candidates([take_inventory(store, 0)], "memory"):
-        is_newer = newest is None or candidate.version.step > newest.step
-        if candidate.digest and candidate.branch == branch and is_newer:
+        if candidate.digest and line.is_newer(candidate.version):
             captured = Snapshot(Location(store, candidate.folder), None, candidate.digest)
-            if continues(candidate, captured, durable):
-                return captured
-    return None
+            if line.is_continued_by(candidate, captured):
+                found.append(captured)
+    return found[::-1]
 
 
 def _flush(captured: Snapshot, run: Run, deadline: Deadline) -> Snapshot:

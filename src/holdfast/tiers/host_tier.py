@@ -4,7 +4,7 @@ in the same way."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group, StoreGroup
 from holdfast.engine.distributed.kv import KVClient
 from holdfast.engine.snapshot.location import Location
-from holdfast.errors import Denied, HoldfastError
+from holdfast.errors import Denied, HoldfastError, StoreError
 from holdfast.format.names import MANIFEST, Version, index_name, parse_version, shard_name
 from holdfast.settings import status_folder
 from holdfast.storage.local.store import LocalStore
@@ -76,8 +76,12 @@ class HostTier:
         self._copies = copies
         self._domain = domain
         self._generations: list[Generation] = []
+        self._unpromoted: set[Version] = set()
         self._closing = ExitStack()
         self._prefix = self._secret = ""
+
+    _most_generations = GENERATIONS + 1
+    """The states that are on a host at the same time, with the one that is being written."""
 
     store: LocalStore | TmpfsStore
     """The store in the folder of this host, once ``open`` has returned."""
@@ -110,12 +114,12 @@ class HostTier:
         group, settings = self.group, self._settings
         if self.is_open or settings is None:
             return
-        nbytes = self._measure(state)
         collective = group.collective(f"the start of the {self.name} tier")
         with closing(collective), collective:
             first = read_or_create_run_id(run_store) if collective.rank == 0 else None
             run_id = collective.broadcast(first, str)
-            folder = _make_folder(self.name, os.path.abspath(settings.path), run_id)
+            folder = self._make_folder(os.path.abspath(settings.path), run_id, run_store.url)
+            nbytes = self._measure(state)
             facts = RankFacts.of_this_rank(folder, self._domain, nbytes)
             gathered = collective.gather(facts, RankFacts)
             all_facts = collective.broadcast(gathered, list[RankFacts])
@@ -124,18 +128,48 @@ class HostTier:
             if self._hosts.is_first:
                 self._remove_leftovers()
                 present = sum(stat.length for stat in self.store.list(""))
-                cost = TierCost(self._hosts.held_bytes, GENERATIONS, present)
+                cost = TierCost(self._hosts.held_bytes, self._most_generations - 1, present)
                 self._check_space(folder, cost)
                 if (status := status_folder()) is not None:
                     url = run_store.url
                     run = url if "://" in url else os.path.abspath(url)
-                    record_memory(status, MemoryRecord(folder, run), self.name)
+                    record = MemoryRecord(folder, run, self.name == "local")
+                    record_memory(status, record, self.name)
             self._serve(settings)
             all_started = collective.gather(True, bool)  # an error of one rank reaches all
             collective.broadcast(None if all_started is None else True, bool)
         if group.rank == 0 and self._prefix and isinstance(group, StoreGroup):
             group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
         self.is_open = True
+
+    def _make_folder(self, path: str, run_id: str, run_url: str) -> str:
+        """Return the folder of a run on this host, which only this user can read.
+
+        Raises ``Denied`` if the folder of this user belongs to another one: anybody may create a
+        folder in ``/dev/shm``. Raises ``StoreError`` if it cannot be created.
+        """
+        own = os.path.join(path, f"holdfast-{os.getuid()}")
+        folder = os.path.join(own, run_id)
+        try:
+            os.makedirs(own, mode=0o700, exist_ok=True)
+            status = os.lstat(own)
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise Denied(
+                    f"The folder {own} of the {self.name} tier is not private",
+                    expected=f"a folder of user {os.getuid()} with mode 0700",
+                    found=f"user {status.st_uid}, mode {status.st_mode & 0o7777:o}",
+                    todo=f"Delete it, or use another path= of the {self.name} tier",
+                )
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as e:
+            raise StoreError(
+                f"The {self.name} tier cannot use the folder {folder}",
+                expected=f"a folder {path} in which this user may create folders",
+                found=e.strerror or str(e),
+                todo=f"Create it, or use another path= of the {self.name} tier",
+                store=path,
+            ) from e
+        return folder
 
     def _serve(self, settings: MemoryTier | LocalTier) -> None:
         """Let other hosts copy files to and from this one."""
@@ -179,10 +213,13 @@ class HostTier:
         ]
 
     def _keep(self, generation: Generation) -> None:
-        """Count a complete state, and delete those before the newest two."""
+        """Count a complete state, and delete those before the newest two, unless they are still to
+        be promoted."""
         self._generations.append(generation)
-        while len(self._generations) > GENERATIONS:
-            self._delete(self._generations.pop(0))
+        for old in self._generations[:-GENERATIONS]:
+            if old.version not in self._unpromoted:
+                self._generations.remove(old)
+                self._delete(old)
 
     def _delete(self, generation: Generation) -> None:
         # the manifest first: each rank of a host does the same
@@ -213,9 +250,11 @@ class HostTier:
         store: Store = RecoveryStore(self.store, sources, fetch)
         return Location(store, folder, is_per_host=True)
 
-    def keep_only(self, kept: Version | None) -> None:
-        """Delete all states but ``kept`` and the newest one before it. None: all states."""
+    def keep_only(self, kept: Version | None, unpromoted: Collection[Version] = ()) -> None:
+        """Delete all states but ``kept``, the newest one before it, and those that are still to be
+        promoted. None: all others."""
         self._generations.clear()
+        self._unpromoted = {*unpromoted}
         if not self.is_open or not self._hosts.is_first:
             return
         files: dict[Version, list[str]] = {}
@@ -228,7 +267,7 @@ class HostTier:
             generation = Generation(version, keys)
             if kept is not None and (version == kept or version.step < kept.step):
                 self._keep(generation)
-            else:
+            elif version not in self._unpromoted:
                 self._delete(generation)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -261,24 +300,3 @@ def _unpublish(kv: KVClient, keys: Sequence[str]) -> None:
     it, nobody can look it up either: this training has ended as it should, and must say so."""
     with suppress(HoldfastError):
         kv.delete(keys)
-
-
-def _make_folder(tier: str, path: str, run_id: str) -> str:
-    """Return the folder of a run on this host, which only this user can read.
-
-    Raises ``Denied`` if the folder of this user belongs to another one: anybody may create a folder
-    in ``/dev/shm``.
-    """
-    own = os.path.join(path, f"holdfast-{os.getuid()}")
-    folder = os.path.join(own, run_id)
-    os.makedirs(own, mode=0o700, exist_ok=True)
-    status = os.lstat(own)
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise Denied(
-            f"The folder {own} of the {tier} tier is not private",
-            expected=f"a folder of user {os.getuid()} with mode 0700",
-            found=f"user {status.st_uid}, mode {status.st_mode & 0o7777:o}",
-            todo=f"Delete it, or use another path= of the {tier} tier",
-        )
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    return folder

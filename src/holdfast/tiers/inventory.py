@@ -8,11 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, StoreError
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
-from holdfast.run.catalog import read_training_metadata
 from holdfast.storage.store import Store
 
 TierName = Literal["memory", "local"]
@@ -84,20 +82,6 @@ def find_candidates(inventories: Sequence[HostInventory], tier: TierName) -> lis
         raw = max(sorted(set(raws)), key=raws.count)
         found.append(_make_candidate(folder, raw, inventories, tier))
     return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)
-
-
-def continues(candidate: Candidate, captured: Snapshot, durable: Snapshot | None) -> bool:
-    """Return True if a captured state continues from the newest durable version, or from none.
-
-    It names that version as its parent, or the same training captured it before the version was
-    committed. The memory of a host that was away for a while may have a state from before.
-    ``captured`` is the state, of which the manifest is read. Raises ``FormatError``.
-    """
-    parent = None if candidate.parent is None else candidate.parent.version
-    if parent == (None if durable is None else str(durable.version)):
-        return True
-    session = read_training_metadata(captured).get("session")
-    return durable is not None and session == read_training_metadata(durable).get("session", "")
 
 
 def _make_candidate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from holdfast import events
@@ -24,20 +24,29 @@ from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import finish_save
 from holdfast.engine.saving.staging import shard_bytes
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.state.flatten import flatten
 from holdfast.engine.transform.copy import copy_shards
-from holdfast.errors import FormatError, HoldfastError, NoSpace
-from holdfast.format.manifest import IncrementalShard
-from holdfast.format.names import Version, shard_name
+from holdfast.errors import (
+    AlreadyExists,
+    CommitError,
+    FormatError,
+    HoldfastError,
+    NoSpace,
+    NotFound,
+    RankFailed,
+)
+from holdfast.format import names
+from holdfast.format.manifest import IncrementalShard, Manifest, Shard
+from holdfast.format.names import MANIFEST, Version, shard_name
 from holdfast.run.run import Run
 from holdfast.settings import read_settings
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.store import Store
 from holdfast.threads import Latch, no_op
-from holdfast.tiers.flush import find_newest, flush_newest
-from holdfast.tiers.host_tier import Generation, HostTier
+from holdfast.tiers.host_tier import GENERATIONS, Generation, HostTier
 from holdfast.tiers.hosts import Hosts
+from holdfast.tiers.inventory import Candidate
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.memory_check import GIB, TierCost
 
@@ -53,21 +62,22 @@ class LocalVersions(HostTier):
     """
 
     store: LocalStore
+    _most_generations = GENERATIONS + 2  # one more may wait for its promotion after a restart
 
     def __init__(self, tier: LocalTier | None, group: Group) -> None:
         super().__init__("local", tier, group)
 
-    def open(self, run_store: Store, state: Any) -> None:
-        if self._settings is not None and "://" not in run_store.url:
-            path, run = os.path.realpath(self._settings.path), os.path.realpath(run_store.url)
-            if os.path.commonpath([path, run]) == run:
+    def _make_folder(self, path: str, run_id: str, run_url: str) -> str:
+        if "://" not in run_url:
+            tier, run = os.path.realpath(path), os.path.realpath(run_url)
+            if os.path.commonpath([tier, run]) == run:
                 raise HoldfastError(
                     "The LocalTier is in the folder of the run",
                     expected="a folder on the local disk, and a run in a durable store",
-                    found=f"path={path}, run={run}",
+                    found=f"path={tier}, run={run}",
                     todo="Save to the local disk without a LocalTier, or use another folder",
                 )
-        super().open(run_store, state)
+        return super()._make_folder(path, run_id, run_url)
 
     def _measure(self, state: Any) -> int:
         return shard_bytes(flatten(state, self.group.rank), self.group)
@@ -91,34 +101,60 @@ class LocalVersions(HostTier):
 
     # -- the start of the training ---------------------------------------------------------------
 
-    def promote_leftovers(self, run: Run) -> Pending | None:
-        """Promote what an earlier training has left, in the background. The first rank of each host
-        does this, once the training is the writer of the run. None: there is nothing to do.
+    def start(self, kept: Version | None, leftovers: Sequence[Candidate]) -> None:
+        """Delete what the training does not need, once it is the writer of the run."""
+        if self.is_open:
+            self.keep_only(kept, [leftover.version for leftover in leftovers])
+            for stat in self.store.partials("") if self._hosts.is_first else ():
+                self.store.delete(stat.key)
 
-        The result is the version of the run, or, if the local one is damaged, that one: a training
-        that has resumed from a newer state can do without it.
+    def promote_leftovers(
+        self,
+        run: Run,
+        leftovers: Sequence[Candidate],
+        kept: Version | None,
+        check_writer: Callable[[Store], object],
+    ) -> tuple[Pending, Promotion] | None:
+        """Promote what an earlier training has left, oldest first, in the background. All ranks
+        call this in the training thread. None: there is nothing to do.
+
+        A version that is damaged is skipped: the training has resumed without it. The result is the
+        newest one from which it continues: ``kept``, or one before. If there is none, the result is
+        a captured state.
         """
-        if not self.is_open or not self._hosts.is_first:
+        if not leftovers:
             return None
-        for stat in self.store.partials(""):
-            self.store.delete(stat.key)
-        folder = self.store.url
-        captured = find_newest(folder, run)
-        if captured is None:
-            return None
-        deadline = Deadline.after(LEFTOVER_SECONDS, f"the promotion of {captured.url}")
+        promotions = []
+        for leftover in leftovers:
+            deadline = Deadline.after(LEFTOVER_SECONDS, f"the promotion of {leftover.folder}")
+            location = run.location(leftover.version).limit("promotion", None, deadline)
+            promotions.append(self.begin_promotion(location, None))
+            promotions[-1].is_captured.set()
+            promotions[-1].has_begun.set()
 
         def promote() -> Snapshot:
-            try:
-                # None: another host was faster
-                return flush_newest(folder, run, deadline, is_writer=True) or captured
-            except FormatError as e:
-                events.emit("skipped", version=str(captured.version), error=e)
-                return captured
+            newest = None
+            with ExitStack() as closing_all:
+                for promotion in promotions:
+                    closing_all.callback(promotion.collective.close)
+                for leftover, promotion in zip(leftovers, promotions, strict=True):
+                    promoted = promotion.finish_leftover(leftover, check_writer)
+                    self._unpromoted.discard(leftover.version)
+                    is_kept = kept is not None and leftover.version.step <= kept.step
+                    if promoted is not None and is_kept:
+                        newest = promoted
+                    elif not is_kept and self._hosts.is_first:
+                        self._delete_version(leftover.version)
+            last = leftovers[-1]
+            return newest or Snapshot(self.locate(last.folder, last.sources), None, last.digest)
 
         pending = Pending(promote, run.url, no_op, None)
         pending.start()
-        return pending
+        return pending, promotions[-1]
+
+    def _delete_version(self, version: Version) -> None:
+        keys = [stat.key for stat in self.store.list(str(version))]
+        self._delete(Generation(version, [k for k in keys if not k.endswith(f"/{MANIFEST}")]))
 
     # -- during the training -----------------------------------------------------------------------
 
@@ -139,12 +175,17 @@ class LocalVersions(HostTier):
         They have been promoted, or a call has raised why not."""
         self._keep(Generation(version, self._keys_of(version, attempt)))
 
+    def discard_captured(self, version: Version, attempt: str) -> None:
+        """Delete what a save that failed has left."""
+        self._delete(Generation(version, self._keys_of(version, attempt)))
+
 
 class Promotion:
     """The second half of a save to a local disk: complete it there, then commit it to the run.
 
-    ``has_begun`` is set once the version is complete on the local disk and the one before it is
-    committed, and also when the save fails. Then the next save may begin.
+    ``is_captured`` is set once the version is complete on the local disk, and ``has_begun`` once
+    the one before it is committed, too; then the next save may begin. Both are set when the save
+    fails.
     """
 
     def __init__(
@@ -158,7 +199,7 @@ class Promotion:
         self._location = location
         self.collective = collective
         self._previous = previous
-        self.has_begun = Latch()
+        self.is_captured, self.has_begun = Latch(), Latch()
 
     def finish(
         self,
@@ -174,34 +215,84 @@ class Promotion:
         """
         try:
             with closing(self.collective), self.collective:
-                captured = finish_save(job, check_state)
-                version, attempt = captured.version, job.partition.attempt
-                self._tier.keep_captured(version, attempt)
-                if self._previous is not None:
-                    self._previous.wait_ended()
+                captured = self._finish_local(job, check_state)
+                self.is_captured.set()
+                while self._previous is not None and not self._previous.wait_ended(1.0):
+                    self.collective.advance()  # raises if the deadline has passed
                 self.has_begun.set()
-                return self._promote(captured, check_writer)
+                rank, size = self.collective.rank, self.collective.size
+                own = shard_name(rank, size, captured.manifest.attempt)
+                shards = [shard for shard in captured.manifest.shards if shard.name == own]
+                return self._promote(captured, shards, check_writer)
         finally:
+            self.is_captured.set()
             self.has_begun.set()
 
-    def _promote(self, captured: Snapshot, check_writer: Callable[[Store], object]) -> Snapshot:
-        """Copy the files of this rank, of which every byte is checked. Rank 0 commits."""
+    def _finish_local(
+        self, job: SaveJob, check_state: Callable[[Sequence[Receipt]], object]
+    ) -> Snapshot:
+        version = names.parse_version(job.location.folder)
+        if version is None:
+            raise ValueError(f"{job.location.folder} is not a version")
+        try:
+            captured = finish_save(job, check_state)
+        except BaseException:
+            with suppress(HoldfastError):  # the error of the save counts
+                self._tier.discard_captured(version, job.partition.attempt)
+            raise
+        self._tier.keep_captured(version, job.partition.attempt)
+        return captured
+
+    def finish_leftover(
+        self, leftover: Candidate, check_writer: Callable[[Store], object]
+    ) -> Snapshot | None:
+        """Promote a version that an earlier training has left. None: it is damaged or gone, or the
+        run has other files of its name. All ranks call this."""
+        rank = self.collective.rank
+        source = self._tier.locate(leftover.folder, leftover.sources)
+        captured = Snapshot(source, None, leftover.digest)
+        try:
+            with closing(self.collective), self.collective:
+                shards = [
+                    shard
+                    for shard in captured.manifest.shards
+                    if leftover.sources[source.key(shard.name)][0] == rank
+                ]
+                return self._promote(captured, shards, check_writer, is_leftover=True)
+        except HoldfastError as e:
+            cause = e.__cause__ if isinstance(e, RankFailed) else e
+            if not isinstance(cause, FormatError | AlreadyExists | NotFound):
+                raise
+            events.emit("skipped", version=leftover.folder, error=e)
+            return None
+
+    def _promote(
+        self,
+        captured: Snapshot,
+        shards: Sequence[Shard],
+        check_writer: Callable[[Store], object],
+        *,
+        is_leftover: bool = False,
+    ) -> Snapshot:
+        """Copy shards on this rank, of which every byte is checked. Rank 0 commits."""
         manifest, location, collective = captured.manifest, self._location, self.collective
-        own = shard_name(collective.rank, collective.size, manifest.attempt)
-        shards = [shard for shard in manifest.shards if shard.name == own]
         with pinned_base(location, manifest.attempt, None, collective):
             with before_commit():
                 copy_shards(captured.location, location, shards, lambda n: collective.advance())
             copied = [IncrementalShard(s.name, s.length, s.index, []) for s in shards]
-            receipt = Receipt(collective.rank, copied[0] if copied else None)
+            is_own = bool(copied) and not is_leftover
+            receipt = Receipt(collective.rank, copied[0] if is_own else None)
 
             def commit(receipts: list[Receipt]) -> Snapshot:
                 with before_commit():
-                    check_receipts(location, receipts, collective.size)
+                    if is_leftover:  # a rank may have copied shards of several others
+                        Snapshot(location, manifest, captured.digest).read_indexes()
+                    else:
+                        check_receipts(location, receipts, collective.size)
                     check_writer(location.store)
                 collective.advance()  # raises if the deadline has passed
                 collective.begin_commit()  # raises if another rank failed before
-                return put_manifest(location, manifest)
+                return _put_manifest(location, manifest, captured.digest)
 
             promoted, result = commit_collectively(
                 location, manifest.attempt, collective, receipt, commit
@@ -209,3 +300,15 @@ class Promotion:
         promoted.location = location.without_limit()
         events.emit("promoted", url=location.url, bytes=result.nbytes)
         return promoted
+
+
+def _put_manifest(location: Location, manifest: Manifest, digest: str) -> Snapshot:
+    """Commit the manifest, unless ``holdfast run`` was faster."""
+    try:
+        return put_manifest(location, manifest)
+    except CommitError as e:
+        if isinstance(e.__cause__, AlreadyExists):
+            existing = open_location(location)
+            if existing.digest == digest:
+                return existing
+        raise

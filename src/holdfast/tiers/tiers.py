@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.distributed.group import Group
+from holdfast.engine.distributed.group import Group, broadcast_from_first
+from holdfast.engine.saving.pending import Pending
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
@@ -17,10 +18,10 @@ from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.storage.store import Store
 from holdfast.tiers.captures import Captures
-from holdfast.tiers.flush import find_newest, flush_newest
+from holdfast.tiers.flush import find_newer, flush_newest
 from holdfast.tiers.inventory import Candidate, TierName
 from holdfast.tiers.local_tier import LocalTier
-from holdfast.tiers.local_versions import LocalVersions
+from holdfast.tiers.local_versions import LocalVersions, Promotion
 from holdfast.tiers.memory_tier import MemoryTier
 
 Tier = MemoryTier | LocalTier
@@ -40,6 +41,8 @@ class Tiers:
         self.local = LocalVersions(local, group)
         self._all = self.memory, self.local
         self._group = group
+        self._resumed: tuple[TierName | None, Version | None] = None, None
+        self._leftovers: Sequence[Candidate] = ()
 
     def open(self, run_store: Store, state: Any, *, is_resumed: bool) -> None:
         """Check the space on all hosts, and serve the files of this one (see ``HostTier``).
@@ -74,14 +77,34 @@ class Tiers:
         (found,) = (t for t in self._all if t.name == tier)
         return found.locate(folder, sources)
 
-    def keep_only(self, tier: TierName | None, kept: Version | None) -> None:
-        """Delete what training does not continue from.
+    def resume_from(
+        self, tier: TierName | None, kept: Version | None, leftovers: Sequence[Candidate]
+    ) -> None:
+        """Note what the training has loaded. Nothing is deleted before ``start``.
 
-        ``tier``: the tier from which ``kept`` was loaded, or None if it is a version of the run. A
-        local version before a state in memory stays, because it is not in the run yet.
+        ``tier``: the tier from which ``kept`` was loaded, or None if it is a version of the run.
+        ``leftovers``: the versions on local disks that are still to be promoted.
         """
+        self._resumed = tier, kept
+        self._leftovers = leftovers
+
+    def start(self) -> None:
+        """Delete what the training does not continue from. All ranks call this once the training is
+        the writer of the run. If one rank raises, all do."""
+        if any(tier.is_open for tier in self._all):
+            operation = "the start of the tiers"
+            broadcast_from_first(self._group, operation, lambda: True, bool, self._delete_others)
+
+    def _delete_others(self) -> None:
+        tier, kept = self._resumed
         self.memory.keep_only(kept if tier == self.memory.name else None)
-        self.local.keep_only(None if tier is None else kept)
+        self.local.start(None if tier is None else kept, self._leftovers)
+
+    def promote_leftovers(
+        self, run: Run, check_writer: Callable[[Store], object]
+    ) -> tuple[Pending, Promotion] | None:
+        """Promote what an earlier training has left (see ``LocalVersions``)."""
+        return self.local.promote_leftovers(run, self._leftovers, self._resumed[1], check_writer)
 
     def flush(self, run: Run, deadline: Deadline) -> Snapshot | None:
         """Save the newest captured state of this host if it is newer than all versions of the run.
@@ -91,10 +114,7 @@ class Tiers:
         version exists once all of its parts are there. Raises the errors of ``flush_newest``.
         """
         folders = [tier.store.url for tier in self._all if tier.is_open]
-        found: list[tuple[int, str]] = []
-        for folder in folders:
-            if (captured := find_newest(folder, run)) is not None:
-                found.append((captured.version.step, folder))
+        found = [(newer[-1].version.step, f) for f in folders if (newer := find_newer(f, run))]
         flushed = None
         if found:
             flushed = flush_newest(max(found)[1], run, deadline, is_writer=True)

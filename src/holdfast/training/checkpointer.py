@@ -225,7 +225,7 @@ class Checkpointer:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self._step_counter.resume_at(point.step, point.from_own_run)
         if point.from_own_run:
-            self._saver.resume_from(point.durable)
+            self._saver.resume_from(point.durable, point.sessions)
         self._early_stop.resume_from(point.training_metadata)
         self._goodput.resume_from(point.training_metadata)
         self._cadence.restart()
@@ -393,14 +393,12 @@ class Checkpointer:
 
     def _release(self) -> None:
         self._lifecycle.is_closed = True
+        saver = self._saver
         if not self._lifecycle.is_forked:
-            self._agreement.close()
-            self._preemption.close()
-            self._ending.close()
-            self._tiers.close(self._saver.saved_step == self.current_step)
-            self._saver.close()
-            self._saver.writer_lock.release()
-            self._watcher.close()
+            for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):
+                part.close()
+            saver.writer_lock.release()
+            self._tiers.close(saver.saved_step == self.current_step and not saver.busy)
 
     def __enter__(self) -> Self:
         self._ending.enter()
@@ -426,7 +424,7 @@ class Checkpointer:
         is_resumed, parts = self._lifecycle.is_resumed, (self._acquire_lock, self._rank_arguments)
         is_uniform = acquire_run(self.run, self._group, *parts, is_resumed=is_resumed)
         self._tiers.open(self.run.store, self.state, is_resumed=is_resumed)
-        self._saver.promote_leftovers()
+        self._saver.start_tiers()
         self._agreement = make_agreement(self._group, "training", self._preemption)
         self._preemption.agree_through(self._agreement, is_uniform)
         if self._group.rank == 0:

@@ -85,12 +85,11 @@ class Ending:
 
     def save_last_step(self, deadline: Deadline) -> None:
         """Save the last step on all ranks, and wait until it is committed. ``Never`` saves nothing.
-
-        A save in flight is awaited first. If it fails, this one may succeed.
-        """
+        A save in flight is awaited first, but no promotion. If it fails, this one may succeed."""
+        saver, step = self._saver, self._step_counter.step
         with suppress(StoreError, CommitError):  # an event has reported it
-            self._saver.wait_on_all_ranks(deadline)
-        is_saved = self._saver.saved_step == self._step_counter.step
+            saver.in_flight.wait_before_last(saver.begun_step == step, deadline)
+        is_saved = saver.saved_step == step
         if not is_saved and not isinstance(self._policy, Never):
             self._start_save("preemption", None, deadline)
             self._saver.wait_on_all_ranks(deadline)

@@ -27,9 +27,14 @@ from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.text import warn_user
 from holdfast.tiers.inventory import Candidate
+from holdfast.tiers.line import CurrentLine
 from holdfast.tiers.tiers import Tiers
 from holdfast.training.arguments import check_not_snapshot, suggest_start
-from holdfast.training.resume_from_tier import continue_from_tier, resume_from_tier
+from holdfast.training.resume_from_tier import (
+    continue_from_tier,
+    find_leftovers,
+    resume_from_tier,
+)
 from holdfast.training.resume_point import (
     ResumeInstruction,
     ResumePoint,
@@ -89,13 +94,16 @@ def resume_run(
                 point = _choose(run, loader, collective, found, ladder, *goal)
             else:
                 point = _follow_coordinator(run, loader, collective)
+            if tiers.local.is_open and not isinstance(point, str):
+                own = loader.leftovers if collective.rank == 0 else None
+                loader.leftovers = collective.broadcast(own, list[Candidate])
         if isinstance(point, str):
             raise ladder.give_up(point)
-        kept = None if point is None else point.snapshot.version
-        tiers.keep_only(None if point is None else point.tier, kept)
+        tier, kept = (None, None) if point is None else (point.tier, point.snapshot.version)
+        tiers.resume_from(tier, kept, loader.leftovers)
         for message, kind in ladder.warnings:
             warn_user(message, kind)
-        for message in () if point is None else point.skipped:
+        for message in loader.problems if point is None else point.skipped:
             warn_user(message, SkippedVersion)
         return point
     except HoldfastError as e:
@@ -119,9 +127,15 @@ def _choose(
     """Choose and load a state on rank 0. A string says why all ranks must leave instead."""
     point, problems, is_requested = None, list[str](), (at, branch) != (None, None)
     try:
+        line = CurrentLine(run) if found else None
+        if line is not None:
+            loader.leftovers = find_leftovers(line, loader, found)
+            loader.goes_below = is_requested and any(line.is_newer(c.version) for c in found)
         found = ladder.choose(found, is_requested=is_requested)
-        if not is_requested:
-            point, problems = resume_from_tier(run, loader, collective, found, acquire_lock, ladder)
+        if line is not None and not is_requested:
+            parts = acquire_lock, ladder
+            point, problems = resume_from_tier(run, line, loader, collective, found, *parts)
+            loader.problems = problems
         if point is None:
             rest = acquire_lock, problems, ladder
             point = _coordinate(run, loader, collective, at, branch, *rest)
@@ -175,7 +189,7 @@ def _coordinate(
     version = snapshot.version
     listing = run.listing()
     is_newest = version == newest_version(run.catalog, listing)
-    if is_newest and not problems and not ladder.leaves_newer:
+    if is_newest and not (problems or loader.goes_below or ladder.leaves_newer):
         ladder.record(snapshot)
         number = run.branch(listing)
     else:

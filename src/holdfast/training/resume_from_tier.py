@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from msgspec import structs
 
+from holdfast import events
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, HoldfastError, NotFound, RankFailed, StoreError
 from holdfast.format.manifest import Parent
 from holdfast.format.names import parse_version
 from holdfast.restarts.ladder import Ladder
-from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
-from holdfast.tiers.inventory import WHERE, Candidate, continues
+from holdfast.tiers.inventory import WHERE, Candidate
+from holdfast.tiers.line import CurrentLine
 from holdfast.training.resume_point import (
     ResumeInstruction,
     ResumePoint,
@@ -24,8 +26,30 @@ from holdfast.training.resume_point import (
 )
 
 
+def find_leftovers(
+    line: CurrentLine, loader: StateLoader, found: Sequence[Candidate]
+) -> list[Candidate]:
+    """Return the versions on local disks that the run lacks, oldest first: an earlier training
+    ended before they were promoted."""
+    leftovers = []
+    for candidate in reversed(found):
+        is_whole = candidate.tier == "local" and not candidate.problem
+        if is_whole and line.is_newer(candidate.version):
+            with suppress(FormatError, StoreError):  # it is skipped below, with a warning
+                if line.is_continued_by(candidate, loader.open_in_tier(_instruct(candidate, 0))):
+                    leftovers.append(candidate)
+    return leftovers
+
+
+def _instruct(candidate: Candidate, branch: int) -> ResumeInstruction:
+    return ResumeInstruction(
+        False, candidate.folder, candidate.digest, branch, candidate.tier, candidate.sources
+    )
+
+
 def resume_from_tier(
     run: Run,
+    line: CurrentLine,
     loader: StateLoader,
     collective: Collective,
     found: Sequence[Candidate],
@@ -36,36 +60,37 @@ def resume_from_tier(
 
     Also return the problems of newer ones. None: the durable version is newer, or none is intact.
     """
-    listing = run.listing()
-    newest, number = newest_version(run.catalog, listing), run.branch(listing)
     problems: list[str] = []
     for candidate in found:
-        is_older = newest is not None and candidate.version.step < newest.step
-        if candidate.branch != number or is_older:
+        is_newest = candidate.version == line.newest
+        if not (is_newest or line.is_newer(candidate.version)):
             continue
-        instruction = ResumeInstruction(
-            False, candidate.folder, candidate.digest, number, candidate.tier, candidate.sources
-        )
+        instruction = _instruct(candidate, line.branch)
         try:
             if candidate.problem:
                 raise NotFound(candidate.problem)
-            durable = None if newest is None else run.open(newest)
-            if not continues(candidate, loader.open_in_tier(instruction), durable):
+            captured = loader.open_in_tier(instruction)
+            if not (is_newest or line.is_continued_by(candidate, captured)):
                 continue
             collective.broadcast(instruction, ResumeInstruction)
             snapshot = loader.load_from_tier(instruction)
         except (FormatError, StoreError, RankFailed) as e:
+            if is_newest:  # the run has it, too
+                events.emit("skipped", version=candidate.folder, error=e)
+                continue
             reason = HoldfastError(e.what, expected=e.expected, found=e.found)
             where = WHERE[candidate.tier]
             problems.append(f"{candidate.folder} {where} is skipped. {reason}")
             continue
-        ladder.record(snapshot, candidate.tier)
-        reference = None
-        if durable is not None and newest is not None:
-            reference = Parent(str(newest), durable.digest)
-            if problems:  # a newer state that was lost must not come back
-                acquire_lock()
-                number = run.leave_from(durable, newest, f"{len(problems)} newer damaged")
+        durable = line.durable
+        reference = None if durable is None else Parent(str(line.newest), durable.digest)
+        number = line.branch
+        if problems:  # a newer state that was lost must not come back
+            acquire_lock()
+        ladder.record(snapshot, None if is_newest else candidate.tier)
+        if problems:
+            reason_of_branch = f"{len(problems)} newer damaged"
+            number = run.leave_from(snapshot, candidate.version, reason_of_branch)
         done = structs.replace(instruction, done=True, branch=number, sources={}, durable=reference)
         collective.broadcast(done, ResumeInstruction)
         return continue_from_tier(run, snapshot, done, problems), problems

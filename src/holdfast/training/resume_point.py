@@ -13,8 +13,8 @@ from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import Denied, HoldfastError, RankFailed, StoreError, Unavailable
 from holdfast.format.manifest import Parent
-from holdfast.run.catalog import read_training_metadata
-from holdfast.tiers.inventory import TierName
+from holdfast.run.catalog import read_sessions, read_training_metadata
+from holdfast.tiers.inventory import Candidate, TierName
 from holdfast.tiers.tiers import Tiers
 
 
@@ -38,6 +38,11 @@ class ResumePoint:
     skipped: Sequence[str] = ()
     durable: Snapshot | None = None
     tier: TierName | None = None
+
+    @property
+    def sessions(self) -> list[str]:
+        """The sessions that wrote the state in a tier; none for a version of the run."""
+        return [] if self.tier is None else read_sessions(self.snapshot)
 
 
 class ResumeInstruction(msgspec.Struct, frozen=True):
@@ -67,6 +72,9 @@ class StateLoader:
 
     ``error`` is the error of the last load, or None if it succeeded. ``partially_loaded`` is True
     if a failed load has overwritten a part of the state and no load has succeeded since.
+    ``leftovers`` are the versions on local disks that are still to be promoted, and ``problems``
+    the reasons why newer states of tiers are skipped. ``goes_below``: a newer state is in a tier,
+    but a person has named another version.
     """
 
     state: dict[str, Any]
@@ -74,6 +82,9 @@ class StateLoader:
     tiers: Tiers
     error: HoldfastError | None = None
     partially_loaded: bool = False
+    leftovers: list[Candidate] = field(default_factory=list)
+    problems: Sequence[str] = ()
+    goes_below: bool = False
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a version. If it is damaged for one rank, all ranks raise that error.

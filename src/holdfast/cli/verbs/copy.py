@@ -19,6 +19,7 @@ from holdfast.cli.console import (
     progress_bar,
     styled_text,
 )
+from holdfast.cli.divergence import find_divergence
 from holdfast.cli.exit_codes import exit_on_errors
 from holdfast.cli.output import describe_error, format_error_line, json_option, print_result
 from holdfast.cli.resolve import (
@@ -51,7 +52,6 @@ from holdfast.format.records import (
 )
 from holdfast.machine import utc_now
 from holdfast.run.catalog import read_training_metadata
-from holdfast.run.lineage import find_divergence
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 

@@ -335,7 +335,7 @@ def _put_same_manifest(location: Location, raw: bytes) -> None:
     except AlreadyExists as e:
         if location.store.get(key, MAX_MANIFEST) != raw:
             raise CommitError(
-                f"{location.url} is in the memory of this host already, with other contents",
+                f"{location.url} is on this host already, with other contents",
                 todo="Delete what an earlier training has left in this folder",
                 file=key,
             ) from e

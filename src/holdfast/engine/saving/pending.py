@@ -77,9 +77,14 @@ class Pending:
         """The error with which the save failed, or None."""
         return self._error
 
-    def wait_ended(self) -> None:
-        """Wait until the save was committed or failed, and leave its result to ``wait``."""
-        self._ended.wait()
+    def wait_ended(self, timeout: float | None = None) -> bool:
+        """Wait until the save was committed or failed, and leave its result to ``wait``. Return
+        False after ``timeout`` seconds."""
+        return self._ended.wait(timeout)
+
+    def forget(self) -> None:
+        """Let the process exit with its own code even if this save fails: a newer one counts."""
+        _unawaited.discard(self)
 
     def wait_staged(self) -> None:
         """Wait until all of the state may change, including parameters and optimizer slots."""

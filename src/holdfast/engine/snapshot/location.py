@@ -85,7 +85,7 @@ class Location:
     @property
     def name(self) -> str:
         """What all ranks call the snapshot: its URL, unless each host has another one."""
-        return f"{self.folder} in memory" if self.is_per_host else self.url
+        return f"{self.folder} on each host" if self.is_per_host else self.url
 
     @property
     def url(self) -> str:

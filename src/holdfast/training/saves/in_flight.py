@@ -8,7 +8,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.threads import Latch
+from holdfast.tiers.local_versions import Promotion
 from holdfast.training.saves.save_spec import version_of
 
 
@@ -25,20 +25,15 @@ class SavesInFlight:
         self._group = group
         self._operation = f"the end of a save to {url}"
         self.version: Snapshot | None = None
-        self._saves: list[tuple[Pending, Latch | None]] = []  # oldest first
+        self._saves: list[tuple[Pending, Promotion | None]] = []  # oldest first
+        self._errors: list[Exception] = []
         self.post_commit_error: Exception | None = None
         """The error of what followed a commit. The next wait raises it, once."""
 
-    def add(self, pending: Pending, may_follow: Latch | None) -> None:
-        """Count a save. ``may_follow`` is set once the next save need not wait for this one. None:
-        the next save waits until this one has ended."""
-        self._saves.append((pending, may_follow))
-
-    def add_leftovers(self, pending: Pending) -> None:
-        """Count the promotion of what an earlier training has left: the next save may begin."""
-        may_follow = Latch()
-        may_follow.set()
-        self.add(pending, may_follow)
+    def add(self, pending: Pending, promotion: Promotion | None) -> None:
+        """Count a save. With a ``promotion``, the next save waits until that has begun. Otherwise,
+        it waits until this one has ended."""
+        self._saves.append((pending, promotion))
 
     def discard_after(self, previous: Pending | None) -> None:
         """Forget a save that was added after ``previous``: it will never begin."""
@@ -58,35 +53,46 @@ class SavesInFlight:
     def must_wait(self) -> bool:
         """True if the next save would have to wait."""
         return any(
-            not (pending.done or (may_follow is not None and may_follow.is_set()))
-            for pending, may_follow in self._saves
+            not (pending.done or (promotion is not None and promotion.has_begun.is_set()))
+            for pending, promotion in self._saves
         )
 
     def wait(self, deadline: Deadline | None = None) -> None:
-        """Wait for all saves. With a ``deadline``, only the newest one counts.
+        """Wait for all saves. Raises the error of the first one that failed.
 
-        Raises the error of the first one that failed, and ``TimeoutError`` at the deadline.
+        With a ``deadline``, the process is about to leave, and only the newest save counts. Raises
+        ``TimeoutError`` at the deadline.
         """
         if deadline is None:
-            while self._saves:
-                self._end(self._saves[0][0], None)
+            for pending, _ in list(self._saves):
+                pending.wait_ended()
+            self.raise_failure()
         elif self._saves:
-            self._end(self._saves[-1][0], deadline.seconds_left)
-        self._raise_post_commit_error()
+            newest = self._saves[-1][0]
+            self._end(newest, deadline.seconds_left)
+            for pending, _ in self._saves:  # a promotion that fails later must not change the exit
+                pending.forget()
 
     def wait_for_turn(self) -> None:
         """Wait until the next save may begin. Raises the error of the first one that failed."""
-        for pending, may_follow in list(self._saves):
-            if may_follow is None:
+        for pending, promotion in list(self._saves):
+            if promotion is None:
                 pending.wait_ended()
             else:
-                may_follow.wait()
+                promotion.has_begun.wait()
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise the error of a save that has failed, without a wait."""
-        while self._saves and self._saves[0][0].done:
-            self._end(self._saves[0][0], None)
+        """Take the results of the saves that have ended, without a wait. Raise the first error;
+        later calls raise the others."""
+        for pending, _ in list(self._saves):
+            if pending.done:
+                try:
+                    self._end(pending, None)
+                except Exception as e:  # noqa: BLE001  (raised below, in order)
+                    self._errors.append(e)
+        if self._errors:
+            raise self._errors.pop(0)
         self._raise_post_commit_error()
 
     def wait_on_all_ranks(self, deadline: Deadline | None = None) -> None:
@@ -105,6 +111,22 @@ class SavesInFlight:
         is_newer = self.version is None or version_of(snapshot) >= version_of(self.version)
         if is_newer and not snapshot.location.is_per_host:
             self.version = snapshot
+
+    def wait_before_last(self, is_begun: bool, deadline: Deadline) -> None:
+        """Wait on all ranks before the last save of a training. ``is_begun``: it is in flight.
+        Otherwise, no promotion is awaited."""
+
+        def wait() -> None:
+            for pending, promotion in list(self._saves):
+                has_ended = pending.wait_ended if promotion is None else promotion.is_captured.wait
+                if not has_ended(deadline.seconds_left):
+                    raise TimeoutError(f"{self._operation} did not come in time")
+            self.raise_failure()
+
+        if is_begun:
+            self.wait_on_all_ranks(deadline)
+        else:
+            broadcast_from_first(self._group, self._operation, lambda: True, bool, wait, deadline)
 
     def _end(self, pending: Pending, timeout: float | None) -> None:
         try:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.deadline import Deadline
+from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version, parse_version
 from holdfast.run.metrics import to_numbers
+from holdfast.run.run import Run
+
+_MAX_SESSIONS = 32
+"""The restarts from tiers, without a version in between, that a version remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +54,23 @@ def version_of(snapshot: Snapshot) -> Version:
     This avoids a read of the manifest, which another rank may have written.
     """
     return parse_version(snapshot.location.folder) or snapshot.version
+
+
+def session_metadata(session: str, continued: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the training metadata that names the session of this training, and the sessions that
+    wrote the state in a tier from which it continues."""
+    earlier = {"continued_sessions": [*continued[:_MAX_SESSIONS]]} if continued else {}
+    return {"session": session, **earlier}
+
+
+def open_on_all_ranks(run: Run, version: Version, group: Group) -> Snapshot:
+    """Open a committed version on all ranks, or raise on all ranks."""
+    snapshots: list[Snapshot] = []
+    broadcast_from_first(
+        group,
+        f"the opening of {version}",
+        lambda: True,
+        bool,
+        on_each=lambda: snapshots.append(run.open(version)),
+    )
+    return snapshots[0]

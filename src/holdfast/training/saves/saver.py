@@ -24,7 +24,7 @@ from holdfast.engine.state.flatten import FlatState
 from holdfast.engine.state.step_hooks import StepPreHook
 from holdfast.engine.state.walk import optimizers_in
 from holdfast.errors import AlreadyExists, CommitError, FormatError, HoldfastError, StoreError
-from holdfast.format.names import Version, random_id
+from holdfast.format.names import random_id
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel
 from holdfast.run.policy import KeepPolicy
 from holdfast.run.retention import TrainingRetention, undeleted_error
@@ -34,7 +34,12 @@ from holdfast.tiers.local_versions import Promotion
 from holdfast.tiers.tiers import Tiers
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.in_flight import SavesInFlight
-from holdfast.training.saves.save_spec import SaveSpec, version_of
+from holdfast.training.saves.save_spec import (
+    SaveSpec,
+    open_on_all_ranks,
+    session_metadata,
+    version_of,
+)
 from holdfast.training.saves.version_checks import VersionChecks, emit_structure_change
 
 
@@ -74,7 +79,8 @@ class Saver:
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=pin_memory if overlap else None)
         self.reservation = BufferReservation(self._pool)
-        self._attempt, self._session = "", {"session": random_id()}
+        self._attempt = ""
+        self._session = session_metadata(random_id())
         self._tiers, self._local = tiers, tiers.local
         self.in_flight = SavesInFlight(self.group, run.url)
         self._deferred_staging: DeferredStaging | None = None
@@ -142,7 +148,10 @@ class Saver:
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
         location = self.run.location(spec.version).limit("save", self._timeout, spec.deadline)
-        first = self._local.location(spec.version, location.deadline) if is_local else location
+        previous, promotion, first = self.in_flight.newest, None, location
+        if is_local:
+            first = self._local.location(spec.version, location.deadline)
+            promotion = self._local.begin_promotion(location, previous)
         try:
             job = begin_save(
                 first,
@@ -154,11 +163,15 @@ class Saver:
                 base=self._choose_base(),
                 overlap=overlap,
             )
-        except AlreadyExists as e:
+        except BaseException as e:
+            if promotion is not None:
+                promotion.collective.close()
+            if not isinstance(e, AlreadyExists):
+                raise
             if is_local:  # its promotion has failed
                 self._begin_save(state, spec, began, is_local=False)
                 return
-            existing = self._open_committed(spec.version)
+            existing = open_on_all_ranks(self.run, spec.version, self.group)
             if existing.manifest.attempt != self._attempt:
                 raise HoldfastError(
                     f"Another training has saved {spec.version} of {self.run.url}",
@@ -173,16 +186,13 @@ class Saver:
         self.checks.stale.observe(job, state, spec.version)
         self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
         self._goodput.seconds["last_blocked"] = blocked_seconds[0]
-        previous, promotion = self.in_flight.newest, None
-        if is_local:
-            promotion = self._local.begin_promotion(location, previous)
 
         def register(pending: Pending | None) -> None:
             # before the thread starts: an optimizer may step, an event sink may use the save, and
             # an interrupt may occur at any moment
             self._deferred_staging = job.deferred
             if pending is not None:
-                self.in_flight.add(pending, None if promotion is None else promotion.has_begun)
+                self.in_flight.add(pending, promotion)
                 return
             self.in_flight.discard_after(previous)
             if promotion is not None:
@@ -193,18 +203,6 @@ class Saver:
 
         self.begun_step = spec.version.step
         finish_in_background(job, finish, register=register)
-
-    def _open_committed(self, version: Version) -> Snapshot:
-        """Open the committed version on all ranks, or raise on all ranks."""
-        snapshots: list[Snapshot] = []
-        broadcast_from_first(
-            self.group,
-            f"the opening of {version}",
-            lambda: True,
-            bool,
-            on_each=lambda: snapshots.append(self.run.open(version)),
-        )
-        return snapshots[0]
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
         return spec.to_metadata(self.newest, {**self._session, **self._goodput.to_metadata()})
@@ -246,11 +244,13 @@ class Saver:
         self._goodput.counts["saves"] += 1
         self._goodput.mark_committed(metadata.training["trained_seconds"])
 
-    def promote_leftovers(self) -> None:
-        """Promote what an earlier training has left on the local disks, in the background."""
-        pending = self._local.promote_leftovers(self.run)
-        if pending is not None:
-            self.in_flight.add_leftovers(pending)
+    def start_tiers(self) -> None:
+        """Delete what is not needed in the tiers, and promote what an earlier training has left on
+        the local disks, in the background. All ranks call this."""
+        self._tiers.start()
+        promoting = self._tiers.promote_leftovers(self.run, self.writer_lock.check)
+        if promoting is not None:
+            self.in_flight.add(*promoting)
 
     def prepare_savepoint(self) -> None:
         """Prepare for a save without rank 0, which holds the writer lock: remember the owner."""
@@ -348,7 +348,8 @@ class Saver:
 
     def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:
         spec.on_finished(False)
-        self.begun_step = self.saved_step
+        if self.begun_step == spec.version.step:
+            self.begun_step = self.saved_step
         self._goodput.counts["failures"] += 1
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
@@ -373,8 +374,10 @@ class Saver:
 
         broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)
 
-    def resume_from(self, snapshot: Snapshot | None) -> None:
-        """Continue from a version, which becomes ``newest``."""
+    def resume_from(self, snapshot: Snapshot | None, sessions: Sequence[str]) -> None:
+        """Continue from a version, which becomes ``newest``. ``sessions``: those that wrote the
+        state in a tier that was loaded instead."""
+        self._session = session_metadata(self._session["session"], sessions)
         self.in_flight.version = snapshot
         self.checks.stale.restart()
         self.begun_step = self.saved_step
