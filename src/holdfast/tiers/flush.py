@@ -27,8 +27,7 @@ from holdfast.run.run import Run
 from holdfast.run.writer_lock import find_writer
 from holdfast.settings import MEMORY_SUFFIX
 from holdfast.storage.local.store import LocalStore
-from holdfast.tiers.inventory import find_candidates, take_inventory
-from holdfast.tiers.line import CurrentLine
+from holdfast.tiers.inventory import CurrentLine, find_candidates, take_inventory
 
 _POLL_SECONDS = 0.1
 

@@ -26,8 +26,7 @@ from holdfast.restarts.ladder import Ladder, LadderExhausted
 from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.text import warn_user
-from holdfast.tiers.inventory import Candidate
-from holdfast.tiers.line import CurrentLine
+from holdfast.tiers.inventory import Candidate, CurrentLine
 from holdfast.tiers.tiers import Tiers
 from holdfast.training.arguments import check_not_snapshot, suggest_start
 from holdfast.training.resume_from_tier import (
@@ -66,23 +65,7 @@ def resume_run(
     ranks fall back to an older one together. ``ladder`` leaves out states from which restarts made
     no progress. When it has nothing left, all ranks raise ``NoProgress``.
     """
-    if not all(
-        n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
-    ):
-        raise HoldfastError(
-            "Invalid value for at= or branch= of resume()",
-            expected="whole numbers",
-            found=f"{at=}, {branch=}",
-            todo="resume() continues from the newest version, and resume(at=120) from the version"
-            ' of step 120. resume(start="RUN@120") starts from a version of another run',
-        )
-    if open_block() is not None:
-        raise HoldfastError(
-            "resume() was called inside a block of isolated_rng()",
-            expected="resume() outside, because the block would undo that it restores the random"
-            " generators",
-            todo="Train outside of the block; only an evaluation belongs into it",
-        )
+    _check_arguments(at, branch)
     tiers.open(run.store, state, is_resumed=True)
     collective = group.collective(f"the resume of {run.url}")
     loader = StateLoader(state, group, tiers)
@@ -112,6 +95,26 @@ def resume_run(
         raise
     finally:
         collective.close()
+
+
+def _check_arguments(at: int | None, branch: int | None) -> None:
+    if not all(
+        n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
+    ):
+        raise HoldfastError(
+            "Invalid value for at= or branch= of resume()",
+            expected="whole numbers",
+            found=f"{at=}, {branch=}",
+            todo="resume() continues from the newest version, and resume(at=120) from the version"
+            ' of step 120. resume(start="RUN@120") starts from a version of another run',
+        )
+    if open_block() is not None:
+        raise HoldfastError(
+            "resume() was called inside a block of isolated_rng()",
+            expected="resume() outside, because the block would undo that it restores the random"
+            " generators",
+            todo="Train outside of the block; only an evaluation belongs into it",
+        )
 
 
 def _choose(

@@ -16,8 +16,7 @@ from holdfast.format.manifest import Parent
 from holdfast.format.names import parse_version
 from holdfast.restarts.ladder import Ladder
 from holdfast.run.run import Run
-from holdfast.tiers.inventory import WHERE, Candidate
-from holdfast.tiers.line import CurrentLine
+from holdfast.tiers.inventory import WHERE, Candidate, CurrentLine
 from holdfast.training.resume_point import (
     ResumeInstruction,
     ResumePoint,

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import machine
+from holdfast.engine.distributed.failure_detector import Neighbors
 from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT, Timeouts
-from holdfast.engine.distributed.neighbors import Neighbors
 from holdfast.errors import RankFailed
 from tests.fakegroup import FakeGroup, FakeStore
 from tests.fork_server import FORK_SERVER

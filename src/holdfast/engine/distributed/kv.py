@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from typing import Any, TypeVar
 
-from holdfast.engine.distributed.neighbors import Neighbors
+from holdfast.engine.distributed.failure_detector import Heartbeat, Neighbors, WaitPosition
 from holdfast.engine.distributed.store_connection import KeyValueStore, StoreConnection, host_of
 from holdfast.errors import RankFailed
 from holdfast.types import MIB
@@ -41,10 +41,6 @@ MAX_BATCH_KEYS = 64
 """The maximum number of values that the thread reads for one request."""
 
 
-WaitPosition = tuple[int, ...]
-"""The numbers of a collective, of an operation within it, and of a wait within that operation."""
-
-
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """How long ranks wait for one another, in seconds.
@@ -55,21 +51,6 @@ class Timeouts:
 
     silent: float = 60.0
     stuck: float = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The last heartbeat of a rank.
-
-    ``count``: the number of heartbeats so far; ``progress``: a counter that increases with the
-    rank's progress; ``host``: the name of its host; ``waiting_at``: the earliest position at which
-    it waits for others.
-    """
-
-    count: int
-    progress: int
-    host: str
-    waiting_at: WaitPosition | None = None
 
 
 class KVClient:

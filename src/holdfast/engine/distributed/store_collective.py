@@ -21,7 +21,7 @@ from holdfast.engine.distributed.error_report import (
     encode_json,
 )
 from holdfast.engine.distributed.failure_detector import FailureDetector, emit_stragglers
-from holdfast.engine.distributed.kv import MAX_BATCH_KEYS, KVClient, WaitPosition
+from holdfast.engine.distributed.kv import MAX_BATCH_KEYS, KVClient
 from holdfast.errors import RankFailed
 
 T = TypeVar("T")
@@ -233,7 +233,7 @@ class StoreCollective(AbstractContextManager["StoreCollective", None]):
         self,
         is_done: Callable[[], bool],
         pending_ranks: Callable[[], Sequence[int]],
-        position: WaitPosition,
+        position: tuple[int, ...],
         has_arrived: Callable[[int], bool] = lambda rank: False,
         delay: float = 0.0002,
         sleep: Callable[[float], object] | None = None,

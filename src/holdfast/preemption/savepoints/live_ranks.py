@@ -28,8 +28,9 @@ from typing import TypeVar
 
 import msgspec
 
+from holdfast.engine.distributed.failure_detector import Heartbeat, WaitPosition
 from holdfast.engine.distributed.group import Group, LocalGroup, StoreGroup
-from holdfast.engine.distributed.kv import Heartbeat, KVClient, WaitPosition
+from holdfast.engine.distributed.kv import KVClient
 from holdfast.engine.distributed.store_connection import KeyValueStore
 
 T = TypeVar("T")
