@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.engine.distributed.collective import LocalCollective
 from holdfast.engine.distributed.group import LocalGroup, StoreGroup
+from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT
 from holdfast.errors import RankFailed
 from holdfast.preemption.savepoints.live_ranks import Decision, SavepointVote, Voter, VoteTimes
 from tests.fakegroup import FakeGroup
@@ -30,7 +31,7 @@ class Training:
         self.step = step
         self.is_held = False
         self.is_valid = True
-        self.is_saving = False
+        self.is_saving = self.has_ended = False
         self._lock = threading.Lock()
 
     def hold(self) -> int | None:
@@ -52,7 +53,7 @@ class Training:
 
     @property
     def voter(self) -> Voter:
-        return Voter(self.hold, self.release, lambda: self.is_saving)
+        return Voter(self.hold, self.release, lambda: self.is_saving, lambda: self.has_ended)
 
 
 @pytest.fixture
@@ -96,6 +97,27 @@ def test_ranks_that_do_not_respond_are_left_out(group: FakeGroup, dead: tuple[in
     live = tuple(r for r in range(4) if r not in dead)
     found = vote(group, {rank: Training(5) for rank in live})
     assert set(found.values()) == {Decision(0, 5, live)}
+
+
+@pytest.mark.parametrize("last", [CLOSED_HEARTBEAT, b"-1 0 host"])
+def test_ranks_whose_process_has_ended_are_left_out_at_once(group: FakeGroup, last: bytes) -> None:
+    for rank in (1, 2):
+        group.store.set(f"heartbeat/{rank}", last)
+        group.groups[rank].kv.close = lambda: None  # type: ignore[method-assign]
+    began = time.monotonic()
+    found = vote(group, {0: Training(5), 3: Training(5)}, times(respond=10, vote=20, end=30))
+    assert set(found.values()) == {Decision(0, 5, (0, 3))}
+    assert time.monotonic() - began < 5
+
+
+def test_a_rank_that_has_ended_without_a_savepoint_holds_up_nobody(group: FakeGroup) -> None:
+    trainings = {rank: Training(5) for rank in range(4)}
+    trainings[2].is_valid, trainings[2].has_ended = False, True
+    began = time.monotonic()
+    found = vote(group, trainings, times(respond=0.6, vote=20, end=30))
+    assert found.pop(2) is None
+    assert set(found.values()) == {Decision(0, 5, (0, 1, 3))}
+    assert time.monotonic() - began < 5
 
 
 def test_ranks_that_are_behind_reach_the_step_of_the_others(group: FakeGroup) -> None:

@@ -57,12 +57,14 @@ class Voter:
 
     ``hold`` holds the savepoint and returns its step, or None if there is no valid one.
     ``release`` releases it. ``is_saving`` returns True if a save of all ranks that holds this step
-    has begun: then this rank votes only in case that another one is dead.
+    has begun: then this rank votes only in case that another one is dead. ``has_ended`` returns
+    True if the training makes no more steps: then a rank without a savepoint does not vote.
     """
 
     hold: Callable[[], int | None]
     release: Callable[[], object]
     is_saving: Callable[[], bool]
+    has_ended: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,9 @@ class SavepointVote:
             if current.ranks:
                 return current
             self._cast_vote(current, voter)
+            if self._vote is None and voter.has_ended():
+                self._kv.delete([self._key("alive", self._rank)])  # no other rank waits for it
+                return None
             proposed = self._next_state(current, times)
             if proposed is None:
                 time.sleep(delay)
@@ -190,6 +195,8 @@ class SavepointVote:
 
     def _may_leave_out(self, missing: Sequence[int], times: VoteTimes) -> bool:
         now = self._clock()
+        if all(beat is not None and beat.count < 0 for beat in self._kv.heartbeats(missing)):
+            return True  # their processes have ended
         if now < times.respond_by:
             return False
         return now >= times.vote_by or not any(

@@ -99,7 +99,7 @@ class SavepointSaver:
         self._is_uniform = False
         self._deadline: Deadline | None = None
         self._leave_at = 0.0
-        self._is_stopped = self._is_hastened = False
+        self._is_stopped = self._is_hastened = self._is_awaited = False
         self._claim = Claim()
         self._is_claimed = False
         self._thread: Thread | None = None
@@ -127,7 +127,7 @@ class SavepointSaver:
 
     def wait(self, deadline: Deadline) -> int | None:
         """Save the savepoint at once if possible. Return its step, or None if nothing was saved."""
-        self._is_hastened = True
+        self._is_hastened = self._is_awaited = True  # there will be no other savepoint
         if self._thread is not None:
             self._ended.wait(deadline.seconds_left)
         return self.saved_step
@@ -238,7 +238,8 @@ class SavepointSaver:
 
     def _save_together(self, vote: SavepointVote, deadline: Deadline) -> None:
         vote.begin()
-        voter = Voter(self._hold, self._savepoint.release, self._is_saving)
+        hold, release = self._hold, self._savepoint.release
+        voter = Voter(hold, release, self._is_saving, lambda: self._is_awaited)
         decision = vote.run(voter, self._times(deadline), lambda: self._is_stopped)
         if decision is None:
             return
