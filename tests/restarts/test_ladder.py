@@ -67,7 +67,11 @@ class Job:
         ckpt = Checkpointer(self.store, self.state, save=EverySteps(10) | AtEnd())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            snapshot = ckpt.resume(**options)
+            try:
+                snapshot = ckpt.resume(**options)
+            except BaseException:
+                ckpt.close()
+                raise
         self.messages = [str(w.message) for w in caught]
         self.skipped = [str(w.message) for w in caught if w.category is SkippedVersion]
         self.began = None if snapshot is None else snapshot.step

@@ -95,6 +95,17 @@ class Disk:
         ckpt._saver.writer_lock.release()
         self.fails = False
 
+    def release(self) -> None:
+        """End the threads of all trainings."""
+        self.is_reachable.set()
+        self.hanging = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for ckpt in self.ckpts:
+                for pending, _ in ckpt._saver.in_flight._saves:
+                    pending.wait_ended()
+                ckpt._release()
+
     @property
     def folder(self) -> Path:
         (own,) = self.path.iterdir()
@@ -132,14 +143,7 @@ def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
 def disk(tmp_path: Path) -> Iterator[Disk]:
     disk = Disk(tmp_path)
     yield disk
-    disk.is_reachable.set()
-    disk.hanging = ""
-    for ckpt in disk.ckpts:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for pending, _ in ckpt._saver.in_flight._saves:
-                pending.wait_ended()
-            ckpt._release()
+    disk.release()
 
 
 def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk: Disk) -> None:
@@ -449,6 +453,7 @@ def test_bad_arguments_raise(disk: Disk, tmp_path: Path) -> None:
         LocalTier("/local", interface=5)  # type: ignore[arg-type]
     run = tmp_path / "run"
     ckpt = Checkpointer(run, initial_state(), tiers=[LocalTier(run / "tier")])
+    disk.ckpts.append(ckpt)
     with pytest.raises(HoldfastError, match="is in the folder of the run"):
         ckpt.resume()
 
@@ -733,6 +738,7 @@ def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> No
         assert ckpt.save().verify().ok
         assert all(s.verify().ok for s in Run(disk.durable).snapshots())
         ckpt.close()
+        disk.release()
     assert number > 25
 
 
