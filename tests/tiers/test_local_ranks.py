@@ -19,6 +19,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.tiers.local_tier import LocalTier
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
+from tests.tiers.hosts import end_as_killed
 from tests.tiers.test_memory_ranks import flip_bit
 
 pytestmark = pytest.mark.slow
@@ -85,13 +86,7 @@ class Cluster:
                     if pending.error is not None:
                         with pytest.raises(type(pending.error)):
                             pending.wait()
-                ckpt._tiers.close(is_complete=False)
-                ckpt._agreement.close()
-                ckpt._preemption.close()
-                ckpt._watcher.close()
-                ckpt._saver.close()
-                if trainer.rank == 0:
-                    ckpt._saver.writer_lock.release()
+                end_as_killed(ckpt, trainer.rank)
 
         with job, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

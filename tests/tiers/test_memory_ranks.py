@@ -22,6 +22,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.tiers.memory_tier import MemoryTier
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
+from tests.tiers.hosts import end_as_killed
 
 pytestmark = pytest.mark.slow
 
@@ -77,13 +78,7 @@ class Cluster:
                     ckpt._tiers.memory.wait()  # otherwise, the next capture would be skipped
                 ckpt._saver.wait()
             finally:
-                ckpt._tiers.close(is_complete=False)
-                ckpt._agreement.close()
-                ckpt._preemption.close()
-                ckpt._watcher.close()
-                ckpt._saver.close()
-                if trainer.rank == 0:
-                    ckpt._saver.writer_lock.release()
+                end_as_killed(ckpt, trainer.rank)
 
         with job, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
