@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.tiers.conftest import host as host
+from tests.tiers.conftest import host  # noqa: F401
