@@ -180,7 +180,7 @@ def test_holdfast_run_flushes_what_a_killed_training_has_left(
             [*command, str(run), memory, number], capture_output=True, text=True, check=False
         )
         assert done.returncode == code, done.stderr
-        assert "step 10 was saved from memory" in done.stderr
+        assert "the captured state of step 10 was saved" in done.stderr
         snapshot = Run(run).latest()
         assert snapshot is not None
         assert snapshot.step == 10

@@ -133,9 +133,9 @@ def _flush_memory(folder: Path, seconds: float) -> str:
 
     for result in flush_recorded(str(folder), seconds):
         if isinstance(result, Exception):
-            _say(f"the newest state in memory was not saved: {result}")
+            _say(f"a captured state was not saved: {result}")
         else:
-            saved = f"step {result.step} was saved from memory"
+            saved = f"the captured state of step {result.step} was saved"
             _say(f"{saved} as {result.url}")
     return saved
 
