@@ -135,7 +135,8 @@ def kill_at_every_call(tmp_path: Path, work: str, kinds: list[str], *, threads: 
     with ThreadPoolExecutor(2) as pool:
         killed = list(pool.map(try_point, range(len(points))))
     assert len(points) > (20 if kinds is WRITING_CALLS else 10)
-    assert sum(killed) >= 0.9 * len(points)
+    # how often some calls are made depends on the speed of the threads
+    assert sum(killed) >= (0.9 if kinds is WRITING_CALLS else 0.7) * len(points)
 
 
 @pytest.mark.parametrize("kinds", [WRITING_CALLS, READING_CALLS], ids=["writing", "reading"])

@@ -107,12 +107,15 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_left_behind_in_time(tmp_path: Path) -> None:
-    """D: the others hang in an all-reduce, so their timers end them with 76 before the deadline."""
+    """D: the others hang in an all-reduce, so their timers end them before the deadline. If the
+    steps are so slow that the state could be captured, their threads save the last one before."""
     with World(3, tmp_path, seconds=5.0) as world:
         world.wait_for_step(5)
         world.send(2, signal.SIGSTOP)
         began = time.monotonic()
         world.send(0, TERM)
-        assert world.codes([0, 1], timeout=7) == [76] * 2
+        codes = world.codes([0, 1], timeout=7)
         assert time.monotonic() - began < 5
+        assert codes in ([76] * 2, [75] * 2)
+        assert len(steps(tmp_path)) == codes.count(75) // 2
         assert "this process ends now, before it is killed" in (tmp_path / "1.log").read_text()

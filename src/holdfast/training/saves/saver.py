@@ -374,7 +374,7 @@ class Saver:
 
         broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)
 
-    def resume_from(self, snapshot: Snapshot | None, sessions: Sequence[str]) -> None:
+    def resume_from(self, snapshot: Snapshot | None, sessions: Sequence[str] = ()) -> None:
         """Continue from a version, which becomes ``newest``. ``sessions``: those that wrote the
         state in a tier that was loaded instead."""
         self._session = session_metadata(self._session["session"], sessions)
