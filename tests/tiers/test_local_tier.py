@@ -671,6 +671,31 @@ def test_going_back_still_promotes_what_the_run_lacks(disk: Disk) -> None:
     assert run.snapshots()[-1].manifest.parent.version == "version_10"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_a_training_that_goes_back_without_a_restart_begins_a_branch(
+    disk: Disk, is_blocked: bool
+) -> None:
+    memory = MemoryTier(every=EverySteps(4), copies=1)
+    state, ckpt = disk.start(tiers=[memory, LocalTier(disk.path)])
+    with ckpt:
+        train(state, ckpt, 27)
+        ckpt.wait()
+        ckpt.resume(at=10)
+        ckpt._tiers.memory.wait()
+        assert states_equal(state, state_after(10))
+        assert ckpt._tiers.memory._generations == []
+        if is_blocked:
+            disk.is_reachable.clear()
+        while state["progress"].step < 27:
+            ckpt.step({"loss": train_step(state)})
+            ckpt._tiers.memory.wait()
+        disk.is_reachable.set()
+    versions = [str(v) for v in Run(disk.durable).line()]
+    assert versions == ["version_10", "version_20.1"]
+    assert states_equal(state, state_after(27))
+    assert all(s.verify().ok for s in Run(disk.durable).snapshots())
+
+
 def test_a_leftover_that_the_run_cannot_take_is_skipped(disk: Disk) -> None:
     """A shard with its name, but other bytes, is in the run."""
     leave(disk, 20)

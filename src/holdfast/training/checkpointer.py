@@ -219,6 +219,8 @@ class Checkpointer:
         finally:  # the load may have changed the step of the state
             self._step_counter.resume_at(self.current_step, from_own_run=False)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
+        if self._lifecycle.is_started:
+            self._saver.start_tiers()
         if point is None:
             events.emit("began", run=self.run.url)
             return None
