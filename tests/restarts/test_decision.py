@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from holdfast.format.names import Version
 from holdfast.restarts.decision import Plan, Rung, decide
@@ -24,6 +25,10 @@ def restart(
     return Restart(rung, goal, version, None, tier, left, "2026-01-02T03:04:05+00:00")
 
 
+def suspect(memory: bool) -> Restart:
+    return structs.replace(restart(goal=54, memory=memory), has_nan=True)
+
+
 NEWEST = [restart()] * 3
 IN_MEMORY = [restart(goal=54), restart(goal=54), restart(goal=54, memory=True)]
 DURABLE = [restart(1, 54)] * 3
@@ -33,6 +38,11 @@ OLDER = [restart(2, 54)] * 3
 @pytest.mark.parametrize(
     ("restarts", "newest", "versions", "rung", "number", "skipped"),
     [
+        # a NaN soon after a restore from a tier
+        ([suspect(True)], 54, [V50], Rung.DURABLE, 1, None),
+        ([suspect(False)], 54, [V50], Rung.NEWEST, 2, None),
+        ([suspect(True), *DURABLE[:1]], 54, [V50], Rung.DURABLE, 2, None),
+        ([suspect(True)], 55, [V50], Rung.NEWEST, 1, None),
         # the first start, and restarts that are not yet three
         ([], -1, [], Rung.NEWEST, 1, None),
         ([], 50, [V50, V40], Rung.NEWEST, 1, None),

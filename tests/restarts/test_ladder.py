@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,74 @@ def test_the_states_in_memory_are_set_aside_first(statuses: Status, host: Host) 
     assert why_it_gives_up(host).startswith("9 restarts have made no progress beyond step 130: 2")
     assert statuses()[-1].code == GIVE_UP
     assert host.captured, "what is in memory stays"
+
+
+def die_with_nan(host: Host, nan_step: int, last_step: int) -> None:
+    """Train until a step, with a loss that is NaN from another one on, and die."""
+    state, ckpt = host.start()
+    while state["progress"].step < last_step:
+        loss = train_step(state)
+        ckpt.step({"loss": nan if state["progress"].step + 1 >= nan_step else loss})
+        ckpt._tiers.memory.wait()
+    ckpt._saver.wait()
+    ckpt._saver.writer_lock.release()
+
+
+def test_a_nan_soon_after_a_restore_from_memory_leaves_it_out_at_once(
+    statuses: Status, host: Host
+) -> None:
+    host.train_and_die(137)
+    die_with_nan(host, 133, 135)
+    assert host.resumed.step == 130
+    (record,) = read_restarts(host.run).values()
+    assert (record.has_nan, record.goal, record.tier) == (True, 133, "memory")
+    host.train_and_die(137)
+    assert host.resumed.step == 100
+    assert host.path not in host.resumed.url
+    assert "version_130 in memory, then NaN" in host.warnings[0]
+    assert Run(host.run).branch() == 1
+
+
+@pytest.mark.parametrize(("nan_step", "last_step"), [(151, 155), (133, 147)])
+def test_a_nan_much_later_or_before_a_newer_state_is_no_reason(
+    statuses: Status, host: Host, nan_step: int, last_step: int
+) -> None:
+    host.train_and_die(137)
+    die_with_nan(host, nan_step, last_step)
+    host.train_and_die(last_step)
+    assert host.resumed.step == last_step // 10 * 10
+    assert host.warnings == []
+
+
+def test_a_nan_after_a_version_of_the_run_is_no_reason(statuses: Status) -> None:
+    job = Job()
+    job.die_at(27)
+    ckpt = job.start()
+    train_step(job.state)
+    ckpt.step({"loss": nan})
+    (record,) = read_restarts(job.store).values()
+    assert not record.has_nan
+    ckpt._ending.ladder._key = ""
+    ckpt._release()
+    assert (job.die_at(27), job.skipped) == (20, [])
+
+
+def test_a_nan_that_cannot_be_recorded_is_printed(
+    statuses: Status, host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.train_and_die(137)
+    state, ckpt = host.start()
+    real = host.run.put_if_absent
+
+    def fail(key: str, data: bytes) -> Any:
+        if key.startswith("restart-"):
+            raise StoreError("The store is away")
+        return real(key, data)
+
+    host.run.put_if_absent = fail  # type: ignore[method-assign]
+    train_step(state)
+    ckpt.step({"loss": nan})
+    assert "NaN after a restore is not recorded: The store is away" in capsys.readouterr().err
 
 
 def test_progress_of_a_restart_without_memory_ends_the_ladder(statuses: Status, host: Host) -> None:

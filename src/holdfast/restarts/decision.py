@@ -70,7 +70,8 @@ def decide(
 
     Three restarts on a rung without progress lead to the next one:
 
-    1. ``DURABLE``, unless none of them has resumed from a tier: nothing would be different.
+    1. ``DURABLE``, unless none of them has resumed from a tier: nothing would be different. One
+       restart suffices if a metric was NaN soon after it had resumed from a tier.
     2. ``OLDER``, if there is a version before the newest one.
     3. ``GIVE_UP``.
     """
@@ -79,7 +80,8 @@ def decide(
     known = counted if own is None or has_progress(own, newest_step) else [*counted, own]
     rung = Rung(max((r.rung for r in known), default=Rung.NEWEST))
     on_rung = [r for r in counted if r.rung == rung]
-    if len(on_rung) < PATIENCE:
+    is_suspect = rung == Rung.NEWEST and any(r.has_nan and r.tier for r in on_rung)
+    if len(on_rung) < PATIENCE and not is_suspect:
         left = [parse_version(r.skipped) for r in known if r.rung == rung and r.skipped]
         return Plan(rung, counted, 1 + len(on_rung), left[0] if left else None)
     if rung == Rung.NEWEST and any(r.tier is not None for r in on_rung):

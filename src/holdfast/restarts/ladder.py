@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from math import isnan
+from typing import Any
+
+from msgspec import structs
 
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.group import Group
@@ -16,6 +20,7 @@ from holdfast.preemption.exit_status import GIVE_UP, SAVED, Status, leave_code, 
 from holdfast.restarts.decision import PATIENCE, Plan, Rung, decide, has_progress
 from holdfast.restarts.records import Restart, delete_restarts, read_restarts, write_restart
 from holdfast.run.lineage import lineage_folders
+from holdfast.run.metrics import to_numbers
 from holdfast.run.run import Run
 from holdfast.settings import status_folder
 from holdfast.storage.store import within
@@ -23,6 +28,9 @@ from holdfast.text import format_list
 from holdfast.tiers.inventory import Candidate, TierName
 
 _MAX_LISTED = 9
+
+NAN_STEPS = 20
+"""The steps after a restore from a tier in which a metric that is NaN makes the tier suspect."""
 
 
 class LadderExhausted(Exception):
@@ -46,6 +54,8 @@ class Ladder:
         self._plan = Plan()
         self._is_requested = False
         self._key, self._pid = "", 0
+        self._watched: Restart | None = None
+        self._watched_until = -1
         self.leaves_newer = False
         """True if the newest captured state is left out, which is newer than all versions."""
 
@@ -136,7 +146,9 @@ class Ladder:
             utc_now(),
         )
         earlier, self._key = self._key, restart_name(plan.rung, random_id())
-        self._pid = os.getpid()
+        self._pid, self._watched = os.getpid(), None
+        if tier is not None and version is not None:
+            self._watched, self._watched_until = restart, version.step + NAN_STEPS
         try:
             write_restart(store, self._key, restart)
         except StoreError as e:
@@ -144,6 +156,22 @@ class Ladder:
                 raise
             self._warn(f"If this restart makes no progress, it is not counted: {e}")
         delete_restarts(store, [earlier] if earlier else [])
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note if a metric is NaN in one of the first steps after a restore from a tier: the next
+        restart then leaves the tiers out. A state after a later step is progress as usual."""
+        watched = self._watched
+        if watched is None or step > self._watched_until or not self._key:
+            return
+        if any(isnan(number) for number in to_numbers(metrics).values()):
+            self._watched, earlier = None, self._key
+            self._key = restart_name(watched.rung, random_id())
+            suspect = structs.replace(watched, goal=max(watched.goal, step), has_nan=True)
+            try:
+                write_restart(self._run.store, self._key, suspect)
+            except StoreError as e:
+                write_error(f"that a metric was NaN after a restore is not recorded: {e}")
+            delete_restarts(self._run.store, [earlier])
 
     def _forget_all(self) -> None:
         try:

@@ -33,7 +33,7 @@ class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``goal``: only a state after a later step is progress; -1: any state is. ``version`` and
     ``digest``: the state that was loaded, or None if there was none; ``tier``: the tier that had
     it, or None for the run itself. ``skipped``: the version that is left behind on the last rung.
-    ``created``: when, for people.
+    ``created``: when, for people. ``has_nan``: soon after it was loaded, a metric was NaN.
     """
 
     rung: Annotated[int, Meta(ge=0, le=2)]
@@ -43,11 +43,13 @@ class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier: TierName | None
     skipped: VersionName | None
     created: str
+    has_nan: bool = False
 
     def __str__(self) -> str:
         """``2026-01-02T03:04:05+00:00 from version_50 in memory``."""
         origin = "an empty run" if self.version is None else self.version
-        return f"{self.created} from {origin}{f' {WHERE[self.tier]}' if self.tier else ''}"
+        where = f" {WHERE[self.tier]}" if self.tier else ""
+        return f"{self.created} from {origin}{where}{', then NaN' if self.has_nan else ''}"
 
 
 _RESTART = StrictDecoder(msgspec.json.Decoder(Restart))

@@ -278,8 +278,7 @@ class Checkpointer:
         if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
             return
         self._calls.respond(agreed)
-        # several ranks raise together, when the next save is due
-        if self._group.size == 1:
+        if self._group.size == 1:  # several ranks raise together, when the next save is due
             self._raise_or_warn(self._saver.in_flight.raise_failure)
         self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
         self._preemption.leave_on_failure(lambda: self._save_if_due(agreed))
@@ -288,6 +287,7 @@ class Checkpointer:
         """Return what the ranks have agreed on for the state after the last step."""
         agreed, step = self._calls.step(self._agreement), self.current_step
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
+        self._ending.ladder.observe(step, self._metrics)
         self._savepoint.mark(self._make_label, self._preemption.is_pending, self._calls.is_running)
         return agreed
 
