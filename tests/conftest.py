@@ -1,6 +1,10 @@
 """The options of the tests, and the signals that they expect."""
 
 import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 # A job that a shell starts in the background, or by nohup, ignores these signals, and so would the
 # commands that the tests start.
@@ -18,4 +22,22 @@ def pytest_addoption(parser):
         "--require-servers",
         action="store_true",
         help="fail a test whose storage server cannot be installed, instead of skipping it",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_timer_ends_pytest() -> Iterator[None]:
+    """Let the exit timer of a training that a test has left behind end nothing: otherwise, it would
+    end the process of pytest during a later test. Ranks in processes of their own are not affected.
+    """
+    from holdfast.preemption import response
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(response, "end_process", _report_end)
+        yield
+
+
+def _report_end(code: int, message: str) -> None:
+    sys.stderr.write(
+        f"the timer of an earlier test would end this process with {code}: {message}\n"
     )
