@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
 import warnings
@@ -47,6 +49,7 @@ class Disk:
 
     def __init__(self, path: Path) -> None:
         self.path = path / "nvme"
+        self.memory = f"/dev/shm/holdfast-test-{os.getpid()}-{id(self):x}"
         self.durable = MemoryStore()
         self.run = HookedStore(self.durable)
         self.is_reachable = threading.Event()
@@ -142,8 +145,10 @@ def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     disk = Disk(tmp_path)
+    os.mkdir(disk.memory)
     yield disk
     disk.release()
+    shutil.rmtree(disk.memory)
 
 
 def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk: Disk) -> None:
@@ -254,7 +259,7 @@ def test_a_lost_disk_falls_back_to_the_run(disk: Disk, tmp_path: Path) -> None:
 
 
 def test_the_newest_of_memory_disk_and_run_counts(disk: Disk, tmp_path: Path) -> None:
-    memory = MemoryTier(every=EverySteps(4), copies=1, path="/dev/shm")
+    memory = MemoryTier(every=EverySteps(4), copies=1, path=disk.memory)
     tiers: list[Any] = [memory, LocalTier(disk.path)]
     for last, found in ((10, "version_10"), (13, "version_12"), (24, "version_24")):
         disk.is_reachable.clear()
@@ -315,7 +320,7 @@ def test_bits_that_flip_between_the_disk_and_the_run_fail_the_save(disk: Disk) -
 
 
 def test_a_damaged_leftover_does_not_stop_a_training_with_a_newer_state(disk: Disk) -> None:
-    memory = MemoryTier(every=EverySteps(3), copies=1)
+    memory = MemoryTier(every=EverySteps(3), copies=1, path=disk.memory)
     tiers: list[Any] = [memory, LocalTier(disk.path)]
     disk.is_reachable.clear()
     state, ckpt = disk.start(tiers=tiers)
@@ -586,7 +591,10 @@ def test_the_end_waits_for_all_promotions_and_names_the_one_that_failed(
 
 
 def test_an_incomplete_leftover_blocks_nothing(disk: Disk) -> None:
-    tiers: list[Any] = [MemoryTier(every=EverySteps(3), copies=1), LocalTier(disk.path)]
+    tiers: list[Any] = [
+        MemoryTier(every=EverySteps(3), copies=1, path=disk.memory),
+        LocalTier(disk.path),
+    ]
     disk.is_reachable.clear()
     state, ckpt = disk.start(tiers=tiers)
     while state["progress"].step < 12:
@@ -675,7 +683,7 @@ def test_going_back_still_promotes_what_the_run_lacks(disk: Disk) -> None:
 def test_a_training_that_goes_back_without_a_restart_begins_a_branch(
     disk: Disk, is_blocked: bool
 ) -> None:
-    memory = MemoryTier(every=EverySteps(4), copies=1)
+    memory = MemoryTier(every=EverySteps(4), copies=1, path=disk.memory)
     state, ckpt = disk.start(tiers=[memory, LocalTier(disk.path)])
     with ckpt:
         train(state, ckpt, 27)
