@@ -39,6 +39,7 @@ from tests.cli.invoke import run_cli
 from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.tiers.hosts import flip_bit
+from tests.tiers.hosts import train as train_and_capture
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
 DEADLINE = 20.0
@@ -264,9 +265,7 @@ def test_the_newest_of_memory_disk_and_run_counts(disk: Disk, tmp_path: Path) ->
     for last, found in ((10, "version_10"), (13, "version_12"), (24, "version_24")):
         disk.is_reachable.clear()
         state, ckpt = disk.start(tiers=tiers)
-        while state["progress"].step < last:
-            ckpt.step({"loss": train_step(state)})
-            ckpt._tiers.memory.wait()
+        train_and_capture(state, ckpt, last)
         ckpt._saver.in_flight.wait_for_turn()
         folder = str(ckpt._tiers.memory.store.url)
         disk.die(ckpt)
@@ -324,9 +323,7 @@ def test_a_damaged_leftover_does_not_stop_a_training_with_a_newer_state(disk: Di
     tiers: list[Any] = [memory, LocalTier(disk.path)]
     disk.is_reachable.clear()
     state, ckpt = disk.start(tiers=tiers)
-    while state["progress"].step < 12:
-        ckpt.step({"loss": train_step(state)})
-        ckpt._tiers.memory.wait()
+    train_and_capture(state, ckpt, 12)
     disk.die(ckpt)
     flip_bit(disk.file("version_10", "safetensors"), 500)
     skipped: list[str] = []
@@ -597,9 +594,7 @@ def test_an_incomplete_leftover_blocks_nothing(disk: Disk) -> None:
     ]
     disk.is_reachable.clear()
     state, ckpt = disk.start(tiers=tiers)
-    while state["progress"].step < 12:
-        ckpt.step({"loss": train_step(state)})
-        ckpt._tiers.memory.wait()
+    train_and_capture(state, ckpt, 12)
     disk.die(ckpt)
     disk.file("version_10", "safetensors").unlink()
     state, ckpt = disk.start(tiers=tiers)
@@ -694,9 +689,7 @@ def test_a_training_that_goes_back_without_a_restart_begins_a_branch(
         assert ckpt._tiers.memory._generations == []
         if is_blocked:
             disk.is_reachable.clear()
-        while state["progress"].step < 27:
-            ckpt.step({"loss": train_step(state)})
-            ckpt._tiers.memory.wait()
+        train_and_capture(state, ckpt, 27)
         disk.is_reachable.set()
     versions = [str(v) for v in Run(disk.durable).line()]
     assert versions == ["version_10", "version_20.1"]

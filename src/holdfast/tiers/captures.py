@@ -13,10 +13,8 @@ from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
-from holdfast.engine.saving.staging import shard_bytes
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.engine.state.flatten import flatten
 from holdfast.errors import AlreadyExists, HoldfastError, NoSpace
 from holdfast.format.names import Version
 from holdfast.run.policy import PolicyInput
@@ -55,10 +53,6 @@ class Captures(HostTier):
         super().open(run_store, state)
         if self.is_open and not was_open:
             self._unallocated = self._nbytes
-
-    def _measure(self, state: Any) -> int:
-        self._nbytes = shard_bytes(flatten(state, self.group.rank), self.group)
-        return self._nbytes
 
     def _make_store(self, folder: str, hosts: Hosts) -> TmpfsStore:
         return TmpfsStore(folder, spare_files=(GENERATIONS + 1) * (1 + len(hosts.held)))

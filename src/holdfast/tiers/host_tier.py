@@ -12,7 +12,9 @@ from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group, StoreGroup
 from holdfast.engine.distributed.kv import KVClient
+from holdfast.engine.saving.staging import shard_bytes
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.state.flatten import flatten
 from holdfast.errors import Denied, HoldfastError, StoreError
 from holdfast.format.names import MANIFEST, Version, index_name, parse_version, shard_name
 from holdfast.settings import status_folder
@@ -52,6 +54,11 @@ class Generation(NamedTuple):
     version: Version
     keys: Sequence[str]
 
+    @classmethod
+    def of_files(cls, version: Version, keys: Sequence[str]) -> Generation:
+        """Return a state of which this rank deletes all files."""
+        return cls(version, [key for key in keys if not key.endswith(f"/{MANIFEST}")])
+
 
 class HostTier:
     """The captured states of one training in a folder of each host.
@@ -79,6 +86,8 @@ class HostTier:
         self._unpromoted: set[Version] = set()
         self._closing = ExitStack()
         self._prefix = self._secret = ""
+        self._nbytes = 0
+        """The bytes of one state of this rank, once ``open`` has returned."""
 
     _most_generations = GENERATIONS + 1
     """The states that are on a host at the same time, with the one that is being written."""
@@ -87,10 +96,6 @@ class HostTier:
     """The store in the folder of this host, once ``open`` has returned."""
 
     # -- what a subclass defines -------------------------------------------------------------------
-
-    def _measure(self, state: Any) -> int:
-        """Return the bytes of one generation of this rank."""
-        raise NotImplementedError
 
     def _make_store(self, folder: str, hosts: Hosts) -> LocalStore | TmpfsStore:
         raise NotImplementedError
@@ -119,8 +124,8 @@ class HostTier:
             first = read_or_create_run_id(run_store) if collective.rank == 0 else None
             run_id = collective.broadcast(first, str)
             folder = self._make_folder(os.path.abspath(settings.path), run_id, run_store.url)
-            nbytes = self._measure(state)
-            facts = RankFacts.of_this_rank(folder, self._domain, nbytes)
+            self._nbytes = shard_bytes(flatten(state, group.rank), group)
+            facts = RankFacts.of_this_rank(folder, self._domain, self._nbytes)
             gathered = collective.gather(facts, RankFacts)
             all_facts = collective.broadcast(gathered, list[RankFacts])
             self._hosts = Hosts(all_facts, collective.rank, self._copies)
@@ -263,8 +268,7 @@ class HostTier:
             if version is not None:
                 files.setdefault(version, []).append(stat.key)
         for version in sorted(files):
-            keys = [key for key in files[version] if not key.endswith(f"/{MANIFEST}")]
-            generation = Generation(version, keys)
+            generation = Generation.of_files(version, files[version])
             if kept is not None and (version == kept or version.step < kept.step):
                 self._keep(generation)
             elif version not in self._unpromoted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from typing import Any
 
 from holdfast import events
 from holdfast.deadline import Deadline
@@ -22,10 +21,8 @@ from holdfast.engine.saving.commit import (
 from holdfast.engine.saving.job import SaveJob
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import finish_save
-from holdfast.engine.saving.staging import shard_bytes
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
-from holdfast.engine.state.flatten import flatten
 from holdfast.engine.transform.copy import copy_shards
 from holdfast.errors import (
     AlreadyExists,
@@ -38,7 +35,7 @@ from holdfast.errors import (
 )
 from holdfast.format import names
 from holdfast.format.manifest import IncrementalShard, Manifest, Shard
-from holdfast.format.names import MANIFEST, Version, shard_name
+from holdfast.format.names import Version, shard_name
 from holdfast.run.run import Run
 from holdfast.settings import read_settings
 from holdfast.storage.local.store import LocalStore
@@ -78,9 +75,6 @@ class LocalVersions(HostTier):
                     todo="Save to the local disk without a LocalTier, or use another folder",
                 )
         return super()._make_folder(path, run_id, run_url)
-
-    def _measure(self, state: Any) -> int:
-        return shard_bytes(flatten(state, self.group.rank), self.group)
 
     def _make_store(self, folder: str, hosts: Hosts) -> LocalStore:
         return LocalStore(folder, direct=read_settings().direct)
@@ -154,7 +148,7 @@ class LocalVersions(HostTier):
 
     def _delete_version(self, version: Version) -> None:
         keys = [stat.key for stat in self.store.list(str(version))]
-        self._delete(Generation(version, [k for k in keys if not k.endswith(f"/{MANIFEST}")]))
+        self._delete(Generation.of_files(version, keys))
 
     # -- during the training -----------------------------------------------------------------------
 

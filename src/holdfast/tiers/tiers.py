@@ -40,7 +40,7 @@ class Tiers:
         self.memory = Captures(memory, group)
         self.local = LocalVersions(local, group)
         self._all = self.memory, self.local
-        self._group = group
+        self.group = group
         self._resumed: tuple[TierName | None, Version | None] = None, None
         self._leftovers: Sequence[Candidate] = ()
 
@@ -54,7 +54,7 @@ class Tiers:
             tier.open(run_store, state)
         if is_resumed or not any(tier.is_open for tier in self._all):
             return
-        collective = self._group.collective("the check that the tiers are empty")
+        collective = self.group.collective("the check that the tiers are empty")
         with closing(collective), collective:
             found = self.find(collective)
             if found:
@@ -93,7 +93,7 @@ class Tiers:
         the writer of the run. If one rank raises, all do."""
         if any(tier.is_open for tier in self._all):
             operation = "the start of the tiers"
-            broadcast_from_first(self._group, operation, lambda: True, bool, self._delete_others)
+            broadcast_from_first(self.group, operation, lambda: True, bool, self._delete_others)
 
     def _delete_others(self) -> None:
         tier, kept = self._resumed

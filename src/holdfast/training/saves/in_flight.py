@@ -93,7 +93,9 @@ class SavesInFlight:
                     self._errors.append(e)
         if self._errors:
             raise self._errors.pop(0)
-        self._raise_post_commit_error()
+        if self.post_commit_error is not None:
+            error, self.post_commit_error = self.post_commit_error, None
+            raise error
 
     def wait_on_all_ranks(self, deadline: Deadline | None = None) -> None:
         """Wait as ``wait`` does. If one rank raises, all do: none of them goes on to a collective
@@ -139,8 +141,3 @@ class SavesInFlight:
 
     def _remove(self, pending: Pending) -> None:
         self._saves = [entry for entry in self._saves if entry[0] is not pending]
-
-    def _raise_post_commit_error(self) -> None:
-        if self.post_commit_error is not None:
-            error, self.post_commit_error = self.post_commit_error, None
-            raise error

@@ -70,7 +70,7 @@ class Saver:
         """The step of the last save that did not fail, even if it is still in flight."""
 
         self.retention = TrainingRetention(run.catalog, keep)
-        self.group = tiers.local.group
+        self.group = tiers.group
         self._goodput = goodput
         self.writer_lock = WriterLock(run.store)
         self._full_every = full_every
