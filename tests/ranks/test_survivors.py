@@ -62,7 +62,7 @@ def test_the_live_ranks_save_the_last_step_and_leave_in_time(
     try:
         began = time.monotonic()
         assert wait_for(live, 60) == [75, 75], logs(tmp_path)
-        assert time.monotonic() - began < 40
+        assert time.monotonic() - began < 45
     finally:
         kill(processes)
     if fault == signal.SIGKILL:  # the error that ended the training may have another cause
@@ -87,7 +87,7 @@ def test_a_rank_that_stops_after_the_agreement_is_left_out(tmp_path: Path, notic
         fault_after=2.5,
         noticed=noticed,
         slow_step=4.0,
-        seconds=12.0,
+        seconds=18.0,
     )
     _store, processes = start(tmp_path, scenario)
     try:
@@ -144,7 +144,7 @@ def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_s
     assert holdfast.load(newest.url)["mine"]["1"]["steps"] == newest.step
 
 
-@pytest.mark.parametrize("after", [3.0, 6.5])
+@pytest.mark.parametrize("after", [5.5, 10.5])
 def test_a_stopped_rank_that_continues_damages_nothing(tmp_path: Path, after: float) -> None:
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2)
     _store, processes = start(tmp_path, scenario)
