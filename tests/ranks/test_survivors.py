@@ -42,6 +42,10 @@ def complete(folder: Path, last_step: int = 12) -> list[dict[str, Any]]:
     return results(folder)
 
 
+def committed_at(folder: Path, step: int) -> float:
+    return (folder / "run" / f"version_{step}" / "manifest.json").stat().st_mtime
+
+
 def stopped_at(folder: Path, step: int) -> list[bytes]:
     """Return the weights of a training that nothing disturbed, except that it was restarted after a
     step: DDP sums the gradients of its first step in another order."""
@@ -63,6 +67,7 @@ def test_the_live_ranks_save_the_last_step_and_leave_in_time(
         began = time.monotonic()
         assert wait_for(live, 60) == [75, 75], logs(tmp_path)
         assert time.monotonic() - began < 45
+        ended = time.time()
     finally:
         kill(processes)
     if fault == signal.SIGKILL:  # the error that ended the training may have another cause
@@ -72,6 +77,10 @@ def test_the_live_ranks_save_the_last_step_and_leave_in_time(
     assert newest.step == 7, logs(tmp_path)
     assert newest.metadata["reason"] == "preemption"
     assert newest.metadata["note"]["missing_ranks"] == [victim]
+    if fault == signal.SIGSTOP:  # no call to a stopped rank returns, so they end themselves early
+        saved, before = committed_at(tmp_path, 7), committed_at(tmp_path, 5)
+        left = scenario.seconds - (saved - before - 1.0)
+        assert ended - saved < 0.75 * left
     resumed = complete(tmp_path)
     assert [r["resumed"] for r in resumed] == [7] * SIZE
     assert [r["weights"] for r in resumed] == stopped_at(tmp_path / "undisturbed", 7)

@@ -76,7 +76,9 @@ class PreemptionResponse:
         self._clock = clock
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._timer = ExitTimer(clock)
-        self._savepoint_saver = SavepointSaver(savepoint, *parts[1:3], group, clock)
+        self._savepoint_saver = SavepointSaver(
+            savepoint, *parts[1:3], group, clock, self._on_saved_without
+        )
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None
@@ -216,6 +218,12 @@ class PreemptionResponse:
     def on_raised(self) -> None:
         """The training thread has raised the error of another rank."""
         self._timer.clear("error")
+
+    def _on_saved_without(self) -> None:
+        """Leave soon: with a rank dead, no collective operation of the training may ever return."""
+        if self._deadline is not None:
+            at = self._clock() + self._deadline.seconds_left / 2
+            self._timer.set("exit", at, self._end_late)
 
     def _set_deadline(self, deadline: Deadline, cause: str) -> bool:
         """Return True if there was no deadline, or a later one."""
