@@ -23,7 +23,7 @@ from tests.chaos.report import (
     print_time,
     verify_run,
 )
-from tests.chaos.schedule import Kind, make_schedule
+from tests.chaos.schedule import NEEDS_ROOT, Kind, make_schedule
 from tests.chaos.supervisor import Supervisor
 from tests.chaos.training import Start
 
@@ -49,9 +49,9 @@ def run_chaos(
     ranks = "other numbers of ranks" if changes_size else "4 ranks"
     console.rule(f"seed {seed}, {ranks}", align="left")
     with Cluster(folder) as cluster:
-        events = make_schedule(seed, changes_size=changes_size, has_full_disk=cluster.has_full_disk)
-        if not cluster.has_full_disk:
-            console.print(f"not covered: {Kind.FULL_DISK} (a disk can be mounted by root only)")
+        events = make_schedule(seed, changes_size=changes_size, is_root=cluster.has_mounts)
+        if not cluster.has_mounts:
+            console.print(f"not covered: {', '.join(sorted(NEEDS_ROOT))} (only root can mount)")
         if every:  # the others are not apart
             events = (event for event in events if event.kind != Kind.EARLY_KILL)
         supervisor = Supervisor(cluster, dropout, every)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
-from tests.preemption.metadata_servers import AwsServer
+from tests.chaos.clouds import Clouds
 
 HOSTS = {4: "aabb", 3: "aab", 2: "ab"}
 """The host of each rank, by the number of ranks."""
@@ -27,39 +27,42 @@ class Cluster:
         self.folder = folder
         self.run = str(folder / "disk" / "run")
         self._closing = ExitStack()
-        self.has_full_disk = False
+        self.has_mounts = False
         self.memory: dict[str, str] = {}
         self.disks: dict[str, str] = {}
-        self.servers: dict[str, AwsServer] = {}
+        self.clouds: dict[str, Clouds] = {}
 
     def __enter__(self) -> Self:
         disk = self.folder / "disk"
         disk.mkdir(parents=True)
-        if os.getuid() == 0:
-            self._mount(disk)
+        folders = [disk]
         for host in "ab":
             memory = tempfile.mkdtemp(prefix=f"holdfast-chaos-{host}-", dir="/dev/shm")
             self._closing.callback(shutil.rmtree, memory, ignore_errors=True)
             self.memory[host] = memory
             self.disks[host] = str(self.folder / f"nvme-{host}")
             os.makedirs(self.disks[host])
-            self.renew_server(host)
+            folders.append(Path(memory))
+            self.renew_clouds(host)
+        if os.getuid() == 0:
+            self.has_mounts = all(self._mount(folder) for folder in folders)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
-    def _mount(self, disk: Path) -> None:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "holdfast-chaos", str(disk)]
-        self.has_full_disk = (
-            subprocess.run(command, capture_output=True, check=False).returncode == 0
-        )
-        if self.has_full_disk:
-            self._closing.callback(subprocess.run, ["umount", "-l", str(disk)], check=True)
+    def _mount(self, folder: Path) -> bool:
+        """Mount a file system of its own, which can be filled. Return False if that is refused."""
+        options = ["-o", f"size={DISK_BYTES}", "holdfast-chaos", str(folder)]
+        command = ["mount", "-t", "tmpfs", *options]
+        done = subprocess.run(command, capture_output=True, check=False)
+        if done.returncode == 0:
+            self._closing.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
+        return done.returncode == 0
 
-    def renew_server(self, host: str) -> None:
+    def renew_clouds(self, host: str) -> None:
         """A machine that was announced to be stopped is replaced by another one."""
-        self.servers[host] = self._closing.enter_context(AwsServer())
+        self.clouds[host] = self._closing.enter_context(Clouds())
 
     def lose(self, host: str) -> None:
         """Delete the memory and the disk of a host. Another host takes its place."""
@@ -71,8 +74,9 @@ class Cluster:
         _empty(self.memory[host])
 
     @contextmanager
-    def full_disk(self) -> Iterator[None]:
-        path = self.folder / "disk" / "ballast"
+    def full(self, folder: Path) -> Iterator[None]:
+        """Fill the file system of a folder, for the time of a block."""
+        path = folder / "ballast"
         try:
             with path.open("wb", buffering=0) as file, suppress(OSError):
                 while file.write(bytes(1 << 16)):
@@ -90,8 +94,8 @@ class Cluster:
 
 
 def _empty(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.makedirs(folder)
+    for path in Path(folder).iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _step_of(version: Path) -> int:

@@ -12,7 +12,8 @@ from rich.table import Table
 import holdfast
 from holdfast.run.run import Run
 from tests.chaos.ranks import Ranks
-from tests.chaos.supervisor import INTERRUPTED, Row, Supervisor
+from tests.chaos.row import INTERRUPTED, Row
+from tests.chaos.supervisor import Supervisor
 
 TOLERANCE = 1e-6
 """The largest difference of two values if the number of ranks has changed."""

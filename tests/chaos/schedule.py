@@ -21,13 +21,22 @@ class Kind(StrEnum):
     HANG = "SIGSTOP, SIGKILL"
     HANG_AND_NOTICE = "SIGSTOP, then a notice"
     LOSE_HOST = "loss of a host"
-    NOTICE = "notice of AWS"
+    NOTICE_AWS = "notice of AWS"
+    NOTICE_GCP = "notice of Google Cloud"
+    NOTICE_AZURE = "notice of Azure"
+    NOTICE_POD = "deletion of the pod"
     REBOOT = "reboot of all hosts"
     FLIP_MEMORY = "bit flip in memory"
     FLIP_LOCAL = "bit flip on a local disk"
     FLIP_DURABLE = "bit flip on disk"
+    FULL_MEMORY = "full memory"
     FULL_DISK = "full disk"
 
+
+NEEDS_ROOT = {Kind.FULL_MEMORY, Kind.FULL_DISK}
+"""Only root can mount a file system and fill it."""
+
+NOTICES = (Kind.NOTICE_AWS, Kind.NOTICE_GCP, Kind.NOTICE_AZURE, Kind.NOTICE_POD)
 
 LEAVES = {SAVED}
 DIES = {FAILED, SAVED, UNSAVED, -signal.SIGTERM}
@@ -37,8 +46,9 @@ already left its ``with`` block because of the failure does not handle the signa
 
 EXPECTED_CODES: dict[Kind, set[int]] = {
     Kind.SIGTERM: LEAVES,
-    Kind.NOTICE: LEAVES,
+    **dict.fromkeys(NOTICES, LEAVES),
     Kind.HANG_AND_NOTICE: {UNSAVED, SAVED},
+    Kind.FULL_MEMORY: {FAILED, UNSAVED},
     Kind.FULL_DISK: {FAILED, UNSAVED},
 }
 """The exit codes of the ranks that no SIGKILL has hit. ``DIES`` for all other kinds."""
@@ -65,10 +75,10 @@ SIZES = (4, 4, 3, 4, 2, 3)
 """The numbers of ranks, one after the other, if they change."""
 
 
-def make_schedule(seed: int, *, changes_size: bool, has_full_disk: bool) -> Iterator[Event]:
+def make_schedule(seed: int, *, changes_size: bool, is_root: bool) -> Iterator[Event]:
     """Yield events without end. Each kind occurs before any of them occurs again."""
     rng = random.Random(f"{seed} {changes_size}")
-    kinds = [kind for kind in Kind if has_full_disk or kind != Kind.FULL_DISK]
+    kinds = [kind for kind in Kind if is_root or kind not in NEEDS_ROOT]
     number = 0
     while True:
         rng.shuffle(kinds)

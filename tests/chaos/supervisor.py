@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,17 @@ from holdfast.preemption.exit_status import SAVED
 from holdfast.run.run import Run
 from holdfast.tiers.flush import flush_newest
 from tests.chaos.cluster import HOSTS, Cluster, flip_bit
+from tests.chaos.disturbance import LEAVE_SECONDS, STEP_SECONDS, Disturbance
 from tests.chaos.ranks import Hang, Ranks, wait_until
+from tests.chaos.row import INTERRUPTED, Row
 from tests.chaos.schedule import DIES, EXPECTED_CODES, Event, Kind
 from tests.chaos.training import CAPTURE_EVERY, SAVE_EVERY, Start
 
 RESTORE_SECONDS = 10.0
 """The longest time from the moment at which the last rank has joined until all have the state."""
 
-START_SECONDS, STEP_SECONDS, LEAVE_SECONDS = 60.0, 60.0, 35.0
-"""Limits: until the state is back, until the step of an event, and from a request to stop on."""
-
-HANG_SECONDS = 2.0
-"""Seconds without a step after which the supervisor counts a job as hanging."""
+START_SECONDS = 60.0
+"""The longest time until the state is back."""
 
 MOST_LOST = 4 * CAPTURE_EVERY
 """The most steps that an event may cost while one host still has its memory: two captures in
@@ -37,41 +35,7 @@ memory, of which one may be damaged, one that was not complete, and one that was
 MOST_LOST_ON_DISKS = 3 * SAVE_EVERY
 """The same if the memory of all hosts is lost, but not their disks."""
 
-NOTICE_SECONDS = 20.0
-"""The seconds that a notice of the metadata server leaves. It is polled every 5 s."""
-
-SLACK_SECONDS = 1.0
-"""What a loaded machine may add: a rank ends itself 5 % of the time of a notice before its end."""
-
 PAUSE = 0.01
-
-INTERRUPTED = "killed again"
-"""Instead of a tier: the next event came before the state was back. Its row has the lost steps."""
-
-
-@dataclass
-class Row:
-    """A row of the table: an event and its consequences. Times are in seconds."""
-
-    at: float
-    event: Event
-    target: str
-    last_step: int
-    restarted: bool = True
-    resumed_step: int = 0
-    flushed: str = ""
-    tier: str = ""
-    detection: float = 0.0
-    start: float = 0.0
-    rendezvous: float = 0.0
-    restore: float = 0.0
-    codes: list[int | None] = field(default_factory=list)
-
-    @property
-    def lost(self) -> int:
-        """The steps that the training makes again. 0: it left after more than ``last_step``."""
-        is_counted = self.restarted and self.tier != INTERRUPTED
-        return max(0, self.last_step - self.resumed_step) if is_counted else 0
 
 
 class Supervisor:
@@ -140,7 +104,7 @@ class Supervisor:
             str(folder), self.cluster.run, size, last_step, self.dropout,
             memory=[self.cluster.memory[h] for h in hosts],
             disks=[self.cluster.disks[h] for h in hosts],
-            metadata=[self.cluster.servers[h].url for h in hosts], pause=PAUSE,
+            metadata=[self.cluster.clouds[h].urls for h in hosts], pause=PAUSE,
             has_launcher_store=self._has_launcher_store,
         )  # fmt: skip
         ranks = Ranks(start)
@@ -228,8 +192,8 @@ class Supervisor:
         if event.flush:
             row.flushed = self._flush(event)
         for host in "ab":
-            if self.cluster.servers[host].documents:
-                self.cluster.renew_server(host)
+            if self.cluster.clouds[host].is_announced:
+                self.cluster.renew_clouds(host)
         return None, event.size
 
     def _end(self, ranks: Ranks, event: Event) -> None:
@@ -311,94 +275,6 @@ class Supervisor:
         row.target = f"{path.parent.name}/{path.name[:11]}"
         if event.kind != Kind.FLIP_LOCAL:  # it is never promoted
             self.flipped.add(path.parent.name)
-
-
-class Disturbance:
-    """Lets one event happen to running ranks. ``row`` says afterward what it hit."""
-
-    def __init__(self, cluster: Cluster, ranks: Ranks, row: Row) -> None:
-        self.cluster, self.ranks, self.row = cluster, ranks, row
-
-    def happen(self, rank: int) -> None:
-        kind = self.row.event.kind
-        hosts = HOSTS[self.ranks.start.size]
-        if kind == Kind.SIGTERM:
-            self.ranks.send(rank, signal.SIGTERM)
-        elif kind in (Kind.SIGKILL, Kind.EARLY_KILL):
-            self.ranks.send(rank, signal.SIGKILL)
-        elif kind == Kind.PAUSE:
-            self._pause(rank)
-        elif kind == Kind.HANG:
-            self._stop(rank)
-            self.ranks.send(rank, signal.SIGKILL)
-        elif kind == Kind.HANG_AND_NOTICE:
-            self._hang_and_notice(rank)
-        elif kind == Kind.NOTICE:
-            host = hosts[rank]
-            self.row.target = f"host {host}"
-            self.cluster.servers[host].announce(seconds=NOTICE_SECONDS)
-        elif kind == Kind.LOSE_HOST:
-            self._lose(hosts[rank])
-        elif kind == Kind.FULL_DISK:
-            self._fill_disk()
-        else:  # a bit flips in what is left of a training that was killed
-            for victim in self.ranks.alive:
-                self.ranks.send(victim, signal.SIGKILL)
-            if kind == Kind.REBOOT:
-                wait_until(lambda: not self.ranks.alive, 10.0, "the end of killed ranks")
-                self.row.target = "all hosts"
-                for host in "ab":
-                    self.cluster.reboot(host)
-
-    def _stop(self, rank: int) -> None:
-        """Stop a rank, and wait until the job makes no steps anymore."""
-        self.ranks.send(rank, signal.SIGSTOP)
-        count, since = self.ranks.step_count, time.monotonic()
-
-        def is_hanging() -> bool:
-            nonlocal count, since
-            if self.ranks.step_count != count:
-                count, since = self.ranks.step_count, time.monotonic()
-            return time.monotonic() - since >= HANG_SECONDS
-
-        wait_until(is_hanging, 30.0, "a stopped rank holds up the others")
-
-    def _pause(self, rank: int) -> None:
-        self.row.restarted = False
-        self._stop(rank)
-        count = self.ranks.step_count
-        self.ranks.send(rank, signal.SIGCONT)
-        wait_until(lambda: self.ranks.step_count > count + 2, 30.0, "steps after SIGCONT")
-
-    def _hang_and_notice(self, rank: int) -> None:
-        """The ranks that are left must leave before the end that the notice names."""
-        hosts = HOSTS[self.ranks.start.size]
-        self._stop(rank)
-        watching = [r for r in range(len(hosts)) if hosts.index(hosts[r]) == r and r != rank]
-        host = hosts[watching[0]]
-        self.row.target += f"; host {host}"
-        self.cluster.servers[host].announce(seconds=NOTICE_SECONDS)
-        others = {r for r in self.ranks.alive if r != rank}
-        wait_until(
-            lambda: not others & {*self.ranks.alive},
-            NOTICE_SECONDS + SLACK_SECONDS,
-            f"the exit before the end of a notice, with rank {rank} stopped",
-        )
-        self.ranks.send(rank, signal.SIGKILL)
-
-    def _lose(self, host: str) -> None:
-        self.row.target = f"host {host}"
-        for victim, name in enumerate(HOSTS[self.ranks.start.size]):
-            if name == host:
-                self.ranks.send(victim, signal.SIGKILL)
-        wait_until(lambda: self.ranks.has_failed, 10.0, "the end of killed ranks")
-        self.cluster.lose(host)
-
-    def _fill_disk(self) -> None:
-        self.row.target = "the disk of the run"
-        with self.cluster.full_disk():
-            wait_until(lambda: self.ranks.has_failed, STEP_SECONDS, "a save on a full disk")
-            wait_until(lambda: not self.ranks.alive, LEAVE_SECONDS, "the end after a full disk")
 
 
 def _tier_of(urls: set[Any]) -> str:

@@ -30,7 +30,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast.errors import Preempted
+from holdfast.preemption.notice import NoticeSource
+from holdfast.preemption.notices.platform import detect
+from holdfast.preemption.signals import SignalNotice
 from holdfast.run.policy import EverySteps, KeepLast
+from tests.chaos import clouds
 
 BATCH = 12
 """Samples in a step, over all ranks: a multiple of 2, 3, and 4."""
@@ -44,7 +48,7 @@ CAPTURE_EVERY = 5
 @dataclass(frozen=True)
 class Start:
     """One start of the training. ``memory``, ``disks``, and ``metadata``: the folder in memory, the
-    one on the local disk, and the URL of the metadata server of each rank's host. No ``memory``:
+    one on the local disk, and the URLs of the metadata servers of each rank's host. No ``memory``:
     without tiers.
 
     ``pause``: seconds that a step takes in addition. ``dropout``: draws from the random generators,
@@ -58,7 +62,7 @@ class Start:
     dropout: float
     memory: Sequence[str] = ()
     disks: Sequence[str] = ()
-    metadata: Sequence[str] = ()
+    metadata: Sequence[dict[str, str]] = ()
     pause: float = 0.0
     has_launcher_store: bool = False
 
@@ -166,8 +170,14 @@ def train(start: Start, rank: int, trace: Trace) -> None:
     if start.memory:
         memory = holdfast.MemoryTier(every=EverySteps(CAPTURE_EVERY), path=start.memory[rank])
         tiers = [memory, holdfast.LocalTier(start.disks[rank])]
-    save = EverySteps(SAVE_EVERY)
-    with holdfast.Checkpointer(start.run, state, save=save, keep=KeepLast(3), tiers=tiers) as ckpt:
+    notices: list[NoticeSource] = [SignalNotice(), *detect()]
+    if start.metadata and os.environ["LOCAL_RANK"] == "0":
+        account = Path(start.folder, f"account-{rank}")
+        notices += clouds.other_sources(start.metadata[rank], account)
+    save, preemption = EverySteps(SAVE_EVERY), holdfast.Preemption(notices=notices)
+    with holdfast.Checkpointer(
+        start.run, state, save=save, keep=KeepLast(3), tiers=tiers, preemption=preemption
+    ) as ckpt:
         trace.log("resuming")
         snapshot = ckpt.resume()
         url = None if snapshot is None else snapshot.url
@@ -204,7 +214,7 @@ def run_rank(start: Start, rank: int) -> None:
         HOLDFAST_THREADS="2",
     )  # fmt: skip
     if start.metadata:
-        os.environ["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = start.metadata[rank]
+        os.environ.update(clouds.variables(start.metadata[rank]))
     torch.set_num_threads(1)
     with ExitStack() as stack:
         stack.enter_context(holdfast.attach(trace.sink))

@@ -32,7 +32,7 @@ _ERROR_TYPES: dict[int, tuple[type[StoreError], str | None]] = {
     errno.EACCES: (Denied, "Check the owner and permissions of the folder"),
     errno.EPERM: (Denied, "Check the owner and permissions of the folder"),
     errno.EROFS: (Denied, "The file system is read-only: see the system log"),
-    errno.ENOSPC: (NoSpace, "Free disk space or inodes, or save elsewhere"),
+    errno.ENOSPC: (NoSpace, None),
     errno.EDQUOT: (NoSpace, "Free space under the quota, or save elsewhere"),
     errno.EFBIG: (NoSpace, "Raise the file size limit (ulimit -f)"),
     errno.ETIMEDOUT: (Unavailable, None),
@@ -62,6 +62,8 @@ class LocalFiles:
 
     They are all operations except writing and listing objects.
     """
+
+    space_advice = "Free disk space or inodes, or save elsewhere"
 
     def __init__(
         self, root: str | os.PathLike[str], *, fs: Fs | None = None, direct: bool = True
@@ -254,6 +256,8 @@ class LocalFiles:
             error_type, todo = _ERROR_TYPES.get(error.errno or 0, (StoreError, None))
             if writing and error_type is NotFound:
                 error_type = StoreError  # a parent folder was removed, or is a file
+            if error.errno == errno.ENOSPC:
+                todo = self.space_advice
             raise error_type(
                 f"Cannot {action} {key} in {self.url}: {error.strerror or error}",
                 todo=todo,

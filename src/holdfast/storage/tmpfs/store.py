@@ -35,6 +35,11 @@ class TmpfsStore(LocalStore):
     mapped, for example to page-lock it.
     """
 
+    space_advice = (
+        "See what else is in this file system (df -h, ls -la); other programs may have left files"
+        " there. Or give it more memory"
+    )
+
     def __init__(
         self,
         root: str | os.PathLike[str],
