@@ -54,7 +54,7 @@ test: $(VENV)/.ready tools
 test-chaos: $(VENV)/.ready
 	$(RUN) -m pytest -q -s -m chaos tests/crash
 
-# 4 ranks on 2 hosts under signals, lost hosts, notices of four platforms, flipped bits, and full disks and memory. ARGS="--seconds 600 --seed 7"
+# 4 ranks on 2 hosts under signals, lost hosts, notices, flipped bits, and full disks. ARGS="--seconds 600 --seed 7"
 chaos: $(VENV)/.ready
 	$(RUN) -m tests.chaos $(ARGS)
 
