@@ -43,7 +43,7 @@ class MemoryStore:
 
     @property
     def traits(self) -> Traits:
-        return Traits(name="memory", alignment=1, durable=False)
+        return Traits(name="memory", alignment=1, durable=False, in_memory=True)
 
     @property
     def url(self) -> str:

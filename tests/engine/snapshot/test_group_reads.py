@@ -35,7 +35,7 @@ class RequestStore(MemoryStore):
 
     @property
     def traits(self):
-        return replace(super().traits, read_size=self.read_size)
+        return replace(super().traits, read_size=self.read_size, in_memory=False)
 
     def get_range(self, key, offset, length, into):
         with Steps(self, key, offset, length) as reader:

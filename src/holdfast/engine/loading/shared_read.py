@@ -41,6 +41,7 @@ from holdfast.engine.snapshot.read import (
     group_items,
     increment_tensor_versions,
     read_group,
+    read_workers,
 )
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.index import ShardIndex
@@ -159,7 +160,7 @@ class SharedReader:
                     break
                 copy_to_targets(_narrow(own, item), targets, span, item.start)
 
-        workers = Workers.create(None, advance, location.check_time)
+        workers = read_workers(location, advance, len(self._peers.ranks))
         with self._snapshot.not_found_if_deleted():
             counts = self._count_requesters(plan, indexes)
             max_length = max_item_size(len(self._peers.ranks))

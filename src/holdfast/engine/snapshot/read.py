@@ -6,9 +6,10 @@ Nothing is copied from a chunk whose digest does not match the index.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -64,6 +65,20 @@ class Target:
         elif into.is_cpu and into.is_contiguous() and dtype_name(into.dtype) == dtype:
             address = 0 if into.is_neg() or into.is_conj() else into.data_ptr()
         return cls(dtype, sizes, into, address)
+
+
+def read_workers(
+    location: Location, advance: Callable[[], object] = no_op, processes: int = 1
+) -> Workers:
+    """Return the threads of a load by one of the ``processes`` that load on this machine at once.
+
+    A copy within memory keeps a processor busy, so more threads than processors slow it down.
+    """
+    workers = Workers.create(None, advance, location.check_time)
+    if location.store.traits.in_memory:
+        processors = len(os.sched_getaffinity(0)) // processes
+        workers = replace(workers, threads=max(1, min(workers.threads, processors)))
+    return workers
 
 
 def execute_read_plan(

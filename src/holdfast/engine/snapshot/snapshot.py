@@ -22,7 +22,7 @@ from holdfast.engine.snapshot.location import (
     locate,
     versions_in,
 )
-from holdfast.engine.snapshot.read import Target, execute_read_plan
+from holdfast.engine.snapshot.read import Target, execute_read_plan, read_workers
 from holdfast.engine.snapshot.verify import CheckedChunks, Report, verify
 from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
 from holdfast.format import tree
@@ -32,7 +32,7 @@ from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manif
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version, split_address
 from holdfast.format.validate import LeafSpecs, check_plain, check_tree
 from holdfast.ragged import Ints
-from holdfast.threads import Workers, gc_paused, look_up_each, no_op
+from holdfast.threads import gc_paused, look_up_each, no_op
 
 
 def open_snapshot(url: Url) -> Snapshot:
@@ -344,7 +344,7 @@ class Snapshot:
         checked = self.checked_headers if check_headers else None
         plan = gc_paused(make_read_plan)(indexes, requests, checked)
         with self.not_found_if_deleted():
-            workers = Workers.create(None, advance, self.location.check_time)
+            workers = read_workers(self.location, advance)
             execute_read_plan(self.location, plan, indexes, targets, workers)
         self.checked_headers.update(plan.headers)
 

@@ -53,7 +53,7 @@ class TmpfsStore(LocalStore):
 
     @property
     def traits(self) -> Traits:
-        return Traits(name="tmpfs", alignment=ALIGNMENT, durable=False)
+        return Traits(name="tmpfs", alignment=ALIGNMENT, durable=False, in_memory=True)
 
     @property
     def spare_bytes(self) -> int:
