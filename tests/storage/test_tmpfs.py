@@ -249,7 +249,7 @@ def test_memory_is_allocated_ahead(folder):
 
 def test_a_full_file_system_is_an_error_and_not_a_signal(folder):
     store = TmpfsStore(folder, fs=FaultFs(None, Fault("fallocate", 1, errno.ENOSPC)))
-    with pytest.raises(NoSpace, match="v/a.*df -h"):
+    with pytest.raises(NoSpace, match=r"v/a.*df -h"):
         store.put_mapped("v/a", SIZE)
     assert blocks(folder) == 0
     assert [*folder.iterdir()] == []
