@@ -26,6 +26,7 @@ from holdfast.errors import (
 from holdfast.format.names import MANIFEST, Version
 from holdfast.preemption import response
 from holdfast.preemption.policy import Preemption
+from holdfast.restarts.records import read_restarts
 from holdfast.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
 from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
@@ -791,3 +792,25 @@ def test_a_copy_of_a_run_accepts_versions_that_were_saved_during_a_promotion(
     result = run_cli("copy", run, copy)
     assert result.code == 0, result.err
     assert [v.step for v in Run(copy).listing().versions] == [10, 20, 30]
+
+
+def test_the_disk_s_copy_of_a_version_of_the_run_is_not_a_state_that_the_run_lacks(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To leave it out would change nothing, so the ladder goes to an older version at once."""
+    statuses = tmp_path / "statuses"
+    statuses.mkdir()
+    monkeypatch.setenv("HOLDFAST_STATUS", str(statuses))
+    for _ in range(4):
+        state, ckpt = disk.start()
+        train(state, ckpt, 22)
+        ckpt.wait()
+        ckpt._ending.ladder._key = ""  # the record of this restart stays, as after SIGKILL
+        disk.die(ckpt)
+    assert disk.resumed is not None
+    assert disk.resumed.url == str(disk.folder / "version_20")
+    assert {r.tier for r in read_restarts(disk.durable).values()} == {None}
+    disk.start()
+    assert disk.resumed.step == 10
+    assert "goes back one version" not in disk.warnings[0]
+    assert "left version_20 behind" in disk.warnings[0]
