@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -101,6 +102,7 @@ def main() -> int:
     parser.add_argument("--ranks", choices=["same", "other", "both"], default="both")
     parser.add_argument("--keep", action="store_true", help="keep the traces of the ranks")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is mounted must not stay
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 170)
     kinds = {"same": [False], "other": [True], "both": [False, True]}[options.ranks]
     failures = []

@@ -51,7 +51,8 @@ class Start:
     one on the local disk, and the URLs of the metadata servers of each rank's host. No ``memory``:
     without tiers.
 
-    ``pause``: seconds that a step takes in addition. ``dropout``: draws from the random generators,
+    ``pause``: seconds that a step takes in addition, as if it waited for a device. ``save_every``:
+    the steps from one save to the next. ``dropout``: draws from the random generators,
     which differ between ranks. ``has_launcher_store``: the launcher hosts the job's store.
     """
 
@@ -64,6 +65,7 @@ class Start:
     disks: Sequence[str] = ()
     metadata: Sequence[dict[str, str]] = ()
     pause: float = 0.0
+    save_every: int = SAVE_EVERY
     has_launcher_store: bool = False
 
     @property
@@ -174,7 +176,7 @@ def train(start: Start, rank: int, trace: Trace) -> None:
     if start.metadata and os.environ["LOCAL_RANK"] == "0":
         account = Path(start.folder, f"account-{rank}")
         notices += clouds.other_sources(start.metadata[rank], account)
-    save, preemption = EverySteps(SAVE_EVERY), holdfast.Preemption(notices=notices)
+    save, preemption = EverySteps(start.save_every), holdfast.Preemption(notices=notices)
     with holdfast.Checkpointer(
         start.run, state, save=save, keep=KeepLast(3), tiers=tiers, preemption=preemption
     ) as ckpt:
