@@ -387,6 +387,12 @@ def read_training_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
     return training if isinstance(training, dict) else {}
 
 
+def read_captured_with(snapshot: Snapshot) -> str:
+    """Return the attempt of the save that saved the same state as this capture, or nothing."""
+    attempt = read_training_metadata(snapshot).get("captured_with")
+    return attempt if isinstance(attempt, str) else ""
+
+
 def read_sessions(snapshot: Snapshot) -> list[str]:
     """Return the session of the training that wrote a version, and of those that it continued from
     a tier. There are none without this metadata."""

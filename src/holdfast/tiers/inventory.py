@@ -13,7 +13,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, StoreError
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
-from holdfast.run.catalog import read_sessions
+from holdfast.run.catalog import read_captured_with, read_sessions
 from holdfast.run.lineage import branch_origin, newest_version
 from holdfast.run.run import Run
 from holdfast.storage.store import Store
@@ -151,6 +151,18 @@ class CurrentLine:
         is_later = self.newest is None or version.step > self.newest.step
         return is_later and version.step <= self._last_steps.get(version.branch, -1)
 
+    def is_same(self, candidate: Candidate, captured: Snapshot) -> bool:
+        """Return True if a captured state of the same step is that of the newest version.
+
+        A copy on a local disk has the same manifest. A capture names the save of the same call of
+        ``step``: a later save of this step may have another state, and another training may have
+        captured the step. If the manifest of the newest version is damaged, this cannot be told,
+        and the state counts. Reads the manifest of ``captured``; raises ``FormatError``.
+        """
+        if self.durable is None or candidate.tier == "local":
+            return self.durable is None or candidate.digest == self.durable.digest
+        return read_captured_with(captured) == self.durable.manifest.attempt
+
     def is_continued_by(self, candidate: Candidate, captured: Snapshot) -> bool:
         """Return True if a captured state continues from the newest version of the run, or from
         none.
@@ -162,7 +174,7 @@ class CurrentLine:
         """
         if self._is_damaged:
             return True
-        parent = None if candidate.parent is None else candidate.parent.version
-        if parent == (None if self.newest is None else str(self.newest)):
+        parent = None if candidate.parent is None else candidate.parent.digest
+        if parent == (None if self.durable is None else self.durable.digest):
             return True
         return self._session != "" and self._session in read_sessions(captured)

@@ -67,9 +67,9 @@ class Tiers:
             collective.broadcast(True if collective.rank == 0 else None, bool)
 
     def find(self, collective: Collective) -> list[Candidate]:
-        """Return the captured states, newest first, on rank 0; of two of one step, that of the
-        faster tier first. On the other ranks, the list is empty."""
-        found = [candidate for tier in self._all for candidate in tier.find(collective)]
+        """Return the captured states, newest first, on rank 0; of two of one step, the save on a
+        local disk first: the capture may be older. On the other ranks, the list is empty."""
+        found = [c for tier in (self.local, self.memory) for c in tier.find(collective)]
         return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)  # it is stable
 
     def locate(self, tier: TierName, folder: str, sources: dict[str, list[int]]) -> Location:

@@ -77,6 +77,8 @@ def resume_run(
                 point = _choose(run, loader, collective, found, ladder, *goal)
             else:
                 point = _follow_coordinator(run, loader, collective)
+            if point is None and loader.error is not None:
+                _require_valid_state(loader, collective)
             if tiers.local.is_open and not isinstance(point, str):
                 own = loader.leftovers if collective.rank == 0 else None
                 loader.leftovers = collective.broadcast(own, list[Candidate])
@@ -95,6 +97,23 @@ def resume_run(
         raise
     finally:
         collective.close()
+
+
+def _require_valid_state(loader: StateLoader, collective: Collective) -> None:
+    """Raise on all ranks if the run is empty, and a state of a tier that turned out to be damaged
+    has overwritten a part of the live state of a rank."""
+    found = collective.gather(loader.partially_loaded, bool)
+    is_invalid = collective.broadcast(any(found or ()) if collective.rank == 0 else None, bool)
+    if is_invalid:
+        problems = " ".join(loader.problems) or "Rank 0 says which one."
+        raise HoldfastError(
+            f"The only state to resume from is damaged. {problems}",
+            expected="an intact state in a tier, or a version in the run",
+            found="neither",
+            todo="The training must begin again: delete the folders of the tiers of this run on all"
+            " hosts, and start it once more",
+            live_state="not valid",
+        )
 
 
 def _check_arguments(at: int | None, branch: int | None) -> None:

@@ -66,11 +66,13 @@ def resume_from_tier(
             continue
         instruction = _instruct(candidate, line.branch)
         try:
+            captured = loader.open_in_tier(instruction)
+            # a state of another history is no problem, damaged or not
+            belongs = line.is_same if is_newest else line.is_continued_by
+            if candidate.digest and not belongs(candidate, captured):
+                continue
             if candidate.problem:
                 raise NotFound(candidate.problem)
-            captured = loader.open_in_tier(instruction)
-            if not (is_newest or line.is_continued_by(candidate, captured)):
-                continue
             collective.broadcast(instruction, ResumeInstruction)
             snapshot = loader.load_from_tier(instruction)
         except (FormatError, StoreError, RankFailed) as e:

@@ -84,8 +84,7 @@ class Saver:
         self._tiers, self._local = tiers, tiers.local
         self.in_flight = SavesInFlight(self.group, run.url)
         self._deferred_staging: DeferredStaging | None = None
-        self._waited_seconds = 0.0
-        self._blocked_seconds = [0.0]
+        self._waited_seconds, self._blocked_seconds = 0.0, [0.0]
         self._closing = False
         self._is_saving_savepoint = False
         self._pid = os.getpid()
@@ -108,7 +107,7 @@ class Saver:
 
     @property
     def saved_step(self) -> int:
-        """The step of ``newest``, or 0 if there is none."""
+        """The step of ``newest``, or 0."""
         return 0 if self.newest is None else version_of(self.newest).step
 
     def wait_before_save(self, step: int) -> None:
@@ -205,7 +204,10 @@ class Saver:
         finish_in_background(job, finish, register=register)
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
-        return spec.to_metadata(self.newest, {**self._session, **self._goodput.to_metadata()})
+        training = {**self._session, **self._goodput.to_metadata()}
+        if spec.reason == "capture" and self.begun_step == spec.version.step:
+            training["captured_with"] = self._attempt  # both are of this call of step()
+        return spec.to_metadata(self.newest, training)
 
     def save_savepoint(
         self,
@@ -375,8 +377,7 @@ class Saver:
         broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)
 
     def resume_from(self, snapshot: Snapshot | None, sessions: Sequence[str] = ()) -> None:
-        """Continue from a version, which becomes ``newest``. ``sessions``: those that wrote the
-        state in a tier that was loaded instead."""
+        """Continue from the version ``newest``. ``sessions``: those of a state of a tier."""
         self._session = session_metadata(self._session["session"], sessions)
         self.in_flight.version = snapshot
         self.checks.stale.restart()

@@ -1,0 +1,165 @@
+"""States in a tier that only seem to be those of a run: of the same step, but of another history."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.errors import HoldfastError
+from holdfast.format.names import Version
+from holdfast.run.policy import EverySteps, Never
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.tiers.local_tier import LocalTier
+from holdfast.tiers.memory_tier import MemoryTier
+from holdfast.training.checkpointer import Checkpointer
+from tests.tiers.hosts import Host, flip_bit, train
+from tests.trainings import initial_state
+
+
+def test_a_save_after_the_capture_of_the_same_step_counts(host: Host) -> None:
+    """The end of an epoch: ``step`` captures, then the epoch is counted, and then it is saved."""
+
+    def run_epochs(count: int) -> int:
+        state = {"w": np.zeros(1000, "f4"), "progress": holdfast.Progress()}
+        tier = MemoryTier(every=EverySteps(10), copies=1, path=host.path)
+        ckpt = Checkpointer(host.run, state, save=Never(), tiers=[tier], preemption=None)
+        host.ckpts.append(ckpt)
+        ckpt.resume()
+        progress = state["progress"]
+        while progress.epoch < count:
+            for _ in range(20):
+                state["w"] += 1
+                ckpt.step()
+                ckpt._tiers.memory.wait()
+            progress.epoch += 1
+            ckpt.save({"val": 1.0})
+        ckpt._saver.writer_lock.release()
+        return progress.step
+
+    assert run_epochs(1) == 20
+    assert run_epochs(2) == 40
+
+
+def other_training(run: MemoryStore, path: Path, last_step: int) -> dict[str, Any]:
+    """Train in the run on another host, with other weights, and die."""
+    state = initial_state()
+    state["weights"] += 7
+    tier = MemoryTier(every=EverySteps(10), copies=1, path=path)
+    ckpt = Checkpointer(run, state, save=EverySteps(50), tiers=[tier], preemption=None)
+    ckpt.resume()
+    train(state, ckpt, last_step)
+    ckpt._saver.wait()
+    ckpt._release()
+    return state
+
+
+def test_a_host_that_returns_does_not_replace_a_version_of_the_same_step(
+    host: Host, tmp_path: Path
+) -> None:
+    state, ckpt = host.start(save=1000)
+    train(state, ckpt, 50)
+    ckpt._saver.writer_lock.release()
+    assert "version_50" in host.captured
+    elsewhere = Path(host.path + "-2")
+    elsewhere.mkdir()
+    try:
+        trained = other_training(host.run, elsewhere, 50)
+    finally:
+        shutil.rmtree(elsewhere)
+    assert Run(host.run).line() == [Version(50)]
+    resumed, _ = host.start()
+    assert host.path not in host.resumed.url
+    assert host.warnings == []
+    assert resumed["weights"].tobytes() == trained["weights"].tobytes()
+
+
+def test_a_state_whose_parent_was_replaced_does_not_continue_the_run(host: Host) -> None:
+    host.train_and_die(66)  # version_50 is in the run, and version_60 in memory
+    Run(host.run).delete(50)
+    elsewhere = Path(host.path + "-2")
+    elsewhere.mkdir()
+    try:
+        trained = other_training(host.run, elsewhere, 50)
+    finally:
+        shutil.rmtree(elsewhere)
+    resumed, _ = host.start()
+    assert host.resumed.step == 50
+    assert resumed["weights"].tobytes() == trained["weights"].tobytes()
+    assert host.warnings == []
+
+
+def test_half_of_a_state_of_another_history_begins_no_branch(host: Host) -> None:
+    state, ckpt = host.start(save=1000)
+    train(state, ckpt, 60)
+    ckpt._saver.writer_lock.release()
+    elsewhere = Path(host.path + "-2")
+    elsewhere.mkdir()
+    try:
+        other_training(host.run, elsewhere, 50)
+    finally:
+        shutil.rmtree(elsewhere)
+    host.file("version_60", ".safetensors").unlink()
+    host.start()
+    assert (host.resumed.step, host.warnings, Run(host.run).branch()) == (50, [], 0)
+
+
+def test_a_local_disk_with_another_version_of_the_same_step_is_ignored(tmp_path: Path) -> None:
+    run = MemoryStore()
+
+    def start(disk: str, weights: float, last_step: int) -> tuple[dict[str, Any], Any]:
+        state = initial_state()
+        state["weights"] += weights
+        tiers = [LocalTier(tmp_path / disk)]
+        ckpt = Checkpointer(run, state, save=EverySteps(10), tiers=tiers, preemption=None)
+        resumed = ckpt.resume()
+        while state["progress"].step < last_step:
+            ckpt.step()
+        ckpt._saver.wait()
+        ckpt._release()
+        return state, resumed
+
+    start("a", 1.0, 12)
+    Run(run).delete(10)
+    start("b", 2.0, 12)
+    state, resumed = start("a", 3.0, 0)
+    assert resumed.url == "memory://memory/version_10"
+    assert state["weights"][0] == 2.0
+
+
+def test_damage_that_has_overwritten_a_part_of_the_state_raises_if_nothing_else_is_left(
+    host: Host,
+) -> None:
+    """Otherwise, training would begin at step 0 with parts of the damaged state."""
+
+    def start() -> tuple[dict[str, Any], Checkpointer]:
+        state = {
+            "a": np.full(5 << 20, 0.5, np.float32),
+            "b": np.full(5 << 20, 0.5, np.float32),
+            "progress": holdfast.Progress(),
+        }
+        tier = MemoryTier(every=EverySteps(10), copies=1, path=host.path)
+        ckpt = Checkpointer(host.run, state, save=Never(), tiers=[tier], preemption=None)
+        host.ckpts.append(ckpt)
+        return state, ckpt
+
+    state, ckpt = start()
+    ckpt.resume()
+    state["a"][:] = state["b"][:] = 10.0
+    for _ in range(10):
+        ckpt.step()
+    ckpt._tiers.memory.wait()
+    ckpt._saver.writer_lock.release()
+    flip_bit(host.file("version_10", ".safetensors"), -1)
+    state, ckpt = start()
+    with pytest.raises(HoldfastError, match="only state to resume from is damaged") as caught:
+        ckpt.resume()
+    assert caught.value.is_state_invalid
+    assert "version_10" in str(caught.value)
+    with pytest.raises(HoldfastError, match="Resume from an intact version"):
+        ckpt.step()
