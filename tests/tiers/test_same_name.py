@@ -1,4 +1,4 @@
-"""States in a tier that only seem to be those of a run: of the same step, but of another history."""
+"""States in a tier that only seem to be those of a run: of one step, but of another history."""
 
 from __future__ import annotations
 
