@@ -119,6 +119,21 @@ class Workers:
         return self.pool.acquire_many(count, check) if count else []
 
 
+def call_with_limit(function: Callable[[], object], name: str, seconds: float) -> None:
+    """Call a function on a daemon thread. Return when it has ended, or after ``seconds``: what the
+    function waits for may never answer. If no thread can be started, nothing is called."""
+    ended = Latch()
+
+    def run() -> None:
+        try:
+            function()
+        finally:
+            ended.set()
+
+    if start_thread(Thread(target=run, name=name, daemon=True)):
+        ended.wait(seconds)
+
+
 def in_parallel(
     items: Iterable[T],
     work: Callable[[T], None],

@@ -40,6 +40,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import Preempted, RankFailed
+from holdfast.format.names import MANIFEST
 from holdfast.preemption import GcpNotice, NoticeSource, Preemption, PreemptionGuard, response
 from holdfast.run.catalog import read_training_metadata
 from holdfast.run.policy import AtEnd, EverySteps
@@ -487,6 +488,32 @@ def test_an_error_is_raised_in_the_steps_of_a_long_call(make_job: Any) -> None:
     outcomes = guarded(job, lambda rank, guard: guard.run(train_steps, rank))
     assert [repr(o) for o in outcomes] == ["KeyError('label')"] * 2
     assert job.ranks[0].ckpt.current_step < 5000
+
+
+def test_a_rank_that_waits_for_its_own_save_is_not_ended(
+    make_job: Any, monkeypatch: pytest.MonkeyPatch, process_ends: list[tuple[int, str]]
+) -> None:
+    """Both ranks fail at one step, for the same reason, while a slow save is in flight."""
+    monkeypatch.setattr(response, "STUCK_SECONDS", 0.3)
+    job = make_job(2, lockstep=False)
+
+    def wait(method: str, key: str) -> None:
+        if method == "put_if_absent" and key.endswith(MANIFEST):
+            time.sleep(1.5)
+
+    job.set_before_call(0, wait)
+
+    def work(rank: TrainingRank) -> None:
+        preemption = job.preemption(rank.rank)
+        with rank.make_checkpointer(save=EverySteps(5), preemption=preemption) as ckpt:
+            for _ in range(5):
+                ckpt.step()
+            raise OSError("The data is away")
+
+    outcomes = job.outcomes(work)
+    assert [str(o) for o in outcomes] == ["The data is away"] * 2
+    assert job.versions == [5]
+    assert process_ends == []
 
 
 def test_an_exception_that_other_ranks_cannot_rebuild_is_a_rank_failed(make_job: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from math import nan
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.deadline import Deadline
@@ -25,9 +27,11 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.format.names import Version
-from holdfast.preemption import exit_status
+from holdfast.preemption import exit_status, response
 from holdfast.preemption.exit_status import DONE, GIVE_UP, SAVED, UNSAVED, read_records
+from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
+from holdfast.preemption.savepoints import step_savepoint
 from holdfast.restarts.ladder import Ladder
 from holdfast.restarts.records import read_restarts
 from holdfast.run.policy import AtEnd, EverySteps, Never
@@ -408,6 +412,36 @@ def test_a_training_that_leaves_with_75_removes_its_record(
     assert left is not None
     assert [s.code for s in statuses()] == [SAVED]
     assert job.records == []
+
+
+def test_a_training_that_is_ended_in_a_long_step_with_75_removes_its_record(
+    statuses: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the savepoint has saved the last step, and the exit timer ends the process."""
+    ends: list[int] = []
+    monkeypatch.setattr(response, "end_process", lambda code, why: ends.append(code))
+    monkeypatch.setattr(step_savepoint, "SHARE", 1e9)  # the steps of this test are short
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {**initial_state(), "model": model, "optimizer": optimizer}
+    run = MemoryStore()
+    ckpt = Checkpointer(run, state, save=EverySteps(10), preemption=Preemption(notices=[]))
+    try:
+        ckpt.resume()
+        for _ in range(3):
+            model(torch.ones(8)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+        assert [s.key for s in run.list("") if s.key.startswith("restart-")] != []
+        ckpt._preemption.on_notice(Notice("a test", 3.0))
+        end = time.monotonic() + 20
+        while not ends:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert [s.code for s in statuses()] == [SAVED]
+        assert [s.key for s in run.list("") if s.key.startswith("restart-")] == []
+    finally:
+        ckpt._release()
 
 
 def test_a_training_that_leaves_with_76_keeps_its_record(statuses: Status) -> None:

@@ -6,6 +6,7 @@ import atexit
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import inf
 from threading import RLock
 from traceback import format_exception
@@ -39,6 +40,7 @@ from holdfast.preemption.savepoints.savepoint_saver import SLACK, Durations, Sav
 from holdfast.preemption.savepoints.step_savepoint import StepSavepoint
 from holdfast.preemption.signals import SignalNotice
 from holdfast.preemption.watcher import NoticeWatcher
+from holdfast.threads import call_with_limit
 
 SAVE, LEAVE = "save before the stop", "save and leave"
 """The actions on which the ranks agree after a notice."""
@@ -49,8 +51,9 @@ SAVE_ONLY = "save after a notice"
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
 
-_FLUSH_SECONDS = 10.0
-"""Without a notice, the time to save the newest captured state before the process ends."""
+_FLUSH_SECONDS, _NOTE_SECONDS = 10.0, 0.5
+"""Before the process ends: the time to save the newest captured state if there was no notice, and
+the time to note that this restart has ended well."""
 
 _POLL_SECONDS = 0.5
 """The longest time until another rank sees a proposal."""
@@ -84,6 +87,7 @@ class PreemptionResponse:
         self._deadline: Deadline | None = None
         self._failure: RankFailed | None = None
         self._peer_error: BaseException | None = None
+        self._is_unwinding = self._is_without_ranks = False
         self.has_left = False
         """True once the last step is saved and ``exit_fn`` has returned."""
 
@@ -207,6 +211,8 @@ class PreemptionResponse:
             agreement, self._peer_error = self._agreement, error
         if isinstance(agreement, Agreement):
             agreement.raise_at_next_step(error)
+        if self._is_unwinding:
+            return  # the training thread waits for its own saves only, which have limits
         deadline = self._deadline
         left = STUCK_SECONDS if deadline is None else min(STUCK_SECONDS, deadline.seconds_left / 2)
         message = (
@@ -221,6 +227,7 @@ class PreemptionResponse:
 
     def _on_saved_without(self) -> None:
         """Leave soon: with a rank dead, no collective operation of the training may ever return."""
+        self._is_without_ranks = True
         if self._deadline is not None:
             at = self._clock() + self._deadline.seconds_left / 2
             self._timer.set("exit", at, self._end_late)
@@ -275,6 +282,10 @@ class PreemptionResponse:
             limit = Deadline.after(_FLUSH_SECONDS, "the end of this process")
             known = self._deadline
             self._savepoint_saver.flush(limit if known is None else save_deadline(known))
+        if code == SAVED and not self._is_without_ranks:
+            limit = Deadline.after(_NOTE_SECONDS, "the end of this process")
+            note = partial(self._ending.leave, code, self._failure, limit)
+            call_with_limit(note, "holdfast-end", _NOTE_SECONDS)
         with suppress(HoldfastError):
             code = leave_code(self._status(code, message))
         end_process(code, message)
@@ -314,6 +325,8 @@ class PreemptionResponse:
         live ranks save their savepoints if they can, and leave. The error is shown: it may have
         another cause, such as a lack of memory.
         """
+        self._is_unwinding = True
+        self._timer.clear("error")
         deadline, is_saved = self._deadline, False
         if deadline is None or not (isinstance(error, RankFailed) or is_from_torch(error)):
             return None

@@ -20,7 +20,7 @@ from holdfast.errors import RankFailed
 from holdfast.preemption.savepoints.live_ranks import Decision, SavepointVote, Voter, VoteTimes
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
 from holdfast.text import format_ranks
-from holdfast.threads import Claim, Latch, no_op, start_thread
+from holdfast.threads import Claim, Latch, call_with_limit, no_op, start_thread
 
 SLACK = 1.0
 """Seconds beyond the measured times of a step and a save."""
@@ -162,20 +162,15 @@ class SavepointSaver:
     def flush(self, deadline: Deadline) -> None:
         """Save the newest captured state, because neither the last step nor the one before was
         saved. This returns by ``deadline``, also if the store does not answer."""
-        ended = Latch()
 
         def save() -> None:
             try:
                 self._saves.flush_captured(deadline)
             except Exception as e:  # noqa: BLE001  (the state stays where it is)
                 events.emit("flush_failed", error=e)
-            finally:
-                ended.set()
 
-        if self.saved_step is None and start_thread(
-            Thread(target=save, name="holdfast-flush", daemon=True)
-        ):
-            ended.wait(deadline.seconds_left)
+        if self.saved_step is None:
+            call_with_limit(save, "holdfast-flush", deadline.seconds_left)
 
     # -- the thread ------------------------------------------------------------------------------
 
