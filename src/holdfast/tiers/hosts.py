@@ -12,15 +12,17 @@ from holdfast.tiers.placement import Placement, place_copies
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """What a rank tells the others when the memory tier starts.
+    """What a rank tells the others when a tier starts.
 
-    ``machine``: its machine; ``memory``: the folder in memory that it uses, as its host knows it;
-    ``domain``: what fails as a whole with it; ``nbytes``: the size of its shard.
+    ``machine``: its machine or container, and ``boot``: the boot of the kernel below it; ``memory``:
+    the folder that it uses, as its host knows it; ``domain``: what the user says that fails as a
+    whole with it, or None; ``nbytes``: the size of its shard.
     """
 
     machine: str
+    boot: str
     memory: str
-    domain: str
+    domain: str | None
     nbytes: int
 
     @classmethod
@@ -28,7 +30,7 @@ class RankFacts(msgspec.Struct, frozen=True):
         host, boot, _ = machine.process_identity()
         name = f"{host} {boot}"
         memory = f"{name} {os.path.realpath(folder)}"
-        return cls(name, memory, memory if domain is None else domain, nbytes)
+        return cls(name, boot, memory, domain, nbytes)
 
 
 class Hosts:
@@ -40,7 +42,7 @@ class Hosts:
     def __init__(self, facts: Sequence[RankFacts], rank: int, copies: int) -> None:
         self._facts = facts
         self.rank = rank
-        self.placement: Placement = place_copies([f.domain for f in facts], copies)
+        self.placement: Placement = place_copies(_domains(facts), copies)
         memory = facts[rank].memory
         self.local_ranks = [r for r, f in enumerate(facts) if f.memory == memory]
         self.is_first = self.local_ranks[0] == rank
@@ -73,3 +75,14 @@ class Hosts:
     @property
     def count(self) -> int:
         return len({f.memory for f in self._facts})
+
+
+def _domains(facts: Sequence[RankFacts]) -> list[str]:
+    """Return what fails as a whole with each rank.
+
+    Containers of one node are lost together, so it is the machine below them. If all ranks are on
+    one machine, it is the folder: then the copies at least do not share that.
+    """
+    is_one_boot = len({f.boot for f in facts}) == 1
+    default = [f.memory if is_one_boot else f.boot or f.memory for f in facts]
+    return [d if f.domain is None else f.domain for f, d in zip(facts, default, strict=True)]
