@@ -629,6 +629,24 @@ def test_a_notice_does_not_wait_for_a_slow_promotion(
     disk.hanging = ""
 
 
+def test_training_that_goes_on_after_a_notice_is_not_ended_because_of_a_slow_promotion(
+    disk: Disk,
+) -> None:
+    source = Announced()
+    preemption = Preemption(notices=[source], exit_fn=lambda: None)
+    state, ckpt = disk.start(preemption=preemption)
+    train(state, ckpt, 9)
+    disk.hanging = "version_10/"
+    train(state, ckpt, 10)
+    disk.await_captured([10])
+    source.announce(20)
+    while not ckpt.should_stop:
+        train(state, ckpt, state["progress"].step + 1)
+    assert disk.promoted == [state["progress"].step]
+    assert ckpt._saver.busy
+    assert ckpt._preemption._timer._calls == {}
+
+
 def test_a_save_that_fails_on_the_disk_leaves_nothing_there(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -394,6 +394,7 @@ class PreemptionResponse:
             self._timer.clear()
         if settings is not None and settings.exit_fn is not None:
             settings.exit_fn()
+            self._timer.clear()  # training may go on, also while an old promotion is in flight
             return
         why = describe_exit(code, step, saved_step, cause, problem)
         if self._group.rank == 0:

@@ -14,7 +14,7 @@ from holdfast.tiers.placement import Placement, place_copies
 class RankFacts(msgspec.Struct, frozen=True):
     """What a rank tells the others when a tier starts.
 
-    ``machine``: its machine or container, and ``boot``: the boot of the kernel below it; ``memory``:
+    ``machine``: its machine or container; ``boot``: the boot of the kernel below it; ``memory``:
     the folder that it uses, as its host knows it; ``domain``: what the user says that fails as a
     whole with it, or None; ``nbytes``: the size of its shard.
     """
