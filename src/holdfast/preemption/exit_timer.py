@@ -8,13 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread
 
 from holdfast.deadline import Deadline
 from holdfast.preemption.exit_status import write_error
-from holdfast.threads import start_thread
+from holdfast.threads import call_with_limit, start_thread
+
+_SHOW_SECONDS = 1.0
+"""The longest time in which the process shows why it ends."""
 
 
 class ExitTimer:
@@ -71,13 +75,21 @@ def end_process(code: int, message: str) -> None:
     """End this process at once with an exit code, and show where its threads were.
 
     The training thread may be in a call of a library that does not return, so no exception can
-    reach it.
+    reach it. Nor may a pipe that nobody reads keep the process from its end.
     """
-    with suppress(Exception):  # stderr may be closed; the exit is more important
-        write_error(message)
-        faulthandler.dump_traceback(all_threads=True)
-        sys.stdout.flush()
+    call_with_limit(partial(_show, message), "holdfast-end", _SHOW_SECONDS)
     os._exit(code)
+
+
+def _show(message: str) -> None:
+    with suppress(Exception):  # stderr may be closed; the exit is more important
+        # not to stderr itself: faulthandler keeps the GIL while it writes
+        with os.fdopen(os.memfd_create("stacks"), "r+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = file.read()
+        write_error(f"{message}\n{stacks}")
+        sys.stdout.flush()
 
 
 def exit_margin(left: float) -> float:
