@@ -248,9 +248,9 @@ class HostTier:
     def locate(self, folder: str, sources: dict[str, list[int]]) -> Location:
         """Return the location from which this rank loads a state."""
 
-        def fetch(rank: int, key: str, max_length: int) -> None:
+        def fetch(rank: int, key: str, min_length: int, max_length: int) -> None:
             with self._connect(rank) as connection:
-                connection.fetch_file(self.store, key, max_length)
+                connection.fetch_file(self.store, key, max_length, min_length)
 
         store: Store = RecoveryStore(self.store, sources, fetch)
         return Location(store, folder, is_per_host=True)

@@ -7,22 +7,25 @@ from threading import Lock
 
 from holdfast import events
 from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError
+from holdfast.format.manifest import MAX_MANIFEST, decode_manifest
+from holdfast.format.names import MANIFEST
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.store import Stat, Traits, Upload
+from holdfast.tiers.inventory import files_of
 
-Fetch = Callable[[int, str, int], object]
-"""Copies a file from the store of a rank's host into this one: ``fetch(rank, key, max_length)``.
-Raises ``HoldfastError``."""
-
-_MAX_FILE = 1 << 50
+Fetch = Callable[[int, str, int, int], object]
+"""Copies a file from the store of a rank's host into this one: ``fetch(rank, key, min_length,
+max_length)``. Raises ``HoldfastError``, also for a file of another length."""
 
 
 class RecoveryStore:
     """Reads files from the store of this host. A file that it lacks is first fetched from a peer.
 
-    ``sources``: for each file, the ranks that serve it. A peer that does not answer is reported by
-    an event, and the next one is asked. Every failure is a ``NotFound``: the training then resumes
-    from an older state, or from the durable store. Nothing can be written.
+    ``sources``: for each file of one state, the ranks that serve it in the length that the manifest
+    of the state names. ``stat`` returns that length for a file that this host lacks, and fetches
+    nothing but the manifest. A peer that does not answer is reported by an event, and the next one
+    is asked. Every failure is a ``NotFound``: the training then resumes from an older state, or
+    from the durable store. Nothing can be written.
     """
 
     def __init__(self, own: LocalStore, sources: Mapping[str, Sequence[int]], fetch: Fetch) -> None:
@@ -30,6 +33,8 @@ class RecoveryStore:
         self._sources = sources
         self._fetch = fetch
         self._locks: dict[str, Lock] = {key: Lock() for key in sources}
+        self._lengths: dict[str, int] = {}
+        self._lengths_lock = Lock()
 
     @property
     def traits(self) -> Traits:
@@ -40,6 +45,9 @@ class RecoveryStore:
         return self._own.url
 
     def stat(self, key: str) -> Stat:
+        if not _is_manifest(key) and self._sources.get(key) and not self._has(key):
+            # A load looks up every file before it reads the few that this rank needs.
+            return Stat(key, self._length(key), modified=0.0)
         self._ensure(key)
         return self._own.stat(key)
 
@@ -58,24 +66,49 @@ class RecoveryStore:
     def _ensure(self, key: str) -> None:
         """Fetch a file that this host lacks. Raises ``NotFound`` if no peer can send it."""
         if key not in self._sources:
-            raise _missing(key, self.url, "it is not a file of this state")
+            raise self._unknown(key)
         with self._locks[key]:
+            if not self._has(key):
+                self._fetch_from_any(key)
+
+    def _has(self, key: str) -> bool:
+        try:
+            self._own.stat(key)
+        except NotFound:
+            return False
+        return True
+
+    def _length(self, key: str) -> int:
+        """Return the length of a file according to the manifest of its state."""
+        folder = key.rpartition("/")[0]
+        manifest_key = f"{folder}/{MANIFEST}"
+        with self._lengths_lock:
+            if not self._lengths:
+                raw = self.get(manifest_key, MAX_MANIFEST)
+                files = files_of(decode_manifest(raw, manifest_key)[0])
+                self._lengths = {f"{folder}/{name}": length for name, length in files.items()}
+            if key not in self._lengths:
+                raise self._unknown(key)
+            return self._lengths[key]
+
+    def _fetch_from_any(self, key: str) -> None:
+        shortest, longest = 0, MAX_MANIFEST
+        if not _is_manifest(key):
+            shortest = longest = self._length(key)
+        reasons: list[str] = []
+        for rank in self._sources[key]:
             try:
-                self._own.stat(key)
+                self._fetch(rank, key, shortest, longest)
                 return
-            except NotFound:
-                pass
-            reasons: list[str] = []
-            for rank in self._sources[key]:
-                try:
-                    self._fetch(rank, key, _MAX_FILE)
-                    return
-                except AlreadyExists:  # another rank of this host has fetched it
-                    return
-                except HoldfastError as e:
-                    events.emit("copy_failed", key=key, rank=rank, error=e)
-                    reasons.append(f"rank {rank}: {e}")
-            raise _missing(key, self.url, "; ".join(reasons) or "no peer has it")
+            except AlreadyExists:  # another rank of this host has fetched it
+                return
+            except HoldfastError as e:
+                events.emit("copy_failed", key=key, rank=rank, error=e)
+                reasons.append(f"rank {rank}: {e}")
+        raise _missing(key, self.url, "; ".join(reasons) or "no peer has it")
+
+    def _unknown(self, key: str) -> NotFound:
+        return _missing(key, self.url, "it is not a file of this state")
 
     # -- what only a store that can be written does ----------------------------------------------
 
@@ -90,6 +123,10 @@ class RecoveryStore:
 
     def partials(self, prefix: str) -> Iterator[Stat]:
         return iter(())
+
+
+def _is_manifest(key: str) -> bool:
+    return key.rpartition("/")[2] == MANIFEST
 
 
 def _missing(key: str, url: str, found: str) -> NotFound:
