@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,13 @@ import holdfast
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import FormatError, NotFound, StoreError
+from holdfast.errors import FormatError, NotFound, StoreError, Unavailable
 from holdfast.format.names import MANIFEST
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.recovery_store import RecoveryStore
-from tests.tiers.peers import memory_folder
+from tests.tiers.peers import LIMITS, connect, eventually, memory_folder, serving
 
 FOLDER = "version_1"
 MANIFEST_KEY = f"{FOLDER}/{MANIFEST}"
@@ -126,3 +128,104 @@ def test_a_file_of_this_host_that_has_another_length_is_damage(peers: Peers) -> 
     put(TmpfsStore(peers.folder), peers.shard_key, data[:-1])
     with pytest.raises(FormatError, match="wrong length"):
         peers.open().check_files()
+
+
+class Clock:
+    """A clock that only ``sleep`` moves. ``pauses``: what was slept."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.pauses: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: Peers) -> None:
+    clock, found = Clock(), list[Any]()
+    peers.store().stat(MANIFEST_KEY)
+    peers.fetched.clear()
+
+    def reset(rank: int, key: str) -> None:
+        if len(peers.fetched) <= 10:
+            raise Unavailable("Cannot receive from the peer: connection reset")
+
+    peers.before_copy = reset
+    store = peers.store(clock=clock, sleep=clock.sleep)
+    with holdfast.attach(lambda name, fields: found.append((name, fields["rank"]))):
+        assert store.get(peers.shard_key, 1 << 20)
+    assert [rank for rank, _ in peers.fetched] == [1, 2] * 5 + [1]
+    assert len(clock.pauses) == 5
+    assert clock.pauses == sorted(clock.pauses)
+    assert clock.pauses[0] <= 0.1 < clock.pauses[-1]
+    assert found == [("copy_failed", 1), ("copy_failed", 2)]
+
+
+def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: Peers) -> None:
+    clock = Clock()
+    peers.store().stat(MANIFEST_KEY)
+    peers.fetched.clear()
+
+    def reset(rank: int, key: str) -> None:
+        raise Unavailable(f"Rank {rank} is busy")
+
+    peers.before_copy = reset
+    store = peers.store(seconds=30.0, clock=clock, sleep=clock.sleep)
+    with pytest.raises(NotFound, match=r"rank 1: Rank 1 is busy.*; rank 2: Rank 2 is busy"):
+        store.get(peers.shard_key, 1 << 20)
+    assert sum(clock.pauses) == pytest.approx(30.0)
+    assert max(clock.pauses) <= 2.0
+    assert len(peers.fetched) >= 30
+
+
+def test_a_peer_that_does_not_have_the_file_is_not_asked_again(peers: Peers) -> None:
+    clock = Clock()
+    peers.store().stat(MANIFEST_KEY)
+    peers.fetched.clear()
+
+    def answer(rank: int, key: str) -> None:
+        if rank == 1:
+            raise NotFound(f"There is no {key}")
+        if len(peers.fetched) <= 3:
+            raise Unavailable("Rank 2 is busy")
+
+    peers.before_copy = answer
+    assert peers.store(clock=clock, sleep=clock.sleep).get(peers.shard_key, 1 << 20)
+    assert [rank for rank, _ in peers.fetched] == [1, 2, 2, 2]
+    peers.served.delete(peers.shard_key)
+    TmpfsStore(peers.folder).delete(peers.shard_key)
+    clock.pauses.clear()
+    with pytest.raises(NotFound, match="is on no host that answers"):
+        peers.store(clock=clock, sleep=clock.sleep).get(peers.shard_key, 1 << 20)
+    assert not clock.pauses
+
+
+def test_a_server_with_too_many_connections_sends_the_file_later(peers: Peers) -> None:
+    own, clock = TmpfsStore(peers.folder), Clock()
+    with serving(None, replace(LIMITS, connections=1), store=peers.served) as server:
+        first = connect(server)
+        first.list_files("")
+
+        def fetch(rank: int, key: str, min_length: int, max_length: int) -> None:
+            with connect(server) as connection:
+                connection.fetch_file(own, key, max_length, min_length)
+
+        def sleep(seconds: float) -> None:
+            clock.sleep(seconds)
+            if len(clock.pauses) == 3:
+                first.close()
+                eventually(lambda: not server._threads)
+
+        sources = {key: [1] for key in peers.lengths}
+        with closing(first):
+            store = RecoveryStore(own, sources, fetch, clock=clock, sleep=sleep)
+            assert store.get(MANIFEST_KEY, 1 << 20) == peers.served.get(MANIFEST_KEY, 1 << 20)
+    assert len(clock.pauses) >= 3
+    clock.pauses.clear()
+    with pytest.raises(NotFound, match="refused"):  # the server has ended
+        store.get(peers.shard_key, 1 << 20)
+    assert not clock.pauses

@@ -45,7 +45,8 @@ GENERATIONS = 2
 """The captured states that stay on a host."""
 
 COPY_SECONDS = 120.0
-"""The longest time for the copy of a rank's files to one peer, or for a file from there."""
+"""The longest time for the copy of a rank's files to one peer, or for a file from there; also that
+for which peers that are busy are asked again for a file."""
 
 
 class Generation(NamedTuple):
@@ -252,7 +253,7 @@ class HostTier:
             with self._connect(rank) as connection:
                 connection.fetch_file(self.store, key, max_length, min_length)
 
-        store: Store = RecoveryStore(self.store, sources, fetch)
+        store: Store = RecoveryStore(self.store, sources, fetch, COPY_SECONDS)
         return Location(store, folder, is_per_host=True)
 
     def keep_only(self, kept: Version | None, unpromoted: Collection[Version] = ()) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import Lock
 
 from holdfast import events
-from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError
+from holdfast.deadline import Deadline
+from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError, Unavailable
 from holdfast.format.manifest import MAX_MANIFEST, decode_manifest
 from holdfast.format.names import MANIFEST
 from holdfast.storage.local.store import LocalStore
@@ -17,6 +20,9 @@ Fetch = Callable[[int, str, int, int], object]
 """Copies a file from the store of a rank's host into this one: ``fetch(rank, key, min_length,
 max_length)``. Raises ``HoldfastError``, also for a file of another length."""
 
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+"""The seconds before the peers are asked again, which double each time."""
+
 
 class RecoveryStore:
     """Reads files from the store of this host. A file that it lacks is first fetched from a peer.
@@ -24,14 +30,24 @@ class RecoveryStore:
     ``sources``: for each file of one state, the ranks that serve it in the length that the manifest
     of the state names. ``stat`` returns that length for a file that this host lacks, and fetches
     nothing but the manifest. A peer that does not answer is reported by an event, and the next one
-    is asked. Every failure is a ``NotFound``: the training then resumes from an older state, or
-    from the durable store. Nothing can be written.
+    is asked. Peers that may only be busy are asked again for ``seconds`` per file. Every failure is
+    a ``NotFound``: the training then resumes from an older state, or from the durable store.
+    Nothing can be written.
     """
 
-    def __init__(self, own: LocalStore, sources: Mapping[str, Sequence[int]], fetch: Fetch) -> None:
+    def __init__(
+        self,
+        own: LocalStore,
+        sources: Mapping[str, Sequence[int]],
+        fetch: Fetch,
+        seconds: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
         self._own = own
         self._sources = sources
         self._fetch = fetch
+        self._seconds, self._clock, self._sleep = seconds, clock, sleep
         self._locks: dict[str, Lock] = {key: Lock() for key in sources}
         self._lengths: dict[str, int] = {}
         self._lengths_lock = Lock()
@@ -92,20 +108,31 @@ class RecoveryStore:
             return self._lengths[key]
 
     def _fetch_from_any(self, key: str) -> None:
+        """Ask all peers in turn, until one sends the file, none could, or the time is over."""
         shortest, longest = 0, MAX_MANIFEST
         if not _is_manifest(key):
             shortest = longest = self._length(key)
-        reasons: list[str] = []
-        for rank in self._sources[key]:
-            try:
-                self._fetch(rank, key, shortest, longest)
-                return
-            except AlreadyExists:  # another rank of this host has fetched it
-                return
-            except HoldfastError as e:
-                events.emit("copy_failed", key=key, rank=rank, error=e)
-                reasons.append(f"rank {rank}: {e}")
-        raise _missing(key, self.url, "; ".join(reasons) or "no peer has it")
+        deadline = Deadline.after(self._seconds, f"the copy of {key}", self._clock)
+        left, reasons, pause = list(self._sources[key]), dict[int, str](), _FIRST_PAUSE
+        while True:
+            for rank in list(left):
+                try:
+                    self._fetch(rank, key, shortest, longest)
+                    return
+                except AlreadyExists:  # another rank of this host has fetched it
+                    return
+                except HoldfastError as e:
+                    if rank not in reasons:
+                        events.emit("copy_failed", key=key, rank=rank, error=e)
+                    reasons[rank] = f"rank {rank}: {e}"
+                    if not _may_be_busy(e):
+                        left.remove(rank)
+            if not left or not deadline.seconds_left:
+                break
+            # at random times: many hosts may wait for the same peer
+            self._sleep(min(pause * random.uniform(0.5, 1.0), deadline.seconds_left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise _missing(key, self.url, "; ".join(reasons.values()) or "no peer has it")
 
     def _unknown(self, key: str) -> NotFound:
         return _missing(key, self.url, "it is not a file of this state")
@@ -123,6 +150,13 @@ class RecoveryStore:
 
     def partials(self, prefix: str) -> Iterator[Stat]:
         return iter(())
+
+
+def _may_be_busy(error: HoldfastError) -> bool:
+    """Return True if a peer may send a file later. It resets connections when it has too many.
+    Nobody listens at an address that refuses them: its process has ended."""
+    is_refused = isinstance(error.__cause__, ConnectionRefusedError)
+    return isinstance(error, Unavailable) and not is_refused
 
 
 def _is_manifest(key: str) -> bool:
