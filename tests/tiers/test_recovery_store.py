@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -229,3 +234,96 @@ def test_a_server_with_too_many_connections_sends_the_file_later(peers: Peers) -
     with pytest.raises(NotFound, match="refused"):  # the server has ended
         store.get(peers.shard_key, 1 << 20)
     assert not clock.pauses
+
+
+class SlowFetch:
+    """A fetch of the shard by one process, in a thread. ``end``: lets it go on."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.began, self._may_end, self.found = Event(), Event(), list[bytes]()
+        store, key = peers.store(), peers.shard_key
+
+        def wait(rank: int, key: str) -> None:
+            if key == peers.shard_key and not self.began.is_set():
+                self.began.set()
+                assert self._may_end.wait(20)
+
+        peers.before_copy = wait
+        self._thread = Thread(target=lambda: self.found.append(store.get(key, 1 << 20)))
+        self._thread.start()
+        assert self.began.wait(20)
+
+    def end(self) -> None:
+        self._may_end.set()
+        self._thread.join(20)
+        assert self.found
+
+
+def test_one_process_of_a_host_fetches_a_file(peers: Peers) -> None:
+    """Each has a store of its own here, which is also what two processes have."""
+    slow = SlowFetch(peers)
+
+    def sleep(seconds: float) -> None:
+        slow.end()
+
+    store = peers.store(sleep=sleep)
+    (index_key,) = (key for key in peers.lengths if key.endswith(".index.json"))
+    assert store.get(index_key, 1 << 20)
+    assert not slow.found  # nobody waits for the copy of another file
+    try:
+        assert store.get(peers.shard_key, 1 << 20) == peers.served.get(peers.shard_key, 1 << 20)
+        assert [key for _, key in peers.fetched].count(peers.shard_key) == 1
+    finally:
+        slow.end()
+    assert sorted(p.name for p in (peers.folder / FOLDER).iterdir()) == sorted(
+        key.removeprefix(f"{FOLDER}/") for key in peers.lengths
+    )
+
+
+def test_the_wait_for_another_process_is_bounded(peers: Peers) -> None:
+    slow, clock = SlowFetch(peers), Clock()
+    try:
+        store = peers.store(seconds=30.0, clock=clock, sleep=clock.sleep)
+        assert store.get(peers.shard_key, 1 << 20) == peers.served.get(peers.shard_key, 1 << 20)
+        assert not slow.found
+        assert sum(clock.pauses) == pytest.approx(30.0)
+    finally:
+        slow.end()  # with the file of the other one
+
+
+FETCHING = """
+import json, sys, time
+from holdfast.storage.tmpfs.store import TmpfsStore
+from holdfast.tiers.recovery_store import RecoveryStore
+
+def fetch(*_):
+    print("fetching", flush=True)
+    time.sleep(60)
+
+sources = {key: [1] for key in json.loads(sys.argv[2])}
+RecoveryStore(TmpfsStore(sys.argv[1]), sources, fetch).get(sys.argv[3], 1 << 20)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_fetches_a_file_blocks_nobody(peers: Peers) -> None:
+    peers.store().stat(MANIFEST_KEY)
+    keys = json.dumps([*peers.lengths])
+    command = [sys.executable, "-c", FETCHING, str(peers.folder), keys, peers.shard_key]
+    waits = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+
+        def sleep(seconds: float) -> None:
+            nonlocal waits
+            waits += 1
+            process.kill()
+            time.sleep(seconds)
+
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"fetching\n"
+            assert peers.store(sleep=sleep).get(peers.shard_key, 1 << 20)
+        finally:
+            process.kill()
+    assert waits >= 1
+    assert [key for _, key in peers.fetched].count(peers.shard_key) == 1

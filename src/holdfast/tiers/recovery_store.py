@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import random
+import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from threading import Lock
 
 from holdfast import events
@@ -23,6 +28,9 @@ max_length)``. Raises ``HoldfastError``, also for a file of another length."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 """The seconds before the peers are asked again, which double each time."""
 
+_POLL_SECONDS = 0.02
+"""The seconds between two looks whether another process has ended its copy."""
+
 
 class RecoveryStore:
     """Reads files from the store of this host. A file that it lacks is first fetched from a peer.
@@ -30,9 +38,10 @@ class RecoveryStore:
     ``sources``: for each file of one state, the ranks that serve it in the length that the manifest
     of the state names. ``stat`` returns that length for a file that this host lacks, and fetches
     nothing but the manifest. A peer that does not answer is reported by an event, and the next one
-    is asked. Peers that may only be busy are asked again for ``seconds`` per file. Every failure is
-    a ``NotFound``: the training then resumes from an older state, or from the durable store.
-    Nothing can be written.
+    is asked. Peers that may only be busy are asked again for ``seconds`` per file; for as long, a
+    process waits for another one of this host that fetches the file. Every failure is a
+    ``NotFound``: the training then resumes from an older state, or from the durable store. Nothing
+    can be written.
     """
 
     def __init__(
@@ -49,6 +58,7 @@ class RecoveryStore:
         self._fetch = fetch
         self._seconds, self._clock, self._sleep = seconds, clock, sleep
         self._locks: dict[str, Lock] = {key: Lock() for key in sources}
+        self._numbers = {key: number for number, key in enumerate(sorted(sources))}
         self._lengths: dict[str, int] = {}
         self._lengths_lock = Lock()
 
@@ -84,8 +94,17 @@ class RecoveryStore:
         if key not in self._sources:
             raise self._unknown(key)
         with self._locks[key]:
-            if not self._has(key):
-                self._fetch_from_any(key)
+            if self._has(key):
+                return
+            deadline = Deadline.after(self._seconds, f"the copy of {key}", self._clock)
+            if _is_manifest(key):  # it is small, and there is nothing yet that can be locked
+                self._fetch_from_any(key, 0, MAX_MANIFEST, deadline)
+                return
+            length = self._length(key)  # from now on, the manifest is on this host
+            manifest = self._own.path(_manifest_of(key))
+            with _hold_byte(manifest, self._numbers[key], deadline, self._sleep):
+                if not self._has(key):  # no other process has fetched it meanwhile
+                    self._fetch_from_any(key, length, length, deadline)
 
     def _has(self, key: str) -> bool:
         try:
@@ -96,8 +115,7 @@ class RecoveryStore:
 
     def _length(self, key: str) -> int:
         """Return the length of a file according to the manifest of its state."""
-        folder = key.rpartition("/")[0]
-        manifest_key = f"{folder}/{MANIFEST}"
+        folder, manifest_key = key.rpartition("/")[0], _manifest_of(key)
         with self._lengths_lock:
             if not self._lengths:
                 raw = self.get(manifest_key, MAX_MANIFEST)
@@ -107,12 +125,8 @@ class RecoveryStore:
                 raise self._unknown(key)
             return self._lengths[key]
 
-    def _fetch_from_any(self, key: str) -> None:
+    def _fetch_from_any(self, key: str, shortest: int, longest: int, deadline: Deadline) -> None:
         """Ask all peers in turn, until one sends the file, none could, or the time is over."""
-        shortest, longest = 0, MAX_MANIFEST
-        if not _is_manifest(key):
-            shortest = longest = self._length(key)
-        deadline = Deadline.after(self._seconds, f"the copy of {key}", self._clock)
         left, reasons, pause = list(self._sources[key]), dict[int, str](), _FIRST_PAUSE
         while True:
             for rank in list(left):
@@ -157,6 +171,48 @@ def _may_be_busy(error: HoldfastError) -> bool:
     Nobody listens at an address that refuses them: its process has ended."""
     is_refused = isinstance(error.__cause__, ConnectionRefusedError)
     return isinstance(error, Unavailable) and not is_refused
+
+
+@contextmanager
+def _hold_byte(
+    path: str, number: int, deadline: Deadline, sleep: Callable[[float], object]
+) -> Iterator[None]:
+    """Hold the lock on one byte of a file, which one process of this host at a time can have.
+
+    The kernel releases it if the process dies, and no file remains. The lock only avoids copies
+    that nobody needs: the block also begins without it, if the deadline passes or the file system
+    has no locks.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            while not _set_lock(fd, fcntl.F_WRLCK, number) and deadline.seconds_left:
+                sleep(min(_POLL_SECONDS, deadline.seconds_left))
+        yield
+    finally:
+        with suppress(OSError):  # a process that was forked meanwhile has the descriptor, too
+            _set_lock(fd, fcntl.F_UNLCK, number)
+        os.close(fd)
+
+
+def _set_lock(fd: int, kind: int, number: int) -> bool:
+    """Lock or unlock one byte of an open file. Return False if somebody else has locked it."""
+    request = struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0)  # struct flock of fcntl(2)
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
+    except OSError as e:
+        if e.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _manifest_of(key: str) -> str:
+    return f"{key.rpartition('/')[0]}/{MANIFEST}"
 
 
 def _is_manifest(key: str) -> bool:
