@@ -204,6 +204,47 @@ def test_another_number_of_ranks_and_hosts_resumes_from_memory(
         assert set(job.run(work)) == {30}
 
 
+def test_a_resume_fetches_only_the_shards_that_a_host_reads(cluster: Cluster) -> None:
+    """The state of a large job does not fit into the memory of one host."""
+
+    def shards() -> dict[str, set[int]]:
+        found = {h: cluster.files(h, ".safetensors") for h in "abcd"}
+        return {
+            host: {int(p.name[6:11]) for p in paths if p.parent.name == "version_30"}
+            for host, paths in found.items()
+        }
+
+    cluster.train_and_die("abcd", 33)
+    assert shards() == {"a": {0, 1}, "b": {0, 1}, "c": {2, 3}, "d": {2, 3}}
+    cluster.train_and_die("abcd", 30)
+    assert cluster.resumed_step == 30
+    # every rank reads the replicated array, which is in the shard of rank 0
+    assert shards() == {"a": {0, 1}, "b": {0, 1}, "c": {0, 2, 3}, "d": {0, 2, 3}}
+    assert not cluster.events_of("copy_failed")
+
+
+def test_the_ranks_of_a_host_fetch_each_file_once(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from holdfast.tiers.peers.client import PeerConnection
+
+    cluster.train_and_die("aaabbb", 33)
+    cluster.lose("b")
+    fetch_file, fetched = PeerConnection.fetch_file, list[str]()
+
+    def count(peer: PeerConnection, store: Any, key: str, *lengths: int) -> Any:
+        if not key.endswith(MANIFEST):
+            fetched.append(key)
+            time.sleep(0.1)  # so that the others want the file, too
+        return fetch_file(peer, store, key, *lengths)
+
+    monkeypatch.setattr(PeerConnection, "fetch_file", count)
+    cluster.train_and_die("aaabbb", 34)
+    assert cluster.resumed_step == 30
+    assert len(fetched) == len(set(fetched))
+    assert len([key for key in fetched if key.endswith(".index.json")]) == 6
+
+
 def test_copies_are_placed_on_other_hosts_only(cluster: Cluster) -> None:
     cluster.train_and_die("aabbccc", 12)
     shards = {h: {p.name[6:11] for p in cluster.files(h, ".safetensors")} for h in "abc"}

@@ -465,6 +465,16 @@ def test_a_file_that_is_longer_than_expected_is_not_fetched(folder, source):
     assert list(folder.rglob("*")) == []
 
 
+def test_a_file_that_is_shorter_than_expected_is_not_fetched(folder, source):
+    with (
+        serving(None, store=source) as server,
+        connect(server) as peer,
+        pytest.raises(StoreError, match="too short"),
+    ):
+        peer.fetch_file(TmpfsStore(folder), "v1/a", SIZE + 1, SIZE + 1)
+    assert list(folder.rglob("*")) == []
+
+
 def test_stores_on_disks_send_and_receive(tmp_path, source):
     store, other = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
     data = source.get("v1/a", 1 << 30)

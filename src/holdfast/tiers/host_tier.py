@@ -45,7 +45,8 @@ GENERATIONS = 2
 """The captured states that stay on a host."""
 
 COPY_SECONDS = 120.0
-"""The longest time for the copy of a rank's files to one peer, or for a file from there."""
+"""The longest time for the copy of a rank's files to one peer, or for a file from there; also that
+for which peers that are busy are asked again for a file."""
 
 
 class Generation(NamedTuple):
@@ -248,11 +249,11 @@ class HostTier:
     def locate(self, folder: str, sources: dict[str, list[int]]) -> Location:
         """Return the location from which this rank loads a state."""
 
-        def fetch(rank: int, key: str, max_length: int) -> None:
+        def fetch(rank: int, key: str, min_length: int, max_length: int) -> None:
             with self._connect(rank) as connection:
-                connection.fetch_file(self.store, key, max_length)
+                connection.fetch_file(self.store, key, max_length, min_length)
 
-        store: Store = RecoveryStore(self.store, sources, fetch)
+        store: Store = RecoveryStore(self.store, sources, fetch, COPY_SECONDS)
         return Location(store, folder, is_per_host=True)
 
     def keep_only(self, kept: Version | None, unpromoted: Collection[Version] = ()) -> None:

@@ -100,7 +100,7 @@ def _make_candidate(
     except FormatError as e:
         return Candidate(folder, "", branch, None, {}, tier, str(e))
     sources = {f"{folder}/{MANIFEST}": [i.rank for i in inventories if _has(i, folder, raw)]}
-    for name, length in _files_of(manifest).items():
+    for name, length in files_of(manifest).items():
         key = f"{folder}/{name}"
         sources[key] = [i.rank for i in inventories if i.files.get(key) == length]
     missing = [key for key, ranks in sources.items() if not ranks]
@@ -112,7 +112,8 @@ def _has(inventory: HostInventory, folder: str, raw: bytes) -> bool:
     return inventory.manifests.get(folder) == raw
 
 
-def _files_of(manifest: Manifest) -> Mapping[str, int]:
+def files_of(manifest: Manifest) -> Mapping[str, int]:
+    """Return the names and the lengths of a state's files besides its manifest."""
     files: dict[str, int] = {}
     for shard in manifest.shards:
         files[shard.name] = shard.length

@@ -95,21 +95,24 @@ class PeerConnection:
             )
         return FileReceipt(key, length, digest)
 
-    def fetch_file(self, store: Store, key: str, max_length: int) -> FileReceipt:
+    def fetch_file(
+        self, store: Store, key: str, max_length: int, min_length: int = 0
+    ) -> FileReceipt:
         """Copy a file of the peer to ``store``, a store in memory, under the same key.
 
         Raises ``NotFound`` if the peer does not have it, ``StoreError`` if it is longer than
-        ``max_length`` bytes, ``AlreadyExists`` if the store has the key, and ``DigestMismatch`` if
-        bytes changed on their way.
+        ``max_length`` or shorter than ``min_length`` bytes, ``AlreadyExists`` if the store has the
+        key, and ``DigestMismatch`` if bytes changed on their way.
         """
         channel = self._channel
         channel.send(Fetch(key))
         length = channel.receive(Coming).length
-        if length > max_length:
+        if not min_length <= length <= max_length:
             self.close()
+            is_long = length > max_length
             raise StoreError(
-                f"{key} of {channel.peer} is too long",
-                expected=f"at most {max_length} bytes",
+                f"{key} of {channel.peer} is too {'long' if is_long else 'short'}",
+                expected=f"at most {max_length} bytes" if is_long else f"{min_length} bytes",
                 found=f"{length} bytes",
                 key=key,
             )
