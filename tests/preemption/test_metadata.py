@@ -182,9 +182,30 @@ def test_seconds_are_those_of_the_clock_of_the_server(server: OneDocument) -> No
     assert reply.seconds_until("2020-01-02T04:05:05+01:00") == 60.0
     assert reply.seconds_until("2020-01-02T03:05:05") == 60.0
     assert reply.seconds_until("2020-01-02T03:00:00Z") == 0.0
-    for time_of_day in ("", "soon", "2020-13-45T99:00:00Z", "2020", "9" * 5000):
-        with pytest.raises(OSError, match="Expected a time"):
-            reply.seconds_until(time_of_day)
+
+
+TOO_LARGE = "9" * 20
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        *("", "soon", "2020-13-45T99:00:00Z", "2020"),
+        pytest.param("9" * 5000, id="5000 digits"),
+        *(f"Mon, 19 Sep {TOO_LARGE} 18:29:47 GMT", f"Mon, {TOO_LARGE} Sep 2020 18:29:47 GMT"),
+        *(f"Mon, 19 Sep 2020 {TOO_LARGE}:29:47 GMT", f"Mon, 19 Sep 2020 18:29:47 +{TOO_LARGE}"),
+        f"2020-01-02T03:05:05+{TOO_LARGE}",
+    ],
+)
+def test_a_text_that_is_no_time_is_an_outage(server: OneDocument, when: str) -> None:
+    """A number that is too large raises ``OverflowError`` in ``email.utils``."""
+    reply = MetadataClient(server.url).get("/x", {})
+    with pytest.raises(OSError, match="Expected a time"):
+        reply.seconds_until(when)
+    del reply.headers["Date"]
+    reply.headers["Date"] = when
+    with pytest.raises(OSError, match="Expected a time"):
+        reply.seconds_until("2020-01-02T03:05:05Z")
 
 
 def test_without_a_date_there_are_no_seconds(server: OneDocument) -> None:

@@ -83,7 +83,7 @@ class Reply:
                 when = datetime.fromisoformat(text)
             else:
                 when = parsedate_to_datetime(text)
-        except ValueError as e:
+        except (ValueError, OverflowError) as e:
             raise self.unclear(f"a time where it has {text[:_SHOWN_BYTES]!r}") from e
         return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
 
