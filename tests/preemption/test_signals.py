@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -299,6 +301,45 @@ def test_after_the_parent_has_closed_a_forked_process_ends_by_the_signal(
     source.close()
     os.kill(child, USR1)
     assert result_of(child) == -USR1
+
+
+def test_a_signal_that_comes_later_ends_a_forked_process(
+    previous: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent has received a notice before, and now ends the process by the same signal."""
+    signal.signal(USR1, signal.SIG_DFL)
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    signal.raise_signal(USR1)
+    monkeypatch.setattr(signals, "_PARENT_SECONDS", 0.05)
+    child = fork(sleep)
+    wait_for(lambda: time.monotonic() > signals._dispatcher._received[USR1] + 0.1, "the time")
+    os.kill(child, USR1)
+    assert result_of(child) == -USR1
+    source.close()
+
+
+def test_a_pool_ends_when_it_is_terminated_after_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_PARENT_SECONDS", 0.05)
+    source = SignalNotice()
+    source.start(lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        pool = multiprocessing.get_context("fork").Pool(2)
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+    pool.map_async(time.sleep, [30, 30])  # an idle worker would end by itself
+    workers = list(pool._pool)
+    signal.raise_signal(signal.SIGTERM)
+    received = signals._dispatcher._received
+    wait_for(lambda: time.monotonic() > received[signal.SIGTERM] + 0.1, "the time")
+    terminator = threading.Thread(target=pool.terminate, daemon=True)
+    terminator.start()
+    terminator.join(10)
+    source.close()
+    is_done = not terminator.is_alive()
+    for worker in workers:
+        worker.kill()
+    assert is_done
 
 
 def test_a_worker_that_replaced_the_handler_can_be_protected(previous: list[int]) -> None:

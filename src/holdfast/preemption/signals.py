@@ -25,7 +25,8 @@ from holdfast.preemption.notice import Notice
 from holdfast.threads import no_op, start_thread
 
 _PARENT_SECONDS = 1.0
-"""Seconds within which a signal that goes to a whole group of processes reaches all of them."""
+"""Seconds within which a signal that goes to a whole group of processes reaches all of them. A
+signal that reaches a forked process later was sent to that process, for example to end a pool."""
 
 _END = b"\0"
 """What ends the thread that reads the pipe: it is no number of a signal."""
@@ -95,6 +96,14 @@ def _check_number(number: int) -> None:
         )
 
 
+def _shared_times() -> memoryview[float]:
+    """Return memory that forked processes see: when this one received which signal, or 0.0.
+
+    The clock is that of the system, the same in all processes.
+    """
+    return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
+
+
 class _Dispatcher:
     """The handlers of this process, and what its forked processes know of its signals."""
 
@@ -104,8 +113,7 @@ class _Dispatcher:
         self._pid = os.getpid()
         self._pipe: tuple[Thread, int, int] | None = None  # who reads it, and its two ends
         self._other_fd = -1  # the descriptor that somebody else had set
-        # one byte for each signal: 1 if this process has received it; forked processes see it
-        self._received = mmap.mmap(-1, mmap.PAGESIZE)
+        self._received = _shared_times()
 
     def subscribe(self, source: SignalNotice) -> None:
         if self._pid != os.getpid():
@@ -128,7 +136,7 @@ class _Dispatcher:
         """
         self._pid = os.getpid()
         self._subscribers = WeakSet()
-        self._received = mmap.mmap(-1, mmap.PAGESIZE)
+        self._received = _shared_times()
         inherited = [n for n in self._previous if signal.getsignal(n) == self.handle]
         self._previous = {n: self._previous[n] for n in inherited}
 
@@ -155,7 +163,7 @@ class _Dispatcher:
             ) from e
 
     def _uninstall(self, number: int) -> None:
-        self._received[number] = 0
+        self._received[number] = 0.0
         previous = self._previous[number]
         with suppress(ValueError):  # outside the main thread: the handler acts as the previous one
             # leave a handler that someone has installed over this one
@@ -180,16 +188,19 @@ class _Dispatcher:
             os.kill(os.getpid(), number)
 
     def _deliver(self, number: int) -> None:
-        self._received[number] = 1
+        self._received[number] = time.monotonic()
         for source in list(self._subscribers):
             if number in source.numbers:
                 source.receive(number)
 
     def _has_parent_received(self, number: int) -> bool:
-        end = time.monotonic() + _PARENT_SECONDS
-        while not self._received[number] and time.monotonic() < end:
+        """Return True if the parent has received the signal at about the same time."""
+        now = time.monotonic()
+        while not self._received[number] or self._received[number] < now - _PARENT_SECONDS:
+            if time.monotonic() > now + _PARENT_SECONDS:
+                return False
             time.sleep(0.01)
-        return bool(self._received[number])
+        return True
 
     # -- the pipe ------------------------------------------------------------------------------
 
@@ -246,7 +257,8 @@ class _Dispatcher:
     def stop_ignoring(self) -> None:
         """Let forked processes end by a signal again, because this process ends them now."""
         if self._pid == os.getpid():
-            self._received[:] = bytes(len(self._received))
+            for number in range(len(self._received)):
+                self._received[number] = 0.0
 
 
 _dispatcher = _Dispatcher()
