@@ -96,6 +96,29 @@ def _check_number(number: int) -> None:
         )
 
 
+class _Descriptor:
+    """A descriptor that somebody else may close at any time, such as that of an event loop.
+
+    Its number may then be that of another file, which must not receive the bytes of signals.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._identity = self._identify()
+
+    @property
+    def is_open(self) -> bool:
+        """True while the number is that of the same open pipe or socket as at first."""
+        return self._identity is not None and self._identity == self._identify()
+
+    def _identify(self) -> tuple[int, int] | None:
+        try:
+            found = os.fstat(self.number)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
 def _shared_times() -> memoryview[float]:
     """Return memory that forked processes see: when this one received which signal, or 0.0.
 
@@ -112,7 +135,7 @@ class _Dispatcher:
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
         self._pipe: tuple[Thread, int, int] | None = None  # who reads it, and its two ends
-        self._other_fd = -1  # the descriptor that somebody else had set
+        self._other = _Descriptor(-1)  # what somebody else had set
         self._received = _shared_times()
 
     def subscribe(self, source: SignalNotice) -> None:
@@ -215,7 +238,7 @@ class _Dispatcher:
             os.close(write_end)
             return
         self._pipe = thread, read_end, write_end
-        self._other_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        self._other = _Descriptor(signal.set_wakeup_fd(write_end, warn_on_full_buffer=False))
 
     def _read_pipe(self, read_end: int) -> None:
         while True:
@@ -223,20 +246,25 @@ class _Dispatcher:
             for number in numbers:
                 if number in self._previous:
                     self._deliver(number)
-            if self._other_fd >= 0:
-                with suppress(OSError):  # whoever set it has closed it, or does not read
-                    os.write(self._other_fd, numbers.replace(_END, b""))
+            if self._other.is_open:
+                with suppress(OSError):  # whoever set it does not read
+                    os.write(self._other.number, numbers.replace(_END, b""))
             if _END in numbers:
                 return
 
     def _close_pipe(self) -> None:
         if self._pipe is None:
             return
-        (thread, read_end, write_end), self._pipe = self._pipe, None
-        with suppress(ValueError):  # outside the main thread
-            current = signal.set_wakeup_fd(self._other_fd)
-            if current != write_end:  # somebody else has set it since
-                signal.set_wakeup_fd(current)
+        thread, read_end, write_end = self._pipe
+        try:
+            current = signal.set_wakeup_fd(-1)
+        except ValueError:
+            return  # outside the main thread: the system goes on writing into the pipe
+        self._pipe = None
+        if current == write_end:
+            current = self._other.number if self._other.is_open else -1
+        with suppress(OSError, ValueError):  # whoever set it closes it now
+            signal.set_wakeup_fd(current)
         # forked processes may have the write end, so its end here would not be seen
         with suppress(BlockingIOError):
             os.write(write_end, _END)
