@@ -34,7 +34,10 @@ class MetadataServer:
 
     ``fault``: one of ``FAULTS`` or ``SLOW_FAULTS``, or None; ``fault_paths``: the beginnings of the
     paths that it concerns. ``clock``: the time of the server. ``has_date``: whether replies have a
-    Date header.
+    Date header. ``pause``: seconds between the header and the body of a reply. ``padding``: the
+    number of spaces before a body, which mean nothing in the text and the JSON of these servers.
+
+    A reply has ``Connection: close`` if the request has it, as RFC 9112 (9.6) demands.
     """
 
     reply_headers: ClassVar[dict[str, str]] = {}
@@ -44,6 +47,8 @@ class MetadataServer:
         self.fault_paths: tuple[str, ...] = ("/",)
         self.clock: Callable[[], datetime] = lambda: datetime.now(UTC)
         self.has_date = True
+        self.pause = 0.0
+        self.padding = 0
         self.requests: list[tuple[str, str]] = []
         self.headers: list[dict[str, str]] = []
         self._ended = threading.Event()
@@ -103,7 +108,7 @@ class _Exchange(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, body = owner.answer(self.command, self.path, dict(self.headers.items()))
-        self.reply(status, body.encode())
+        self.reply(status, b" " * owner.padding + body.encode())
 
     def do_PUT(self) -> None:
         self.do_GET()
@@ -120,7 +125,10 @@ class _Exchange(BaseHTTPRequestHandler):
         headers["Content_Length"] = str(len(body) if length is None else length)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
+        owner._ended.wait(owner.pause)
         self.wfile.write(body)
 
     def fail(self, fault: str) -> None:
@@ -150,7 +158,8 @@ class _Exchange(BaseHTTPRequestHandler):
             case "endless_continue":
                 self.repeat(b"HTTP/1.1 100 Continue\r\n\r\n" * 2000, 0)
             case "drip":
-                self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+                head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\nConnection: close\r\n\r\n"
+                self.wfile.write(head)
                 self.repeat(b"0", 0.02)
             case "drip_header":
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nA: ")

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,6 +46,43 @@ def test_a_reply(server: OneDocument) -> None:
     assert server.requests == [("GET", "/x?y=1")]
     assert server.headers[0]["Metadata"] == "true"
     assert server.headers[0]["Host"] == server.url.removeprefix("http://")
+
+
+def test_the_servers_of_these_tests_close_the_connection_as_the_request_asks(
+    server: OneDocument,
+) -> None:
+    """Otherwise, these tests would not show what happens with real servers, which do."""
+    reply = MetadataClient(server.url).get("/x", {})
+    assert reply.headers["Connection"] == "close"
+
+
+@pytest.mark.parametrize(("pause", "padding"), [(0.05, 0), (0.0, 10_000), (0.05, 10_000)])
+def test_a_body_is_read_to_its_end_if_the_server_closes_the_connection(
+    server: OneDocument, pause: float, padding: int
+) -> None:
+    """``http.client`` closes the socket right after the header of such a reply."""
+    server.pause, server.padding = pause, padding
+    server.document = '{"a": "%s"}' % ("x" * 10_000)
+    assert read(server) == {"a": "x" * 10_000}
+
+
+def test_the_socket_is_closed_after_a_reply_and_after_an_error(
+    server: OneDocument, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets: list[socket.socket] = []
+    connect = socket.create_connection
+
+    def record(*args: Any) -> socket.socket:
+        sockets.append(connect(*args))
+        return sockets[-1]
+
+    monkeypatch.setattr(socket, "create_connection", record)
+    read(server)
+    for fault in ("half", "no_http", "dead", "500"):
+        server.fault = fault
+        with pytest.raises(OSError, match="/x"):
+            read(server)
+    assert [s.fileno() for s in sockets] == [-1] * 5
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -144,9 +182,30 @@ def test_seconds_are_those_of_the_clock_of_the_server(server: OneDocument) -> No
     assert reply.seconds_until("2020-01-02T04:05:05+01:00") == 60.0
     assert reply.seconds_until("2020-01-02T03:05:05") == 60.0
     assert reply.seconds_until("2020-01-02T03:00:00Z") == 0.0
-    for time_of_day in ("", "soon", "2020-13-45T99:00:00Z", "2020", "9" * 5000):
-        with pytest.raises(OSError, match="Expected a time"):
-            reply.seconds_until(time_of_day)
+
+
+TOO_LARGE = "9" * 20
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        *("", "soon", "2020-13-45T99:00:00Z", "2020"),
+        pytest.param("9" * 5000, id="5000 digits"),
+        *(f"Mon, 19 Sep {TOO_LARGE} 18:29:47 GMT", f"Mon, {TOO_LARGE} Sep 2020 18:29:47 GMT"),
+        *(f"Mon, 19 Sep 2020 {TOO_LARGE}:29:47 GMT", f"Mon, 19 Sep 2020 18:29:47 +{TOO_LARGE}"),
+        f"2020-01-02T03:05:05+{TOO_LARGE}",
+    ],
+)
+def test_a_text_that_is_no_time_is_an_outage(server: OneDocument, when: str) -> None:
+    """A number that is too large raises ``OverflowError`` in ``email.utils``."""
+    reply = MetadataClient(server.url).get("/x", {})
+    with pytest.raises(OSError, match="Expected a time"):
+        reply.seconds_until(when)
+    del reply.headers["Date"]
+    reply.headers["Date"] = when
+    with pytest.raises(OSError, match="Expected a time"):
+        reply.seconds_until("2020-01-02T03:05:05Z")
 
 
 def test_without_a_date_there_are_no_seconds(server: OneDocument) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +234,55 @@ def test_another_owner_of_the_wakeup_pipe_gets_its_bytes(previous: list[int]) ->
     os.close(write_end)
 
 
+def test_an_event_loop_that_is_closed_first_is_no_error(previous: list[int]) -> None:
+    loop = asyncio.new_event_loop()
+    loop.add_signal_handler(signal.SIGUSR2, lambda: None)
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    loop.close()
+    source.close()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_file_with_the_number_of_a_closed_pipe_gets_no_byte(
+    previous: list[int], tmp_path: Path
+) -> None:
+    """The bytes would damage it: it may be a file of a version."""
+    read_end, write_end = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(write_end)
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    os.close(write_end)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+    assert file == write_end
+    wakes: list[int] = []
+    source._wake = lambda: wakes.append(1)
+    signal.raise_signal(USR1)
+    wait_for(lambda: len(wakes) == 2, "the pipe reports it too")
+    source.close()
+    assert signal.set_wakeup_fd(-1) == -1
+    assert os.fstat(file).st_size == 0
+    os.close(file)
+    os.close(read_end)
+
+
+def test_close_from_another_thread_closes_no_pipe_that_is_in_use(previous: list[int]) -> None:
+    """Only the main thread may tell the system to use another pipe."""
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    signal.signal(USR1, lambda *_: None)  # with this one's own handler, the pipe stays anyway
+    write_end = signals._dispatcher._pipe[2] if signals._dispatcher._pipe else -1
+    thread = threading.Thread(target=source.close)
+    thread.start()
+    thread.join()
+    os.fstat(write_end)  # raises if it is closed
+    wakes: list[int] = []
+    source.start(lambda: wakes.append(1))
+    signal.raise_signal(USR1)
+    wait_for(lambda: len(wakes) == 2, "the pipe reports it too")
+    source.close()
+
+
 # -- forked processes ------------------------------------------------------------------------------
 
 
@@ -299,6 +352,45 @@ def test_after_the_parent_has_closed_a_forked_process_ends_by_the_signal(
     source.close()
     os.kill(child, USR1)
     assert result_of(child) == -USR1
+
+
+def test_a_signal_that_comes_later_ends_a_forked_process(
+    previous: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent has received a notice before, and now ends the process by the same signal."""
+    signal.signal(USR1, signal.SIG_DFL)
+    source = SignalNotice(USR1)
+    source.start(lambda: None)
+    signal.raise_signal(USR1)
+    monkeypatch.setattr(signals, "_PARENT_SECONDS", 0.05)
+    child = fork(sleep)
+    wait_for(lambda: time.monotonic() > signals._dispatcher._received[USR1] + 0.1, "the time")
+    os.kill(child, USR1)
+    assert result_of(child) == -USR1
+    source.close()
+
+
+def test_a_pool_ends_when_it_is_terminated_after_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_PARENT_SECONDS", 0.05)
+    source = SignalNotice()
+    source.start(lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        pool = multiprocessing.get_context("fork").Pool(2)
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+    pool.map_async(time.sleep, [30, 30])  # an idle worker would end by itself
+    workers = list(pool._pool)
+    signal.raise_signal(signal.SIGTERM)
+    received = signals._dispatcher._received
+    wait_for(lambda: time.monotonic() > received[signal.SIGTERM] + 0.1, "the time")
+    terminator = threading.Thread(target=pool.terminate, daemon=True)
+    terminator.start()
+    terminator.join(10)
+    source.close()
+    is_done = not terminator.is_alive()
+    for worker in workers:
+        worker.kill()
+    assert is_done
 
 
 def test_a_worker_that_replaced_the_handler_can_be_protected(previous: list[int]) -> None:

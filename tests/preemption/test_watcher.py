@@ -113,7 +113,7 @@ def test_an_outage_is_reported_once_and_the_source_is_polled_on(
     assert failures == [("a test", "down"), ("a test", "down again")]
 
 
-def test_another_error_ends_only_that_source_and_close_raises_it(
+def test_another_error_ends_only_that_source_and_the_end_raises_it(
     failures: list[tuple[str, str]],
 ) -> None:
     broken, good = Source(KeyError("x"), name="broken"), Source(None, None, Notice("good"))
@@ -122,13 +122,160 @@ def test_another_error_ends_only_that_source_and_close_raises_it(
     watcher.start()
     wait_for(lambda: response.notices)
     assert broken.polls == 1
-    with pytest.raises(KeyError):
-        watcher.close()
     watcher.close()
+    with pytest.raises(KeyError):
+        watcher.raise_error()
+    watcher.raise_error()
     assert failures == [("broken", "'x'")]
 
 
-def test_an_error_of_the_detection_is_raised_by_close_and_does_not_end_the_watch(
+class Broken(Source):
+    """A source whose attributes raise, or are of a wrong type."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(name="broken")
+        self.__dict__.update(attributes)
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name != "__dict__" and isinstance(value, BaseException):
+            raise value
+        return value
+
+
+BAD_NOTICES: list[Any] = [
+    *(True, False, 30, "SIGTERM", [], Notice),
+    *(Notice("x", "30"), Notice("x", True), Notice("x", float("nan")), Notice("x", [])),
+    *(Notice(None), Notice("x", 1.0, "no"), Notice("x", stops=None)),
+]
+
+
+@pytest.mark.parametrize("found", BAD_NOTICES, ids=repr)
+def test_what_is_no_valid_notice_ends_only_that_source(
+    failures: list[tuple[str, str]], found: Any
+) -> None:
+    """The signals must go on: without the thread, SIGTERM would be swallowed."""
+    bad = Source(found, name="broken")
+    signals = WakingSource()
+    error = pass_a_notice_beside(bad, signals, failures)
+    assert isinstance(error, HoldfastError)
+    assert "something else than a notice" in str(error)
+    assert bad.polls == 1
+
+
+@pytest.mark.parametrize("interval", ["1", None, True, 0, -1.0, float("nan"), float("inf")])
+def test_an_invalid_interval_ends_only_that_source(
+    failures: list[tuple[str, str]], interval: Any
+) -> None:
+    error = pass_a_notice_beside(Broken(interval=interval), WakingSource(), failures)
+    assert "Invalid value for interval=" in str(error)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), AttributeError("x"), SystemExit(3), KeyboardInterrupt(), OSError("x")]
+)
+def test_an_error_of_any_kind_ends_only_that_source(
+    failures: list[tuple[str, str]], error: BaseException
+) -> None:
+    raised = pass_a_notice_beside(Broken(interval=error), WakingSource(), failures)
+    assert error in (raised, raised.__cause__)
+
+    def poll() -> None:
+        raise error
+
+    if not isinstance(error, OSError):  # which is an outage
+        failures.clear()
+        raised = pass_a_notice_beside(Broken(poll=poll), WakingSource(), failures)
+        assert error in (raised, raised.__cause__)
+
+
+def pass_a_notice_beside(
+    bad: Source, good: WakingSource, failures: list[tuple[str, str]]
+) -> Exception:
+    """Watch a bad source and a good one, and return the error of the bad one."""
+    response = Response()
+    watcher = NoticeWatcher([bad, good], response.on_notice)
+    watcher.start()
+    wait_for(lambda: failures)
+    good.results.append(Notice("SIGTERM"))
+    good.started[0]()
+    wait_for(lambda: response.notices)
+    watcher.close()
+    with pytest.raises(Exception) as raised:
+        watcher.raise_error()
+    watcher.raise_error()
+    assert [name for name, _ in failures] == ["broken"]
+    assert not watcher_threads()
+    return raised.value
+
+
+def test_a_source_without_a_name_is_reported_by_its_class(
+    failures: list[tuple[str, str]],
+) -> None:
+    class Nameless:
+        interval = 1.0
+
+        def poll(self) -> None:
+            raise KeyError("x")
+
+    watcher = NoticeWatcher([Nameless()], Response().on_notice)  # type: ignore[list-item]
+    watcher._poll(watcher._sources[0])
+    assert [name.rpartition(".")[2] for name, _ in failures] == ["Nameless"]
+
+
+def test_an_error_of_the_response_ends_only_that_source(
+    failures: list[tuple[str, str]],
+) -> None:
+    class Refusing(Response):
+        def on_notice(self, notice: Notice) -> None:
+            if notice.source == "bad":
+                raise OSError("no connection")
+            super().on_notice(notice)
+
+    response, good = Refusing(), Source(None, None, Notice("good"))
+    watcher = NoticeWatcher([Source(Notice("bad"), name="broken"), good], response.on_notice)
+    watcher.start()
+    wait_for(lambda: response.notices)
+    watcher.close()
+    with pytest.raises(OSError, match="no connection"):
+        watcher.raise_error()
+    assert failures == [("broken", "no connection")]
+
+
+def test_a_source_that_ended_is_not_polled_if_it_is_woken(
+    failures: list[tuple[str, str]],
+) -> None:
+    response, bad, good = Response(), WakingSource(True), WakingSource()
+    watcher = NoticeWatcher([bad, good], response.on_notice)
+    watcher.start()
+    wait_for(lambda: failures)
+    bad.started[0]()
+    good.results.append(Notice("SIGTERM"))
+    good.started[0]()
+    wait_for(lambda: response.notices)
+    watcher.close()
+    with pytest.raises(HoldfastError):
+        watcher.raise_error()
+    assert bad.polls == 1
+    assert (bad.closed, good.closed) == (1, 1)
+
+
+def test_a_source_that_cannot_be_closed_keeps_no_other_one_open() -> None:
+    class Stuck(WakingSource):
+        def close(self) -> None:
+            raise OSError("Bad file descriptor")
+
+    good = WakingSource()
+    watcher = NoticeWatcher([Stuck(), good], Response().on_notice)
+    watcher.start()
+    watcher.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        watcher.raise_error()
+    assert good.closed == 1
+    assert not watcher_threads()
+
+
+def test_an_error_of_the_detection_is_raised_at_the_end_and_does_not_end_the_watch(
     failures: list[tuple[str, str]],
 ) -> None:
     response, source = Response(), Source(None, None, Notice("a"))
@@ -140,8 +287,9 @@ def test_an_error_of_the_detection_is_raised_by_close_and_does_not_end_the_watch
     watcher.start()
     wait_for(lambda: response.notices)
     assert failures == [("the detection of the platform", "no platform")]
+    watcher.close()
     with pytest.raises(ValueError, match="no platform"):
-        watcher.close()
+        watcher.raise_error()
 
 
 def test_a_source_that_cannot_start_is_reported(failures: list[tuple[str, str]]) -> None:

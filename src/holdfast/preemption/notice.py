@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
+
+from holdfast.errors import HoldfastError
+from holdfast.text import to_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,28 @@ class NoticeSource(Protocol):
 
         A notice with ``stops`` may be returned at each poll: only an earlier deadline has an
         effect. A notice without ``stops`` MUST be returned once. Raises ``OSError`` if the source
-        does not answer; it is then polled again, and an event reports the outage once.
+        does not answer; it is then polled again, and an event reports the outage once. Any other
+        error ends the source, and the end of the training raises it.
         """
         ...
+
+
+def check_notice(found: object) -> Notice | None:
+    """Return what a source has returned. Raises ``HoldfastError`` unless it is a notice or None."""
+    if found is None or (isinstance(found, Notice) and _is_valid(found)):
+        return found
+    raise HoldfastError(
+        "A source of notices returned something else than a notice",
+        expected="None, or a Notice(source: str, seconds: float | None, stops: bool)",
+        found=to_repr(found)[:200],
+    )
+
+
+def _is_valid(notice: Notice) -> bool:
+    seconds: object = notice.seconds
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    return (
+        isinstance(notice.source, str)
+        and isinstance(notice.stops, bool)
+        and (seconds is None or (is_number and not math.isnan(notice.seconds or 0.0)))
+    )

@@ -153,9 +153,13 @@ class PreemptionResponse:
             atexit.register(leave_done, self._status(DONE, "the training is complete"))
         self._savepoint_saver.close()
         self._agreement = LocalAgreement()  # it refers to this object, and to a connection
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            watcher.close()
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def raise_source_error(self, ended: BaseException | None) -> None:
+        """Raise the error that ended a source of notices. See ``NoticeWatcher.raise_error``."""
+        if self._watcher is not None:
+            self._watcher.raise_error(ended)
 
     # -- notices, on other threads ---------------------------------------------------------------
 

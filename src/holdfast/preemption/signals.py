@@ -25,7 +25,8 @@ from holdfast.preemption.notice import Notice
 from holdfast.threads import no_op, start_thread
 
 _PARENT_SECONDS = 1.0
-"""Seconds within which a signal that goes to a whole group of processes reaches all of them."""
+"""Seconds within which a signal that goes to a whole group of processes reaches all of them. A
+signal that reaches a forked process later was sent to that process, for example to end a pool."""
 
 _END = b"\0"
 """What ends the thread that reads the pipe: it is no number of a signal."""
@@ -95,6 +96,37 @@ def _check_number(number: int) -> None:
         )
 
 
+class _Descriptor:
+    """A descriptor that somebody else may close at any time, such as that of an event loop.
+
+    Its number may then be that of another file, which must not receive the bytes of signals.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._identity = self._identify()
+
+    @property
+    def is_open(self) -> bool:
+        """True while the number is that of the same open pipe or socket as at first."""
+        return self._identity is not None and self._identity == self._identify()
+
+    def _identify(self) -> tuple[int, int] | None:
+        try:
+            found = os.fstat(self.number)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+
+def _shared_times() -> memoryview[float]:
+    """Return memory that forked processes see: when this one received which signal, or 0.0.
+
+    The clock is that of the system, the same in all processes.
+    """
+    return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
+
+
 class _Dispatcher:
     """The handlers of this process, and what its forked processes know of its signals."""
 
@@ -103,9 +135,8 @@ class _Dispatcher:
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
         self._pipe: tuple[Thread, int, int] | None = None  # who reads it, and its two ends
-        self._other_fd = -1  # the descriptor that somebody else had set
-        # one byte for each signal: 1 if this process has received it; forked processes see it
-        self._received = mmap.mmap(-1, mmap.PAGESIZE)
+        self._other = _Descriptor(-1)  # what somebody else had set
+        self._received = _shared_times()
 
     def subscribe(self, source: SignalNotice) -> None:
         if self._pid != os.getpid():
@@ -128,7 +159,7 @@ class _Dispatcher:
         """
         self._pid = os.getpid()
         self._subscribers = WeakSet()
-        self._received = mmap.mmap(-1, mmap.PAGESIZE)
+        self._received = _shared_times()
         inherited = [n for n in self._previous if signal.getsignal(n) == self.handle]
         self._previous = {n: self._previous[n] for n in inherited}
 
@@ -155,7 +186,7 @@ class _Dispatcher:
             ) from e
 
     def _uninstall(self, number: int) -> None:
-        self._received[number] = 0
+        self._received[number] = 0.0
         previous = self._previous[number]
         with suppress(ValueError):  # outside the main thread: the handler acts as the previous one
             # leave a handler that someone has installed over this one
@@ -180,16 +211,19 @@ class _Dispatcher:
             os.kill(os.getpid(), number)
 
     def _deliver(self, number: int) -> None:
-        self._received[number] = 1
+        self._received[number] = time.monotonic()
         for source in list(self._subscribers):
             if number in source.numbers:
                 source.receive(number)
 
     def _has_parent_received(self, number: int) -> bool:
-        end = time.monotonic() + _PARENT_SECONDS
-        while not self._received[number] and time.monotonic() < end:
+        """Return True if the parent has received the signal at about the same time."""
+        now = time.monotonic()
+        while not self._received[number] or self._received[number] < now - _PARENT_SECONDS:
+            if time.monotonic() > now + _PARENT_SECONDS:
+                return False
             time.sleep(0.01)
-        return bool(self._received[number])
+        return True
 
     # -- the pipe ------------------------------------------------------------------------------
 
@@ -204,7 +238,7 @@ class _Dispatcher:
             os.close(write_end)
             return
         self._pipe = thread, read_end, write_end
-        self._other_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        self._other = _Descriptor(signal.set_wakeup_fd(write_end, warn_on_full_buffer=False))
 
     def _read_pipe(self, read_end: int) -> None:
         while True:
@@ -212,20 +246,25 @@ class _Dispatcher:
             for number in numbers:
                 if number in self._previous:
                     self._deliver(number)
-            if self._other_fd >= 0:
-                with suppress(OSError):  # whoever set it has closed it, or does not read
-                    os.write(self._other_fd, numbers.replace(_END, b""))
+            if self._other.is_open:
+                with suppress(OSError):  # whoever set it does not read
+                    os.write(self._other.number, numbers.replace(_END, b""))
             if _END in numbers:
                 return
 
     def _close_pipe(self) -> None:
         if self._pipe is None:
             return
-        (thread, read_end, write_end), self._pipe = self._pipe, None
-        with suppress(ValueError):  # outside the main thread
-            current = signal.set_wakeup_fd(self._other_fd)
-            if current != write_end:  # somebody else has set it since
-                signal.set_wakeup_fd(current)
+        thread, read_end, write_end = self._pipe
+        try:
+            current = signal.set_wakeup_fd(-1)
+        except ValueError:
+            return  # outside the main thread: the system goes on writing into the pipe
+        self._pipe = None
+        if current == write_end:
+            current = self._other.number if self._other.is_open else -1
+        with suppress(OSError, ValueError):  # whoever set it closes it now
+            signal.set_wakeup_fd(current)
         # forked processes may have the write end, so its end here would not be seen
         with suppress(BlockingIOError):
             os.write(write_end, _END)
@@ -246,7 +285,8 @@ class _Dispatcher:
     def stop_ignoring(self) -> None:
         """Let forked processes end by a signal again, because this process ends them now."""
         if self._pid == os.getpid():
-            self._received[:] = bytes(len(self._received))
+            for number in range(len(self._received)):
+                self._received[number] = 0.0
 
 
 _dispatcher = _Dispatcher()

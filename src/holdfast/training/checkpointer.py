@@ -394,13 +394,13 @@ class Checkpointer:
             self._saver.checks.warn()
 
     def _release(self) -> None:
-        self._lifecycle.is_closed = True
-        saver = self._saver
+        self._lifecycle.is_closed, saver = True, self._saver
         if not self._lifecycle.is_forked:
             for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):
                 part.close()
             saver.writer_lock.release()
             self._tiers.close(saver.saved_step == self.current_step and not saver.busy)
+            self._preemption.raise_source_error(self._lifecycle.interruption())
 
     def __enter__(self) -> Self:
         self._ending.enter()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
+from holdfast.preemption.notice import Notice, check_notice
 from holdfast.preemption.notices.bounded import BoundedSource
 from holdfast.text import to_repr
 
@@ -52,8 +53,9 @@ class CallNotice(BoundedSource):
         if result is True:
             return Notice(self.name)
         if isinstance(result, Notice):
-            return result
-        if isinstance(result, int | float) and math.isfinite(result):
+            with suppress(HoldfastError):
+                return check_notice(result)
+        elif isinstance(result, int | float) and math.isfinite(result):
             return Notice(self.name, max(0.0, float(result)))
         raise OSError(
             f"{self.name} returned {to_repr(result)}. Expected None, a bool, a number of seconds, "

@@ -83,7 +83,7 @@ class Reply:
                 when = datetime.fromisoformat(text)
             else:
                 when = parsedate_to_datetime(text)
-        except ValueError as e:
+        except (ValueError, OverflowError) as e:
             raise self.unclear(f"a time where it has {text[:_SHOWN_BYTES]!r}") from e
         return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
 
@@ -131,7 +131,7 @@ class MetadataClient:
         except (OSError, UnicodeError) as e:  # UnicodeError: not a host name
             raise OSError(f"Cannot read {url}: {e}") from e
         finally:
-            connection.close()
+            connection.end()
         if reply.status not in allow:
             raise OSError(_describe_status(reply, allow))
         return reply
@@ -189,6 +189,7 @@ class _BoundedConnection(HTTPConnection):
         self._deadline = Deadline.after(REQUEST_SECONDS, "a request", time.monotonic)
         self._byte_limit = limit
         self._tls: SSLContext | None = None
+        self._connected: socket.socket | None = None
         super().__init__(host, port, timeout=REQUEST_SECONDS)
 
     def use_tls(self, context: SSLContext | None) -> None:
@@ -208,7 +209,14 @@ class _BoundedConnection(HTTPConnection):
         except BaseException:
             connected.close()
             raise
+        self._connected = connected
         self.sock = cast(Any, _BoundedSocket(connected, self._deadline, self._byte_limit))
+
+    def end(self) -> None:
+        """Close the connection, once the reply has been read."""
+        self.close()
+        if self._connected is not None:
+            self._connected.close()
 
     def _left(self) -> float:
         if not self._deadline.seconds_left:
@@ -230,7 +238,11 @@ class _BoundedSocket:
         return io.BufferedReader(self._stream, 4096)
 
     def close(self) -> None:
-        self._sock.close()
+        """Do nothing: ``_BoundedConnection.end`` closes the socket.
+
+        ``http.client`` calls this before it reads the body of a reply with ``Connection: close``. A
+        socket of Python stays open then, until the file of ``makefile`` is closed.
+        """
 
 
 class _BoundedStream(io.RawIOBase):
