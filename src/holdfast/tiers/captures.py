@@ -18,7 +18,6 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import AlreadyExists, HoldfastError, NoSpace
 from holdfast.format.names import Version
 from holdfast.run.policy import PolicyInput
-from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.text import warn_user
 from holdfast.threads import start_thread
@@ -45,14 +44,15 @@ class Captures(HostTier):
         self._last = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
         self._pending: Pending | None = None
         self._unallocated = 0
+        self._has_captured = False
+        self._copy_failure = ""
+        self._has_warned = False
 
     # -- the beginning -------------------------------------------------------------------------
 
-    def open(self, run_store: Store, state: Any) -> None:
-        was_open = self.is_open
-        super().open(run_store, state)
-        if self.is_open and not was_open:
-            self._unallocated = self._nbytes
+    def measure(self, state: Any) -> None:
+        super().measure(state)
+        self._unallocated = self._nbytes
 
     def _make_store(self, folder: str, hosts: Hosts) -> TmpfsStore:
         return TmpfsStore(folder, spare_files=(GENERATIONS + 1) * (1 + len(hosts.held)))
@@ -63,7 +63,9 @@ class Captures(HostTier):
     def _check_space(self, folder: str, cost: TierCost) -> None:
         check_memory(folder, cost)
         placement = self._hosts.placement
-        if self.group.rank == 0 and placement.domains < placement.copies:
+        if self.group.rank or self.is_open:
+            return  # ``open`` warns once
+        if placement.domains < placement.copies:
             found = f"{self._hosts.count} host{'s' if self._hosts.count > 1 else ''}"
             warn_user(
                 f"MemoryTier(copies={placement.copies}) keeps fewer copies, because the job runs on"
@@ -97,8 +99,9 @@ class Captures(HostTier):
             self._preallocate()
             return False
         self._last = now
+        operation = "the decision to skip a capture"
         return not broadcast_from_first(
-            self.group, "the decision to skip a capture", self._is_busy, bool
+            self.group, operation, self._is_busy, bool, self._warn_of_copies
         )
 
     def _is_busy(self) -> bool:
@@ -106,6 +109,16 @@ class Captures(HostTier):
         if is_busy:
             events.emit("capture_skipped", folder=self.store.url)
         return is_busy
+
+    def _warn_of_copies(self) -> None:
+        """Warn once that copies fail: the state is then lost with its host."""
+        if self._copy_failure and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"A state in memory has fewer copies on other hosts: {self._copy_failure}. Later"
+                " failures are reported only by the event copy_failed",
+                UserWarning,
+            )
 
     def restart(self, step: int, epochs: int) -> None:
         """Count from now on: training resumes at a step."""
@@ -118,6 +131,9 @@ class Captures(HostTier):
         or ``RankFailed``.
         """
         self.wait()
+        if not self._has_captured:  # the training may have started before the first step
+            self.measure(state)
+            self._has_captured = True
         location = Location(self.store, str(version), is_per_host=True)
         try:
             job = begin_save(
@@ -150,8 +166,8 @@ class Captures(HostTier):
         return snapshot
 
     def _copy(self, version: Version, receipt: Receipt) -> None:
-        """Copy the files of this rank to its peers. A peer that fails is reported by an event: the
-        state is still in the memory of this host."""
+        """Copy the files of this rank to its peers. A peer that fails is reported by an event, and
+        once by a warning: the state is still in the memory of this host."""
         if receipt.shard is None:
             return
         for rank in self._hosts.peers:
@@ -161,6 +177,7 @@ class Captures(HostTier):
                         connection.send_file(self.store, f"{version}/{name}")
             except HoldfastError as e:
                 events.emit("copy_failed", key=str(version), rank=rank, error=e)
+                self._copy_failure = f"the copy of {version} to rank {rank} failed ({e})"
 
     # -- the end -----------------------------------------------------------------------------------
 

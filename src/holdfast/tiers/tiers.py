@@ -88,9 +88,12 @@ class Tiers:
         self._resumed = tier, kept
         self._leftovers = leftovers
 
-    def start(self) -> None:
-        """Delete what the training does not continue from. All ranks call this once the training is
-        the writer of the run. If one rank raises, all do."""
+    def start(self, state: Any) -> None:
+        """Check the space for the state as it is now, and delete what the training does not
+        continue from. All ranks call this once the training is the writer of the run. If one rank
+        raises, all do; nothing is deleted if ``NoSpace`` is raised."""
+        for tier in self._all:
+            tier.measure(state)
         if any(tier.is_open for tier in self._all):
             operation = "the start of the tiers"
             broadcast_from_first(self.group, operation, lambda: True, bool, self._delete_others)
