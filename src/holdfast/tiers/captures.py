@@ -150,9 +150,17 @@ class Captures(HostTier):
 
     def wait(self) -> None:
         """Wait for the capture in progress. Raises its error."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
-            pending.wait()
+            try:
+                pending.wait()
+            finally:  # after an interrupt, it is still in progress
+                self._pending = None if pending.done else pending
+
+    def wait_ended(self) -> None:
+        """Wait for the capture in progress, whether it fails or not."""
+        with suppress(Exception):  # ``capture`` or ``wait`` has raised it, or it does not matter
+            self.wait()
 
     def _finish(self, job: SaveJob, version: Version) -> Snapshot:
         generation = Generation(version, self._keys_of(version, job.partition.attempt))
@@ -182,8 +190,7 @@ class Captures(HostTier):
     # -- the end -----------------------------------------------------------------------------------
 
     def _wait_at_end(self) -> None:
-        with suppress(HoldfastError):  # ``capture`` or ``wait`` has raised it, or the training ends
-            self.wait()
+        self.wait_ended()
 
     def _release(self) -> None:
         self.store.release_memory()

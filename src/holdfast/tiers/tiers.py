@@ -46,10 +46,12 @@ class Tiers:
 
     def open(self, run_store: Store, state: Any, *, is_resumed: bool) -> None:
         """Check the space on all hosts, and serve the files of this one (see ``HostTier``).
+        A second call only waits for the capture in progress.
 
         Without a resume, the tiers must be empty: otherwise, states of two trainings would mix.
         Raises ``HoldfastError`` on all ranks if they are not.
         """
+        self.memory.wait_ended()  # its files would be deleted while it completes the state
         for tier in self._all:
             tier.open(run_store, state)
         if is_resumed or not any(tier.is_open for tier in self._all):
