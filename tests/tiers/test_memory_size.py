@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ import torch
 import holdfast
 from holdfast.errors import NoSpace, Unavailable
 from holdfast.run.policy import EverySteps
+from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers import host_tier, local_versions
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.memory_check import MemoryLimit
@@ -21,7 +26,7 @@ from holdfast.tiers.tiers import Tier
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.types import MIB
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
-from tests.tiers.hosts import Host
+from tests.tiers.hosts import Host, train
 from tests.tiers.test_memory_ranks import Cluster, cluster
 
 __all__ = ["cluster"]
@@ -110,26 +115,122 @@ def test_a_local_disk_is_checked_for_the_slots(host: Host, monkeypatch: pytest.M
         training.train(1)
 
 
+# -- the memory that is in use ---------------------------------------------------------------------
+
+
+def used_bytes(*folders: str) -> int:
+    """Return the allocated bytes of all files, also of spare and of unfinished ones."""
+    nbytes = 0
+    for path, _, names in (entry for folder in folders for entry in os.walk(folder)):
+        for name in names:
+            with suppress(FileNotFoundError):  # another rank has deleted it
+                nbytes += os.stat(os.path.join(path, name)).st_blocks * 512
+    return nbytes
+
+
+def wait_until_allocated() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-buffers":
+            thread.join()
+
+
+STATE_BYTES = 3 * MIB
+MOST_BYTES = 3 * STATE_BYTES + MIB // 2
+"""The need of the tier, and what indexes and manifests need."""
+
+
+def test_after_a_resume_three_states_are_in_memory_at_most(host: Host) -> None:
+    training = AdamTraining(host, memory_tier(host, every=3))
+    training.ckpt.resume()
+    for _ in range(9):
+        training.train(1)
+        training.ckpt._tiers.memory.wait()
+    training.ckpt._saver.writer_lock.release()
+    training.ckpt._tiers.close(is_complete=False)
+    assert host.captured == ["version_6", "version_9"]
+    assert used_bytes(host.path) < 2 * STATE_BYTES + MIB
+
+    training = AdamTraining(host, memory_tier(host, every=3))
+    memory = training.ckpt._tiers.memory
+    training.ckpt.resume()
+    used, spares = [], []
+    for _ in range(12):
+        training.train(1)
+        memory.wait()
+        used.append(used_bytes(host.path))
+        wait_until_allocated()
+        spares.append(round(memory.store.spare_bytes / STATE_BYTES))
+        used.append(used_bytes(host.path))
+    assert max(used) < MOST_BYTES
+    # a spare file for each capture, and none at a capture that replaces an older training's state
+    assert spares == [1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_capture_that_begins_during_the_allocation_uses_its_file(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate, began = TmpfsStore.preallocate, threading.Event()
+
+    def allocate_slowly(store: TmpfsStore, length: int) -> None:
+        began.set()
+        time.sleep(0.2)
+        allocate(store, length)
+
+    monkeypatch.setattr(TmpfsStore, "preallocate", allocate_slowly)
+    training = AdamTraining(host, memory_tier(host, every=2))
+    memory, used = training.ckpt._tiers.memory, []
+    for _ in range(12):
+        training.train(1)
+        assert began.wait(20)
+        memory.wait()
+        used.append(used_bytes(host.path))
+    wait_until_allocated()
+    assert max(*used, used_bytes(host.path)) < MOST_BYTES
+
+
+def test_no_files_are_allocated_that_are_too_small_to_be_used(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[int] = []
+    monkeypatch.setattr(TmpfsStore, "preallocate", lambda _, length: allocated.append(length))
+    state, ckpt = host.start()
+    train(state, ckpt, 33)
+    assert allocated == []
+
+
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-def train_with_slots(cluster: Cluster, last_step: int) -> None:
-    """Train 2 ranks on 2 hosts. Each has 400 KiB of slots from its first step on."""
+def train_with_slots(cluster: Cluster, last_step: int, slots: int = 50_000) -> list[int]:
+    """Resume and train 2 ranks on 2 hosts. Each has ``slots`` numbers from its first step on.
+
+    Returns the bytes in memory after each step.
+    """
     folders = [cluster.folder(host) for host in "ab"]
+    used = []
 
     def work(trainer: TrainingRank) -> None:
         tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
         state = {**initial_state(trainer.rank, 2), "slots": {}}
         with trainer.make_checkpointer(state=state, save=EverySteps(1000), tiers=[tier]) as ckpt:
             ckpt.resume()
-            box = (50_000 * trainer.rank,), (100_000,)
-            state["slots"]["moment"] = holdfast.Boxed(np.ones(50_000), *box)
+            box = (slots * trainer.rank,), (2 * slots,)
+            state["slots"]["moment"] = holdfast.Boxed(np.ones(slots), *box)
             while ckpt.current_step < last_step:
                 trainer.train_steps(ckpt.current_step + 1)
                 ckpt._tiers.memory.wait()
+                used.append(used_bytes(*folders))
 
     with TrainingJob(2, cluster.run) as job:
         job.run(work)
+    return used
+
+
+@pytest.mark.slow
+def test_with_copies_three_states_are_in_memory_at_most(cluster: Cluster) -> None:
+    used = train_with_slots(cluster, 33, slots=200_000)
+    assert max(used) < 3 * 4 * 1_600_000 + MIB  # 2 states of 2 ranks, each on 2 hosts, and one more
+    assert max(used) > 3 * 4 * 1_600_000
 
 
 @pytest.mark.slow

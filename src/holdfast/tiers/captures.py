@@ -15,9 +15,10 @@ from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import AlreadyExists, HoldfastError, NoSpace
-from holdfast.format.names import Version
+from holdfast.errors import AlreadyExists, HoldfastError
+from holdfast.format.names import Version, parse_version
 from holdfast.run.policy import PolicyInput
+from holdfast.storage.tmpfs.spare_files import MIN_SPARE_BYTES
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.text import warn_user
 from holdfast.threads import start_thread
@@ -43,7 +44,10 @@ class Captures(HostTier):
         self._pool = BufferPool(1 << 50)
         self._last = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
         self._pending: Pending | None = None
-        self._unallocated = 0
+        self._newest: Version | None = None
+        self._allocation: Thread | None = None
+        self._has_enough = True
+        self._must_stop = False
         self._has_captured = False
         self._copy_failure = ""
         self._has_warned = False
@@ -52,7 +56,7 @@ class Captures(HostTier):
 
     def measure(self, state: Any) -> None:
         super().measure(state)
-        self._unallocated = self._nbytes
+        self._has_enough = self._nbytes < MIN_SPARE_BYTES
 
     def _make_store(self, folder: str, hosts: Hosts) -> TmpfsStore:
         return TmpfsStore(folder, spare_files=(GENERATIONS + 1) * (1 + len(hosts.held)))
@@ -74,20 +78,38 @@ class Captures(HostTier):
             )
 
     def _preallocate(self) -> None:
-        """Allocate the first files on a thread, once: new memory takes ten times as long as a copy.
-        Not before the first step, because a resume needs the processors."""
-        nbytes, self._unallocated = self._unallocated, 0
-
-        def allocate() -> None:
-            with suppress(NoSpace):  # the capture that needs the memory raises
-                for _ in range(GENERATIONS + 1):
-                    if self.is_open:
-                        self.store.preallocate(nbytes)
-
-        if nbytes:
-            thread = Thread(target=allocate, name="holdfast-buffers", daemon=True)
+        """Allocate files for the next captures on a thread: new memory takes ten times as long as a
+        copy. Not before the first step, because a resume needs the processors."""
+        is_running = self._allocation is not None and self._allocation.is_alive()
+        if not self._has_enough and not is_running:
+            self._has_enough, self._must_stop = True, False
+            thread = Thread(target=self._allocate, name="holdfast-buffers", daemon=True)
             if start_thread(thread):
-                self._closing.callback(thread.join)  # what it allocates is released after it
+                self._allocation = thread
+
+    def _allocate(self) -> None:
+        nbytes = self._nbytes
+        with suppress(HoldfastError):  # the capture that needs the memory raises
+            for _ in range(GENERATIONS + 1):
+                if self.is_open and not self._must_stop and self._count_states() <= GENERATIONS:
+                    self.store.preallocate(nbytes)
+
+    def _count_states(self) -> int:
+        """Return how many states of this rank the memory in use is for: those on this host, also of
+        an earlier training, the one that is being captured, and spare files."""
+        names = {stat.key.partition("/")[0] for stat in self.store.list("")}
+        if self._is_busy:
+            names.add(str(self._newest))
+        spare = round(self.store.spare_bytes / self._nbytes)
+        return spare + sum(parse_version(name) is not None for name in names)
+
+    def _end_allocation(self) -> None:
+        """Wait for the file that is being allocated. A capture that did not wait would allocate one
+        more, and the sum would exceed what ``check_memory`` allows."""
+        thread, self._allocation = self._allocation, None
+        if thread is not None:
+            self._must_stop = True
+            thread.join()
 
     # -- during the training ---------------------------------------------------------------------
 
@@ -101,12 +123,15 @@ class Captures(HostTier):
         self._last = now
         operation = "the decision to skip a capture"
         return not broadcast_from_first(
-            self.group, operation, self._is_busy, bool, self._warn_of_copies
+            self.group, operation, self._must_skip, bool, self._warn_of_copies
         )
 
+    @property
     def _is_busy(self) -> bool:
-        is_busy = self._pending is not None and not self._pending.done
-        if is_busy:
+        return self._pending is not None and not self._pending.done
+
+    def _must_skip(self) -> bool:
+        if is_busy := self._is_busy:
             events.emit("capture_skipped", folder=self.store.url)
         return is_busy
 
@@ -131,6 +156,7 @@ class Captures(HostTier):
         or ``RankFailed``.
         """
         self.wait()
+        self._end_allocation()
         if not self._has_captured:  # the training may have started before the first step
             self.measure(state)
             self._has_captured = True
@@ -144,7 +170,7 @@ class Captures(HostTier):
         job.copy_to_peers = lambda receipt: self._copy(version, receipt)
 
         def register(pending: Pending | None) -> None:
-            self._pending = pending
+            self._pending, self._newest = pending, version
 
         finish_in_background(job, lambda job: self._finish(job, version), register=register)
 
@@ -171,6 +197,7 @@ class Captures(HostTier):
                 self._delete(generation)
             raise
         self._keep(generation)
+        self._has_enough = self._nbytes < MIN_SPARE_BYTES  # the files of old states are not reused
         return snapshot
 
     def _copy(self, version: Version, receipt: Receipt) -> None:
@@ -191,6 +218,7 @@ class Captures(HostTier):
 
     def _wait_at_end(self) -> None:
         self.wait_ended()
+        self._end_allocation()  # what it has allocated is released next
 
     def _release(self) -> None:
         self.store.release_memory()
