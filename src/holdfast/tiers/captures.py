@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, suppress
 from threading import Thread
 from typing import Any
 
 from holdfast import events
 from holdfast.buffers import BufferPool
-from holdfast.engine.distributed.group import Group, broadcast_from_first
+from holdfast.engine.distributed.group import Group
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.pending import Pending
@@ -22,10 +22,13 @@ from holdfast.storage.tmpfs.spare_files import MIN_SPARE_BYTES
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.text import warn_user
 from holdfast.threads import start_thread
-from holdfast.tiers.host_tier import GENERATIONS, Generation, HostTier
+from holdfast.tiers.host_tier import GENERATIONS, Generation, HostTier, await_all
 from holdfast.tiers.hosts import Hosts
 from holdfast.tiers.memory_check import TierCost, check_memory
 from holdfast.tiers.memory_tier import MemoryTier
+
+_COMPLETE, _FAILED, _BUSY = range(3)
+"""How a capture has ended on a rank. Of those of all ranks, the largest counts."""
 
 
 class Captures(HostTier):
@@ -51,6 +54,7 @@ class Captures(HostTier):
         self._has_captured = False
         self._copy_failure = ""
         self._has_warned = False
+        self._failure: Exception | None = None
 
     # -- the beginning -------------------------------------------------------------------------
 
@@ -114,26 +118,48 @@ class Captures(HostTier):
     # -- during the training ---------------------------------------------------------------------
 
     def is_due(self, step: int, epochs: int) -> bool:
-        """Return True if the state after a step must be captured. All ranks get the same result."""
+        """Return True if the state after a step must be captured. All ranks get the same result.
+
+        It is also True if the capture before has failed on a rank. Then, ``capture`` raises on all.
+        """
         last = self._last
         now = PolicyInput(step, 0.0, epochs, last.step, 0.0, last.epochs)
         if self._tier is None or not self._tier.every.due(now):
             self._preallocate()
             return False
         self._last = now
-        operation = "the decision to skip a capture"
-        return not broadcast_from_first(
-            self.group, operation, self._must_skip, bool, self._warn_of_copies
-        )
+        return not self._must_skip()
 
     @property
     def _is_busy(self) -> bool:
         return self._pending is not None and not self._pending.done
 
     def _must_skip(self) -> bool:
-        if is_busy := self._is_busy:
+        """Return True if the capture before has not ended on all ranks. If it has, and has failed
+        on one of them, all note the error: the others would wait in the next capture for this one.
+        """
+        collective = self.group.collective("the decision to skip a capture")
+        with closing(collective):
+            with collective:
+                self._warn_of_copies()
+                ends = collective.gather(self._last_end(), int)
+                end = collective.broadcast(None if ends is None else max(ends), int)
+            if end == _FAILED:
+                try:
+                    with collective:
+                        self.wait()
+                        await_all(collective)
+                except Exception as e:  # noqa: BLE001  (``capture`` raises it)
+                    self._failure = e
+        if end == _BUSY and self.group.rank == 0:
             events.emit("capture_skipped", folder=self.store.url)
-        return is_busy
+        return end == _BUSY
+
+    def _last_end(self) -> int:
+        pending = self._pending
+        if pending is None or (pending.done and pending.error is None):
+            return _COMPLETE
+        return _FAILED if pending.done else _BUSY
 
     def _warn_of_copies(self) -> None:
         """Warn once that copies fail: the state is then lost with its host."""
@@ -152,9 +178,12 @@ class Captures(HostTier):
     def capture(self, state: Any, version: Version, metadata: VersionMetadata) -> None:
         """Copy the state into memory. The copies go to the other hosts in the background.
 
-        The state may change when this returns. Raises the error of the capture before, ``NoSpace``,
-        or ``RankFailed``.
+        The state may change when this returns. Raises the error of the capture before, on all ranks
+        if it has failed on one, ``NoSpace``, or ``RankFailed``.
         """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         self.wait()
         self._end_allocation()
         if not self._has_captured:  # the training may have started before the first step

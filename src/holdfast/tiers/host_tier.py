@@ -142,7 +142,7 @@ class HostTier:
                     record = MemoryRecord(folder, run, self.name == "local")
                     record_memory(status, record, self.name)
             self._serve(settings)
-            _await_all(collective)
+            await_all(collective)
         if group.rank == 0 and self._prefix and isinstance(group, StoreGroup):
             group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
         self.is_open = True
@@ -166,7 +166,7 @@ class HostTier:
                 self._check_host(sum(stat.length for stat in stats))
             if self._server is not None:
                 self._server.limits = self._peer_limits()
-            _await_all(collective)  # also before a peer sends a file
+            await_all(collective)  # also before a peer sends a file
 
     def _check_host(self, present_bytes: int) -> None:
         """Raise ``NoSpace`` if this host is too small. ``present_bytes``: those of the tier."""
@@ -329,7 +329,7 @@ class HostTier:
         """Release what holds no state."""
 
 
-def _await_all(collective: Collective) -> None:
+def await_all(collective: Collective) -> None:
     """Wait until all ranks are here. An error of one rank reaches all."""
     all_are_here = collective.gather(True, bool)
     collective.broadcast(None if all_are_here is None else True, bool)
