@@ -93,6 +93,19 @@ def test_the_memory_is_checked_for_the_slots_if_the_training_starts_before_the_f
     assert host.captured == []
 
 
+def test_what_a_rank_really_writes_is_checked_too(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, 8 * MIB)
+    monkeypatch.setattr(host_tier, "shard_bytes", lambda *_: 1000)
+    training = AdamTraining(host, memory_tier(host))
+    training.train(1)
+    for _ in range(2):  # also the next capture is refused
+        with pytest.raises(NoSpace, match="does not fit into the memory of this host"):
+            training.train(2)
+        assert used_bytes(host.path) == 0
+
+
 def test_a_state_that_fits_with_its_slots_is_captured(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +255,29 @@ def test_peers_accept_copies_with_slots_that_did_not_exist_at_the_resume(
     assert cluster.events_of("copy_failed") == []
     for host in "ab":
         assert len(cluster.files(host, ".safetensors")) == 4  # 2 states of 2 ranks
+
+
+@pytest.mark.slow
+def test_peers_accept_copies_of_values_that_exist_on_one_rank_only(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with pipeline parallelism. Values that all ranks have are divided among them."""
+    monkeypatch.setattr(host_tier, "MIB", 1024)
+    folders = [cluster.folder(host) for host in "ab"]
+
+    def work(trainer: TrainingRank) -> None:
+        tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
+        stages = {f"stage{trainer.rank}": np.ones(50_000)}
+        state = {**initial_state(trainer.rank, 2), "stages": stages}
+        with trainer.make_checkpointer(state=state, save=EverySteps(1000), tiers=[tier]) as ckpt:
+            while ckpt.current_step < 7:
+                trainer.train_steps(ckpt.current_step + 1)
+                ckpt._tiers.memory.wait()
+
+    with TrainingJob(2, cluster.run) as job:
+        job.run(work)
+    assert cluster.events_of("copy_failed") == []
+    assert len(cluster.files("a", ".safetensors")) == 2
 
 
 @pytest.mark.slow

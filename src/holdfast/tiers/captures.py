@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing, suppress
 from threading import Thread
 from typing import Any
@@ -58,8 +59,8 @@ class Captures(HostTier):
 
     # -- the beginning -------------------------------------------------------------------------
 
-    def measure(self, state: Any) -> None:
-        super().measure(state)
+    def _agree_on_sizes(self, measure: Callable[[], int]) -> None:
+        super()._agree_on_sizes(measure)
         self._has_enough = self._nbytes < MIN_SPARE_BYTES
 
     def _make_store(self, folder: str, hosts: Hosts) -> TmpfsStore:
@@ -188,7 +189,6 @@ class Captures(HostTier):
         self._end_allocation()
         if not self._has_captured:  # the training may have started before the first step
             self.measure(state)
-            self._has_captured = True
         location = Location(self.store, str(version), is_per_host=True)
         try:
             job = begin_save(
@@ -196,12 +196,24 @@ class Captures(HostTier):
             )
         except AlreadyExists:
             return  # the training went back, and is at this step again
+        self._measure_first(job)
         job.copy_to_peers = lambda receipt: self._copy(version, receipt)
 
         def register(pending: Pending | None) -> None:
             self._pending, self._newest = pending, version
 
         finish_in_background(job, lambda job: self._finish(job, version), register=register)
+
+    def _measure_first(self, job: SaveJob) -> None:
+        """Check the space for what each rank really writes of the first state. That differs from
+        what ``measure`` expects if some values exist only on some ranks."""
+        if not self._has_captured:
+            try:
+                self._agree_on_sizes(lambda: job.image.length)
+            except BaseException:
+                with job, job.collective:
+                    raise
+            self._has_captured = True
 
     def wait(self) -> None:
         """Wait for the capture in progress. Raises its error."""

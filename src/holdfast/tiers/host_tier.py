@@ -4,7 +4,7 @@ in the same way."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from typing import Any, NamedTuple
@@ -154,11 +154,16 @@ class HostTier:
         An optimizer has no slots before its first step or the load of a version, which is when
         ``open`` is called. Raises ``NoSpace`` on all ranks if a host is too small.
         """
-        if not self.is_open:
-            return
+        if self.is_open:
+            rank = self.group.rank
+            self._agree_on_sizes(lambda: shard_bytes(flatten(state, rank), self.group))
+
+    def _agree_on_sizes(self, measure: Callable[[], int]) -> None:
+        """Check the space for the bytes that each rank measures. Raises ``NoSpace`` on all ranks if
+        a host is too small."""
         collective = self.group.collective(f"the size of the {self.name} tier")
         with closing(collective), collective:
-            self._nbytes = shard_bytes(flatten(state, self.group.rank), self.group)
+            self._nbytes = measure()
             gathered = collective.gather(self._nbytes, int)
             self._hosts = self._hosts.resize(collective.broadcast(gathered, list[int]))
             if self._hosts.is_first:
