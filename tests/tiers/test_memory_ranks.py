@@ -15,13 +15,20 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.errors import SkippedVersion
+from holdfast.engine.saving import commit
+from holdfast.engine.snapshot.location import Location
+from holdfast.errors import CommitError, SkippedVersion
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.tiers.memory_tier import MemoryTier
-from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
+from tests.ranks.trainings import (
+    SHORT_TIMEOUTS,
+    TrainingJob,
+    TrainingRank,
+    matches_uninterrupted,
+)
 from tests.tiers.hosts import end_as_killed
 
 pytestmark = pytest.mark.slow
@@ -272,6 +279,49 @@ def test_a_peer_that_does_not_answer_costs_no_capture(
     monkeypatch.undo()
     cluster.train_and_die("ab", 13)
     assert cluster.resumed_step == 10
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_capture_that_fails_on_one_rank_raises_on_all_at_the_same_step(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, on_error: Any
+) -> None:
+    """Rank 0 has committed, but the other host cannot store the manifest. The other ranks must not
+    wait for this rank in the next capture."""
+    put = commit._put_same_manifest
+
+    def fail_once(location: Location, raw: bytes) -> None:
+        if location.folder == "version_5":
+            raise CommitError("The manifest cannot be stored")
+        put(location, raw)
+
+    monkeypatch.setattr(commit, "_put_same_manifest", fail_once)
+    folders = [cluster.folder(host) for host in "aab"]
+
+    def work(trainer: TrainingRank) -> None:
+        tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
+        options: Any = {"save": EverySteps(100), "on_error": on_error}
+        ckpt = trainer.make_checkpointer(tiers=[tier], **options)
+        try:
+            while ckpt.current_step < 16:
+                trainer.train_steps(ckpt.current_step + 1)
+                if (pending := ckpt._tiers.memory._pending) is not None:
+                    pending.wait_ended()
+        finally:
+            end_as_killed(ckpt, trainer.rank)
+
+    began = time.monotonic()
+    with TrainingJob(3, cluster.run) as job, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcomes = job.outcomes(work)
+    errors = [str(error) for error in outcomes if isinstance(error, BaseException)]
+    reported = errors if on_error == "raise" else [str(w.message) for w in caught]
+    assert sum("The manifest cannot be stored" in message for message in reported) == 3
+    last_step = 10 if on_error == "raise" else 16
+    assert [trainer.ckpt.current_step for trainer in job.ranks] == [last_step] * 3
+    assert time.monotonic() - began < SHORT_TIMEOUTS.stuck
+    if on_error == "warn":
+        assert errors == []
+        assert cluster.captured("b") == ["version_15"]
 
 
 def test_fewer_hosts_than_copies_are_reported_once(cluster: Cluster) -> None:

@@ -24,7 +24,7 @@ from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.tiers.run_id import read_or_create_run_id
 from holdfast.training.checkpointer import Checkpointer
 from tests.tiers.hosts import Host, flip_bit, train
-from tests.trainings import initial_state, state_after, states_equal
+from tests.trainings import initial_state, state_after, states_equal, train_step
 
 
 def test_a_killed_training_resumes_from_memory_without_losing_captured_steps(host: Host) -> None:
@@ -205,6 +205,65 @@ def test_a_capture_in_progress_at_the_kill_leaves_nothing_that_counts(host: Host
     assert host.resumed.step == 70
     assert host.captured == ["version_60", "version_70"]
     assert not torn.exists() or not [p for p in torn.iterdir() if not p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_resume_waits_for_the_capture_in_progress(
+    host: Host, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """As in a notebook, if the cell that trains is interrupted, and run again."""
+    go = threading.Event()
+
+    def copy(tier: captures.Captures, version: Version, _: Any) -> None:
+        if version.step == 30 and not go.is_set():
+            go.wait(20)
+            if fails:
+                raise NoSpace("The memory is full")
+
+    state, ckpt = host.start()
+    train(state, ckpt, 29)
+    monkeypatch.setattr(captures.Captures, "_copy", copy)
+    while state["progress"].step < 33:
+        ckpt.step({"loss": train_step(state)})
+    timer = threading.Timer(0.3, go.set)
+    timer.start()
+    resumed = ckpt.resume()
+    assert go.is_set()
+    assert resumed is not None
+    assert resumed.step == (20 if fails else 30)
+    train(state, ckpt, 43)
+    assert states_equal(state, state_after(43))
+    assert host.captured == ["version_30", "version_40"]
+    for name in host.captured:
+        assert holdfast.open(host.folder / name).verify().ok
+    ckpt._saver.writer_lock.release()
+    host.start()
+    assert host.resumed.step == 40
+    assert host.warnings == []
+    assert Run(host.run).branch() == 0
+
+
+def test_a_wait_that_is_interrupted_leaves_the_capture_in_progress(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, ckpt = host.start(every=5)
+    go = threading.Event()
+    monkeypatch.setattr(captures.Captures, "_copy", lambda *_: go.wait(20))
+    while state["progress"].step < 5:
+        ckpt.step({"loss": train_step(state)})
+    pending = ckpt._tiers.memory._pending
+    assert pending is not None
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pending, "wait", interrupt)
+        ckpt._tiers.memory.wait()
+    assert ckpt._tiers.memory._pending is pending
+    go.set()
+    ckpt._tiers.memory.wait()
+    assert host.captured == ["version_5"]
 
 
 # -- what cannot work ------------------------------------------------------------------------------

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from threading import Thread
 from typing import Any
 
 from holdfast import events
 from holdfast.buffers import BufferPool
-from holdfast.engine.distributed.group import Group, broadcast_from_first
+from holdfast.engine.distributed.group import Group
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import AlreadyExists, HoldfastError, NoSpace
-from holdfast.format.names import Version
+from holdfast.errors import AlreadyExists, HoldfastError
+from holdfast.format.names import Version, parse_version
 from holdfast.run.policy import PolicyInput
-from holdfast.storage.store import Store
+from holdfast.storage.tmpfs.spare_files import MIN_SPARE_BYTES
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.text import warn_user
 from holdfast.threads import start_thread
-from holdfast.tiers.host_tier import GENERATIONS, Generation, HostTier
+from holdfast.tiers.host_tier import GENERATIONS, Generation, HostTier, await_all
 from holdfast.tiers.hosts import Hosts
 from holdfast.tiers.memory_check import TierCost, check_memory
 from holdfast.tiers.memory_tier import MemoryTier
+
+_COMPLETE, _FAILED, _BUSY = range(3)
+"""How a capture has ended on a rank. Of those of all ranks, the largest counts."""
 
 
 class Captures(HostTier):
@@ -44,15 +48,20 @@ class Captures(HostTier):
         self._pool = BufferPool(1 << 50)
         self._last = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
         self._pending: Pending | None = None
-        self._unallocated = 0
+        self._newest: Version | None = None
+        self._allocation: Thread | None = None
+        self._has_enough = True
+        self._must_stop = False
+        self._has_captured = False
+        self._copy_failure = ""
+        self._has_warned = False
+        self._failure: Exception | None = None
 
     # -- the beginning -------------------------------------------------------------------------
 
-    def open(self, run_store: Store, state: Any) -> None:
-        was_open = self.is_open
-        super().open(run_store, state)
-        if self.is_open and not was_open:
-            self._unallocated = self._nbytes
+    def _agree_on_sizes(self, measure: Callable[[], int]) -> None:
+        super()._agree_on_sizes(measure)
+        self._has_enough = self._nbytes < MIN_SPARE_BYTES
 
     def _make_store(self, folder: str, hosts: Hosts) -> TmpfsStore:
         return TmpfsStore(folder, spare_files=(GENERATIONS + 1) * (1 + len(hosts.held)))
@@ -63,7 +72,9 @@ class Captures(HostTier):
     def _check_space(self, folder: str, cost: TierCost) -> None:
         check_memory(folder, cost)
         placement = self._hosts.placement
-        if self.group.rank == 0 and placement.domains < placement.copies:
+        if self.group.rank or self.is_open:
+            return  # ``open`` warns once
+        if placement.domains < placement.copies:
             found = f"{self._hosts.count} host{'s' if self._hosts.count > 1 else ''}"
             warn_user(
                 f"MemoryTier(copies={placement.copies}) keeps fewer copies, because the job runs on"
@@ -72,40 +83,94 @@ class Captures(HostTier):
             )
 
     def _preallocate(self) -> None:
-        """Allocate the first files on a thread, once: new memory takes ten times as long as a copy.
-        Not before the first step, because a resume needs the processors."""
-        nbytes, self._unallocated = self._unallocated, 0
-
-        def allocate() -> None:
-            with suppress(NoSpace):  # the capture that needs the memory raises
-                for _ in range(GENERATIONS + 1):
-                    if self.is_open:
-                        self.store.preallocate(nbytes)
-
-        if nbytes:
-            thread = Thread(target=allocate, name="holdfast-buffers", daemon=True)
+        """Allocate files for the next captures on a thread: new memory takes ten times as long as a
+        copy. Not before the first step, because a resume needs the processors."""
+        is_running = self._allocation is not None and self._allocation.is_alive()
+        if not self._has_enough and not is_running:
+            self._has_enough, self._must_stop = True, False
+            thread = Thread(target=self._allocate, name="holdfast-buffers", daemon=True)
             if start_thread(thread):
-                self._closing.callback(thread.join)  # what it allocates is released after it
+                self._allocation = thread
+
+    def _allocate(self) -> None:
+        nbytes = self._nbytes
+        with suppress(HoldfastError):  # the capture that needs the memory raises
+            for _ in range(GENERATIONS + 1):
+                if self.is_open and not self._must_stop and self._count_states() <= GENERATIONS:
+                    self.store.preallocate(nbytes)
+
+    def _count_states(self) -> int:
+        """Return how many states of this rank the memory in use is for: those on this host, also of
+        an earlier training, the one that is being captured, and spare files."""
+        names = {stat.key.partition("/")[0] for stat in self.store.list("")}
+        if self._is_busy:
+            names.add(str(self._newest))
+        spare = round(self.store.spare_bytes / self._nbytes)
+        return spare + sum(parse_version(name) is not None for name in names)
+
+    def _end_allocation(self) -> None:
+        """Wait for the file that is being allocated. A capture that did not wait would allocate one
+        more, and the sum would exceed what ``check_memory`` allows."""
+        thread, self._allocation = self._allocation, None
+        if thread is not None:
+            self._must_stop = True
+            thread.join()
 
     # -- during the training ---------------------------------------------------------------------
 
     def is_due(self, step: int, epochs: int) -> bool:
-        """Return True if the state after a step must be captured. All ranks get the same result."""
+        """Return True if the state after a step must be captured. All ranks get the same result.
+
+        It is also True if the capture before has failed on a rank. Then, ``capture`` raises on all.
+        """
         last = self._last
         now = PolicyInput(step, 0.0, epochs, last.step, 0.0, last.epochs)
         if self._tier is None or not self._tier.every.due(now):
             self._preallocate()
             return False
         self._last = now
-        return not broadcast_from_first(
-            self.group, "the decision to skip a capture", self._is_busy, bool
-        )
+        return not self._must_skip()
 
+    @property
     def _is_busy(self) -> bool:
-        is_busy = self._pending is not None and not self._pending.done
-        if is_busy:
+        return self._pending is not None and not self._pending.done
+
+    def _must_skip(self) -> bool:
+        """Return True if the capture before has not ended on all ranks. If it has, and has failed
+        on one of them, all note the error: the others would wait in the next capture for this one.
+        """
+        collective = self.group.collective("the decision to skip a capture")
+        with closing(collective):
+            with collective:
+                self._warn_of_copies()
+                ends = collective.gather(self._last_end(), int)
+                end = collective.broadcast(None if ends is None else max(ends), int)
+            if end == _FAILED:
+                try:
+                    with collective:
+                        self.wait()
+                        await_all(collective)
+                except Exception as e:  # noqa: BLE001  (``capture`` raises it)
+                    self._failure = e
+        if end == _BUSY and self.group.rank == 0:
             events.emit("capture_skipped", folder=self.store.url)
-        return is_busy
+        return end == _BUSY
+
+    def _last_end(self) -> int:
+        pending = self._pending
+        if pending is None or (pending.done and pending.error is None):
+            return _COMPLETE
+        return _FAILED if pending.done else _BUSY
+
+    def _warn_of_copies(self) -> None:
+        """Warn once that copies fail: the state is then lost with its host."""
+        if self._copy_failure and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"A state in memory has fewer copies on other hosts: {self._copy_failure}. Later"
+                " failures are reported only by the event copy_failed",
+                UserWarning,
+            )
 
     def restart(self, step: int, epochs: int) -> None:
         """Count from now on: training resumes at a step."""
@@ -114,10 +179,16 @@ class Captures(HostTier):
     def capture(self, state: Any, version: Version, metadata: VersionMetadata) -> None:
         """Copy the state into memory. The copies go to the other hosts in the background.
 
-        The state may change when this returns. Raises the error of the capture before, ``NoSpace``,
-        or ``RankFailed``.
+        The state may change when this returns. Raises the error of the capture before, on all ranks
+        if it has failed on one, ``NoSpace``, or ``RankFailed``.
         """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         self.wait()
+        self._end_allocation()
+        if not self._has_captured:  # the training may have started before the first step
+            self.measure(state)
         location = Location(self.store, str(version), is_per_host=True)
         try:
             job = begin_save(
@@ -125,18 +196,38 @@ class Captures(HostTier):
             )
         except AlreadyExists:
             return  # the training went back, and is at this step again
+        self._measure_first(job)
         job.copy_to_peers = lambda receipt: self._copy(version, receipt)
 
         def register(pending: Pending | None) -> None:
-            self._pending = pending
+            self._pending, self._newest = pending, version
 
         finish_in_background(job, lambda job: self._finish(job, version), register=register)
 
+    def _measure_first(self, job: SaveJob) -> None:
+        """Check the space for what each rank really writes of the first state. That differs from
+        what ``measure`` expects if some values exist only on some ranks."""
+        if not self._has_captured:
+            try:
+                self._agree_on_sizes(lambda: job.image.length)
+            except BaseException:
+                with job, job.collective:
+                    raise
+            self._has_captured = True
+
     def wait(self) -> None:
         """Wait for the capture in progress. Raises its error."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
-            pending.wait()
+            try:
+                pending.wait()
+            finally:  # after an interrupt, it is still in progress
+                self._pending = None if pending.done else pending
+
+    def wait_ended(self) -> None:
+        """Wait for the capture in progress, whether it fails or not."""
+        with suppress(Exception):  # ``capture`` or ``wait`` has raised it, or it does not matter
+            self.wait()
 
     def _finish(self, job: SaveJob, version: Version) -> Snapshot:
         generation = Generation(version, self._keys_of(version, job.partition.attempt))
@@ -147,11 +238,12 @@ class Captures(HostTier):
                 self._delete(generation)
             raise
         self._keep(generation)
+        self._has_enough = self._nbytes < MIN_SPARE_BYTES  # the files of old states are not reused
         return snapshot
 
     def _copy(self, version: Version, receipt: Receipt) -> None:
-        """Copy the files of this rank to its peers. A peer that fails is reported by an event: the
-        state is still in the memory of this host."""
+        """Copy the files of this rank to its peers. A peer that fails is reported by an event, and
+        once by a warning: the state is still in the memory of this host."""
         if receipt.shard is None:
             return
         for rank in self._hosts.peers:
@@ -161,12 +253,13 @@ class Captures(HostTier):
                         connection.send_file(self.store, f"{version}/{name}")
             except HoldfastError as e:
                 events.emit("copy_failed", key=str(version), rank=rank, error=e)
+                self._copy_failure = f"the copy of {version} to rank {rank} failed ({e})"
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _wait_at_end(self) -> None:
-        with suppress(HoldfastError):  # ``capture`` or ``wait`` has raised it, or the training ends
-            self.wait()
+        self.wait_ended()
+        self._end_allocation()  # what it has allocated is released next
 
     def _release(self) -> None:
         self.store.release_memory()

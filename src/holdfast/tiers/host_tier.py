@@ -4,8 +4,9 @@ in the same way."""
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 from holdfast.deadline import Deadline
@@ -87,8 +88,9 @@ class HostTier:
         self._unpromoted: set[Version] = set()
         self._closing = ExitStack()
         self._prefix = self._secret = ""
+        self._server: PeerServer | None = None
         self._nbytes = 0
-        """The bytes of one state of this rank, once ``open`` has returned."""
+        """The bytes of one state of this rank, once ``open`` or ``measure`` has returned."""
 
     _most_generations = GENERATIONS + 1
     """The states that are on a host at the same time, with the one that is being written."""
@@ -134,19 +136,48 @@ class HostTier:
             if self._hosts.is_first:
                 self._remove_leftovers()
                 present = sum(stat.length for stat in self.store.list(""))
-                cost = TierCost(self._hosts.held_bytes, self._most_generations - 1, present)
-                self._check_space(folder, cost)
+                self._check_host(present)
                 if (status := status_folder()) is not None:
                     url = run_store.url
                     run = url if "://" in url else os.path.abspath(url)
                     record = MemoryRecord(folder, run, self.name == "local")
                     record_memory(status, record, self.name)
             self._serve(settings)
-            all_started = collective.gather(True, bool)  # an error of one rank reaches all
-            collective.broadcast(None if all_started is None else True, bool)
+            await_all(collective)
         if group.rank == 0 and self._prefix and isinstance(group, StoreGroup):
             group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
         self.is_open = True
+
+    def measure(self, state: Any) -> None:
+        """Check the space again, and let peers send files of the size that the state has now. All
+        ranks call this.
+
+        An optimizer has no slots before its first step or the load of a version, which is when
+        ``open`` is called. Raises ``NoSpace`` on all ranks if a host is too small.
+        """
+        if self.is_open:
+            rank = self.group.rank
+            self._agree_on_sizes(lambda: shard_bytes(flatten(state, rank), self.group))
+
+    def _agree_on_sizes(self, measure: Callable[[], int]) -> None:
+        """Check the space for the bytes that each rank measures. Raises ``NoSpace`` on all ranks if
+        a host is too small."""
+        collective = self.group.collective(f"the size of the {self.name} tier")
+        with closing(collective), collective:
+            self._nbytes = measure()
+            gathered = collective.gather(self._nbytes, int)
+            self._hosts = self._hosts.resize(collective.broadcast(gathered, list[int]))
+            if self._hosts.is_first:
+                stats = chain(self.store.list(""), self.store.partials(""))
+                self._check_host(sum(stat.length for stat in stats))
+            if self._server is not None:
+                self._server.limits = self._peer_limits()
+            await_all(collective)  # also before a peer sends a file
+
+    def _check_host(self, present_bytes: int) -> None:
+        """Raise ``NoSpace`` if this host is too small. ``present_bytes``: those of the tier."""
+        cost = TierCost(self._hosts.held_bytes, self._most_generations - 1, present_bytes)
+        self._check_space(self.store.url, cost)
 
     def _make_folder(self, path: str, run_id: str, run_url: str) -> str:
         """Return the folder of a run on this host, which only this user can read.
@@ -187,15 +218,19 @@ class HostTier:
         self._secret, self._prefix = job_secret(kv, prefix), prefix
         is_one_host = hosts.is_one_machine
         address = choose_address(kv.store_host, settings.interface, is_one_host=is_one_host)
-        longest = max([*hosts.held_by_rank, 0]) + 64 * MIB
-        limits = PeerLimits(
-            file_bytes=longest,
-            peer_bytes=(GENERATIONS + 2) * longest,
-            total_bytes=(GENERATIONS + 2) * longest * max(1, len(hosts.held)),
-        )
-        server = self._closing.enter_context(PeerServer(self.store, address, self._secret, limits))
+        server = PeerServer(self.store, address, self._secret, self._peer_limits())
+        self._server = self._closing.enter_context(server)
         keys = publish(kv, prefix, PeerAddress(group.rank, server.address, server.port))
         self._closing.callback(_unpublish, kv, keys)
+
+    def _peer_limits(self) -> PeerLimits:
+        """Return what peers may store here: their shards, and 64 MiB for what is not counted."""
+        longest = max([*self._hosts.held_by_rank, 0]) + 64 * MIB
+        return PeerLimits(
+            file_bytes=longest,
+            peer_bytes=(GENERATIONS + 2) * longest,
+            total_bytes=(GENERATIONS + 2) * longest * max(1, len(self._hosts.held)),
+        )
 
     def _connect(self, rank: int) -> PeerConnection:
         group = self.group
@@ -298,6 +333,12 @@ class HostTier:
 
     def _release(self) -> None:
         """Release what holds no state."""
+
+
+def await_all(collective: Collective) -> None:
+    """Wait until all ranks are here. An error of one rank reaches all."""
+    all_are_here = collective.gather(True, bool)
+    collective.broadcast(None if all_are_here is None else True, bool)
 
 
 def _unpublish(kv: KVClient, keys: Sequence[str]) -> None:

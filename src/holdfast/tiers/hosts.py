@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast import machine
 from holdfast.tiers.placement import Placement, place_copies
@@ -55,6 +56,11 @@ class Hosts:
 
         self.held = [r for r in placement.held[rank][1:] if facts[r].memory != memory]
         """The ranks on other hosts whose copies this rank holds."""
+
+    def resize(self, nbytes: Sequence[int]) -> Hosts:
+        """Return the same hosts with other sizes of the shards, by rank."""
+        facts = [replace(f, nbytes=n) for f, n in zip(self._facts, nbytes, strict=True)]
+        return Hosts(facts, self.rank, self.placement.copies)
 
     @property
     def held_bytes(self) -> int:

@@ -46,10 +46,12 @@ class Tiers:
 
     def open(self, run_store: Store, state: Any, *, is_resumed: bool) -> None:
         """Check the space on all hosts, and serve the files of this one (see ``HostTier``).
+        A second call only waits for the capture in progress.
 
         Without a resume, the tiers must be empty: otherwise, states of two trainings would mix.
         Raises ``HoldfastError`` on all ranks if they are not.
         """
+        self.memory.wait_ended()  # its files would be deleted while it completes the state
         for tier in self._all:
             tier.open(run_store, state)
         if is_resumed or not any(tier.is_open for tier in self._all):
@@ -88,9 +90,12 @@ class Tiers:
         self._resumed = tier, kept
         self._leftovers = leftovers
 
-    def start(self) -> None:
-        """Delete what the training does not continue from. All ranks call this once the training is
-        the writer of the run. If one rank raises, all do."""
+    def start(self, state: Any) -> None:
+        """Check the space for the state as it is now, and delete what the training does not
+        continue from. All ranks call this once the training is the writer of the run. If one rank
+        raises, all do; nothing is deleted if ``NoSpace`` is raised."""
+        for tier in self._all:
+            tier.measure(state)
         if any(tier.is_open for tier in self._all):
             operation = "the start of the tiers"
             broadcast_from_first(self.group, operation, lambda: True, bool, self._delete_others)

@@ -220,7 +220,7 @@ class Checkpointer:
             self._step_counter.resume_at(self.current_step, from_own_run=False)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
-            self._saver.start_tiers()
+            self._saver.start_tiers(self.state)
         if point is None:
             events.emit("began", run=self.run.url)
             return None
@@ -426,7 +426,7 @@ class Checkpointer:
         is_resumed, parts = self._lifecycle.is_resumed, (self._acquire_lock, self._rank_arguments)
         is_uniform = acquire_run(self.run, self._group, *parts, is_resumed=is_resumed)
         self._tiers.open(self.run.store, self.state, is_resumed=is_resumed)
-        self._saver.start_tiers()
+        self._saver.start_tiers(self.state)
         self._agreement = make_agreement(self._group, "training", self._preemption)
         self._preemption.agree_through(self._agreement, is_uniform)
         if self._group.rank == 0:

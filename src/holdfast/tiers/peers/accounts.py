@@ -38,7 +38,7 @@ class PeerAccounts:
 
     def __init__(self, store: Store, limits: PeerLimits) -> None:
         self._store = store
-        self._limits = limits
+        self.limits = limits
         self._lock = Lock()
         self._files: dict[tuple[int, str], int] = {}
         self._sending: list[tuple[int, int]] = []
@@ -49,15 +49,15 @@ class PeerAccounts:
 
         Raises ``NoSpace`` if a limit does not allow the file.
         """
-        self._check("A file", length, self._limits.file_bytes, key)
+        self._check("A file", length, self.limits.file_bytes, key)
         entry = (rank, length)
         with self._lock:
             self._forget_deleted()
             counted = [*self._sending, *((r, n) for (r, _), n in self._files.items())]
             of_rank = sum(n for r, n in counted if r == rank)
             total = sum(n for _, n in counted)
-            self._check(f"The files of rank {rank}", of_rank + length, self._limits.peer_bytes, key)
-            self._check("The files of all peers", total + length, self._limits.total_bytes, key)
+            self._check(f"The files of rank {rank}", of_rank + length, self.limits.peer_bytes, key)
+            self._check("The files of all peers", total + length, self.limits.total_bytes, key)
             self._sending.append(entry)
         try:
             yield

@@ -62,7 +62,7 @@ class PeerServer:
     """
 
     def __init__(self, store: Store, address: str, secret: str, limits: PeerLimits) -> None:
-        self._store, self._secret, self._limits = store, secret, limits
+        self._store, self._secret = store, secret
         self._accounts = PeerAccounts(store, limits)
         self._lock = Lock()
         self._threads: dict[Channel, Thread] = {}
@@ -103,6 +103,15 @@ class PeerServer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def limits(self) -> PeerLimits:
+        """The limits, which may be replaced at any time."""
+        return self._accounts.limits
+
+    @limits.setter
+    def limits(self, limits: PeerLimits) -> None:
+        self._accounts.limits = limits
+
     # -- the thread that accepts -----------------------------------------------------------------
 
     def _run(self) -> None:
@@ -112,7 +121,7 @@ class PeerServer:
                 selector.register(listening, selectors.EVENT_READ)
             while not self._closed:
                 ready = {key.fileobj for key, _ in selector.select(_POLL_SECONDS)}
-                surplus = len(pending) - self._limits.handshakes
+                surplus = len(pending) - self.limits.handshakes
                 for number, (connection, handshake) in enumerate(list(pending.items())):
                     session = handshake.advance() if connection in ready else None
                     is_late = number < surplus or not handshake.deadline.seconds_left
@@ -139,23 +148,23 @@ class PeerServer:
             return None
         connection.setblocking(False)
         close_when_forked(connection)
-        deadline = Deadline.after(self._limits.handshake_seconds, "the handshake with a peer")
+        deadline = Deadline.after(self.limits.handshake_seconds, "the handshake with a peer")
         return _Pending(connection, self._secret, deadline)
 
     def _start(self, connection: socket.socket, session: Session) -> None:
         """Serve a connection in a new thread, unless there are too many."""
-        stall_seconds = self._limits.idle_seconds
+        stall_seconds = self.limits.idle_seconds
         channel = Channel(connection, "a peer", self._idle_deadline(), session, stall_seconds)
         thread = Thread(target=self._serve, args=(channel,), name="holdfast-peer", daemon=True)
         with self._lock:
-            is_served = len(self._threads) < self._limits.connections
+            is_served = len(self._threads) < self.limits.connections
             if is_served:
                 self._threads[channel] = thread
         if not is_served or not start_thread(thread):
             self._forget(channel)
 
     def _idle_deadline(self) -> Deadline:
-        return Deadline.after(self._limits.idle_seconds, "the next request of a peer")
+        return Deadline.after(self.limits.idle_seconds, "the next request of a peer")
 
     def _forget(self, channel: Channel) -> None:
         with self._lock:
@@ -171,7 +180,7 @@ class PeerServer:
             channel.peer = f"rank {rank}"
             while True:
                 request = channel.receive(Offer, Fetch, ListFiles)
-                seconds = self._limits.file_seconds
+                seconds = self.limits.file_seconds
                 channel.deadline = Deadline.after(seconds, f"a request of rank {rank}")
                 self._answer(channel, rank, request)
                 channel.deadline = self._idle_deadline()

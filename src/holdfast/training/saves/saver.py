@@ -246,10 +246,10 @@ class Saver:
         self._goodput.counts["saves"] += 1
         self._goodput.mark_committed(metadata.training["trained_seconds"])
 
-    def start_tiers(self) -> None:
-        """Delete what is not needed in the tiers, and promote what an earlier training has left on
-        the local disks, in the background. All ranks call this."""
-        self._tiers.start()
+    def start_tiers(self, state: Any) -> None:
+        """Check the space for ``state``, delete what is not needed in the tiers, and promote what
+        an earlier training has left on the local disks, in the background. All ranks call this."""
+        self._tiers.start(state)
         promoting = self._tiers.promote_leftovers(self.run, self.writer_lock.check)
         if promoting is not None:
             self.in_flight.add(*promoting)
