@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import holdfast
@@ -475,6 +476,21 @@ def test_holdfast_run_promotes_what_is_left(
     assert isinstance(flushed, holdfast.Snapshot)
     assert (flushed.step, flushed.verify().ok) == (10, True)
     assert list(flush_recorded(str(tmp_path), 20)) == []
+
+
+def test_holdfast_run_saves_into_the_run_of_a_training_that_has_changed_its_folder(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path / "status"))
+    monkeypatch.chdir(tmp_path)
+    ckpt = Checkpointer("runs/a", initial_state(), tiers=[LocalTier(disk.path)])
+    disk.ckpts.append(ckpt)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ckpt.resume()
+    (record,) = (tmp_path / "status").glob("*.memory")
+    assert msgspec.json.decode(record.read_bytes())["run"] == str(tmp_path / "runs" / "a")
 
 
 # -- what an attack on the first version of this tier found ----------------------------------------

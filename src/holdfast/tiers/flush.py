@@ -19,6 +19,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.spread import unspread
 from holdfast.engine.transform.copy import copy_shards
 from holdfast.errors import AlreadyExists, DeadlinePassed, HoldfastError, NotFound
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, decode_manifest
@@ -27,6 +28,7 @@ from holdfast.run.run import Run
 from holdfast.run.writer_lock import find_writer
 from holdfast.settings import MEMORY_SUFFIX
 from holdfast.storage.local.store import LocalStore
+from holdfast.storage.store import Store
 from holdfast.tiers.inventory import CurrentLine, find_candidates, take_inventory
 
 _POLL_SECONDS = 0.1
@@ -53,6 +55,12 @@ def record_memory(status_folder: str, record: MemoryRecord, tier: str) -> None:
         Path(status_folder, f"{os.getpid()}-{tier}{MEMORY_SUFFIX}").write_bytes(
             msgspec.json.encode(record)
         )
+
+
+def lasting_url(store: Store) -> str:
+    """Return the URL of a store, as a process in another folder opens it."""
+    inner = unspread(store)
+    return inner.root if isinstance(inner, LocalStore) else store.url
 
 
 def flush_recorded(

@@ -21,7 +21,7 @@ from holdfast.settings import status_folder
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.flush import MemoryRecord, record_memory
+from holdfast.tiers.flush import MemoryRecord, lasting_url, record_memory
 from holdfast.tiers.hosts import Hosts, RankFacts
 from holdfast.tiers.inventory import (
     Candidate,
@@ -136,9 +136,7 @@ class HostTier:
                 cost = TierCost(self._hosts.held_bytes, self._most_generations - 1, present)
                 self._check_space(folder, cost)
                 if (status := status_folder()) is not None:
-                    url = run_store.url
-                    run = url if "://" in url else os.path.abspath(url)
-                    record = MemoryRecord(folder, run, self.name == "local")
+                    record = MemoryRecord(folder, lasting_url(run_store), self.name == "local")
                     record_memory(status, record, self.name)
             self._serve(settings)
             all_started = collective.gather(True, bool)  # an error of one rank reaches all
