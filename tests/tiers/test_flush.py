@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from holdfast.errors import DeadlinePassed, FormatError, HoldfastError
 from holdfast.format.names import WRITER_LOCK, Version
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
-from holdfast.tiers.flush import MemoryRecord, flush_newest, flush_recorded, record_memory
+from holdfast.run.writer_lock import WriterLock
+from holdfast.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
 from holdfast.training.checkpointer import Checkpointer
+from tests.ranks.trainings import TrainingJob, TrainingRank
 from tests.tiers.hosts import Host, flip_bit
 from tests.trainings import initial_state, state_after, states_equal
 
@@ -29,7 +33,18 @@ def soon(seconds: float = 20) -> Deadline:
 
 
 def flush(host: Host, seconds: float = 20, is_writer: bool = True) -> Any:
-    return flush_newest(str(host.folder), Run(host.run), soon(seconds), is_writer=is_writer)
+    """Save the newest state in memory, and return the version, or None. It raises the error."""
+    return flush_folder(host.folder, Run(host.run), seconds, is_writer)
+
+
+def flush_folder(folder: str | Path, run: Run, seconds: float = 20, is_writer: bool = False) -> Any:
+    records = [MemoryRecord(str(folder), run.url)]
+    check = WriterLock(run.store).check if is_writer else None
+    for result in flush_states(records, run, soon(seconds), check):
+        if isinstance(result, Exception):
+            raise result
+        return result
+    return None
 
 
 def test_the_newest_state_becomes_a_version(host: Host) -> None:
@@ -89,16 +104,12 @@ def test_a_host_with_only_a_part_waits_for_the_others_and_then_gives_up(host: Ho
     assert Run(host.run).line() == [Version(50)]
 
 
-def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None:
-    """Each copies its shards, and whoever sees all of them commits."""
+@contextmanager
+def two_hosts(url: str) -> Iterator[list[str]]:
+    """Return the folders of two hosts with a state of step 5, of which each has one shard."""
     folders = [tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm") for _ in range(2)]
     try:
-        url = str(tmp_path / "run")
-        size = 2
-        store = holdfast.open_store(folders[0])
-        from tests.ranks.trainings import TrainingJob, TrainingRank
-
-        with TrainingJob(size, store) as job:
+        with TrainingJob(2, holdfast.open_store(folders[0])) as job:
 
             def work(trainer: TrainingRank) -> None:
                 with trainer.make_checkpointer(save=EverySteps(5)):
@@ -112,25 +123,32 @@ def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None
         for folder, other in zip(folders, ("00001", "00000"), strict=True):
             for path in (Path(folder) / "version_5").glob(f"shard-{other}*"):
                 path.unlink()
-        results: list[Any] = []
+        yield folders
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)
 
-        def flush_part(folder: str) -> None:
-            try:
-                results.append(flush_newest(folder, Run(url), soon(), is_writer=False))
-            except BaseException as e:
-                results.append(e)
 
+def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None:
+    """Each copies its shards, and whoever sees all of them commits."""
+    url = str(tmp_path / "run")
+    results: list[Any] = []
+
+    def flush_part(folder: str) -> None:
+        try:
+            results.append(flush_folder(folder, Run(url)))
+        except BaseException as e:
+            results.append(e)
+
+    with two_hosts(url) as folders:
         threads = [threading.Thread(target=flush_part, args=(f,)) for f in folders]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert [getattr(r, "step", r) for r in results] in ([5, 5], [5, None], [None, 5])
-        assert Run(url).latest().verify().ok
-        assert len(Run(url).latest().manifest.shards) == 2
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder)
+    assert [getattr(r, "step", r) for r in results] in ([5, 5], [5, None], [None, 5])
+    assert Run(url).latest().verify().ok
+    assert len(Run(url).latest().manifest.shards) == 2
 
 
 def test_records_lead_to_the_memory_and_their_errors_are_returned(

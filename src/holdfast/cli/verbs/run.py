@@ -122,7 +122,8 @@ def _make_folder() -> Path:
 
 
 def _flush_memory(folder: Path, seconds: float) -> str:
-    """Save the newest states in memory, and return what was saved, for people.
+    """Save the newest states in memory, and return what was saved, for people; "" if the newest
+    state was not.
 
     An error is shown, and changes no exit code: what is in memory stays there for the next start.
     """
@@ -133,6 +134,7 @@ def _flush_memory(folder: Path, seconds: float) -> str:
 
     for result in flush_recorded(str(folder), seconds):
         if isinstance(result, Exception):
+            saved = ""
             _say(f"a captured state was not saved: {result}")
         else:
             saved = f"the captured state of step {result.step} was saved"
