@@ -18,13 +18,16 @@ import holdfast
 from holdfast.deadline import Deadline
 from holdfast.errors import DeadlinePassed, FormatError, HoldfastError
 from holdfast.format.names import WRITER_LOCK, Version
+from holdfast.format.records import Pin, encode_pin
+from holdfast.machine import utc_now
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
 from holdfast.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
 from holdfast.training.checkpointer import Checkpointer
+from tests.engine.unreliable_stores import HookedStore
 from tests.ranks.trainings import TrainingJob, TrainingRank
-from tests.tiers.hosts import Host, flip_bit
+from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal
 
 
@@ -102,6 +105,48 @@ def test_a_host_with_only_a_part_waits_for_the_others_and_then_gives_up(host: Ho
     with pytest.raises(DeadlinePassed, match="from the host that has it"):
         flush(host, 0.3)
     assert Run(host.run).line() == [Version(50)]
+
+
+@pytest.mark.parametrize("is_writer", [False, True])
+def test_a_training_that_begins_elsewhere_during_the_copy_prevents_the_commit(
+    host: Host, is_writer: bool
+) -> None:
+    host.train_and_die(77)
+    store = HookedStore(host.run)
+    lock = WriterLock(store)
+    if is_writer:
+        lock.acquire()
+
+    def begin(method: str, key: str) -> None:
+        if (method, key.partition("/")[0]) == ("put", "version_70"):
+            host.run.delete(WRITER_LOCK)
+            host.run.put_if_absent(WRITER_LOCK, encode_pin(elsewhere))
+
+    elsewhere = Pin("0" * 12, None, utc_now(), "another host", "boot", "1:1")
+    store.before = begin
+    records = [MemoryRecord(str(host.folder), host.run.url)]
+    check = lock.check if is_writer else None
+    with pytest.raises(HoldfastError, match=r"has taken this run over|may still write to the run"):
+        list(flush_states(records, Run(store), soon(), check))
+    assert Run(host.run).line() == [Version(50)]
+
+
+def test_a_training_that_began_and_ended_during_the_copy_prevents_the_commit(host: Host) -> None:
+    host.train_and_die(77)
+    store = HookedStore(host.run)
+
+    def train_elsewhere(method: str, key: str) -> None:
+        if (method, key.partition("/")[0]) == ("put", "version_70"):
+            state = initial_state()
+            with Checkpointer(host.run, state, save=EverySteps(2)) as ckpt:
+                ckpt.resume()
+                train(state, ckpt, 52)
+
+    store.before = train_elsewhere
+    records = [MemoryRecord(str(host.folder), host.run.url)]
+    with pytest.raises(HoldfastError, match="no version of another training"):
+        list(flush_states(records, Run(store), soon()))
+    assert Run(host.run).line() == [Version(50), Version(52)]
 
 
 @contextmanager

@@ -27,7 +27,9 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.format.names import MANIFEST, Version
+from holdfast.format.names import MANIFEST, WRITER_LOCK, Version
+from holdfast.format.records import Pin, encode_pin
+from holdfast.machine import utc_now
 from holdfast.preemption import response
 from holdfast.preemption.policy import Preemption
 from holdfast.restarts.records import read_restarts
@@ -558,6 +560,19 @@ def test_a_training_that_must_leave_promotes_its_versions_before_it_saves_the_ne
     assert newest is not None
     assert newest.step == 21
     assert disk.promoted == [10, 20, 21]
+    disk.die(ckpt)
+
+
+def test_a_training_that_was_taken_over_saves_nothing_more_when_it_must_leave(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = die_with_both_tiers(disk, tmp_path, monkeypatch)
+    elsewhere = Pin("0" * 12, None, utc_now(), "another host", "boot", "1:1")
+    disk.durable.delete(WRITER_LOCK)
+    disk.durable.put_if_absent(WRITER_LOCK, encode_pin(elsewhere))
+    with pytest.raises(HoldfastError, match="has taken this run over"):
+        ckpt._saver.flush_captured(Deadline.after(20, "the flush of a test"))
+    assert disk.promoted == []
     disk.die(ckpt)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +33,9 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, decode_manifest
-from holdfast.format.names import MANIFEST
+from holdfast.format.names import MANIFEST, Version
+from holdfast.run.catalog import read_sessions
+from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import find_writer
 from holdfast.settings import MEMORY_SUFFIX
@@ -117,7 +119,7 @@ def flush_states(
             held.enter_context(_one_process(record.folder, deadline))
         line = CurrentLine(run)
         newer = _find_states(records, line)
-        check = check_writer or partial(_require_no_writer, run)
+        check = check_writer or partial(_require_no_writer, run, line.newest, newer)
         if newer:
             check(run.store)
         copies: list[_Copy | HoldfastError | OSError] = []
@@ -132,8 +134,8 @@ def flush_states(
                 limit = _half(deadline) if limit is deadline else limit
         for copy in reversed(copies):
             try:
-                yield copy.commit() if isinstance(copy, _Copy) else copy
-            except (StoreError, FormatError, DeadlinePassed) as e:
+                yield copy.commit(check) if isinstance(copy, _Copy) else copy
+            except (StoreError, FormatError, DeadlinePassed) as e:  # not those of ``check_writer``
                 yield e
 
 
@@ -177,11 +179,12 @@ class _Copy:
     deadline: Deadline
     raw: bytes
 
-    def commit(self) -> Snapshot:
+    def commit(self, check_writer: Callable[[Store], object]) -> Snapshot:
         """Commit the state once the files of all hosts are there."""
         flushed, location = self.flushed, self.flushed.location
         _await_files(location, flushed.manifest, self.deadline)
         flushed.read_indexes()
+        check_writer(location.store)  # another training may have begun during the copy
         try:
             location.store.put_if_absent(location.key(MANIFEST), self.raw)
         except AlreadyExists:  # another host was faster, or another training saved this step
@@ -236,9 +239,12 @@ def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> 
             time.sleep(_POLL_SECONDS)
 
 
-def _require_no_writer(run: Run, store: Store) -> None:
-    """Raise ``HoldfastError`` if another training writes to the run, or may do so. ``store``: as
-    for ``WriterLock.check``."""
+def _require_no_writer(
+    run: Run, before: Version | None, newer: Sequence[Snapshot], store: Store
+) -> None:
+    """Raise ``HoldfastError`` if another training writes to the run, or may do so, or has done so
+    since ``before`` was the newest version. ``newer``: the states that are saved. ``store``: as for
+    ``WriterLock.check``."""
     writer = find_writer(store)
     if writer is not None and pins.is_holder_alive(writer) is not False:
         raise HoldfastError(
@@ -247,6 +253,17 @@ def _require_no_writer(run: Run, store: Store) -> None:
             found=f"process {writer.process.partition(':')[0]} on {writer.host.split()[0]}, which"
             " may still write to the run",
             todo="Nothing, if that is the next training of this run",
+        )
+    newest = newest_version(run.catalog, run.listing())
+    if newest is None or newest in (before, *(captured.version for captured in newer)):
+        return
+    session = next(iter(read_sessions(run.open(newest))), "")
+    if session not in read_sessions(newer[-1]):  # otherwise, another host has saved it
+        raise HoldfastError(
+            f"A captured state was not saved to {run.url}",
+            expected="no version of another training",
+            found=str(newest),
+            todo="Nothing, if the next training of this run has saved it",
         )
 
 
