@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from holdfast.machine import utc_now
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
+from holdfast.tiers import flush as flush_module
 from holdfast.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
 from holdfast.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
@@ -196,6 +198,22 @@ def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None
     assert len(Run(url).latest().manifest.shards) == 2
 
 
+def test_a_host_does_not_wait_long_for_another_one_which_commits_when_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other host may be lost. If it is only late, it finds the files of this one."""
+    monkeypatch.setattr(flush_module, "_WAIT_SECONDS", 0.3)
+    url = str(tmp_path / "run")
+    with two_hosts(url) as folders:
+        began = time.monotonic()
+        with pytest.raises(DeadlinePassed, match="from the host that has it"):
+            flush_folder(folders[0], Run(url), 600)
+        assert time.monotonic() - began < 10
+        assert Run(url).line() == []
+        assert flush_folder(folders[1], Run(url), 600).step == 5
+    assert Run(url).latest().verify().ok
+
+
 def test_records_lead_to_the_memory_and_their_errors_are_returned(
     host: Host, tmp_path: Path
 ) -> None:
@@ -250,3 +268,37 @@ def test_holdfast_run_flushes_what_a_killed_training_has_left(
         assert snapshot["x"][:].tolist() == [10.0] * 9
     finally:
         shutil.rmtree(memory)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_of_holdfast_run_for_the_files_of_another_host(
+    tmp_path: Path,
+) -> None:
+    """The scheduler kills it soon after the signal, and then there would be no exit code."""
+    memory = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    lose_shard = (
+        "import glob\n    for path in glob.glob(sys.argv[2] + '/*/*/version_10/shard-*'):"
+        "\n        os.unlink(path)\n    os.kill("
+    )
+    script = SCRIPT.replace("os.kill(", lose_shard)
+    command = [sys.executable, "-m", "holdfast.cli", "run", "--", sys.executable, "-c", script]
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [*command, str(run), memory, "SIGKILL"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            end = time.monotonic() + 60
+            while not [*run.glob("pin-*")]:  # the flush has begun
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            time.sleep(0.5)
+            assert process.poll() is None
+            began = time.monotonic()
+            process.terminate()
+            assert process.stderr is not None
+            assert "from the host that has it" in process.stderr.read()
+            assert process.wait(30) == 1
+            assert time.monotonic() - began < 20
+        finally:
+            process.kill()
+            shutil.rmtree(memory)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -44,6 +45,10 @@ from holdfast.storage.store import Store
 from holdfast.tiers.inventory import CurrentLine, find_candidates, take_inventory
 
 _POLL_SECONDS = 0.1
+
+_WAIT_SECONDS = 60.0
+"""The longest time for which one host waits for the files of others, whose trainings end later. One
+that comes after that finds the files of this host in the run, and commits the versions."""
 
 
 class MemoryRecord(msgspec.Struct, frozen=True):
@@ -76,11 +81,11 @@ def lasting_url(store: Store) -> str:
 
 
 def flush_recorded(
-    status_folder: str, seconds: float
+    status_folder: str, seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Snapshot | HoldfastError | OSError]:
     """Save what all trainings that have left a record still have in their tiers, within about so
-    many seconds. Yield each version that was saved, and each error."""
-    deadline = Deadline.after(seconds, "the save of the newest state in memory")
+    many seconds of ``clock``. Yield each version that was saved, and each error."""
+    deadline = Deadline.after(seconds, "the save of the newest state in memory", clock)
     records: dict[str, set[MemoryRecord]] = {}
     for path in Path(status_folder).glob(f"*{MEMORY_SUFFIX}"):
         with suppress(OSError, msgspec.DecodeError):
@@ -127,21 +132,22 @@ def flush_states(
         for captured in reversed(newer):
             location = run.location(captured.version).limit("flush", None, limit)
             try:
-                copies.append(held.enter_context(_copy(captured, location, limit)))
+                copies.append(held.enter_context(_copy(captured, location)))
             except (HoldfastError, OSError) as e:
                 copies.append(e)
             else:
-                limit = _half(deadline) if limit is deadline else limit
+                limit = _within(deadline, 0.5) if limit is deadline else limit
+        patience = _within(deadline, 1.0, _WAIT_SECONDS)
         for copy in reversed(copies):
             try:
-                yield copy.commit(check) if isinstance(copy, _Copy) else copy
+                yield copy.commit(patience, check) if isinstance(copy, _Copy) else copy
             except (StoreError, FormatError, DeadlinePassed) as e:  # not those of ``check_writer``
                 yield e
 
 
-def _half(deadline: Deadline) -> Deadline:
-    """Return the end of the first half of the time that is left."""
-    return replace(deadline, at=deadline.clock() + deadline.seconds_left / 2)
+def _within(deadline: Deadline, part: float, most: float = inf) -> Deadline:
+    """Return the end of a part of the time that is left, or of ``most`` seconds."""
+    return replace(deadline, at=deadline.clock() + min(most, part * deadline.seconds_left))
 
 
 def _find_states(records: Iterable[MemoryRecord], line: CurrentLine) -> list[Snapshot]:
@@ -176,13 +182,12 @@ class _Copy:
     """A state whose files on this host are in the run, and pinned. ``raw``: its manifest."""
 
     flushed: Snapshot
-    deadline: Deadline
     raw: bytes
 
-    def commit(self, check_writer: Callable[[Store], object]) -> Snapshot:
+    def commit(self, patience: Deadline, check_writer: Callable[[Store], object]) -> Snapshot:
         """Commit the state once the files of all hosts are there."""
         flushed, location = self.flushed, self.flushed.location
-        _await_files(location, flushed.manifest, self.deadline)
+        _await_files(location, flushed.manifest, patience.earlier(location.deadline))
         flushed.read_indexes()
         check_writer(location.store)  # another training may have begun during the copy
         try:
@@ -195,7 +200,7 @@ class _Copy:
 
 
 @contextmanager
-def _copy(captured: Snapshot, location: Location, deadline: Deadline) -> Iterator[_Copy]:
+def _copy(captured: Snapshot, location: Location) -> Iterator[_Copy]:
     """Copy the files of a state that are on this host, and pin them during a ``with`` block.
 
     Raises ``Unavailable`` at the deadline, also if the store is a local folder, whose calls do not
@@ -207,8 +212,8 @@ def _copy(captured: Snapshot, location: Location, deadline: Deadline) -> Iterato
     manifest, digest = decode_manifest(raw, key)
     held = [s for s in manifest.shards if _has(source, s.name) and _has(source, s.index.name)]
     with pins.hold_pin(location, manifest.attempt, captured.version):
-        copy_shards(source, location, held, lambda _: deadline.check())
-        yield _Copy(Snapshot(location, manifest, digest), deadline, raw)
+        copy_shards(source, location, held, lambda _: location.check_time())
+        yield _Copy(Snapshot(location, manifest, digest), raw)
 
 
 def _has(location: Location, name: str) -> bool:
@@ -232,8 +237,8 @@ def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> 
                 f"A captured state was not saved to {location.url}",
                 expected=f"{min(missing)} from the host that has it",
                 found="no such file when the time was over",
-                todo="The next training resumes from the hosts that are left, or from an older"
-                " version",
+                todo="A host that comes later commits the version. Otherwise, the next training"
+                " resumes from the hosts that are left, or from an older version",
             )
         if missing:
             time.sleep(_POLL_SECONDS)
