@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import holdfast
+from holdfast.cli.verbs import run as run_verb
 from holdfast.deadline import Deadline
-from holdfast.errors import DeadlinePassed, FormatError, HoldfastError
+from holdfast.errors import DeadlinePassed, FormatError, HoldfastError, StoreError
 from holdfast.format.names import WRITER_LOCK, Version
 from holdfast.format.records import Pin, encode_pin
 from holdfast.machine import utc_now
@@ -302,3 +304,16 @@ def test_a_signal_ends_the_wait_of_holdfast_run_for_the_files_of_another_host(
         finally:
             process.kill()
             shutil.rmtree(memory)
+
+
+def test_an_older_version_that_was_saved_does_not_count_if_the_newest_state_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, exit code 76 would become 75, which is not counted as a failure."""
+    (tmp_path / "1.memory").touch()
+    older = SimpleNamespace(step=20, url="runs/a/version_20")
+    results: list[Any] = [older, StoreError("The store is away")]
+    monkeypatch.setattr(flush_module, "flush_recorded", lambda *_: iter(results))
+    assert run_verb._flush_memory(tmp_path, 1) == ""
+    results.reverse()
+    assert run_verb._flush_memory(tmp_path, 1) == "the captured state of step 20 was saved"
