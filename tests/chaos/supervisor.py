@@ -14,7 +14,7 @@ from holdfast.deadline import Deadline
 from holdfast.errors import DeadlinePassed, HoldfastError
 from holdfast.preemption.exit_status import SAVED
 from holdfast.run.run import Run
-from holdfast.tiers.flush import flush_newest
+from holdfast.tiers.flush import MemoryRecord, flush_states
 from tests.chaos.cluster import HOSTS, Cluster, flip_bit
 from tests.chaos.disturbance import LEAVE_SECONDS, STEP_SECONDS, Disturbance
 from tests.chaos.ranks import Hang, Ranks, wait_until
@@ -235,22 +235,29 @@ class Supervisor:
 
         def flush(host: str) -> str:
             found = []
-            for tier in (self.cluster.memory[host], self.cluster.disks[host]):
-                folder = next(iter(Path(tier).glob("holdfast-*/*")), None)
-                if folder is None:
-                    continue
-                deadline = Deadline.after(10.0, "the save of the newest state in memory")
-                try:
-                    run = Run(self.cluster.run)
-                    flushed = flush_newest(str(folder), run, deadline, is_writer=False)
-                    found.append("" if flushed is None else f"{flushed.step}")
-                except DeadlinePassed as e:  # a host was lost with files that had no copy yet
-                    found.append(type(e).__name__)
-                except HoldfastError as e:
-                    found.append(type(e).__name__)
-                    if event.kind not in (Kind.FLIP_MEMORY, Kind.FLIP_LOCAL):
-                        self.failures.append(f"the state in memory was not saved: {e!r}")
-            return "".join(found)
+            run = Run(self.cluster.run)
+            tiers = ((self.cluster.memory[host], False), (self.cluster.disks[host], True))
+            records = [
+                MemoryRecord(str(folder), run.url, saves_all)
+                for tier, saves_all in tiers
+                for folder in [*Path(tier).glob("holdfast-*/*")][:1]
+            ]
+            deadline = Deadline.after(10.0, "the save of the newest state in memory")
+            try:
+                results = [*flush_states(records, run, deadline)]
+            except HoldfastError as e:
+                results = [e]
+            for result in results:
+                is_error = isinstance(result, Exception)
+                found.append(type(result).__name__ if is_error else f"{result.step}")
+                # a host was lost with files that had no copy yet, or the event has damaged them
+                is_expected = isinstance(result, DeadlinePassed) or event.kind in (
+                    Kind.FLIP_MEMORY,
+                    Kind.FLIP_LOCAL,
+                )
+                if is_error and not is_expected:
+                    self.failures.append(f"a captured state was not saved: {result!r}")
+            return ",".join(found)
 
         with ThreadPoolExecutor() as pool:
             return " ".join(sorted({*pool.map(flush, "ab")} - {""}))

@@ -7,20 +7,31 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import holdfast
+from holdfast.cli.verbs import run as run_verb
 from holdfast.deadline import Deadline
-from holdfast.errors import DeadlinePassed, FormatError, HoldfastError
+from holdfast.errors import DeadlinePassed, FormatError, HoldfastError, StoreError
 from holdfast.format.names import WRITER_LOCK, Version
+from holdfast.format.records import Pin, encode_pin
+from holdfast.machine import utc_now
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
-from holdfast.tiers.flush import MemoryRecord, flush_newest, flush_recorded, record_memory
+from holdfast.run.writer_lock import WriterLock
+from holdfast.tiers import flush as flush_module
+from holdfast.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
 from holdfast.training.checkpointer import Checkpointer
-from tests.tiers.hosts import Host, flip_bit
+from tests.engine.unreliable_stores import HookedStore
+from tests.ranks.trainings import TrainingJob, TrainingRank
+from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal
 
 
@@ -29,7 +40,18 @@ def soon(seconds: float = 20) -> Deadline:
 
 
 def flush(host: Host, seconds: float = 20, is_writer: bool = True) -> Any:
-    return flush_newest(str(host.folder), Run(host.run), soon(seconds), is_writer=is_writer)
+    """Save the newest state in memory, and return the version, or None. It raises the error."""
+    return flush_folder(host.folder, Run(host.run), seconds, is_writer)
+
+
+def flush_folder(folder: str | Path, run: Run, seconds: float = 20, is_writer: bool = False) -> Any:
+    records = [MemoryRecord(str(folder), run.url)]
+    check = WriterLock(run.store).check if is_writer else None
+    for result in flush_states(records, run, soon(seconds), check):
+        if isinstance(result, Exception):
+            raise result
+        return result
+    return None
 
 
 def test_the_newest_state_becomes_a_version(host: Host) -> None:
@@ -89,16 +111,54 @@ def test_a_host_with_only_a_part_waits_for_the_others_and_then_gives_up(host: Ho
     assert Run(host.run).line() == [Version(50)]
 
 
-def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None:
-    """Each copies its shards, and whoever sees all of them commits."""
+@pytest.mark.parametrize("is_writer", [False, True])
+def test_a_training_that_begins_elsewhere_during_the_copy_prevents_the_commit(
+    host: Host, is_writer: bool
+) -> None:
+    host.train_and_die(77)
+    store = HookedStore(host.run)
+    lock = WriterLock(store)
+    if is_writer:
+        lock.acquire()
+
+    def begin(method: str, key: str) -> None:
+        if (method, key.partition("/")[0]) == ("put", "version_70"):
+            host.run.delete(WRITER_LOCK)
+            host.run.put_if_absent(WRITER_LOCK, encode_pin(elsewhere))
+
+    elsewhere = Pin("0" * 12, None, utc_now(), "another host", "boot", "1:1")
+    store.before = begin
+    records = [MemoryRecord(str(host.folder), host.run.url)]
+    check = lock.check if is_writer else None
+    with pytest.raises(HoldfastError, match=r"has taken this run over|may still write to the run"):
+        list(flush_states(records, Run(store), soon(), check))
+    assert Run(host.run).line() == [Version(50)]
+
+
+def test_a_training_that_began_and_ended_during_the_copy_prevents_the_commit(host: Host) -> None:
+    host.train_and_die(77)
+    store = HookedStore(host.run)
+
+    def train_elsewhere(method: str, key: str) -> None:
+        if (method, key.partition("/")[0]) == ("put", "version_70"):
+            state = initial_state()
+            with Checkpointer(host.run, state, save=EverySteps(2)) as ckpt:
+                ckpt.resume()
+                train(state, ckpt, 52)
+
+    store.before = train_elsewhere
+    records = [MemoryRecord(str(host.folder), host.run.url)]
+    with pytest.raises(HoldfastError, match="no version of another training"):
+        list(flush_states(records, Run(store), soon()))
+    assert Run(host.run).line() == [Version(50), Version(52)]
+
+
+@contextmanager
+def two_hosts(url: str) -> Iterator[list[str]]:
+    """Return the folders of two hosts with a state of step 5, of which each has one shard."""
     folders = [tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm") for _ in range(2)]
     try:
-        url = str(tmp_path / "run")
-        size = 2
-        store = holdfast.open_store(folders[0])
-        from tests.ranks.trainings import TrainingJob, TrainingRank
-
-        with TrainingJob(size, store) as job:
+        with TrainingJob(2, holdfast.open_store(folders[0])) as job:
 
             def work(trainer: TrainingRank) -> None:
                 with trainer.make_checkpointer(save=EverySteps(5)):
@@ -112,25 +172,48 @@ def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None
         for folder, other in zip(folders, ("00001", "00000"), strict=True):
             for path in (Path(folder) / "version_5").glob(f"shard-{other}*"):
                 path.unlink()
-        results: list[Any] = []
+        yield folders
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder)
 
-        def flush_part(folder: str) -> None:
-            try:
-                results.append(flush_newest(folder, Run(url), soon(), is_writer=False))
-            except BaseException as e:
-                results.append(e)
 
+def test_two_hosts_that_have_a_part_each_commit_together(tmp_path: Path) -> None:
+    """Each copies its shards, and whoever sees all of them commits."""
+    url = str(tmp_path / "run")
+    results: list[Any] = []
+
+    def flush_part(folder: str) -> None:
+        try:
+            results.append(flush_folder(folder, Run(url)))
+        except BaseException as e:
+            results.append(e)
+
+    with two_hosts(url) as folders:
         threads = [threading.Thread(target=flush_part, args=(f,)) for f in folders]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert [getattr(r, "step", r) for r in results] in ([5, 5], [5, None], [None, 5])
-        assert Run(url).latest().verify().ok
-        assert len(Run(url).latest().manifest.shards) == 2
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder)
+    assert [getattr(r, "step", r) for r in results] in ([5, 5], [5, None], [None, 5])
+    assert Run(url).latest().verify().ok
+    assert len(Run(url).latest().manifest.shards) == 2
+
+
+def test_a_host_does_not_wait_long_for_another_one_which_commits_when_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other host may be lost. If it is only late, it finds the files of this one."""
+    monkeypatch.setattr(flush_module, "_WAIT_SECONDS", 0.3)
+    url = str(tmp_path / "run")
+    with two_hosts(url) as folders:
+        began = time.monotonic()
+        with pytest.raises(DeadlinePassed, match="from the host that has it"):
+            flush_folder(folders[0], Run(url), 600)
+        assert time.monotonic() - began < 10
+        assert Run(url).line() == []
+        assert flush_folder(folders[1], Run(url), 600).step == 5
+    assert Run(url).latest().verify().ok
 
 
 def test_records_lead_to_the_memory_and_their_errors_are_returned(
@@ -187,3 +270,50 @@ def test_holdfast_run_flushes_what_a_killed_training_has_left(
         assert snapshot["x"][:].tolist() == [10.0] * 9
     finally:
         shutil.rmtree(memory)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_wait_of_holdfast_run_for_the_files_of_another_host(
+    tmp_path: Path,
+) -> None:
+    """The scheduler kills it soon after the signal, and then there would be no exit code."""
+    memory = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    lose_shard = (
+        "import glob\n    for path in glob.glob(sys.argv[2] + '/*/*/version_10/shard-*'):"
+        "\n        os.unlink(path)\n    os.kill("
+    )
+    script = SCRIPT.replace("os.kill(", lose_shard)
+    command = [sys.executable, "-m", "holdfast.cli", "run", "--", sys.executable, "-c", script]
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [*command, str(run), memory, "SIGKILL"], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            end = time.monotonic() + 60
+            while not [*run.glob("pin-*")]:  # the flush has begun
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            time.sleep(0.5)
+            assert process.poll() is None
+            began = time.monotonic()
+            process.terminate()
+            assert process.stderr is not None
+            assert "from the host that has it" in process.stderr.read()
+            assert process.wait(30) == 1
+            assert time.monotonic() - began < 20
+        finally:
+            process.kill()
+            shutil.rmtree(memory)
+
+
+def test_an_older_version_that_was_saved_does_not_count_if_the_newest_state_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, exit code 76 would become 75, which is not counted as a failure."""
+    (tmp_path / "1.memory").touch()
+    older = SimpleNamespace(step=20, url="runs/a/version_20")
+    results: list[Any] = [older, StoreError("The store is away")]
+    monkeypatch.setattr(flush_module, "flush_recorded", lambda *_: iter(results))
+    assert run_verb._flush_memory(tmp_path, 1) == ""
+    results.reverse()
+    assert run_verb._flush_memory(tmp_path, 1) == "the captured state of step 20 was saved"

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import holdfast
+from holdfast.deadline import Deadline
 from holdfast.errors import (
+    DeadlinePassed,
     FormatError,
     HoldfastError,
     NoSpace,
@@ -22,8 +25,11 @@ from holdfast.errors import (
     SaveFailed,
     SkippedVersion,
     StoreError,
+    Unavailable,
 )
-from holdfast.format.names import MANIFEST, Version
+from holdfast.format.names import MANIFEST, WRITER_LOCK, Version
+from holdfast.format.records import Pin, encode_pin
+from holdfast.machine import utc_now
 from holdfast.preemption import response
 from holdfast.preemption.policy import Preemption
 from holdfast.restarts.records import read_restarts
@@ -475,6 +481,114 @@ def test_holdfast_run_promotes_what_is_left(
     assert isinstance(flushed, holdfast.Snapshot)
     assert (flushed.step, flushed.verify().ok) == (10, True)
     assert list(flush_recorded(str(tmp_path), 20)) == []
+
+
+def die_with_both_tiers(disk: Disk, status: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
+    """Train and end when 10 and 20 are on the disk and 21 in memory, but nothing is in the run."""
+    monkeypatch.setenv("HOLDFAST_STATUS", str(status))
+    monkeypatch.setattr(flush, "Run", lambda url: Run(disk.run))
+    memory = MemoryTier(every=EverySteps(3), copies=1, path=disk.memory)
+    disk.is_reachable.clear()
+    state, ckpt = disk.start(tiers=[memory, LocalTier(disk.path)])
+    train_and_capture(state, ckpt, 22)
+    disk.await_captured([10, 20])
+    assert disk.promoted == []
+    return ckpt
+
+
+def flush_results(status: Path, seconds: float) -> list[Any]:
+    """Return the step of each version that ``holdfast run`` saves, or the type of the error."""
+    results = flush_recorded(str(status), seconds)
+    return [r.step if isinstance(r, holdfast.Snapshot) else type(r) for r in results]
+
+
+def test_versions_on_the_disk_are_promoted_before_a_state_in_memory_is_saved(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder in memory is the first one in the order of the names."""
+    disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
+    assert flush_results(tmp_path, 20) == [10, 20, 21]
+    assert disk.promoted == [10, 20, 21]
+    assert all(snapshot.verify().ok for snapshot in Run(disk.durable).snapshots())
+    assert flush_results(tmp_path, 20) == []
+    state, _ = disk.start()
+    assert states_equal(state, state_after(21))
+
+
+def test_a_damaged_version_on_the_disk_does_not_keep_holdfast_run_from_saving_newer_ones(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
+    flip_bit(disk.file("version_10", "safetensors"), 200)
+    error, *steps = flush_results(tmp_path, 20)
+    assert issubclass(error, FormatError)
+    assert steps == disk.promoted == [20, 21]
+
+
+def test_a_version_that_waits_for_a_lost_host_leaves_half_of_the_time_to_the_newest_state(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
+    disk.file("version_10", "safetensors").unlink()
+    began = time.monotonic()
+    assert flush_results(tmp_path, 4) == [DeadlinePassed, 20, 21]
+    assert 1.5 < time.monotonic() - began < 4
+    assert disk.promoted == [20, 21]
+
+
+def test_the_copy_of_a_version_before_the_newest_state_ends_after_half_of_the_time(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of a local folder do not end by a deadline themselves."""
+    disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
+
+    def slow(method: str, key: str) -> None:
+        if method == "put" and key.startswith("version_10"):
+            time.sleep(1.5)
+
+    disk.run.before = slow
+    assert flush_results(tmp_path, 2.5) == [Unavailable, 20, 21]
+    assert disk.promoted == [20, 21]
+
+
+def test_a_training_that_must_leave_promotes_its_versions_before_it_saves_the_newest_state(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = die_with_both_tiers(disk, tmp_path, monkeypatch)
+    deadline = Deadline.after(20, "the flush of a test")
+    newest = ckpt._tiers.flush(Run(disk.durable), deadline, ckpt._saver.writer_lock.check)
+    assert newest is not None
+    assert newest.step == 21
+    assert disk.promoted == [10, 20, 21]
+    disk.die(ckpt)
+
+
+def test_a_training_that_was_taken_over_saves_nothing_more_when_it_must_leave(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = die_with_both_tiers(disk, tmp_path, monkeypatch)
+    elsewhere = Pin("0" * 12, None, utc_now(), "another host", "boot", "1:1")
+    disk.durable.delete(WRITER_LOCK)
+    disk.durable.put_if_absent(WRITER_LOCK, encode_pin(elsewhere))
+    with pytest.raises(HoldfastError, match="has taken this run over"):
+        ckpt._saver.flush_captured(Deadline.after(20, "the flush of a test"))
+    assert disk.promoted == []
+    disk.die(ckpt)
+
+
+def test_holdfast_run_saves_into_the_run_of_a_training_that_has_changed_its_folder(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path / "status"))
+    monkeypatch.chdir(tmp_path)
+    ckpt = Checkpointer("runs/a", initial_state(), tiers=[LocalTier(disk.path)])
+    disk.ckpts.append(ckpt)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ckpt.resume()
+    (record,) = (tmp_path / "status").glob("*.memory")
+    assert msgspec.json.decode(record.read_bytes())["run"] == str(tmp_path / "runs" / "a")
 
 
 # -- what an attack on the first version of this tier found ----------------------------------------

@@ -1,6 +1,7 @@
-"""Saves the newest captured state to the run, after its training has ended or cannot save anymore.
+"""Saves the newest captured state to the run, after its training has ended or cannot save anymore,
+and before it the versions on local disks.
 
-Each host copies the shards that are in its memory. The host that finds all files there commits the
+Each host copies the shards that it has. The host that finds all files there commits the
 manifest, which all hosts have. So the hosts need no connection to one another.
 """
 
@@ -9,8 +10,11 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -19,17 +23,32 @@ from holdfast.deadline import Deadline
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.spread import unspread
 from holdfast.engine.transform.copy import copy_shards
-from holdfast.errors import AlreadyExists, DeadlinePassed, HoldfastError, NotFound
+from holdfast.errors import (
+    AlreadyExists,
+    DeadlinePassed,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    StoreError,
+)
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, decode_manifest
-from holdfast.format.names import MANIFEST
+from holdfast.format.names import MANIFEST, Version
+from holdfast.run.catalog import read_sessions
+from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import find_writer
 from holdfast.settings import MEMORY_SUFFIX
 from holdfast.storage.local.store import LocalStore
+from holdfast.storage.store import Store
 from holdfast.tiers.inventory import CurrentLine, find_candidates, take_inventory
 
 _POLL_SECONDS = 0.1
+
+_WAIT_SECONDS = 60.0
+"""The longest time for which one host waits for the files of others, whose trainings end later. One
+that comes after that finds the files of this host in the run, and commits the versions."""
 
 
 class MemoryRecord(msgspec.Struct, frozen=True):
@@ -55,60 +74,101 @@ def record_memory(status_folder: str, record: MemoryRecord, tier: str) -> None:
         )
 
 
+def lasting_url(store: Store) -> str:
+    """Return the URL of a store, as a process in another folder opens it."""
+    inner = unspread(store)
+    return inner.root if isinstance(inner, LocalStore) else store.url
+
+
 def flush_recorded(
-    status_folder: str, seconds: float
+    status_folder: str, seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Snapshot | HoldfastError | OSError]:
-    """Save the newest states in memory of all trainings that have left a record, within about so
-    many seconds. Yield each version that was saved, and each error."""
-    deadline = Deadline.after(seconds, "the save of the newest state in memory")
-    records = set()
+    """Save what all trainings that have left a record still have in their tiers, within about so
+    many seconds of ``clock``. Yield each version that was saved, and each error."""
+    deadline = Deadline.after(seconds, "the save of the newest state in memory", clock)
+    records: dict[str, set[MemoryRecord]] = {}
     for path in Path(status_folder).glob(f"*{MEMORY_SUFFIX}"):
         with suppress(OSError, msgspec.DecodeError):
-            records.add(_RECORD.decode(path.read_bytes()))
-    for record in sorted(records, key=lambda r: r.folder):
-        if os.path.isdir(record.folder):
+            record = _RECORD.decode(path.read_bytes())
+            if os.path.isdir(record.folder):
+                records.setdefault(record.run, set()).add(record)
+    for url in sorted(records):
+        try:
+            yield from flush_states(records[url], Run(url), deadline)
+        except (HoldfastError, OSError) as e:
+            yield e
+
+
+def flush_states(
+    records: Collection[MemoryRecord],
+    run: Run,
+    deadline: Deadline,
+    check_writer: Callable[[Store], object] | None = None,
+) -> Iterator[Snapshot | HoldfastError | OSError]:
+    """Save the states of one training on this host that are newer than all versions of ``run``.
+    Yield each version, or the error for it, oldest first: the last one is the newest state.
+
+    ``records``: the folders of ``run`` on this host. ``check_writer`` raises ``HoldfastError`` if
+    this process may not write to the run; by default, nothing is saved while another training does.
+
+    All versions on a local disk are committed before the newest state in memory, because none that
+    is older than the newest version of the run could follow. If the time is short, the newest state
+    is what counts: its files are copied first, and the others get half of the time that is left.
+    If one of them fails, those after it are saved without it.
+
+    Raises the errors of ``check_writer``, after which nothing more is committed, ``Unavailable`` if
+    other processes of this host do the same for too long, ``FormatError``, and ``StoreError``.
+    """
+    with ExitStack() as held:
+        for record in sorted(records, key=lambda r: r.folder):
+            held.enter_context(_one_process(record.folder, deadline))
+        line = CurrentLine(run)
+        newer = _find_states(records, line)
+        check = check_writer or partial(_require_no_writer, run, line.newest, newer)
+        if newer:
+            check(run.store)
+        copies: list[_Copy | HoldfastError | OSError] = []
+        limit = deadline
+        for captured in reversed(newer):
+            location = run.location(captured.version).limit("flush", None, limit)
             try:
-                run = Run(record.run)
-                if record.saves_all:
-                    yield from flush_all(record.folder, run, deadline)
-                elif flushed := flush_newest(record.folder, run, deadline, is_writer=False):
-                    yield flushed
+                copies.append(held.enter_context(_copy(captured, location)))
             except (HoldfastError, OSError) as e:
+                copies.append(e)
+            else:
+                limit = _within(deadline, 0.5) if limit is deadline else limit
+        patience = _within(deadline, 1.0, _WAIT_SECONDS)
+        for copy in reversed(copies):
+            try:
+                yield copy.commit(patience, check) if isinstance(copy, _Copy) else copy
+            except (StoreError, FormatError, DeadlinePassed) as e:  # not those of ``check_writer``
                 yield e
 
 
-def flush_newest(folder: str, run: Run, deadline: Deadline, *, is_writer: bool) -> Snapshot | None:
-    """Save the newest captured state that is newer than all versions of ``run``, and return it.
+def _within(deadline: Deadline, part: float, most: float = inf) -> Deadline:
+    """Return the end of a part of the time that is left, or of ``most`` seconds."""
+    return replace(deadline, at=deadline.clock() + min(most, part * deadline.seconds_left))
 
-    ``folder``: that of the run in a tier of this host. ``is_writer``: this process writes to the
-    run; otherwise, nothing is saved while another training does. None: there is no such state.
 
-    Raises ``DeadlinePassed`` if files that this host lacks do not arrive in time, ``FormatError``
-    if the state is damaged, and ``StoreError``. If it raises, nothing was committed.
+def _find_states(records: Iterable[MemoryRecord], line: CurrentLine) -> list[Snapshot]:
+    """Return the states on this host that are newer than all versions of the run, and continue
+    them, oldest first: all on local disks, and the newest one in memory, if it is newer still.
+
+    Nothing but their manifests was read. Raises ``FormatError`` and ``StoreError``.
     """
-    with _one_process(folder, deadline):
-        newer = find_newer(folder, run)
-        if not newer:
-            return None
-        if not is_writer:
-            _require_no_writer(run)
-        return _flush(newer[-1], run, deadline)
+    found: list[Snapshot] = []
+    for record in sorted(records, key=lambda r: not r.saves_all):
+        newer = _find_newer(record.folder, line)
+        newest = found[-1].version.step if found else -1
+        if record.saves_all:
+            found += newer
+        elif newer and newer[-1].version.step > newest:
+            found.append(newer[-1])
+    return found
 
 
-def flush_all(folder: str, run: Run, deadline: Deadline) -> Iterator[Snapshot]:
-    """Do the same with all states that are newer than the versions of ``run``, oldest first."""
-    with _one_process(folder, deadline):
-        for captured in find_newer(folder, run):
-            _require_no_writer(run)
-            yield _flush(captured, run, deadline)
-
-
-def find_newer(folder: str, run: Run) -> list[Snapshot]:
-    """Return the captured states on this host that are newer than all versions of ``run``, and
-    continue them, oldest first; nothing but their manifests was read. Raises ``FormatError`` and
-    ``StoreError``."""
-    store = LocalStore(folder, direct=False)
-    line, found = CurrentLine(run), []
+def _find_newer(folder: str, line: CurrentLine) -> list[Snapshot]:
+    store, found = LocalStore(folder, direct=False), []
     for candidate in find_candidates([take_inventory(store, 0)], "memory"):
         if candidate.digest and line.is_newer(candidate.version):
             captured = Snapshot(Location(store, candidate.folder), None, candidate.digest)
@@ -117,25 +177,43 @@ def find_newer(folder: str, run: Run) -> list[Snapshot]:
     return found[::-1]
 
 
-def _flush(captured: Snapshot, run: Run, deadline: Deadline) -> Snapshot:
+@dataclass(frozen=True)
+class _Copy:
+    """A state whose files on this host are in the run, and pinned. ``raw``: its manifest."""
+
+    flushed: Snapshot
+    raw: bytes
+
+    def commit(self, patience: Deadline, check_writer: Callable[[Store], object]) -> Snapshot:
+        """Commit the state once the files of all hosts are there."""
+        flushed, location = self.flushed, self.flushed.location
+        _await_files(location, flushed.manifest, patience.earlier(location.deadline))
+        flushed.read_indexes()
+        check_writer(location.store)  # another training may have begun during the copy
+        try:
+            location.store.put_if_absent(location.key(MANIFEST), self.raw)
+        except AlreadyExists:  # another host was faster, or another training saved this step
+            if location.store.get(location.key(MANIFEST), MAX_MANIFEST) != self.raw:
+                raise
+        flushed.location = location.without_limit()
+        return flushed
+
+
+@contextmanager
+def _copy(captured: Snapshot, location: Location) -> Iterator[_Copy]:
+    """Copy the files of a state that are on this host, and pin them during a ``with`` block.
+
+    Raises ``Unavailable`` at the deadline, also if the store is a local folder, whose calls do not
+    end by then.
+    """
     source = captured.location
     key = source.key(MANIFEST)
     raw = source.store.get(key, MAX_MANIFEST)
     manifest, digest = decode_manifest(raw, key)
-    location = run.location(captured.version).limit("flush", None, deadline)
     held = [s for s in manifest.shards if _has(source, s.name) and _has(source, s.index.name)]
     with pins.hold_pin(location, manifest.attempt, captured.version):
-        copy_shards(source, location, held)
-        _await_files(location, manifest, deadline)
-        flushed = Snapshot(location, manifest, digest)
-        flushed.read_indexes()
-        try:
-            location.store.put_if_absent(location.key(MANIFEST), raw)
-        except AlreadyExists:  # another host was faster, or another training saved this step
-            if location.store.get(location.key(MANIFEST), MAX_MANIFEST) != raw:
-                raise
-    flushed.location = location.without_limit()
-    return flushed
+        copy_shards(source, location, held, lambda _: location.check_time())
+        yield _Copy(Snapshot(location, manifest, digest), raw)
 
 
 def _has(location: Location, name: str) -> bool:
@@ -156,26 +234,41 @@ def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> 
                     del missing[name]
         if missing and not deadline.seconds_left:
             raise DeadlinePassed(
-                f"The newest captured state was not saved to {location.url}",
+                f"A captured state was not saved to {location.url}",
                 expected=f"{min(missing)} from the host that has it",
                 found="no such file when the time was over",
-                todo="The next training resumes from the hosts that are left, or from an older"
-                " version",
+                todo="A host that comes later commits the version. Otherwise, the next training"
+                " resumes from the hosts that are left, or from an older version",
             )
         if missing:
             time.sleep(_POLL_SECONDS)
 
 
-def _require_no_writer(run: Run) -> None:
-    """Raise ``HoldfastError`` if another training writes to the run, or may do so."""
-    writer = find_writer(run.store)
+def _require_no_writer(
+    run: Run, before: Version | None, newer: Sequence[Snapshot], store: Store
+) -> None:
+    """Raise ``HoldfastError`` if another training writes to the run, or may do so, or has done so
+    since ``before`` was the newest version. ``newer``: the states that are saved. ``store``: as for
+    ``WriterLock.check``."""
+    writer = find_writer(store)
     if writer is not None and pins.is_holder_alive(writer) is not False:
         raise HoldfastError(
-            f"The newest captured state was not saved to {run.url}",
+            f"A captured state was not saved to {run.url}",
             expected="a training that has ended",
             found=f"process {writer.process.partition(':')[0]} on {writer.host.split()[0]}, which"
             " may still write to the run",
             todo="Nothing, if that is the next training of this run",
+        )
+    newest = newest_version(run.catalog, run.listing())
+    if newest is None or newest in (before, *(captured.version for captured in newer)):
+        return
+    session = next(iter(read_sessions(run.open(newest))), "")
+    if session not in read_sessions(newer[-1]):  # otherwise, another host has saved it
+        raise HoldfastError(
+            f"A captured state was not saved to {run.url}",
+            expected="no version of another training",
+            found=str(newest),
+            todo="Nothing, if the next training of this run has saved it",
         )
 
 

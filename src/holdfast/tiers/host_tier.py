@@ -22,7 +22,7 @@ from holdfast.settings import status_folder
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.flush import MemoryRecord, record_memory
+from holdfast.tiers.flush import MemoryRecord, lasting_url, record_memory
 from holdfast.tiers.hosts import Hosts, RankFacts
 from holdfast.tiers.inventory import (
     Candidate,
@@ -138,9 +138,7 @@ class HostTier:
                 present = sum(stat.length for stat in self.store.list(""))
                 self._check_host(present)
                 if (status := status_folder()) is not None:
-                    url = run_store.url
-                    run = url if "://" in url else os.path.abspath(url)
-                    record = MemoryRecord(folder, run, self.name == "local")
+                    record = MemoryRecord(folder, lasting_url(run_store), self.name == "local")
                     record_memory(status, record, self.name)
             self._serve(settings)
             await_all(collective)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
+from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group, broadcast_from_first
@@ -18,7 +19,7 @@ from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.storage.store import Store
 from holdfast.tiers.captures import Captures
-from holdfast.tiers.flush import find_newer, flush_newest
+from holdfast.tiers.flush import MemoryRecord, flush_states
 from holdfast.tiers.inventory import Candidate, TierName
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.local_versions import LocalVersions, Promotion
@@ -111,19 +112,32 @@ class Tiers:
         """Promote what an earlier training has left (see ``LocalVersions``)."""
         return self.local.promote_leftovers(run, self._leftovers, self._resumed[1], check_writer)
 
-    def flush(self, run: Run, deadline: Deadline) -> Snapshot | None:
-        """Save the newest captured state of this host if it is newer than all versions of the run.
-        Return the newest version then, which another rank may have saved, or None.
+    def flush(
+        self, run: Run, deadline: Deadline, check_writer: Callable[[Store], object]
+    ) -> Snapshot | None:
+        """Save the newest captured state of this host if it is newer than all versions of the run,
+        and before it the versions on local disks. Return the newest version then, which another
+        rank may have saved, or None.
 
         Any rank may call this, on any thread. The ranks of other hosts do the same, because the
-        version exists once all of its parts are there. Raises the errors of ``flush_newest``.
+        version exists once all of its parts are there. If the newest state cannot be saved, the
+        newest one that was saved is returned. Raises the errors of ``flush_states``, and that of
+        the newest state if none was saved.
         """
-        folders = [tier.store.url for tier in self._all if tier.is_open]
-        found = [(newer[-1].version.step, f) for f in folders if (newer := find_newer(f, run))]
-        flushed = None
-        if found:
-            flushed = flush_newest(max(found)[1], run, deadline, is_writer=True)
-        if flushed is None and folders:
+        records = [
+            MemoryRecord(tier.store.url, run.url, tier.name == "local")
+            for tier in self._all
+            if tier.is_open
+        ]
+        results = [*flush_states(records, run, deadline, check_writer)]
+        errors = [r for r in results if not isinstance(r, Snapshot)]
+        flushed = next((r for r in reversed(results) if isinstance(r, Snapshot)), None)
+        last = errors.pop() if flushed is None and errors else None  # the caller reports this one
+        for error in errors:
+            events.emit("flush_failed", error=error)
+        if last is not None:
+            raise last
+        if flushed is None and records:
             newest = newest_version(run.catalog, run.listing())
             flushed = None if newest is None else run.open(newest)
         return flushed

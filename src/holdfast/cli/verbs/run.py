@@ -6,8 +6,10 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -26,7 +28,7 @@ from holdfast.preemption.exit_status import (
     WorkerRecord,
     read_records,
 )
-from holdfast.preemption.final_code import Decision, Ended, decide, last_attempt
+from holdfast.preemption.final_code import STOP_SIGNALS, Decision, Ended, decide, last_attempt
 from holdfast.preemption.supervise import supervise
 from holdfast.settings import MEMORY_SUFFIX, command_environment, read_settings
 from holdfast.sinks.wording import to_printable
@@ -122,7 +124,8 @@ def _make_folder() -> Path:
 
 
 def _flush_memory(folder: Path, seconds: float) -> str:
-    """Save the newest states in memory, and return what was saved, for people.
+    """Save the newest states in memory, and return what was saved, for people; "" if the newest
+    state was not.
 
     An error is shown, and changes no exit code: what is in memory stays there for the next start.
     """
@@ -131,13 +134,30 @@ def _flush_memory(folder: Path, seconds: float) -> str:
         return saved
     from holdfast.tiers.flush import flush_recorded  # it starts threads, which take signals
 
-    for result in flush_recorded(str(folder), seconds):
+    for result in flush_recorded(str(folder), seconds, _StoppableClock(seconds)):
         if isinstance(result, Exception):
+            saved = ""
             _say(f"a captured state was not saved: {result}")
         else:
             saved = f"the captured state of step {result.step} was saved"
             _say(f"{saved} as {result.url}")
     return saved
+
+
+class _StoppableClock:
+    """The time during a flush of so many seconds. At a signal to stop, all but the last
+    ``_FLUSH_SECONDS`` of them are skipped."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._skipped: float | None = None
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        # the signals are still blocked, so one that has arrived stays pending
+        if self._skipped is None and not signal.sigpending().isdisjoint(STOP_SIGNALS):
+            self._skipped = max(0.0, self._end - now - _FLUSH_SECONDS)
+        return now + (self._skipped or 0.0)
 
 
 def _read_records(folder: Path) -> list[WorkerRecord]:

@@ -74,6 +74,11 @@ class LocalFiles:
         self._direct = direct
         self._root_synced = False  # the names of the root and its parents are durable
 
+    @property
+    def root(self) -> str:
+        """The absolute path of the folder, whatever the current folder is by now."""
+        return self._root
+
     def stat(self, key: str) -> Stat:
         with self.translate_errors("look up", key):
             file_stat = self.fs.stat(self.path(key))

@@ -262,7 +262,7 @@ class Saver:
 
     def flush_captured(self, deadline: Deadline) -> None:
         """Save the newest captured state of this host if it is newer than all versions."""
-        newest = self._tiers.flush(self.run, deadline)
+        newest = self._tiers.flush(self.run, deadline, self.writer_lock.check)
         if newest is not None:
             self.in_flight.take(newest)
 
