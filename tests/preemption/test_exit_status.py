@@ -28,7 +28,13 @@ from holdfast.preemption.exit_status import (
     write_status,
 )
 from holdfast.preemption.process_tree import descendants, read_process, started_at
-from holdfast.settings import command_environment, launched_worker, read_settings, status_folder
+from holdfast.settings import (
+    command_environment,
+    launched_worker,
+    read_settings,
+    run_grace,
+    status_folder,
+)
 
 
 @pytest.fixture
@@ -219,10 +225,20 @@ def test_the_variable_of_the_folder_is_known() -> None:
 def test_the_environment_of_the_command_keeps_what_the_user_has_set() -> None:
     made = command_environment("/x", 9.2, {"A": "1", "PET_SIGNALS_TO_HANDLE": "SIGTERM"})
     assert made == {
-        "A": "1", "HOLDFAST_STATUS": "/x", "PET_SHUTDOWN_TIMEOUT": "10",
+        "A": "1", "HOLDFAST_STATUS": "/x", "HOLDFAST_GRACE": "9.2", "PET_SHUTDOWN_TIMEOUT": "10",
         "PET_SIGNALS_TO_HANDLE": "SIGTERM",
     }  # fmt: skip
     assert command_environment("/x", 1, {})["PET_SIGNALS_TO_HANDLE"].endswith(",SIGUSR1,SIGUSR2")
+
+
+def test_a_nested_run_tells_its_own_grace() -> None:
+    outer = command_environment("/x", 90, {})
+    assert run_grace(outer) == 90
+    assert run_grace(command_environment("/y", 30.5, outer)) == 30.5
+    assert run_grace({}) is None
+    read_settings(outer)
+    with pytest.raises(HoldfastError, match="Invalid value for HOLDFAST_GRACE"):
+        read_settings({"HOLDFAST_GRACE": "long"})
 
 
 def test_a_process_name_may_contain_anything(tmp_path: Path) -> None:
