@@ -99,6 +99,15 @@ def test_secrets_and_line_breaks_are_not_stored(folder: str) -> None:
     assert record.status.why.startswith("cannot reach az://acct")
 
 
+def test_names_that_are_not_utf_8_are_escaped(folder: str) -> None:
+    run = os.fsdecode(b"/runs/\xff")
+    assert leave_code(Status(SAVED, run=run, why=f"stopped in {run}")) == DONE
+    (record,) = read_records(folder)
+    assert record.status is not None
+    assert record.status.run == "/runs/\\udcff"
+    assert record.status.why == "stopped in /runs/\\udcff"
+
+
 @pytest.mark.parametrize("code", [2, -15, 143, 255])
 def test_other_codes_are_refused(code: int) -> None:
     with pytest.raises(HoldfastError, match=r"exit code.*Expected 0, 1, 75, 76, 93, found"):

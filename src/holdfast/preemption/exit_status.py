@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.engine.distributed.error_report import encode_json
 from holdfast.errors import HoldfastError
 from holdfast.preemption.process_tree import read_process, started_at
 from holdfast.settings import LAUNCHED_WORKER_VARIABLE, launched_worker, status_folder
@@ -171,7 +172,7 @@ def _write_record(folder: str, status: Status | None) -> None:
     # the start time, because another process may get the same id later
     name = f"{pid}-{record.started:.2f}"
     temporary = Path(folder, f"{name}.tmp")
-    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.write_bytes(encode_json(record).encode())  # the name of a run may not be UTF-8
     temporary.replace(Path(folder, name + _SUFFIX))
 
 
