@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -228,3 +229,10 @@ def test_without_a_launcher_every_process_must_say_why_it_left() -> None:
     saved = record(SAVED, launcher=None)
     assert decide(STOPPED_1, [saved]).code == SAVED
     assert decide(STOPPED_1, [saved, record(SILENT, 1, launcher=None)]).code == UNSAVED
+
+
+def test_workers_count_although_each_is_rank_0_of_its_own_group() -> None:
+    records = [replace(record(SAVED, rank), status=Status(SAVED, 0)) for rank in (0, 1)]
+    assert is_complete(records)
+    assert not is_complete(records[:1])
+    assert decide(STOPPED_1, records).code == SAVED

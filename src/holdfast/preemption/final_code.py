@@ -8,6 +8,7 @@ command that failed, and a status never hides that something else failed without
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -135,20 +136,19 @@ def last_attempt(records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
 def is_complete(records: Sequence[WorkerRecord]) -> bool:
     """Return True if every worker of the last attempt has left a status.
 
-    A launcher's workers are counted: one that died before its training started has no record.
+    A launcher's workers are counted: one that died before its training started has no record. Their
+    ranks are not: each worker may be rank 0 of a group of its own.
     """
     expected: dict[str, int] = {}
-    found: dict[str, set[int]] = {}
+    said = Counter[str]()
     for record in records:
         if record.launcher is None:
             if record.status is None:
                 return False
             continue
         expected[record.launcher] = record.local_world_size
-        ranks = found.setdefault(record.launcher, set())
-        if record.status is not None:
-            ranks.add(record.status.rank)
-    return bool(records) and all(len(found[name]) >= expected[name] for name in expected)
+        said[record.launcher] += record.status is not None
+    return bool(records) and all(said[name] >= size for name, size in expected.items())
 
 
 def describe_end(ended: Ended) -> str:
