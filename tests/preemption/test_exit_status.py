@@ -265,3 +265,40 @@ def test_a_process_name_may_contain_anything(tmp_path: Path) -> None:
             process.kill()
     with pytest.raises(OSError, match="No such"):
         started_at(process.pid)
+
+
+# What a process does after a training that has ended normally. Usage: NOTICED THEN
+ENDING = """
+import os, sys
+from holdfast.preemption.exit_status import *
+from holdfast.preemption.exit_status import leave_done_at_exit
+
+announce_worker()
+noticed, then = sys.argv[1:]
+leave_done_at_exit(Status(0) if noticed == "noticed" else None)
+if then == "raise":
+    raise ValueError
+if then == "announce":
+    announce_worker()
+if then == "save":
+    leave_code(Status(75))
+if then == "exit-3":
+    sys.exit(3)
+if then == "fork" and os.fork() == 0:
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("noticed", ["noticed", "unnoticed"])
+@pytest.mark.parametrize("then", ["end", "raise", "announce", "save", "exit-3", "fork"])
+def test_a_normal_end_is_left_when_the_process_exits(noticed: str, then: str, folder: str) -> None:
+    """``exit-3``: the code is not known at the exit, so ``holdfast run`` must not trust in it."""
+    command = [sys.executable, "-c", ENDING, noticed, then]
+    subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+    (record,) = read_records(folder)
+    code = None if record.status is None else record.status.code
+    if then in ("raise", "announce"):
+        assert (code, record.left) == (None, None)
+    else:
+        assert record.left is not None
+        assert code == (SAVED if then == "save" else DONE if noticed == "noticed" else None)
