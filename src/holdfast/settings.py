@@ -34,12 +34,13 @@ class Settings:
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read ``HOLDFAST_THREADS``, ``_DIRECT``, ``_SILENT``, and ``_STUCK``.
 
-    ``HOLDFAST_STATUS``, which ``holdfast run`` sets, is allowed too: see ``status_folder``.
+    ``HOLDFAST_STATUS`` and ``HOLDFAST_GRACE``, which ``holdfast run`` sets, are allowed too: see
+    ``status_folder`` and ``run_grace``.
     Raises ``HoldfastError`` for an unknown ``HOLDFAST_`` variable or an invalid value.
     """
     environ = os.environ if environ is None else environ
     known = {f"HOLDFAST_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK")}
-    known.add(_STATUS)
+    known |= {_STATUS, _GRACE}
     for name in environ:
         if name.startswith("HOLDFAST_") and name not in known:
             raise HoldfastError(
@@ -58,6 +59,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         raise HoldfastError(
             "Invalid value for HOLDFAST_DIRECT", expected="0 or 1", found=repr(direct)
         )
+    run_grace(environ)
     world = environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in environ else "1"
     return Settings(
         threads=int(threads),
@@ -69,6 +71,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 _STATUS = "HOLDFAST_STATUS"
+_GRACE = "HOLDFAST_GRACE"
 
 MEMORY_SUFFIX = ".memory"
 """The end of the names of the files in ``status_folder`` that say where states in memory are (see
@@ -79,6 +82,16 @@ def status_folder(environ: Mapping[str, str] | None = None) -> str | None:
     """Return the folder for the status of this process, or None outside ``holdfast run``."""
     environ = os.environ if environ is None else environ
     return environ.get(_STATUS) or None
+
+
+def run_grace(environ: Mapping[str, str] | None = None) -> float | None:
+    """Return ``--grace`` of the ``holdfast run`` above this process, or None outside of it.
+
+    That is the time in seconds from a signal until it kills this process. Raises ``HoldfastError``
+    for an invalid value.
+    """
+    environ = os.environ if environ is None else environ
+    return _read_seconds(environ, _GRACE, "") if environ.get(_GRACE) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +131,10 @@ def command_environment(
 ) -> dict[str, str]:
     """Return the environment of the command of ``holdfast run``.
 
-    ``folder`` is for the statuses of its workers. ``grace`` is in seconds. The ``PET_`` variables
-    are torchrun's own defaults of ``--shutdown-timeout`` and ``--signals-to-handle``: an option on
-    its command line takes precedence, and a version of PyTorch without that option ignores them.
+    ``folder`` is for the statuses of its workers. ``grace`` is in seconds: they leave before it is
+    over (see ``run_grace``). The ``PET_`` variables are torchrun's own defaults of
+    ``--shutdown-timeout`` and ``--signals-to-handle``: an option on its command line takes
+    precedence, and a version of PyTorch without that option ignores them.
     """
     environ = os.environ if environ is None else environ
     defaults = {
@@ -128,7 +142,7 @@ def command_environment(
         # by default, SIGUSR1 and SIGUSR2 end torchrun and leave its workers behind
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
     }
-    return {**defaults, **environ, _STATUS: folder}
+    return {**defaults, **environ, _STATUS: folder, _GRACE: f"{grace:g}"}
 
 
 def aws_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:

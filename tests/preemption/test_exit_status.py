@@ -28,7 +28,13 @@ from holdfast.preemption.exit_status import (
     write_status,
 )
 from holdfast.preemption.process_tree import descendants, read_process, started_at
-from holdfast.settings import command_environment, launched_worker, read_settings, status_folder
+from holdfast.settings import (
+    command_environment,
+    launched_worker,
+    read_settings,
+    run_grace,
+    status_folder,
+)
 
 
 @pytest.fixture
@@ -91,6 +97,15 @@ def test_secrets_and_line_breaks_are_not_stored(folder: str) -> None:
     (record,) = read_records(folder)
     assert record.status is not None
     assert record.status.why.startswith("cannot reach az://acct")
+
+
+def test_names_that_are_not_utf_8_are_escaped(folder: str) -> None:
+    run = os.fsdecode(b"/runs/\xff")
+    assert leave_code(Status(SAVED, run=run, why=f"stopped in {run}")) == DONE
+    (record,) = read_records(folder)
+    assert record.status is not None
+    assert record.status.run == "/runs/\\udcff"
+    assert record.status.why == "stopped in /runs/\\udcff"
 
 
 @pytest.mark.parametrize("code", [2, -15, 143, 255])
@@ -219,10 +234,20 @@ def test_the_variable_of_the_folder_is_known() -> None:
 def test_the_environment_of_the_command_keeps_what_the_user_has_set() -> None:
     made = command_environment("/x", 9.2, {"A": "1", "PET_SIGNALS_TO_HANDLE": "SIGTERM"})
     assert made == {
-        "A": "1", "HOLDFAST_STATUS": "/x", "PET_SHUTDOWN_TIMEOUT": "10",
+        "A": "1", "HOLDFAST_STATUS": "/x", "HOLDFAST_GRACE": "9.2", "PET_SHUTDOWN_TIMEOUT": "10",
         "PET_SIGNALS_TO_HANDLE": "SIGTERM",
     }  # fmt: skip
     assert command_environment("/x", 1, {})["PET_SIGNALS_TO_HANDLE"].endswith(",SIGUSR1,SIGUSR2")
+
+
+def test_a_nested_run_tells_its_own_grace() -> None:
+    outer = command_environment("/x", 90, {})
+    assert run_grace(outer) == 90
+    assert run_grace(command_environment("/y", 30.5, outer)) == 30.5
+    assert run_grace({}) is None
+    read_settings(outer)
+    with pytest.raises(HoldfastError, match="Invalid value for HOLDFAST_GRACE"):
+        read_settings({"HOLDFAST_GRACE": "long"})
 
 
 def test_a_process_name_may_contain_anything(tmp_path: Path) -> None:
@@ -240,3 +265,40 @@ def test_a_process_name_may_contain_anything(tmp_path: Path) -> None:
             process.kill()
     with pytest.raises(OSError, match="No such"):
         started_at(process.pid)
+
+
+# What a process does after a training that has ended normally. Usage: NOTICED THEN
+ENDING = """
+import os, sys
+from holdfast.preemption.exit_status import *
+from holdfast.preemption.exit_status import leave_done_at_exit
+
+announce_worker()
+noticed, then = sys.argv[1:]
+leave_done_at_exit(Status(0) if noticed == "noticed" else None)
+if then == "raise":
+    raise ValueError
+if then == "announce":
+    announce_worker()
+if then == "save":
+    leave_code(Status(75))
+if then == "exit-3":
+    sys.exit(3)
+if then == "fork" and os.fork() == 0:
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("noticed", ["noticed", "unnoticed"])
+@pytest.mark.parametrize("then", ["end", "raise", "announce", "save", "exit-3", "fork"])
+def test_a_normal_end_is_left_when_the_process_exits(noticed: str, then: str, folder: str) -> None:
+    """``exit-3``: the code is not known at the exit, so ``holdfast run`` must not trust in it."""
+    command = [sys.executable, "-c", ENDING, noticed, then]
+    subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
+    (record,) = read_records(folder)
+    code = None if record.status is None else record.status.code
+    if then in ("raise", "announce"):
+        assert (code, record.left) == (None, None)
+    else:
+        assert record.left is not None
+        assert code == (SAVED if then == "save" else DONE if noticed == "noticed" else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,8 @@ OVERDUE = Ended(None, killed_by=KILL, forwarded=(TERM,), killed=frozenset({7}), 
         (EXIT_1, (FAILED, FAILED), FAILED),
         (TERMINATED, (SAVED, SAVED), SAVED),  # a shell script, whose training saved
         (TERMINATED, (DONE, DONE), UNSAVED),  # the rest of the script did not run
+        (Ended(3, forwarded=(TERM,)), (DONE, DONE), UNSAVED),  # torchrun returns 1
+        (OVERDUE, (DONE, DONE), UNSAVED),
         (OVERDUE, (SAVED, SAVED), SAVED),
         (Ended(None, killed_by=KILL), (SAVED, SAVED), FAILED),
         # a worker is missing, or left without a word
@@ -228,3 +231,47 @@ def test_without_a_launcher_every_process_must_say_why_it_left() -> None:
     saved = record(SAVED, launcher=None)
     assert decide(STOPPED_1, [saved]).code == SAVED
     assert decide(STOPPED_1, [saved, record(SILENT, 1, launcher=None)]).code == UNSAVED
+
+
+@pytest.mark.parametrize("code", [1, 3])
+def test_only_torchrun_excuses_a_code_after_a_complete_training(code: int) -> None:
+    """Anything else that exits with another code than 0 has failed after the training."""
+    ended = Ended(code, forwarded=(TERM,))
+    launched, alone = record(DONE, size=1), record(DONE, 1, launcher=None)
+    assert decide(ended, [launched]).code == (DONE if code == 1 else UNSAVED)
+    assert decide(ended, [alone]).code == UNSAVED
+    assert decide(ended, [launched, alone]).code == UNSAVED
+
+
+def ended_before(rank: int, launcher: str | None = "job/1") -> WorkerRecord:
+    """The record of a training that ended normally, without a notice."""
+    return replace(record(SILENT, rank, launcher=launcher), left=20.0)
+
+
+def test_a_training_that_ended_before_the_notice_does_not_keep_a_saved_one_from_counting() -> None:
+    """``python a.py && python b.py``, and the same with torchrun."""
+    saved = [record(SAVED, rank, launcher="job/2", started=30.0, left=40.0) for rank in (2, 3)]
+    assert (
+        decide(TERMINATED, [ended_before(0, None), record(SAVED, 1, launcher=None)]).code == SAVED
+    )
+    assert decide(TERMINATED, [ended_before(0), ended_before(1), *saved]).code == SAVED
+    assert decide(STOPPED_1, [ended_before(0), ended_before(1), *saved]).code == SAVED
+    assert decide(TERMINATED, [ended_before(0), *saved]).code == UNSAVED, "one rank is missing"
+
+
+def test_a_training_that_ended_before_the_notice_excuses_nothing() -> None:
+    """What the process did afterward is not known: its code may be why torchrun stops the rest."""
+    both = [ended_before(0), ended_before(1)]
+    assert decide(EXIT_0, both).code == DONE
+    assert decide(EXIT_1, both).code == FAILED
+    assert decide(STOPPED_1, both).code == UNSAVED
+    assert decide(STOPPED_1, [ended_before(0), record(DONE, 1)]).code == UNSAVED
+    assert decide(EXIT_1, [ended_before(0), record(SAVED, 1)]).code == FAILED
+    assert decide(EXIT_1, [ended_before(0, None), record(DONE, 1, launcher=None)]).code == FAILED
+
+
+def test_workers_count_although_each_is_rank_0_of_its_own_group() -> None:
+    records = [replace(record(SAVED, rank), status=Status(SAVED, 0)) for rank in (0, 1)]
+    assert is_complete(records)
+    assert not is_complete(records[:1])
+    assert decide(STOPPED_1, records).code == SAVED

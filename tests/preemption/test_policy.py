@@ -62,6 +62,31 @@ def test_an_unknown_time_counts_from_when_the_notice_came(
     assert Preemption(grace=grace).plan(Notice("a test", seconds, age=age), 3.0) == plan
 
 
+@pytest.mark.parametrize(
+    ("run_grace", "grace", "notice_seconds", "plan"),
+    [
+        ("25", None, None, Plan(22.5, 0)),
+        ("6", None, None, Plan(5.4, 0)),
+        ("1", None, None, Plan(0.9, 0)),
+        ("110", None, None, Plan(107, 0)),
+        ("110", 60, None, Plan(107, 57)),
+        ("25", 60, None, Plan(22.5, 19.5)),  # ``holdfast run`` kills all the same
+        ("900", None, None, Plan(897, 894)),
+        ("25", None, 120.0, Plan(120, 0)),
+    ],
+)
+def test_holdfast_run_says_how_much_time_is_left(
+    run_grace: str,
+    grace: float | None,
+    notice_seconds: float | None,
+    plan: Plan,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOLDFAST_GRACE", run_grace)
+    notice = Notice("a test", notice_seconds)
+    assert Preemption(grace=grace).plan(notice, 3.0) == plan
+
+
 def test_a_notice_that_does_not_stop_has_no_deadline() -> None:
     notice = Notice("AWS rebalance", 60.0, stops=False)
     assert Preemption(grace=0).plan(notice, 3.0) == Plan(inf, inf)

@@ -10,6 +10,7 @@ its training starts, and replaces it when it leaves. Files of earlier restarts s
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.engine.distributed.error_report import encode_json
 from holdfast.errors import HoldfastError
 from holdfast.preemption.process_tree import read_process, started_at
 from holdfast.settings import LAUNCHED_WORKER_VARIABLE, launched_worker, status_folder
@@ -84,7 +86,8 @@ class WorkerRecord:
     """The contents of a file: a process of the training, and its status once it has left.
 
     ``started`` and ``left`` are in seconds since the machine started. ``launcher`` identifies the
-    torchrun process that started this one, or is None.
+    torchrun process that started this one, or is None. ``left`` without a status: the training has
+    ended normally, without a notice (see ``leave_done_at_exit``).
     """
 
     pid: int
@@ -106,6 +109,7 @@ def announce_worker() -> None:
     status. Outside ``holdfast run`` it does nothing. Call it on every rank. It never raises
     ``OSError``: a full disk of the launcher is no reason to refuse a training.
     """
+    forget_done()  # of an earlier training in this process
     folder = status_folder()
     if folder is not None:
         with suppress(OSError):  # ``leave_code`` then returns the code itself
@@ -156,7 +160,7 @@ def read_records(folder: str) -> list[WorkerRecord]:
     return sorted(records, key=lambda record: (record.started, record.pid))
 
 
-def _write_record(folder: str, status: Status | None) -> None:
+def _write_record(folder: str, status: Status | None, *, has_ended: bool = False) -> None:
     pid = os.getpid()
     worker = launched_worker()
     record = WorkerRecord(
@@ -165,13 +169,13 @@ def _write_record(folder: str, status: Status | None) -> None:
         launcher=None if worker is None else f"{worker.job_id}/{_launcher_pid()}",
         local_world_size=1 if worker is None else worker.local_world_size,
         restart_count=0 if worker is None else worker.restart_count,
-        left=None if status is None else time.clock_gettime(time.CLOCK_BOOTTIME),
+        left=time.clock_gettime(time.CLOCK_BOOTTIME) if has_ended or status else None,
         status=None if status is None else _for_file(status),
     )
     # the start time, because another process may get the same id later
     name = f"{pid}-{record.started:.2f}"
     temporary = Path(folder, f"{name}.tmp")
-    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.write_bytes(encode_json(record).encode())  # the name of a run may not be UTF-8
     temporary.replace(Path(folder, name + _SUFFIX))
 
 
@@ -200,11 +204,42 @@ def _launcher_pid() -> int:
     return pid
 
 
-def leave_done(status: Status) -> None:
-    """Leave the status of a training that ended in spite of a notice, unless an exception ends the
-    process, or the process has left another status."""
-    if not hasattr(sys, "last_value") and not _has_left():
+def leave_done_at_exit(status: Status | None) -> None:
+    """Leave that the training has ended normally when this process exits.
+
+    ``status`` is ``DONE`` if a notice came before the end. It excuses the 1 that torchrun returns
+    after a signal. Without a notice, ``status`` is None, and the record says only that the process
+    has left: the training of this process is no reason to run the command again. No more than that,
+    because nothing is known of what the process does afterward. The code with which it exits says
+    it, but torchrun hides that code, and what it then does to the other workers looks like a
+    notice to them.
+
+    Nothing is left if the process ends otherwise, by an exception or a signal, or if another
+    training starts in it or fails (``forget_done``), or leaves a status.
+    """
+    forget_done()
+    atexit.register(leave_done, status)
+
+
+def forget_done() -> None:
+    """Do not leave what ``leave_done_at_exit`` was called for, because it is not the end."""
+    atexit.unregister(leave_done)
+
+
+os.register_at_fork(after_in_child=forget_done)
+
+
+def leave_done(status: Status | None) -> None:
+    """Leave ``status``, or the time if it is None, unless an exception ends the process, or the
+    process has left another status."""
+    if hasattr(sys, "last_value") or _has_left():
+        return
+    folder = status_folder()
+    if status is not None:
         leave_code(status)
+    elif folder is not None:
+        with suppress(OSError):  # as without the record: the process has not said how it ended
+            _write_record(folder, None, has_ended=True)
 
 
 def _has_left() -> bool:

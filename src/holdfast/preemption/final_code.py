@@ -8,6 +8,7 @@ command that failed, and a status never hides that something else failed without
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -71,11 +72,13 @@ def decide(ended: Ended, records: Sequence[WorkerRecord]) -> Decision:
     3. A worker says ``FAILED``: ``FAILED``.
     4. The command exits with ``SAVED`` or ``UNSAVED``: the worst of that and the statuses.
     5. All workers said why they left, and not all of them ``DONE``: the worst of the statuses.
-       torchrun returns 1 after any signal, even if all workers exit with 0.
+       torchrun returns 1 after any signal, even if all workers exit with 0. Trainings that ended
+       before do not matter (see ``is_complete``).
        Not if the command was killed by a signal that ``holdfast run`` did not send.
-    6. The command was asked to stop, and did not say more: ``DONE`` if all workers said so, else
-       ``UNSAVED``. torchrun stops at SIGUSR1 and SIGUSR2 too; any other command may use them
-       otherwise.
+    6. The command was asked to stop, and did not say more: ``UNSAVED``. But ``DONE`` if it exits
+       with 1, torchrun started all workers, and all of them said ``DONE``. Any other code, or one
+       of a script, may be that of what followed the training. torchrun stops at SIGUSR1 and
+       SIGUSR2 too; any other command may use them otherwise.
     7. ``FAILED``.
     """
     current = last_attempt(records)
@@ -101,7 +104,8 @@ def decide(ended: Ended, records: Sequence[WorkerRecord]) -> Decision:
     stopped = ended.stopped or (launched and bool(ended.forwarded))
     if sent and (stopped or ended.killed_by is not None):
         # torchrun itself returns 1 after a signal; a script that was killed did not finish
-        done = complete and ended.killed_by is None
+        all_said = all(r.launcher is not None and r.status is not None for r in current)
+        done = complete and all_said and worst == DONE and code == FAILED
         return _decision(DONE if done else UNSAVED, statuses, ended)
     return _decision(FAILED, statuses, ended)
 
@@ -133,22 +137,30 @@ def last_attempt(records: Iterable[WorkerRecord]) -> list[WorkerRecord]:
 
 
 def is_complete(records: Sequence[WorkerRecord]) -> bool:
-    """Return True if every worker of the last attempt has left a status.
+    """Return True if every worker of the last attempt has left a status, or ended normally before.
 
-    A launcher's workers are counted: one that died before its training started has no record.
+    A launcher's workers are counted: one that died before its training started has no record. Their
+    ranks are not: each worker may be rank 0 of a group of its own.
+
+    Without a launcher, a training that ended without a notice is complete, as the first one of
+    ``python a.py && python b.py``. Those of one launcher are complete only if all of them ended
+    so. If one ended so, and another one left a status, the first may have failed afterward:
+    torchrun then stops the other, for which that looks like a notice.
     """
     expected: dict[str, int] = {}
-    found: dict[str, set[int]] = {}
+    said, ended = Counter[str](), Counter[str]()
     for record in records:
         if record.launcher is None:
-            if record.status is None:
+            if record.left is None:
                 return False
             continue
         expected[record.launcher] = record.local_world_size
-        ranks = found.setdefault(record.launcher, set())
-        if record.status is not None:
-            ranks.add(record.status.rank)
-    return bool(records) and all(len(found[name]) >= expected[name] for name in expected)
+        said[record.launcher] += record.status is not None
+        ended[record.launcher] += record.status is None and record.left is not None
+    return bool(records) and all(
+        said[name] >= size or (said[name] == 0 and ended[name] >= size)
+        for name, size in expected.items()
+    )
 
 
 def describe_end(ended: Ended) -> str:
@@ -173,7 +185,7 @@ def _decision(code: int, statuses: Sequence[Status], ended: Ended) -> Decision:
     if code == DONE:
         return Decision(code, "the training is complete")
     if not said:
-        silent = code == UNSAVED and ended.exit_code != UNSAVED
+        silent = code == UNSAVED and ended.exit_code != UNSAVED and not statuses
         unsaid = ", and no worker said that its state is saved" if silent else ""
         return Decision(code, describe_end(ended) + unsaid)
     first = min(said, key=lambda s: s.rank)

@@ -9,11 +9,18 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.preemption.notice import Notice, NoticeSource
+from holdfast.settings import run_grace
 from holdfast.text import to_repr
 
 UNKNOWN_SECONDS = 30.0
-"""The time until the stop if neither the notice nor the user says. (The default of Kubernetes,
-torchrun, and Slurm.)"""
+"""The time until the stop if neither the notice, nor ``holdfast run``, nor the user says. (The
+default of Kubernetes, torchrun, and Slurm.)"""
+
+_MARGIN = 3.0
+"""Seconds of the grace of ``holdfast run`` that are not this process's, or a tenth of it if that is
+less. ``holdfast run`` kills when the grace is over, counted from its own signal. The signal may
+arrive here later, through a shell or torchrun. The process still has to end after the save, and
+torchrun after it."""
 
 LEAST_SECONDS = 5.0
 """The least time that a training takes for its save, however late the notice came: the process is
@@ -85,7 +92,8 @@ class Preemption:
             return Plan(inf, inf)
         grace = self.grace
         if notice.seconds is None:
-            available = max(LEAST_SECONDS, max(UNKNOWN_SECONDS, grace or 0.0) - notice.age)
+            unknown = _unknown_seconds(grace)
+            available = max(min(LEAST_SECONDS, unknown), unknown - notice.age)
         else:
             available = max(LEAST_SECONDS, notice.seconds)
         if grace is None:
@@ -97,6 +105,17 @@ class Preemption:
 
 
 DEFAULT = Preemption()
+
+
+def _unknown_seconds(grace: float | None) -> float:
+    """Return the time until the stop after a notice that does not say it.
+
+    ``grace`` is that of ``Preemption``, which cannot make ``holdfast run`` kill later.
+    """
+    kills_after = run_grace()
+    if kills_after is None:
+        return max(UNKNOWN_SECONDS, grace or 0.0)
+    return kills_after - min(_MARGIN, kills_after / 10)
 
 
 def _refuse(name: str, expected: str, found: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,8 +19,8 @@ from holdfast.engine.distributed.error_report import decode_raised, is_from_torc
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, Preempted, RankFailed
+from holdfast.preemption.end_status import E, end_training
 from holdfast.preemption.exit_status import (
-    DONE,
     FAILED,
     SAVED,
     UNSAVED,
@@ -28,7 +28,6 @@ from holdfast.preemption.exit_status import (
     announce_worker,
     describe_exit,
     leave_code,
-    leave_done,
     write_error,
 )
 from holdfast.preemption.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
@@ -86,6 +85,7 @@ class PreemptionResponse:
         self._lock = RLock()
         self._deadline: Deadline | None = None
         self._failure: RankFailed | None = None
+        self._announced_in = 0  # the id of the process
         self._peer_error: BaseException | None = None
         self._is_unwinding = self._is_without_ranks = False
         self.has_left = False
@@ -120,6 +120,7 @@ class PreemptionResponse:
         self._watcher = NoticeWatcher(sources, self.on_notice, find)
         self._watcher.start()
         announce_worker()
+        self._announced_in = os.getpid()
 
     @property
     def is_pending(self) -> bool:
@@ -148,9 +149,6 @@ class PreemptionResponse:
         """
         if not self._saves.busy:
             self._timer.clear()
-        if self._deadline is not None and not self.has_left:
-            # torchrun returns 1 after a signal, even if all of its workers are done
-            atexit.register(leave_done, self._status(DONE, "the training is complete"))
         self._savepoint_saver.close()
         self._agreement = LocalAgreement()  # it refers to this object, and to a connection
         if self._watcher is not None:
@@ -160,6 +158,15 @@ class PreemptionResponse:
         """Raise the error that ended a source of notices. See ``NoticeWatcher.raise_error``."""
         if self._watcher is not None:
             self._watcher.raise_error(ended)
+
+    def end(self, error: E, finish: Callable[[E], object]) -> None:
+        """Call ``finish``, which ends the training because of ``error``, or normally with None.
+        Then leave the status of this process (see ``end_training``)."""
+        end_training(error, finish, self._status, self._is_noticed)
+
+    def _is_noticed(self) -> bool | None:
+        is_training = self._announced_in == os.getpid() and not self.has_left
+        return self.is_pending if is_training else None
 
     # -- notices, on other threads ---------------------------------------------------------------
 

@@ -378,7 +378,7 @@ class Checkpointer:
         Nothing is saved while an exception is handled, as in a ``finally`` block: the state may
         belong to no step. A warning names the unsaved steps. A second call does nothing.
         """
-        self._close(self._lifecycle.interruption())
+        self._preemption.end(self._lifecycle.interruption(), self._close)
 
     @exclusive
     def _close(self, error: BaseException | None) -> None:
@@ -409,10 +409,10 @@ class Checkpointer:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._close(None)
+            self._preemption.end(None, self._close)
         else:
-            left = self._preemption.leave_after(error)
-            self._ending.finish_after(left or error, self._agreement, self._release)
+            left, parts = self._preemption.leave_after(error), (self._agreement, self._release)
+            self._preemption.end(left or error, lambda e: self._ending.finish_after(e, *parts))
             if left is not None:
                 raise left from error
 

@@ -107,8 +107,8 @@ def encode_error(error: BaseException, rank: int, operation: str, commit_begun: 
     )
 
 
-def encode_json(value: msgspec.Struct) -> str:
-    """Encode a struct as JSON.
+def encode_json(value: object) -> str:
+    """Encode a struct or a dataclass as JSON.
 
     Surrogates, which UTF-8 cannot encode but file names may contain, are escaped.
     """

@@ -1,0 +1,145 @@
+"""``holdfast run`` with real trainings, which get SIGTERM: what its exit code says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.run.run import Run
+from tests.cli.invoke import CommandResult
+from tests.cli.supervised import finish, is_alive, read_pid, started
+
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).with_name("training_worker.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run_until_sigterm(
+    folder: Path, action: str, *options: str, run: str | Path = "run", by_torchrun: bool = False
+) -> CommandResult:
+    """Run a training, send SIGTERM to ``holdfast run`` once it has made three steps, and wait."""
+    launcher, ranks = (TORCHRUN, 2) if by_torchrun else ([sys.executable], 1)
+    command = [*launcher, WORKER, folder / run, folder / "ready", action]
+    with started("--json", *options, "--", *command) as process:
+        pids = [read_pid(folder / f"ready.{rank}") for rank in range(ranks)]
+        process.send_signal(signal.SIGTERM)
+        result = finish(process)
+    assert not any(is_alive(pid) for pid in pids)
+    return result
+
+
+def saved_steps(run: Path) -> list[int]:
+    return [s.step for s in Run(run).snapshots()]
+
+
+@pytest.mark.parametrize(
+    ("action", "expected", "codes"),
+    [
+        ("train", 75, [75]),
+        ("fail", 1, [1]),
+        ("raise", 1, [1]),
+        ("exit", 1, [1]),
+        ("exit-0", 0, [0]),
+        ("lost", 76, []),
+        ("end", 0, [0]),
+        ("exit-later", 76, [0]),
+    ],
+)
+def test_a_training_that_gets_a_notice(
+    action: str, expected: int, codes: list[int], tmp_path: Path
+) -> None:
+    result = run_until_sigterm(tmp_path, action)
+    assert result.code == expected, result.err
+    assert [s["code"] for s in result.json["statuses"]] == codes
+    assert len(saved_steps(tmp_path / "run")) == (action == "train")
+    if action == "fail":
+        assert "rank 0 failed in" in result.err
+        assert "ValueError: the loss is NaN" in result.err
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"), [("fail", 1), ("exit", 1), ("end", 0), ("apart", 75)]
+)
+def test_a_training_under_torchrun_that_gets_a_notice(
+    action: str, expected: int, tmp_path: Path
+) -> None:
+    """torchrun returns 1 in any case. ``apart``: each worker is rank 0 of its own group."""
+    result = run_until_sigterm(tmp_path, action, by_torchrun=True)
+    assert result.code == expected, result.err
+    assert result.json["command"] == {"exit_code": 1, "killed_by": None}
+    assert [s["code"] for s in result.json["statuses"]] == [expected] * 2
+
+
+def test_a_long_step_ends_before_the_grace_and_what_was_saved_counts(tmp_path: Path) -> None:
+    """A thread saves the third step. The process must have ended when ``holdfast run`` kills."""
+    began = time.monotonic()
+    result = run_until_sigterm(tmp_path, "long", "--grace", "6s")
+    assert result.code == 75, result.err
+    assert result.json["killed"] == 0
+    assert time.monotonic() - began < 10
+    assert saved_steps(tmp_path / "run") == [3]
+
+
+def test_a_training_that_has_ended_is_no_reason_to_run_again(tmp_path: Path) -> None:
+    """The shell is killed by the signal, so only the statuses can say that all is saved."""
+    script = '"$1" "$2" "$3/a" "$3/a" done && "$1" "$2" "$3/b" "$3/b" train'
+    with started("--", "sh", "-c", script, "sh", sys.executable, WORKER, tmp_path) as process:
+        read_pid(tmp_path / "b.0")
+        process.send_signal(signal.SIGTERM)
+        result = finish(process)
+    assert result.code == 75, result.err
+    assert len(saved_steps(tmp_path / "b")) == 1
+
+
+def test_a_run_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    run = os.fsdecode(b"run-\xff")
+    result = run_until_sigterm(tmp_path, "train", run=run)
+    assert result.code == 75, result.err
+    (status,) = result.json["statuses"]
+    assert status["run"].endswith("run-\\udcff")
+    assert len(saved_steps(tmp_path / run)) == 1
+
+
+# Two trainings in one process. The first one completes after a notice, the second one does not.
+TWO = """
+import os, signal, sys, time
+import numpy as np
+import holdfast
+
+def train(run, fails):
+    state = {"x": np.zeros(4), "progress": holdfast.Progress()}
+    with holdfast.Checkpointer(run, state, save=holdfast.AtEnd()) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+        if fails:
+            raise ValueError("the loss is NaN")
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not ckpt._preemption.is_pending:
+            time.sleep(0.01)
+
+train(sys.argv[1] + "-a", False)
+try:
+    train(sys.argv[1] + "-b", True)
+except ValueError:
+    sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_later_training_in_the_process_makes_the_end_of_an_earlier_one_void(
+    code: int, tmp_path: Path
+) -> None:
+    statuses = tmp_path / "statuses"
+    statuses.mkdir()
+    command = [sys.executable, "-c", TWO, str(tmp_path / "run"), str(code)]
+    environment = {**os.environ, "HOLDFAST_STATUS": str(statuses)}
+    assert subprocess.run(command, env=environment, check=False).returncode == code
+    (record,) = statuses.iterdir()
+    assert b'"left":null,"status":null' in record.read_bytes()
