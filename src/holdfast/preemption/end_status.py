@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed.error_report import is_from_torch
 from holdfast.errors import NoProgress, Preempted, RankFailed
 from holdfast.preemption.exit_status import (
@@ -15,8 +16,11 @@ from holdfast.preemption.exit_status import (
     leave_code,
     leave_done_at_exit,
 )
+from holdfast.threads import call_with_limit
 
 E = TypeVar("E", BaseException, BaseException | None)
+
+_NOTE_SECONDS = 0.5
 
 
 def end_training(
@@ -50,6 +54,12 @@ def end_training(
     if not is_failed and noticed is not None:
         done = make_status(DONE, "the training is complete")
         leave_done_at_exit(done if noticed else None)
+
+
+def note_end(leave: Callable[[Deadline], object]) -> None:
+    """Note that this restart has ended well, in half a second: the process must end now."""
+    limit = Deadline.after(_NOTE_SECONDS, "the end of this process")
+    call_with_limit(lambda: leave(limit), "holdfast-end", _NOTE_SECONDS)
 
 
 def _is_from_user(error: BaseException) -> bool:

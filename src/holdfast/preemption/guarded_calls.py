@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.errors import Preempted
-from holdfast.preemption.response import LEAVE, PreemptionResponse
+from holdfast.preemption.parts import LEAVE
+from holdfast.preemption.response import PreemptionResponse
 
 _NOTHING: frozenset[str] = frozenset()
 

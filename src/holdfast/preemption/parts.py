@@ -7,6 +7,12 @@ from typing import Protocol
 from holdfast.deadline import Deadline
 from holdfast.preemption.savepoints import savepoint_saver
 
+SAVE, LEAVE = "save before the stop", "save and leave"
+"""The actions on which the ranks agree after a notice."""
+
+SAVE_ONLY = "save after a notice"
+"""The action after a notice that the machine is at risk, or after a signal that means this."""
+
 
 class Steps(Protocol):
     """What counts the steps of the training."""

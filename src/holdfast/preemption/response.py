@@ -19,7 +19,7 @@ from holdfast.engine.distributed.error_report import decode_raised, is_from_torc
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, Preempted, RankFailed
-from holdfast.preemption.end_status import E, end_training
+from holdfast.preemption.end_status import E, end_training, note_end
 from holdfast.preemption.exit_status import (
     FAILED,
     SAVED,
@@ -33,26 +33,18 @@ from holdfast.preemption.exit_status import (
 from holdfast.preemption.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.notices.platform import detect_and_report
-from holdfast.preemption.parts import Ending, Saves, Steps
+from holdfast.preemption.parts import LEAVE, SAVE, SAVE_ONLY, Ending, Saves, Steps
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints.savepoint_saver import SLACK, Durations, SavepointSaver
 from holdfast.preemption.savepoints.step_savepoint import StepSavepoint
 from holdfast.preemption.signals import SignalNotice
 from holdfast.preemption.watcher import NoticeWatcher
-from holdfast.threads import call_with_limit
-
-SAVE, LEAVE = "save before the stop", "save and leave"
-"""The actions on which the ranks agree after a notice."""
-
-SAVE_ONLY = "save after a notice"
-"""The action after a notice that the machine is at risk, or after a signal that means this."""
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
 
-_FLUSH_SECONDS, _NOTE_SECONDS = 10.0, 0.5
-"""Before the process ends: the time to save the newest captured state if there was no notice, and
-the time to note that this restart has ended well."""
+_FLUSH_SECONDS = 10.0
+"""Without a notice, the time to save the newest captured state before the process ends."""
 
 _POLL_SECONDS = 0.5
 """The longest time until another rank sees a proposal."""
@@ -72,15 +64,11 @@ class PreemptionResponse:
         parts: tuple[Steps, Durations, Saves, Ending, StepSavepoint],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
-        self._group = group
+        self._settings, self._group, self._clock = settings, group, clock
         self._steps, self._durations, self._saves, self._ending, savepoint = parts
-        self._clock = clock
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._timer = ExitTimer(clock)
-        self._savepoint_saver = SavepointSaver(
-            savepoint, *parts[1:3], group, clock, self._on_saved_without
-        )
+        self._savepoint_saver = SavepointSaver(savepoint, *parts[1:3], group, clock, self._on_lost)
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None
@@ -236,7 +224,7 @@ class PreemptionResponse:
         """The training thread has raised the error of another rank."""
         self._timer.clear("error")
 
-    def _on_saved_without(self) -> None:
+    def _on_lost(self) -> None:
         """Leave soon: with a rank dead, no collective operation of the training may ever return."""
         self._is_without_ranks = True
         if self._deadline is not None:
@@ -294,9 +282,7 @@ class PreemptionResponse:
             known = self._deadline
             self._savepoint_saver.flush(limit if known is None else save_deadline(known))
         if code == SAVED and not self._is_without_ranks:
-            limit = Deadline.after(_NOTE_SECONDS, "the end of this process")
-            note = partial(self._ending.leave, code, self._failure, limit)
-            call_with_limit(note, "holdfast-end", _NOTE_SECONDS)
+            note_end(partial(self._ending.leave, code, self._failure))
         with suppress(HoldfastError):
             code = leave_code(self._status(code, message))
         end_process(code, message)

@@ -389,8 +389,7 @@ def read_training_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
 
 def read_captured_with(snapshot: Snapshot) -> str:
     """Return the attempt of the save that saved the same state as this capture, or nothing."""
-    attempt = read_training_metadata(snapshot).get("captured_with")
-    return attempt if isinstance(attempt, str) else ""
+    return str(read_training_metadata(snapshot).get("captured_with", ""))
 
 
 def read_sessions(snapshot: Snapshot) -> list[str]:

@@ -14,8 +14,8 @@ from typing import Literal
 from holdfast import events
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.group import Group, broadcast_from_first
-from holdfast.preemption.response import SAVE as PREEMPTION_SAVE
-from holdfast.preemption.response import SAVE_ONLY as PREEMPTION_SAVE_ONLY
+from holdfast.preemption.parts import SAVE as PREEMPTION_SAVE
+from holdfast.preemption.parts import SAVE_ONLY as PREEMPTION_SAVE_ONLY
 from holdfast.run.policy import PolicyInput, SavePolicy
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.step_counter import StepCounter

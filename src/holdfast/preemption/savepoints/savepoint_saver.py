@@ -74,7 +74,7 @@ class SavepointSaver:
     """Saves the savepoint on a thread of its own, which starts at the first notice.
 
     ``expect`` is called on the threads of notices, ``claim`` and ``wait`` in the training thread.
-    ``on_saved_without`` is called after a save without some ranks, which are dead or stopped.
+    ``on_lost`` is called after a save without some ranks, which are dead or stopped.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SavepointSaver:
         saves: Saves,
         group: Group,
         clock: Callable[[], float] = time.monotonic,
-        on_saved_without: Callable[[], object] = no_op,
+        on_lost: Callable[[], object] = no_op,
     ) -> None:
         self.saved_step: int | None = None
         """The step that was saved because of a notice, by this thread or by other ranks."""
@@ -97,7 +97,7 @@ class SavepointSaver:
         self._saves = saves
         self._group = group
         self._clock = clock
-        self._on_saved_without = on_saved_without
+        self._on_lost = on_lost
         self._vote: SavepointVote | None = None
         self._is_uniform = False
         self._deadline: Deadline | None = None
@@ -257,7 +257,7 @@ class SavepointSaver:
         vote.mark_saved(decision.step)
         self._end_waits(decision)
         if missing:
-            self._on_saved_without()
+            self._on_lost()
 
     def _save(self, deadline: Deadline, group: Group, missing: Sequence[int]) -> None:
         """Save the savepoint, which is held. The next step may begin when it is copied."""
