@@ -46,6 +46,22 @@ def test_a_plan(
     assert Preemption(grace=grace).plan(notice, exit_seconds) == plan
 
 
+@pytest.mark.parametrize(
+    ("grace", "seconds", "age", "plan"),
+    [
+        (None, None, 12.0, Plan(18, 0)),
+        (None, None, 42.0, Plan(5, 0)),
+        (60, None, 12.0, Plan(48, 45)),
+        # the seconds of a notice are those that are left now
+        (None, 20.0, 12.0, Plan(20, 0)),
+    ],
+)
+def test_an_unknown_time_counts_from_when_the_notice_came(
+    grace: float | None, seconds: float | None, age: float, plan: Plan
+) -> None:
+    assert Preemption(grace=grace).plan(Notice("a test", seconds, age=age), 3.0) == plan
+
+
 def test_a_notice_that_does_not_stop_has_no_deadline() -> None:
     notice = Notice("AWS rebalance", 60.0, stops=False)
     assert Preemption(grace=0).plan(notice, 3.0) == Plan(inf, inf)

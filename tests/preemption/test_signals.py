@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.preemption import signals
 from holdfast.preemption.notice import Notice
+from holdfast.preemption.policy import Preemption
 from holdfast.preemption.signals import SignalNotice, protect_worker
+from tests.preemption.manual_clock import ManualClock
 
 USR1 = signal.SIGUSR1
 
@@ -66,6 +69,21 @@ def test_a_signal_without_a_known_deadline_and_one_that_does_not_stop(
     signal.raise_signal(USR1)
     assert source.poll() == Notice("SIGUSR1", None, stops=False)
     source.close()
+
+
+@pytest.mark.parametrize("seconds", [None, 40])
+def test_the_age_of_a_signal_counts(seconds: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that polls may have been busy when the signal came."""
+    clock = ManualClock()
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=clock))
+    source = SignalNotice(USR1, seconds=seconds)
+    source.receive(USR1)
+    clock.advance(12)
+    notice = source.poll()
+    assert notice is not None
+    assert notice.age == 12
+    assert notice.seconds == (None if seconds is None else 28)
+    assert Preemption().plan(notice, 1.0).seconds == (18 if seconds is None else 28)
 
 
 def test_a_signal_arrives_while_the_main_thread_is_in_a_call_of_a_library(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import pytest
 import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.preemption.notice import Notice
+from holdfast.preemption.notices.call import CallNotice
+from holdfast.preemption.signals import SignalNotice
 from holdfast.preemption.watcher import NoticeWatcher
 
 
@@ -129,6 +132,87 @@ def test_another_error_ends_only_that_source_and_the_end_raises_it(
     assert failures == [("broken", "'x'")]
 
 
+class Hanging(Source):
+    """A source that breaks the rule: its poll does not return until it is released."""
+
+    def __init__(self, *results: Any) -> None:
+        super().__init__(*results, name="hanging")
+        self.released = threading.Event()
+
+    def poll(self) -> Notice | None:
+        result = super().poll()
+        self.released.wait(30)
+        return result
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    source = Hanging(Notice("hanging"))
+    yield source
+    source.released.set()
+    wait_for(lambda: not watcher_threads())
+
+
+def test_sources_that_hang_delay_neither_a_signal_nor_the_end(hanging: Hanging) -> None:
+    """Three functions that hang, and a source that does not even return in time."""
+    functions = [CallNotice(lambda: hanging.released.wait(30) and None) for _ in range(3)]
+    signals, response = SignalNotice(signal.SIGUSR1), Response()
+    watcher = NoticeWatcher([signals, *functions, hanging], response.on_notice)
+    watcher.start()
+    wait_for(lambda: hanging.polls and all(f._call is not None for f in functions))
+    sent_at = time.monotonic()
+    signal.raise_signal(signal.SIGUSR1)
+    wait_for(lambda: response.notices)
+    seen_at = time.monotonic()
+    watcher.close()
+    assert response.notices[0].source == "SIGUSR1"
+    assert seen_at - sent_at < 0.5
+    assert time.monotonic() - seen_at < 2
+
+
+def test_a_source_that_is_detected_and_hangs_delays_no_other_one(hanging: Hanging) -> None:
+    response, good = Response(), WakingSource()
+    watcher = NoticeWatcher([good], response.on_notice, lambda: [hanging])
+    watcher.start()
+    wait_for(lambda: hanging.polls)
+    good.results.append(Notice("SIGTERM"))
+    good.started[0]()
+    wait_for(lambda: response.notices)
+    watcher.close()
+
+
+def test_a_notice_that_comes_after_the_end_is_dropped(hanging: Hanging) -> None:
+    """The training has ended: it must not leave once more, or be kept in memory."""
+    response = Response()
+    watcher = NoticeWatcher([hanging], response.on_notice)
+    watcher.start()
+    wait_for(lambda: hanging.polls)
+    watcher.close()
+    hanging.released.set()
+    wait_for(lambda: not watcher_threads())
+    assert not response.notices
+    assert hanging.polls == 1
+
+
+def test_one_notice_at_a_time_is_passed_on() -> None:
+    class Slow(Response):
+        running = most = 0
+
+        def on_notice(self, notice: Notice) -> None:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            time.sleep(0.01)
+            self.running -= 1
+            super().on_notice(notice)
+
+    response = Slow()
+    watcher = NoticeWatcher([Source(Notice(c)) for c in "abcd"], response.on_notice)
+    watcher.start()
+    wait_for(lambda: len(response.notices) == 4)
+    watcher.close()
+    assert response.most == 1
+
+
 class Broken(Source):
     """A source whose attributes raise, or are of a wrong type."""
 
@@ -146,7 +230,7 @@ class Broken(Source):
 BAD_NOTICES: list[Any] = [
     *(True, False, 30, "SIGTERM", [], Notice),
     *(Notice("x", "30"), Notice("x", True), Notice("x", float("nan")), Notice("x", [])),
-    *(Notice(None), Notice("x", 1.0, "no"), Notice("x", stops=None)),
+    *(Notice(None), Notice("x", 1.0, "no"), Notice("x", stops=None), Notice("x", age=None)),
 ]
 
 
@@ -218,8 +302,11 @@ def test_a_source_without_a_name_is_reported_by_its_class(
         def poll(self) -> None:
             raise KeyError("x")
 
-    watcher = NoticeWatcher([Nameless()], Response().on_notice)  # type: ignore[list-item]
-    watcher._poll(watcher._sources[0])
+    response = Response()
+    watcher = NoticeWatcher([Nameless()], response.on_notice)  # type: ignore[list-item]
+    watcher.start()
+    wait_for(lambda: failures)
+    watcher.close()
     assert [name.rpartition(".")[2] for name, _ in failures] == ["Nameless"]
 
 
@@ -266,7 +353,8 @@ def test_a_source_that_cannot_be_closed_keeps_no_other_one_open() -> None:
             raise OSError("Bad file descriptor")
 
     good = WakingSource()
-    watcher = NoticeWatcher([Stuck(), good], Response().on_notice)
+    response = Response()
+    watcher = NoticeWatcher([Stuck(), good], response.on_notice)
     watcher.start()
     watcher.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -320,7 +408,8 @@ def test_without_threads_each_source_is_reported(
 ) -> None:
     monkeypatch.setattr("holdfast.preemption.watcher.start_thread", lambda thread: False)
     response = Response()
-    watcher = NoticeWatcher([Source(name="a"), Source(name="b")], response.on_notice)
+    sources = [Source(name="a"), Source(name="b")]
+    watcher = NoticeWatcher(sources, response.on_notice, lambda: [Source()])
     watcher.start()
     watcher.close()
-    assert [name for name, _ in failures] == ["a", "b"]
+    assert [name for name, _ in failures] == ["a", "b", "the detection of the platform"]

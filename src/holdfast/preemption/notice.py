@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.text import to_repr
@@ -17,15 +17,17 @@ class Notice:
     ``source`` says what sent it, for messages: ``"SIGTERM"``, ``"the AWS spot instance action"``.
     ``seconds`` is the time from now until the stop, or None if the source does not know it.
     ``stops`` is False if the machine is only at risk: the training saves, and goes on.
+    ``age`` is the number of seconds since the notice came, which count if ``seconds`` is None.
     """
 
     source: str
     seconds: float | None = None
     stops: bool = True
+    age: float = field(default=0.0, compare=False)
 
 
 class NoticeSource(Protocol):
-    """Reports notices. One thread calls it, which is not the thread of the training.
+    """Reports notices. A thread of its own calls it, which is not the thread of the training.
 
     ``name`` says what it is, for messages. ``interval`` is the number of seconds between two polls.
     """
@@ -56,10 +58,14 @@ def check_notice(found: object) -> Notice | None:
 
 
 def _is_valid(notice: Notice) -> bool:
-    seconds: object = notice.seconds
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     return (
         isinstance(notice.source, str)
         and isinstance(notice.stops, bool)
-        and (seconds is None or (is_number and not math.isnan(notice.seconds or 0.0)))
+        and (notice.seconds is None or _is_number(notice.seconds))
+        and _is_number(notice.age)
     )
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and not math.isnan(value)

@@ -85,7 +85,7 @@ class Preemption:
             return Plan(inf, inf)
         grace = self.grace
         if notice.seconds is None:
-            available = max(UNKNOWN_SECONDS, grace or 0.0)
+            available = max(LEAST_SECONDS, max(UNKNOWN_SECONDS, grace or 0.0) - notice.age)
         else:
             available = max(LEAST_SECONDS, notice.seconds)
         if grace is None:

@@ -79,8 +79,9 @@ class SignalNotice:
             return None
         (number, at), *_ = self._received
         self._received.clear()
-        left = None if self.seconds is None else self.seconds - (time.monotonic() - at)
-        return Notice(signal.Signals(number).name, left, self.stops)
+        age = time.monotonic() - at
+        left = None if self.seconds is None else self.seconds - age
+        return Notice(signal.Signals(number).name, left, self.stops, age)
 
 
 def _check_number(number: int) -> None:

@@ -20,10 +20,9 @@ POLL_SECONDS = 4.0
 class BoundedSource(ABC):
     """A source whose ``poll`` returns in time, whatever its ``check`` does.
 
-    One thread polls all sources, so that one that hangs would delay the others: a file on a server
-    that is away, a host name, a function of the user. ``check`` therefore runs in a thread of its
-    own, which costs about 0.1 ms. There is at most one such thread per source: while a call has not
-    ended, later polls wait for that call.
+    A file on a server that is away, a host name, or a function of the user may hang, which an event
+    must report. ``check`` therefore runs in a thread of its own, which costs about 0.1 ms. There is
+    at most one such thread per source: while a call has not ended, later polls wait for that call.
     """
 
     def __init__(
@@ -56,9 +55,11 @@ class BoundedSource(ABC):
             raise TimeoutError(f"{self.name} has not answered for {self.poll_seconds:g} seconds")
         self._call = None
         notice, ended_at = call.result()
-        if notice is None or notice.seconds is None or not is_late:
+        if notice is None or not is_late:
             return notice
-        return replace(notice, seconds=max(0.0, notice.seconds - (self.clock() - ended_at)))
+        age = self.clock() - ended_at
+        left = None if notice.seconds is None else max(0.0, notice.seconds - age)
+        return replace(notice, seconds=left, age=notice.age + age)
 
     def _check_with_time(self) -> tuple[Notice | None, float]:
         return self.check(), self.clock()
