@@ -15,8 +15,8 @@ import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.notices.call import CallNotice
+from holdfast.preemption.notices.watcher import NoticeWatcher
 from holdfast.preemption.signals import SignalNotice
-from holdfast.preemption.watcher import NoticeWatcher
 
 
 class Source:
@@ -406,7 +406,7 @@ def test_nothing_keeps_a_response_that_nobody_closed() -> None:
 def test_without_threads_each_source_is_reported(
     failures: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.preemption.watcher.start_thread", lambda thread: False)
+    monkeypatch.setattr("holdfast.preemption.notices.watcher.start_thread", lambda thread: False)
     response = Response()
     sources = [Source(name="a"), Source(name="b")]
     watcher = NoticeWatcher(sources, response.on_notice, lambda: [Source()])

@@ -33,12 +33,12 @@ from holdfast.preemption.exit_status import (
 from holdfast.preemption.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.notices.platform import detect_and_report
+from holdfast.preemption.notices.watcher import NoticeWatcher
 from holdfast.preemption.parts import LEAVE, SAVE, SAVE_ONLY, Ending, Saves, Steps
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints.savepoint_saver import SLACK, Durations, SavepointSaver
 from holdfast.preemption.savepoints.step_savepoint import StepSavepoint
 from holdfast.preemption.signals import SignalNotice
-from holdfast.preemption.watcher import NoticeWatcher
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
