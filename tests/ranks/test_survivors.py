@@ -142,10 +142,13 @@ def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_s
     _store, processes = start(tmp_path, scenario)
     try:
         codes = wait_for([processes[0], processes[2]], 60)
+        ended = time.time()
     finally:
         kill(processes)
     newest = Run(str(tmp_path / "run")).latest()
     assert newest is not None
+    saved, before = committed_at(tmp_path, newest.step), committed_at(tmp_path, 5)
+    assert ended - saved < 0.75 * (scenario.seconds - (saved - before - 1.0))
     # 75 if the rank learned in time that its last step is saved
     assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
     assert newest.step in (6, 7)  # a capture may be skipped, because the one before is not complete

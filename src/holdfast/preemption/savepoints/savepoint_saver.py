@@ -74,7 +74,8 @@ class SavepointSaver:
     """Saves the savepoint on a thread of its own, which starts at the first notice.
 
     ``expect`` is called on the threads of notices, ``claim`` and ``wait`` in the training thread.
-    ``on_lost`` is called after a save without some ranks, which are dead or stopped.
+    ``on_lost`` is called after a save without some ranks, which are dead or stopped, or of the
+    newest captured state in its place: nothing better can follow.
     """
 
     def __init__(
@@ -159,9 +160,11 @@ class SavepointSaver:
         """Save now, because the ranks cannot agree on a step."""
         self._is_hastened = True
 
-    def flush(self, deadline: Deadline) -> None:
+    def flush(self, deadline: Deadline) -> bool:
         """Save the newest captured state, because neither the last step nor the one before was
-        saved. This returns by ``deadline``, also if the store does not answer."""
+        saved. This returns by ``deadline``, also if the store does not answer. Return True if the
+        step of that state, or a later one, is saved."""
+        before = self._saves.saved_step
 
         def save() -> None:
             try:
@@ -171,6 +174,7 @@ class SavepointSaver:
 
         if self.saved_step is None:
             call_with_limit(save, "holdfast-flush", deadline.seconds_left)
+        return self._saves.saved_step > before
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -194,8 +198,8 @@ class SavepointSaver:
     def _flush_if_unsaved(self) -> None:
         deadline = self._deadline
         is_over = self._is_stopped or self._is_claimed or self._saves.busy
-        if deadline is not None and not is_over:
-            self.flush(_limit(deadline))
+        if deadline is not None and not is_over and self.flush(_limit(deadline)):
+            self._on_lost()
 
     def _wait_until_needed(self) -> Deadline | None:
         """Return the deadline when it is time to save, or None if the training has left."""
