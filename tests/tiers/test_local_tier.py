@@ -289,6 +289,28 @@ def test_the_newest_of_memory_disk_and_run_counts(disk: Disk, tmp_path: Path) ->
     ckpt._tiers.memory.keep_only(None)
 
 
+def test_a_state_that_one_tier_still_has_begins_no_branch(disk: Disk) -> None:
+    memory = MemoryTier(every=EverySteps(10), copies=1, path=disk.memory)
+    tiers: list[Any] = [memory, LocalTier(disk.path)]
+    disk.is_reachable.clear()
+    state, ckpt = disk.start(tiers=tiers)
+    train_and_capture(state, ckpt, 13)
+    disk.await_captured([10])
+    folder = str(ckpt._tiers.memory.store.url)
+    disk.die(ckpt)
+    flip_bit(disk.file("version_10", "safetensors"), -1)
+    state, ckpt = disk.start(tiers=tiers)
+    assert disk.resumed is not None
+    assert folder in disk.resumed.url
+    assert states_equal(state, state_after(10))
+    assert [w.partition(".")[0] for w in disk.warnings] == [
+        "version_10 on the local disk is skipped"
+    ]
+    assert Run(disk.durable).branch() == 0
+    ckpt.close()
+    ckpt._tiers.memory.keep_only(None)
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "index.json", "json"])
 def test_flipped_bits_on_the_disk_are_skipped_and_never_promoted(disk: Disk, suffix: str) -> None:
     state, ckpt = disk.start()

@@ -13,7 +13,7 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, HoldfastError, NotFound, RankFailed, StoreError
 from holdfast.format.manifest import Parent
-from holdfast.format.names import parse_version
+from holdfast.format.names import Version, parse_version
 from holdfast.restarts.ladder import Ladder
 from holdfast.run.run import Run
 from holdfast.tiers.inventory import WHERE, Candidate, CurrentLine
@@ -60,6 +60,7 @@ def resume_from_tier(
     Also return the problems of newer ones. None: the durable version is newer, or none is intact.
     """
     problems: list[str] = []
+    damaged: set[Version] = set()
     for candidate in found:
         is_newest = candidate.version == line.newest
         if not (is_newest or line.is_newer(candidate.version)):
@@ -82,15 +83,17 @@ def resume_from_tier(
             reason = HoldfastError(e.what, expected=e.expected, found=e.found)
             where = WHERE[candidate.tier]
             problems.append(f"{candidate.folder} {where} is skipped. {reason}")
+            damaged.add(candidate.version)
             continue
+        damaged.discard(candidate.version)  # another tier has had the state of this step
         durable = line.durable
         reference = None if durable is None else Parent(str(line.newest), durable.digest)
         number = line.branch
-        if problems:  # a newer state that was lost must not come back
+        if damaged:  # a newer state that was lost must not come back
             acquire_lock()
         ladder.record(snapshot, None if is_newest else candidate.tier)
-        if problems:
-            reason_of_branch = f"{len(problems)} newer damaged"
+        if damaged:
+            reason_of_branch = f"{len(damaged)} newer damaged"
             number = run.leave_from(snapshot, candidate.version, reason_of_branch)
         done = structs.replace(instruction, done=True, branch=number, sources={}, durable=reference)
         collective.broadcast(done, ResumeInstruction)
