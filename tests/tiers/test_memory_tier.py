@@ -290,6 +290,17 @@ def test_a_folder_on_a_disk_is_refused(host: Host) -> None:
             host.path = path
 
 
+def test_a_folder_that_is_deleted_during_the_training_is_private_again(host: Host) -> None:
+    """By a person, or by a login manager that cleans up after its user."""
+    state, ckpt = host.start()
+    train(state, ckpt, 10)
+    shutil.rmtree(Path(host.path) / f"holdfast-{os.getuid()}")
+    train(state, ckpt, 30)
+    ckpt._saver.writer_lock.release()
+    host.start()
+    assert host.resumed.step == 30
+
+
 def test_a_folder_of_another_user_is_refused(host: Host) -> None:
     own = Path(host.path) / f"holdfast-{os.getuid()}"
     own.mkdir(mode=0o777)

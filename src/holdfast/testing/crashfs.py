@@ -285,7 +285,7 @@ class CrashFs(Fs):
         _NameOperation(f"unlink {path}", (*self._locate(path), None))
 
     @_counted_change
-    def mkdir(self, path: str) -> None:
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
         folder, name = self._locate_new(path)
         _NameOperation(f"mkdir {path}", (folder, name, _Folder()))
 

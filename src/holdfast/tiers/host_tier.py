@@ -133,6 +133,7 @@ class HostTier:
             all_facts = collective.broadcast(gathered, list[RankFacts])
             self._hosts = Hosts(all_facts, collective.rank, self._copies)
             self.store = self._make_store(folder, self._hosts)
+            self.store.folder_mode = 0o700  # also if somebody deletes the folder meanwhile
             if self._hosts.is_first:
                 self._remove_leftovers()
                 present = sum(stat.length for stat in self.store.list(""))

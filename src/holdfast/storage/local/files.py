@@ -63,6 +63,9 @@ class LocalFiles:
     They are all operations except writing and listing objects.
     """
 
+    folder_mode = 0o777
+    """The mode of new folders, without the bits of the umask."""
+
     space_advice = "Free disk space or inodes, or save elsewhere"
 
     def __init__(
@@ -198,7 +201,7 @@ class LocalFiles:
             if len(folder) <= len(self._root):
                 self._root_synced = False
             with suppress(FileExistsError):
-                self.fs.mkdir(folder)
+                self.fs.mkdir(folder, self.folder_mode)
 
     def sync_folders(self, folder: str) -> None:
         """Make all folder names from the root down to ``folder`` durable, and the names in it.

@@ -103,8 +103,8 @@ class Fs:
     def unlink(self, path: str) -> None:
         os.unlink(path)
 
-    def mkdir(self, path: str) -> None:
-        os.mkdir(path)
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
+        os.mkdir(path, mode)
 
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
