@@ -17,6 +17,7 @@ from holdfast.errors import Denied, HoldfastError, NoSpace
 from holdfast.format.names import MANIFEST, RUN_ID, Version
 from holdfast.run.policy import EverySeconds, EverySteps
 from holdfast.run.run import Run
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.tiers import captures
 from holdfast.tiers.memory_check import MemoryLimit
@@ -364,6 +365,38 @@ def test_the_identity_of_a_run_stays_until_it_is_damaged() -> None:
     second = read_or_create_run_id(store)
     assert second != first
     assert read_or_create_run_id(store) == second
+
+
+def test_only_the_copy_of_a_run_gets_another_identity(tmp_path: Path) -> None:
+    def identity(name: str) -> str:
+        return read_or_create_run_id(LocalStore(tmp_path / name))
+
+    first = identity("a")
+    (tmp_path / "link").symlink_to("a")
+    assert identity("link") == first
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copied = identity("b")
+    assert copied != first
+    assert (identity("a"), identity("b")) == (first, copied)
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert identity("moved") == first
+    assert identity("a") not in (first, copied)
+    assert identity("moved") == first, "the run that began in its old place is another one"
+
+
+def test_a_copied_run_and_its_original_do_not_share_their_states(
+    host: Host, tmp_path: Path
+) -> None:
+    host.run = LocalStore(tmp_path / "a")
+    host.train_and_die(25, save=20)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    host.run = LocalStore(tmp_path / "b")
+    host.train_and_die(33, save=20)
+    assert host.resumed.step == 20
+    host.run = LocalStore(tmp_path / "a")
+    host.start(save=20)
+    assert host.resumed.step == 20
+    assert host.resumed.url == str(next(Path(host.path).rglob("version_20")))
 
 
 def test_two_processes_agree_on_the_identity() -> None:
