@@ -22,6 +22,7 @@ import pytest
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, NoSpace, Preempted, RankFailed, Unavailable
 from holdfast.preemption import response
+from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints import step_savepoint
 from holdfast.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
@@ -189,6 +190,18 @@ def test_a_notice_before_the_first_step_saves_one_of_the_first_two() -> None:
         training.train(100)
     assert left.value.step <= 2
     assert [s.step for s in Run(store).snapshots()] == [left.value.step]
+
+
+def test_a_notice_of_a_risk_before_the_first_step_saves_and_goes_on() -> None:
+    """A source reports a risk only once."""
+    store = MemoryStore()
+    training = Training(store)
+    with training.ckpt:
+        training.ckpt.resume()
+        training.ckpt._preemption.on_notice(Notice("a test", None, stops=False))
+        training.train(50)
+    snapshots = Run(store).snapshots()
+    assert snapshots[0].step <= 2
 
 
 @pytest.mark.slow

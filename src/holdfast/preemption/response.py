@@ -123,10 +123,12 @@ class PreemptionResponse:
         self.watch()
         self._savepoint_saver.join(is_uniform)
         with self._lock:
-            self._agreement = agreement
+            earlier, self._agreement = self._agreement, agreement
             deadline, error = self._deadline, self._peer_error
         if error is not None and isinstance(agreement, Agreement):
             agreement.raise_at_next_step(error)  # it came before this call
+        if isinstance(earlier, LocalAgreement) and SAVE_ONLY in earlier.step():
+            agreement.propose(SAVE_ONLY)
         if deadline is not None:
             self._propose(LEAVE, deadline)
 
@@ -183,7 +185,8 @@ class PreemptionResponse:
 
     def on_deadline(self, deadline: RoundDeadline) -> None:
         """Respond to a notice that any rank has received."""
-        at = self._clock() + deadline.at - self._agreement_clock()
+        clock = self._agreement.clock if isinstance(self._agreement, Agreement) else self._clock
+        at = self._clock() + deadline.at - clock()
         agreed = Deadline(f"the exit after {deadline.cause}", at, self._clock)
         if self._set_deadline(agreed, deadline.cause):
             # the rank with the notice proposes it too, unless it dies
@@ -255,9 +258,6 @@ class PreemptionResponse:
     def _propose(self, action: str, deadline: Deadline) -> None:
         cause = deadline.purpose.removeprefix("the exit after ")
         self._agreement.propose(action, deadline.seconds_left, cause)
-
-    def _agreement_clock(self) -> float:
-        return self._agreement.clock() if isinstance(self._agreement, Agreement) else self._clock()
 
     def _exit_seconds(self) -> float:
         """Return the time that is needed for an agreement, a step, a save, and the exit."""
