@@ -175,13 +175,13 @@ class PreemptionResponse:
         is_first = self._deadline is None
         if not self._set_deadline(deadline, notice.source):
             return
+        self._savepoint_saver.expect(deadline, self._clock() + plan.train_seconds)
         if plan.train_seconds:
             self._leave_at(self._clock() + plan.train_seconds)
             if is_first:
                 self._propose(SAVE, deadline)
         else:
             self._propose(LEAVE, deadline)
-        self._savepoint_saver.expect(deadline, self._clock() + plan.train_seconds)
 
     def on_deadline(self, deadline: RoundDeadline) -> None:
         """Respond to a notice that any rank has received."""

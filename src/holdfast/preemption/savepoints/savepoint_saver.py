@@ -139,6 +139,7 @@ class SavepointSaver:
     def close(self) -> None:
         """End the thread, because the training has ended."""
         self._is_stopped = True
+        self._on_lost = no_op  # it refers to an object that refers to this one, and to a connection
         thread, self._thread = self._thread, None
         if thread is not None and not self.is_decided:
             thread.join(2)
