@@ -46,32 +46,30 @@ def test_a_save_after_the_capture_of_the_same_step_counts(host: Host) -> None:
     assert run_epochs(2) == 40
 
 
-def other_training(run: MemoryStore, path: Path, last_step: int) -> dict[str, Any]:
-    """Train in the run on another host, with other weights, and die."""
+def train_elsewhere(host: Host, last_step: int) -> dict[str, Any]:
+    """Train in the run on another host, which is lost afterward, with other weights."""
+    path = Path(host.path + "-2")
+    path.mkdir()
     state = initial_state()
     state["weights"] += 7
     tier = MemoryTier(every=EverySteps(10), copies=1, path=path)
-    ckpt = Checkpointer(run, state, save=EverySteps(50), tiers=[tier], preemption=None)
-    ckpt.resume()
-    train(state, ckpt, last_step)
-    ckpt._saver.wait()
-    ckpt._release()
+    ckpt = Checkpointer(host.run, state, save=EverySteps(50), tiers=[tier], preemption=None)
+    try:
+        ckpt.resume()
+        train(state, ckpt, last_step)
+        ckpt._saver.wait()
+    finally:
+        ckpt._release()
+        shutil.rmtree(path)
     return state
 
 
-def test_a_host_that_returns_does_not_replace_a_version_of_the_same_step(
-    host: Host, tmp_path: Path
-) -> None:
+def test_a_host_that_returns_does_not_replace_a_version_of_the_same_step(host: Host) -> None:
     state, ckpt = host.start(save=1000)
     train(state, ckpt, 50)
     ckpt._saver.writer_lock.release()
     assert "version_50" in host.captured
-    elsewhere = Path(host.path + "-2")
-    elsewhere.mkdir()
-    try:
-        trained = other_training(host.run, elsewhere, 50)
-    finally:
-        shutil.rmtree(elsewhere)
+    trained = train_elsewhere(host, 50)
     assert Run(host.run).line() == [Version(50)]
     resumed, _ = host.start()
     assert host.path not in host.resumed.url
@@ -82,12 +80,7 @@ def test_a_host_that_returns_does_not_replace_a_version_of_the_same_step(
 def test_a_state_whose_parent_was_replaced_does_not_continue_the_run(host: Host) -> None:
     host.train_and_die(66)  # version_50 is in the run, and version_60 in memory
     Run(host.run).delete(50)
-    elsewhere = Path(host.path + "-2")
-    elsewhere.mkdir()
-    try:
-        trained = other_training(host.run, elsewhere, 50)
-    finally:
-        shutil.rmtree(elsewhere)
+    trained = train_elsewhere(host, 50)
     resumed, _ = host.start()
     assert host.resumed.step == 50
     assert resumed["weights"].tobytes() == trained["weights"].tobytes()
@@ -98,12 +91,7 @@ def test_half_of_a_state_of_another_history_begins_no_branch(host: Host) -> None
     state, ckpt = host.start(save=1000)
     train(state, ckpt, 60)
     ckpt._saver.writer_lock.release()
-    elsewhere = Path(host.path + "-2")
-    elsewhere.mkdir()
-    try:
-        other_training(host.run, elsewhere, 50)
-    finally:
-        shutil.rmtree(elsewhere)
+    train_elsewhere(host, 50)
     host.file("version_60", ".safetensors").unlink()
     host.start()
     assert (host.resumed.step, host.warnings, Run(host.run).branch()) == (50, [], 0)
