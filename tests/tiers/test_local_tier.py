@@ -31,6 +31,7 @@ from holdfast.format.names import MANIFEST, WRITER_LOCK, Version
 from holdfast.format.records import Pin, encode_pin
 from holdfast.machine import utc_now
 from holdfast.preemption import response
+from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
 from holdfast.restarts.records import read_restarts
 from holdfast.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
@@ -768,14 +769,13 @@ def test_a_notice_does_not_wait_for_a_slow_promotion(
 def test_training_that_goes_on_after_a_notice_is_not_ended_because_of_a_slow_promotion(
     disk: Disk,
 ) -> None:
-    source = Announced()
-    preemption = Preemption(notices=[source], exit_fn=lambda: None)
+    preemption = Preemption(notices=[], exit_fn=lambda: None)
     state, ckpt = disk.start(preemption=preemption)
     train(state, ckpt, 9)
     disk.hanging = "version_10/"
     train(state, ckpt, 10)
     disk.await_captured([10])
-    source.announce(20)
+    ckpt._preemption.on_notice(Notice("a test", 20.0))
     while not ckpt.should_stop:
         train(state, ckpt, state["progress"].step + 1)
     assert disk.promoted == [state["progress"].step]
