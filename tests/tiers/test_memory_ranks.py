@@ -17,11 +17,12 @@ import pytest
 import holdfast
 from holdfast.engine.saving import commit
 from holdfast.engine.snapshot.location import Location
-from holdfast.errors import CommitError, SkippedVersion
+from holdfast.errors import CommitError, SkippedVersion, Unavailable
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
+from holdfast.tiers import host_tier
 from holdfast.tiers.memory_tier import MemoryTier
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
@@ -262,17 +263,20 @@ def test_copies_are_placed_on_other_hosts_only(cluster: Cluster) -> None:
         assert sum(rank in held for held in shards.values()) == 2
 
 
-def test_a_peer_that_does_not_answer_costs_no_capture(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from holdfast.errors import Unavailable
-    from holdfast.tiers import host_tier
+def refuse_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every connection to a peer fail."""
 
     class Refusing:
         def __init__(self, *_: Any) -> None:
             raise Unavailable("Cannot connect to the peer")
 
     monkeypatch.setattr(host_tier, "PeerConnection", Refusing)
+
+
+def test_a_peer_that_does_not_answer_costs_no_capture(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_connections(monkeypatch)
     cluster.train_and_die("ab", 12)
     assert cluster.events_of("copy_failed")
     assert cluster.captured("a") == cluster.captured("b") == ["version_5", "version_10"]

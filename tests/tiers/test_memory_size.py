@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import NoSpace, Unavailable
+from holdfast.errors import NoSpace
 from holdfast.run.policy import EverySteps
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers import host_tier, local_versions
@@ -27,7 +27,7 @@ from holdfast.training.checkpointer import Checkpointer
 from holdfast.types import MIB
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
 from tests.tiers.hosts import Host, train
-from tests.tiers.test_memory_ranks import Cluster, cluster
+from tests.tiers.test_memory_ranks import Cluster, cluster, refuse_connections
 
 __all__ = ["cluster"]
 
@@ -284,11 +284,7 @@ def test_peers_accept_copies_of_values_that_exist_on_one_rank_only(
 def test_copies_that_fail_are_reported_to_the_user_once(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Refusing:
-        def __init__(self, *_: Any) -> None:
-            raise Unavailable("Cannot connect to the peer")
-
-    monkeypatch.setattr(host_tier, "PeerConnection", Refusing)
+    refuse_connections(monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train_with_slots(cluster, 22)

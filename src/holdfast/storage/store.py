@@ -18,7 +18,7 @@ from typing import Literal, Protocol, Self
 import msgspec
 
 from holdfast.deadline import Deadline
-from holdfast.errors import StoreError
+from holdfast.errors import NotFound, StoreError
 from holdfast.types import BLOCK_SIZE
 
 
@@ -241,6 +241,15 @@ def list_level(store: Store, folder: str, prefix: str = "") -> Iterable[Entry]:
         if name.startswith(prefix):
             found[name] = Entry(name, "folder") if slash else Entry(name, "object", stat)
     return found.values()
+
+
+def exists(store: Store, key: str) -> bool:
+    """Return True if there is an object with the key. Raises ``StoreError`` if that is unknown."""
+    try:
+        store.stat(key)
+    except NotFound:
+        return False
+    return True
 
 
 def within(store: Store, deadline: Deadline) -> Store:

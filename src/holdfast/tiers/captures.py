@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast import events
 from holdfast.buffers import BufferPool
+from holdfast.engine.distributed.collective import await_all
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
@@ -23,7 +24,7 @@ from holdfast.storage.tmpfs.spare_files import MIN_SPARE_BYTES
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.text import warn_user
 from holdfast.threads import start_thread
-from holdfast.tiers.host_tier import GENERATIONS, Generation, HostTier, await_all
+from holdfast.tiers.host_tier import GENERATIONS, Generation, HostTier, state_bytes
 from holdfast.tiers.hosts import Hosts
 from holdfast.tiers.memory_check import TierCost, check_memory
 from holdfast.tiers.memory_tier import MemoryTier
@@ -59,8 +60,8 @@ class Captures(HostTier):
 
     # -- the beginning -------------------------------------------------------------------------
 
-    def _agree_on_sizes(self, measure: Callable[[], int]) -> None:
-        super()._agree_on_sizes(measure)
+    def measure(self, count_bytes: Callable[[], int]) -> None:
+        super().measure(count_bytes)
         self._has_enough = self._nbytes < MIN_SPARE_BYTES
 
     def _make_store(self, folder: str, hosts: Hosts) -> TmpfsStore:
@@ -188,7 +189,7 @@ class Captures(HostTier):
         self.wait()
         self._end_allocation()
         if not self._has_captured:  # the training may have started before the first step
-            self.measure(state)
+            self.measure(lambda: state_bytes(state, self.group))
         location = Location(self.store, str(version), is_per_host=True)
         try:
             job = begin_save(
@@ -209,7 +210,7 @@ class Captures(HostTier):
         what ``measure`` expects if some values exist only on some ranks."""
         if not self._has_captured:
             try:
-                self._agree_on_sizes(lambda: job.image.length)
+                self.measure(lambda: job.image.length)
             except BaseException:
                 with job, job.collective:
                     raise

@@ -23,7 +23,6 @@ from holdfast.deadline import Deadline
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.engine.snapshot.spread import unspread
 from holdfast.engine.transform.copy import copy_shards
 from holdfast.errors import (
     AlreadyExists,
@@ -41,8 +40,9 @@ from holdfast.run.run import Run
 from holdfast.run.writer_lock import find_writer
 from holdfast.settings import MEMORY_SUFFIX
 from holdfast.storage.local.store import LocalStore
-from holdfast.storage.store import Store
+from holdfast.storage.store import Store, exists
 from holdfast.tiers.inventory import CurrentLine, find_candidates, take_inventory
+from holdfast.tiers.run_id import local_folder
 
 _POLL_SECONDS = 0.1
 
@@ -76,8 +76,7 @@ def record_memory(status_folder: str, record: MemoryRecord, tier: str) -> None:
 
 def lasting_url(store: Store) -> str:
     """Return the URL of a store, as a process in another folder opens it."""
-    inner = unspread(store)
-    return inner.root if isinstance(inner, LocalStore) else store.url
+    return local_folder(store) or store.url
 
 
 def flush_recorded(
@@ -210,18 +209,14 @@ def _copy(captured: Snapshot, location: Location) -> Iterator[_Copy]:
     key = source.key(MANIFEST)
     raw = source.store.get(key, MAX_MANIFEST)
     manifest, digest = decode_manifest(raw, key)
-    held = [s for s in manifest.shards if _has(source, s.name) and _has(source, s.index.name)]
+    held = [
+        shard
+        for shard in manifest.shards
+        if all(exists(source.store, source.key(f.name)) for f in (shard, shard.index))
+    ]
     with pins.hold_pin(location, manifest.attempt, captured.version):
         copy_shards(source, location, held, lambda _: location.check_time())
         yield _Copy(Snapshot(location, manifest, digest), raw)
-
-
-def _has(location: Location, name: str) -> bool:
-    try:
-        location.store.stat(location.key(name))
-    except NotFound:
-        return False
-    return True
 
 
 def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> None:

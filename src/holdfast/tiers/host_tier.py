@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from holdfast.deadline import Deadline
-from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.distributed.collective import Collective, await_all
 from holdfast.engine.distributed.group import Group, StoreGroup
 from holdfast.engine.distributed.kv import KVClient
 from holdfast.engine.saving.staging import shard_bytes
@@ -127,7 +127,7 @@ class HostTier:
             first = read_or_create_run_id(run_store) if collective.rank == 0 else None
             run_id = collective.broadcast(first, str)
             folder = self._make_folder(os.path.abspath(settings.path), run_id, run_store.url)
-            self._nbytes = shard_bytes(flatten(state, group.rank), group)
+            self._nbytes = state_bytes(state, group)
             facts = RankFacts.of_this_rank(folder, self._domain, self._nbytes)
             gathered = collective.gather(facts, RankFacts)
             all_facts = collective.broadcast(gathered, list[RankFacts])
@@ -147,23 +147,18 @@ class HostTier:
             group.kv.delete([f"{self._prefix}/peer-secret"])  # all ranks have it now
         self.is_open = True
 
-    def measure(self, state: Any) -> None:
+    def measure(self, count_bytes: Callable[[], int]) -> None:
         """Check the space again, and let peers send files of the size that the state has now. All
-        ranks call this.
+        ranks call this. ``count_bytes`` returns the bytes of this rank.
 
         An optimizer has no slots before its first step or the load of a version, which is when
         ``open`` is called. Raises ``NoSpace`` on all ranks if a host is too small.
         """
-        if self.is_open:
-            rank = self.group.rank
-            self._agree_on_sizes(lambda: shard_bytes(flatten(state, rank), self.group))
-
-    def _agree_on_sizes(self, measure: Callable[[], int]) -> None:
-        """Check the space for the bytes that each rank measures. Raises ``NoSpace`` on all ranks if
-        a host is too small."""
+        if not self.is_open:
+            return
         collective = self.group.collective(f"the size of the {self.name} tier")
         with closing(collective), collective:
-            self._nbytes = measure()
+            self._nbytes = count_bytes()
             gathered = collective.gather(self._nbytes, int)
             self._hosts = self._hosts.resize(collective.broadcast(gathered, list[int]))
             if self._hosts.is_first:
@@ -334,10 +329,9 @@ class HostTier:
         """Release what holds no state."""
 
 
-def await_all(collective: Collective) -> None:
-    """Wait until all ranks are here. An error of one rank reaches all."""
-    all_are_here = collective.gather(True, bool)
-    collective.broadcast(None if all_are_here is None else True, bool)
+def state_bytes(state: Any, group: Group) -> int:
+    """Return how many bytes this rank writes of a state."""
+    return shard_bytes(flatten(state, group.rank), group)
 
 
 def _unpublish(kv: KVClient, keys: Sequence[str]) -> None:

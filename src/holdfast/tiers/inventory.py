@@ -160,8 +160,10 @@ class CurrentLine:
         captured the step. If the manifest of the newest version is damaged, this cannot be told,
         and the state counts. Reads the manifest of ``captured``; raises ``FormatError``.
         """
-        if self.durable is None or candidate.tier == "local":
-            return self.durable is None or candidate.digest == self.durable.digest
+        if self.durable is None:
+            return True
+        if candidate.tier == "local":
+            return candidate.digest == self.durable.digest
         return read_captured_with(captured) == self.durable.manifest.attempt
 
     def is_continued_by(self, candidate: Candidate, captured: Snapshot) -> bool:

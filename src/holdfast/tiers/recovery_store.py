@@ -18,7 +18,7 @@ from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError, 
 from holdfast.format.manifest import MAX_MANIFEST, decode_manifest
 from holdfast.format.names import MANIFEST
 from holdfast.storage.local.store import LocalStore
-from holdfast.storage.store import Stat, Traits, Upload
+from holdfast.storage.store import Stat, Traits, Upload, exists
 from holdfast.tiers.inventory import files_of
 
 Fetch = Callable[[int, str, int, int], object]
@@ -71,7 +71,7 @@ class RecoveryStore:
         return self._own.url
 
     def stat(self, key: str) -> Stat:
-        if not _is_manifest(key) and self._sources.get(key) and not self._has(key):
+        if not _is_manifest(key) and self._sources.get(key) and not exists(self._own, key):
             # A load looks up every file before it reads the few that this rank needs.
             return Stat(key, self._length(key), modified=0.0)
         self._ensure(key)
@@ -94,7 +94,7 @@ class RecoveryStore:
         if key not in self._sources:
             raise self._unknown(key)
         with self._locks[key]:
-            if self._has(key):
+            if exists(self._own, key):
                 return
             deadline = Deadline.after(self._seconds, f"the copy of {key}", self._clock)
             if _is_manifest(key):  # it is small, and there is nothing yet that can be locked
@@ -103,15 +103,8 @@ class RecoveryStore:
             length = self._length(key)  # from now on, the manifest is on this host
             manifest = self._own.path(_manifest_of(key))
             with _hold_byte(manifest, self._numbers[key], deadline, self._sleep):
-                if not self._has(key):  # no other process has fetched it meanwhile
+                if not exists(self._own, key):  # no other process has fetched it meanwhile
                     self._fetch_from_any(key, length, length, deadline)
-
-    def _has(self, key: str) -> bool:
-        try:
-            self._own.stat(key)
-        except NotFound:
-            return False
-        return True
 
     def _length(self, key: str) -> int:
         """Return the length of a file according to the manifest of its state."""

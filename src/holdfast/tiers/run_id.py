@@ -33,14 +33,19 @@ class RunId(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _RUN_ID = StrictDecoder(msgspec.json.Decoder(RunId))
 
 
+def local_folder(store: Store) -> str:
+    """Return the absolute path of the folder of a store, or an empty string if it has none."""
+    inner = unspread(store)
+    return inner.root if isinstance(inner, LocalStore) else ""
+
+
 def read_or_create_run_id(store: Store) -> str:
     """Return the identity of a run. It is created if there is none, or if the record is damaged.
 
     The copy of a local folder gets an identity of its own, as long as the original is there. A run
     that was moved, or that is mounted elsewhere, keeps its own. Raises ``StoreError``.
     """
-    inner = unspread(store)
-    folder = inner.root if isinstance(inner, LocalStore) else ""
+    folder = local_folder(store)
     for _ in range(MAX_PUTS):
         try:
             raw = get_bounded(store, RUN_ID, MAX_RECORD)

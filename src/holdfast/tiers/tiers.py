@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import cache
 from typing import Any
 
 from holdfast import events
@@ -20,6 +21,7 @@ from holdfast.run.run import Run
 from holdfast.storage.store import Store
 from holdfast.tiers.captures import Captures
 from holdfast.tiers.flush import MemoryRecord, flush_states
+from holdfast.tiers.host_tier import state_bytes
 from holdfast.tiers.inventory import Candidate, TierName
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.local_versions import LocalVersions, Promotion
@@ -95,8 +97,9 @@ class Tiers:
         """Check the space for the state as it is now, and delete what the training does not
         continue from. All ranks call this once the training is the writer of the run. If one rank
         raises, all do; nothing is deleted if ``NoSpace`` is raised."""
+        count_bytes = cache(lambda: state_bytes(state, self.group))  # it looks at every leaf
         for tier in self._all:
-            tier.measure(state)
+            tier.measure(count_bytes)
         if any(tier.is_open for tier in self._all):
             operation = "the start of the tiers"
             broadcast_from_first(self.group, operation, lambda: True, bool, self._delete_others)

@@ -64,3 +64,9 @@ Collective = LocalCollective | StoreCollective
 It is a context manager that may be entered several times. An error within the context is sent to
 the other ranks and closes the collective.
 """
+
+
+def await_all(collective: Collective) -> None:
+    """Wait until all ranks are here. An error of one rank reaches all."""
+    all_are_here = collective.gather(True, bool)
+    collective.broadcast(None if all_are_here is None else True, bool)

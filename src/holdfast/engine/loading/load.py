@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 from holdfast import events
-from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.distributed.collective import Collective, await_all
 from holdfast.engine.distributed.group import (
     Group,
     GroupSpec,
@@ -142,8 +142,7 @@ def _load(
         reader.read(targets.requests, targets.targets, collective.advance)
         with Isolation("load"):
             loaded = gc_paused(finalize)()
-        collective.gather(True, bool)
-        collective.broadcast(True if collective.rank == 0 else None, bool)
+        await_all(collective)
     except BaseException as e:
         if into is None or (isinstance(e, HoldfastError) and e.is_state_invalid):
             raise
