@@ -430,7 +430,7 @@ def test_a_datanode_is_killed_during_a_write(cluster):
 @pytest.mark.slow
 def test_one_of_three_datanodes_is_gone(cluster):
     """A small shard is accepted before any DataNode gets it: only its sync fails, or never ends."""
-    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=60)
+    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=120)
     data = np.random.default_rng(2).bytes(MIB)
     holdfast.save(store.at("version_1"), STATE, step=1)
     cluster.kill("datanode1")
@@ -442,7 +442,8 @@ def test_one_of_three_datanodes_is_gone(cluster):
             saved = threads.submit(holdfast.save, store.at("version_2"), STATE, step=2)
             for future in [*puts, saved]:
                 future.result()
-        assert time.monotonic() - begin < 60
+        # Two of three tries meet the dead DataNode, each for up to 10 s: 16 to 64 s in all.
+        assert time.monotonic() - begin < 120
         assert all(store.get(f"shards/{i}", MIB) == data for i in range(12))
         assert [s.step for s in holdfast.Run(store).snapshots() if s.verify().ok] == [1, 2]
         assert partial_keys(store) == []
