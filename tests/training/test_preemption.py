@@ -14,11 +14,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.deadline import Deadline
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, NoSpace, Preempted, RankFailed, Unavailable
 from holdfast.preemption import response
@@ -387,6 +389,42 @@ def test_a_store_that_hangs_does_not_keep_the_training(
     released.set()
     with pytest.raises(Unavailable, match="The time is over for the exit after a test"):
         training.ckpt._saver.in_flight.newest.wait()
+
+
+class LimitedStore(MemoryStore):
+    """Records the time that each deletion of the writer lock has."""
+
+    def __init__(self, deadline: Deadline | None = None) -> None:
+        super().__init__()
+        self.deadline, self.seconds = deadline, list[float]()
+
+    def within(self, deadline: Deadline) -> MemoryStore:
+        view = copy(self)
+        view.deadline = deadline
+        return view
+
+    def delete(self, key: str) -> None:
+        if key == "writer.json":
+            assert self.deadline is not None, "it may wait for as long as the store does"
+            self.seconds.append(self.deadline.seconds_left)
+        super().delete(key)
+
+
+def test_the_writer_lock_is_released_in_the_time_that_is_left() -> None:
+    """A store that does not answer after the last save would keep the process until it is killed.
+    After an exit function has returned, nobody kills it."""
+    store = LimitedStore()
+    leave(training := Training(store), at={5: lambda: training.source.announce(20.0)})
+    assert 0 < store.seconds.pop() <= 1
+    with Training(store).ckpt as ckpt:
+        ckpt.resume()
+        ckpt.step({})
+    assert 5 < store.seconds.pop() <= 10
+    training = Training(store, exit_fn=lambda: None)
+    with training.ckpt:
+        training.ckpt.resume()
+        training.train(10_000, at={12: lambda: training.source.announce(20.0)})
+    assert 5 < store.seconds.pop() <= 10
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from traceback import format_exception
 from typing import Any
 
 from holdfast import events
-from holdfast.deadline import Deadline
+from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.error_report import decode_raised, is_from_torch
 from holdfast.engine.distributed.group import Group
@@ -78,6 +78,8 @@ class PreemptionResponse:
         self._is_unwinding = self._is_without_ranks = False
         self.has_left = False
         """True once the last step is saved and ``exit_fn`` has returned."""
+        self.cleanup_seconds = CLEANUP_SECONDS
+        """The time for what the end of the training removes. It is shorter after a notice."""
 
     @property
     def is_urgent(self) -> bool:
@@ -100,11 +102,9 @@ class PreemptionResponse:
         """Start to watch the sources of notices. A second call does nothing."""
         if self._settings is None or self._watcher is not None:
             return
-        sources, find = self._settings.notices, detect_and_report
-        if sources is not None:
-            find = tuple
-        else:
-            sources = [SignalNotice()]
+        sources, find = [SignalNotice()], detect_and_report
+        if self._settings.notices is not None:
+            sources, find = self._settings.notices, tuple
         self._watcher = NoticeWatcher(sources, self.on_notice, find)
         self._watcher.start()
         announce_worker()
@@ -241,9 +241,9 @@ class PreemptionResponse:
             if self.has_left or (known is not None and known.at <= deadline.at + 0.1):
                 return False
             left = deadline.seconds_left
-            self._deadline = Deadline(
-                deadline.purpose, deadline.at, deadline.clock, cleanup=min(2.0, left / 20)
-            )
+            cleanup = self.cleanup_seconds = min(2.0, left / 20)
+            purpose, at = deadline.purpose, deadline.at
+            self._deadline = Deadline(purpose, at, deadline.clock, cleanup=cleanup)
         events.emit("notice", source=cause, seconds=left)
         self._timer.set("exit", deadline.at - exit_margin(left), self._end_late)
         return True
@@ -278,8 +278,7 @@ class PreemptionResponse:
 
     def _end_now(self, code: int, message: str) -> None:
         if code == FAILED:
-            limit = Deadline.after(_FLUSH_SECONDS, "the end of this process")
-            known = self._deadline
+            limit, known = Deadline.after(_FLUSH_SECONDS, "the end of this process"), self._deadline
             self._savepoint_saver.flush(limit if known is None else save_deadline(known))
         if code == SAVED and not self._is_without_ranks:
             note_end(partial(self._ending.leave, code, self._failure))
@@ -391,6 +390,7 @@ class PreemptionResponse:
             self._timer.clear()
         if settings is not None and settings.exit_fn is not None:
             settings.exit_fn()
+            self.cleanup_seconds = CLEANUP_SECONDS
             self._timer.clear()  # training may go on, also while an old promotion is in flight
             return
         why = describe_exit(code, step, saved_step, cause, problem)

@@ -14,6 +14,7 @@ import os
 from contextlib import suppress
 
 from holdfast import machine
+from holdfast.deadline import CLEANUP_SECONDS, Deadline
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location, get_bounded
 from holdfast.errors import (
@@ -27,7 +28,7 @@ from holdfast.errors import (
 from holdfast.format.names import WRITER_LOCK, random_id
 from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
 from holdfast.storage.checks import MAX_PUTS, contended_error
-from holdfast.storage.store import Store
+from holdfast.storage.store import Store, within
 
 
 class WriterLock:
@@ -111,15 +112,18 @@ class WriterLock:
         elif owner.attempt != expected:
             raise self._lock_error(owner, "Another training has taken this run over")
 
-    def release(self) -> None:
-        """Release the lock. Errors of the store are ignored, because the process is ending."""
+    def release(self, seconds: float = CLEANUP_SECONDS) -> None:
+        """Release the lock. Errors of the store are ignored, because the process is ending, and so
+        is a store that does not answer within ``seconds``: the lock of a dead process blocks none.
+        """
         lock_id, self._id = self._id, None
         if lock_id is None:
             return
+        store = within(self._store, Deadline.after(seconds, "the release of the writer lock"))
         with suppress(StoreError, FormatTooNew):
-            owner = find_writer(self._store)
+            owner = find_writer(store)
             if owner is not None and owner.attempt == lock_id:
-                self._store.delete(WRITER_LOCK)
+                store.delete(WRITER_LOCK)
 
     def _lock_error(self, owner: Pin, what: str) -> HoldfastError:
         is_own_process = owner.process == machine.process_identity()[2]

@@ -398,7 +398,7 @@ class Checkpointer:
         if not self._lifecycle.is_forked:
             for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):
                 part.close()
-            saver.writer_lock.release()
+            saver.writer_lock.release(self._preemption.cleanup_seconds)
             self._tiers.close(saver.saved_step == self.current_step and not saver.busy)
             self._preemption.raise_source_error(self._lifecycle.interruption())
 
