@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.run.run import Run
 from tests.cli.invoke import CommandResult
-from tests.cli.supervised import finish, is_alive, read_pid, started
+from tests.cli.supervised import finish, is_alive, read_pid, started, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +75,26 @@ def test_a_training_under_torchrun_that_gets_a_notice(
     assert result.code == expected, result.err
     assert result.json["command"] == {"exit_code": 1, "killed_by": None}
     assert [s["code"] for s in result.json["statuses"]] == [expected] * 2
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_signal_that_requests_a_save_does_not_stop_the_training(
+    by_torchrun: bool, tmp_path: Path
+) -> None:
+    """torchrun itself would stop: it ends at every signal."""
+    launcher, ranks = (TORCHRUN, 2) if by_torchrun else ([sys.executable], 1)
+    command = [*launcher, WORKER, tmp_path / "run", tmp_path / "ready", "request"]
+    with started("--json", "--", *command) as process:
+        for rank in range(ranks):
+            read_pid(tmp_path / f"ready.{rank}")
+        for count in (1, 2):
+            process.send_signal(signal.SIGUSR1)
+            wait_until(lambda count=count: len(saved_steps(tmp_path / "run")) == count)
+        process.send_signal(signal.SIGTERM)
+        result = finish(process)
+    assert result.code == 75, result.err
+    assert result.json["signals"] == [signal.SIGTERM]
+    assert len(saved_steps(tmp_path / "run")) == 3
 
 
 def test_a_long_step_ends_before_the_grace_and_what_was_saved_counts(tmp_path: Path) -> None:

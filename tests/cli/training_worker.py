@@ -3,6 +3,7 @@
 It makes three steps, writes its process id to ``READY.RANK``, and then:
 
 - ``train``: makes steps until it must leave;
+- ``request``: the same, and saves after SIGUSR1;
 - ``long``: makes a step that takes a minute;
 - ``done``: ends at once.
 
@@ -18,6 +19,7 @@ All others wait for a notice:
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -25,6 +27,8 @@ from pathlib import Path
 import numpy as np
 
 import holdfast
+from holdfast.preemption.policy import Preemption
+from holdfast.preemption.signals import SignalNotice
 
 run, ready, action = sys.argv[1:]
 rank, group = int(os.environ.get("RANK", "0")), None
@@ -37,7 +41,10 @@ if "RANK" in os.environ:
         groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
         group = groups[rank]
 state = {"weights": np.zeros(4), "progress": holdfast.Progress()}
-ckpt = holdfast.Checkpointer(run, state, save=holdfast.EverySteps(10**6), group=group)
+notices = [SignalNotice(), SignalNotice(signal.SIGUSR1, stops=False)]
+preemption = Preemption(notices=notices if action == "request" else None)
+save = holdfast.EverySteps(10**6)
+ckpt = holdfast.Checkpointer(run, state, save=save, group=group, preemption=preemption)
 
 
 def train() -> None:
@@ -48,7 +55,7 @@ def train() -> None:
         ckpt.step()
     Path(f"{ready}.tmp{rank}").write_text(f"{os.getpid()}\n")
     Path(f"{ready}.tmp{rank}").rename(f"{ready}.{rank}")
-    if action == "train":
+    if action in ("train", "request"):
         while True:
             time.sleep(0.01)
             ckpt.step()

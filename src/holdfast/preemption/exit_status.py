@@ -14,6 +14,7 @@ import atexit
 import os
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +88,8 @@ class WorkerRecord:
 
     ``started`` and ``left`` are in seconds since the machine started. ``launcher`` identifies the
     torchrun process that started this one, or is None. ``left`` without a status: the training has
-    ended normally, without a notice (see ``leave_done_at_exit``).
+    ended normally, without a notice (see ``leave_done_at_exit``). ``requests``: the signals after
+    which the training saves and goes on.
     """
 
     pid: int
@@ -97,23 +99,25 @@ class WorkerRecord:
     restart_count: int = 0
     left: float | None = None
     status: Status | None = None
+    requests: tuple[int, ...] = ()
 
 
 _RECORD = msgspec.json.Decoder(WorkerRecord)
 
 
-def announce_worker() -> None:
+def announce_worker(requests: Iterable[int] = ()) -> None:
     """Tell ``holdfast run`` that a training starts in this process.
 
     This makes statuses of earlier restarts void, and shows which processes have left without a
     status. Outside ``holdfast run`` it does nothing. Call it on every rank. It never raises
-    ``OSError``: a full disk of the launcher is no reason to refuse a training.
+    ``OSError``: a full disk of the launcher is no reason to refuse a training. ``requests``: the
+    signals after which the training saves and goes on; ``holdfast run`` sends them to this process.
     """
     forget_done()  # of an earlier training in this process
     folder = status_folder()
     if folder is not None:
         with suppress(OSError):  # ``leave_code`` then returns the code itself
-            _write_record(folder, None)
+            _write_record(folder, None, requests=tuple(requests))
 
 
 def leave_code(status: Status) -> int:
@@ -160,7 +164,27 @@ def read_records(folder: str) -> list[WorkerRecord]:
     return sorted(records, key=lambda record: (record.started, record.pid))
 
 
-def _write_record(folder: str, status: Status | None, *, has_ended: bool = False) -> None:
+def requesting_workers(folder: str, number: int) -> list[int]:
+    """Return the process ids of the trainings that save after a signal, and go on.
+
+    torchrun would stop them: it ends at each signal that it handles, and at each other one too.
+    Raises ``OSError`` if the folder cannot be read.
+    """
+    found = []
+    for record in read_records(folder):
+        with suppress(OSError):  # it has ended
+            if number in record.requests and record.left is None:
+                found += [record.pid] if started_at(record.pid) == record.started else []
+    return found
+
+
+def _write_record(
+    folder: str,
+    status: Status | None,
+    *,
+    has_ended: bool = False,
+    requests: tuple[int, ...] = (),
+) -> None:
     pid = os.getpid()
     worker = launched_worker()
     record = WorkerRecord(
@@ -171,6 +195,7 @@ def _write_record(folder: str, status: Status | None, *, has_ended: bool = False
         restart_count=0 if worker is None else worker.restart_count,
         left=time.clock_gettime(time.CLOCK_BOOTTIME) if has_ended or status else None,
         status=None if status is None else _for_file(status),
+        requests=requests,
     )
     # the start time, because another process may get the same id later
     name = f"{pid}-{record.started:.2f}"

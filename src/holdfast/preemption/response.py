@@ -38,7 +38,7 @@ from holdfast.preemption.parts import LEAVE, SAVE, SAVE_ONLY, Ending, Saves, Ste
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints.savepoint_saver import SLACK, Durations, SavepointSaver
 from holdfast.preemption.savepoints.step_savepoint import StepSavepoint
-from holdfast.preemption.signals import SignalNotice
+from holdfast.preemption.signals import SignalNotice, request_signals
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
@@ -102,12 +102,11 @@ class PreemptionResponse:
         """Start to watch the sources of notices. A second call does nothing."""
         if self._settings is None or self._watcher is not None:
             return
-        sources, find = [SignalNotice()], detect_and_report
-        if self._settings.notices is not None:
-            sources, find = self._settings.notices, tuple
+        given = self._settings.notices
+        sources, find = ([SignalNotice()], detect_and_report) if given is None else (given, tuple)
         self._watcher = NoticeWatcher(sources, self.on_notice, find)
         self._watcher.start()
-        announce_worker()
+        announce_worker(request_signals(sources))
         self._announced_in = os.getpid()
 
     @property

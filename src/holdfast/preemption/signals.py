@@ -13,7 +13,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from threading import Thread
 from types import FrameType
@@ -82,6 +82,13 @@ class SignalNotice:
         age = time.monotonic() - at
         left = None if self.seconds is None else self.seconds - age
         return Notice(signal.Signals(number).name, left, self.stops, age)
+
+
+def request_signals(sources: Iterable[object]) -> set[int]:
+    """Return the signals after which a training with these sources saves and goes on."""
+    signals = [source for source in sources if isinstance(source, SignalNotice)]
+    stopping = {number for source in signals if source.stops for number in source.numbers}
+    return {n for source in signals for n in source.numbers if not source.stops} - stopping
 
 
 def _check_number(number: int) -> None:

@@ -40,19 +40,22 @@ def supervise(
     grace: float,
     report: Callable[[str], None],
     *,
+    find_requesting: Callable[[int], Sequence[int]] = lambda number: (),
     stdout: int | None = None,
 ) -> Ended:
     """Run a command until none of its processes is left, and return how it ended.
 
     ``grace`` is the time in seconds from the first signal to stop until all processes that descend
     from the command receive SIGKILL. ``report`` receives lines for people; it must not raise.
+    ``find_requesting(number)`` returns the processes that alone receive a signal that asks for no
+    end (see ``exit_status.requesting_workers``); if there are none, the command receives it.
     ``stdout`` is the file descriptor that becomes the command's standard output.
 
     The forwarded signals stay blocked afterward, so that none of them can keep the caller from
     reporting the result. Call this from the main thread.
     Raises ``OSError`` if the command cannot be started.
     """
-    supervision = _Supervision(grace, report)
+    supervision = _Supervision(grace, report, find_requesting)
     supervision.start(command, environment, stdout)
     supervision.wait_for_command()
     supervision.end_rest()
@@ -62,8 +65,13 @@ def supervise(
 class _Supervision:
     """One command and its processes."""
 
-    def __init__(self, grace: float, report: Callable[[str], None]) -> None:
-        self._grace, self._report = grace, report
+    def __init__(
+        self,
+        grace: float,
+        report: Callable[[str], None],
+        find_requesting: Callable[[int], Sequence[int]],
+    ) -> None:
+        self._grace, self._report, self._find_requesting = grace, report, find_requesting
         self._pid = 0
         self._wait_status: int | None = None
         self._received: list[int] = []
@@ -153,6 +161,10 @@ class _Supervision:
         self._missed.append(number)
 
     def _on_signal(self, number: int, from_terminal: bool) -> None:
+        if number not in STOP_SIGNALS and (requesting := self._find_requesting(number)):
+            for pid in requesting:
+                _send(pid, number)
+            return
         again = number in self._received
         self._received.append(number)
         if self._wait_status is None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +28,7 @@ from holdfast.preemption.exit_status import (
     UNSAVED,
     WorkerRecord,
     read_records,
+    requesting_workers,
 )
 from holdfast.preemption.final_code import STOP_SIGNALS, Decision, Ended, decide, last_attempt
 from holdfast.preemption.supervise import supervise
@@ -82,7 +84,12 @@ def command(ctx: click.Context, grace: float, command: tuple[str, ...], as_json:
         environment = command_environment(str(folder), grace)
         try:
             ended = supervise(
-                command, environment, grace, _say, stdout=_STDERR if as_json else None
+                command,
+                environment,
+                grace,
+                _say,
+                find_requesting=partial(_find_requesting, str(folder)),
+                stdout=_STDERR if as_json else None,
             )
         except OSError as e:
             _exit_not_started(ctx, command[0], e, as_json)
@@ -166,6 +173,14 @@ def _read_records(folder: Path) -> list[WorkerRecord]:
     except OSError as e:
         # The exit code of the command still counts. A worker that could not write its status
         # exited with its own code.
+        _say(f"cannot read the statuses of the workers: {e}")
+        return []
+
+
+def _find_requesting(folder: str, number: int) -> list[int]:
+    try:
+        return requesting_workers(folder, number)
+    except OSError as e:  # as if none had asked for it
         _say(f"cannot read the statuses of the workers: {e}")
         return []
 
