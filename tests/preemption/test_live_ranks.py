@@ -64,7 +64,7 @@ def group() -> Iterator[FakeGroup]:
 
 def times(respond: float = 0.6, vote: float = 1.5, end: float = 4.0) -> VoteTimes:
     now = time.monotonic()
-    return VoteTimes(now + respond, now + vote, now + end)
+    return VoteTimes(now + respond, now + end, now + vote, now + end)
 
 
 def vote(

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.preemption.notice import Notice
+from holdfast.preemption.savepoints import step_savepoint
 from tests.fork_server import FORK_SERVER
 
 SIZE = 3
@@ -33,7 +34,8 @@ class Scenario:
     seconds, and ``noticed`` gets a notice of ``seconds`` after one second. ``slow_step``: the
     seconds that this step takes longer. ``is_sharded``: each rank has a part of one tensor.
     ``is_pipeline``: each rank has a tensor that no other rank has. ``memory``: the folder in memory
-    of all ranks, which capture each step.
+    of all ranks, which capture each step. ``has_savepoints``: False if they would take too long, as
+    with large averages of weights.
     """
 
     last_step: int = 12
@@ -47,6 +49,7 @@ class Scenario:
     is_pipeline: bool = False
     slow_step: float = 0.0
     memory: str | None = None
+    has_savepoints: bool = True
 
 
 def _make_state(rank: int, scenario: Scenario) -> dict[str, Any]:
@@ -82,6 +85,8 @@ def run_rank(rank: int, port: int, folder: Path, scenario: Scenario) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    if not scenario.has_savepoints:
+        step_savepoint.SHARE, step_savepoint._MEASURED_SHARE = 0.0, 1e-9
     store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)
     state = _make_state(rank, scenario)

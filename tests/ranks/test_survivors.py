@@ -157,6 +157,33 @@ def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_s
     assert holdfast.load(newest.url)["mine"]["1"]["steps"] == newest.step
 
 
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, 0])
+def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
+    tmp_path: Path, fault: int, memory: str
+) -> None:
+    """Their training threads never return from a collective, or from a long step."""
+    slow = 0.0 if fault else 60.0
+    scenario = Scenario(
+        victim=1 if fault else None,
+        fault=fault,
+        noticed=2,
+        slow_step=slow,
+        memory=memory,
+        has_savepoints=False,
+    )
+    _store, processes = start(tmp_path, scenario)
+    try:
+        codes = wait_for([p for rank, p in enumerate(processes) if rank != scenario.victim], 60)
+    finally:
+        kill(processes)
+    newest = Run(str(tmp_path / "run")).latest()
+    assert newest is not None
+    assert newest.step in (6, 7), logs(tmp_path)  # a capture may be skipped
+    assert newest.metadata["reason"] == "capture"
+    assert newest.verify().ok
+    assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
+
+
 @pytest.mark.parametrize("after", [5.5, 10.5])
 def test_a_stopped_rank_that_continues_damages_nothing(tmp_path: Path, after: float) -> None:
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2)

@@ -75,7 +75,8 @@ def end_process(code: int, message: str) -> None:
     """End this process at once with an exit code, and show where its threads were.
 
     The training thread may be in a call of a library that does not return, so no exception can
-    reach it. Nor may a pipe that nobody reads keep the process from its end.
+    reach it. Nor may a pipe that nobody reads keep the process from its end. ``message``: why, in
+    a sentence without its period.
     """
     call_with_limit(partial(_show, message), "holdfast-end", _SHOW_SECONDS)
     os._exit(code)
@@ -88,7 +89,7 @@ def _show(message: str) -> None:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read()
-        write_error(f"{message}\n{stacks}")
+        write_error(f"{message}. The stacks of its threads:\n{stacks}")
         sys.stdout.flush()
 
 

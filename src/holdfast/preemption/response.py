@@ -218,7 +218,7 @@ class PreemptionResponse:
         left = STUCK_SECONDS if deadline is None else min(STUCK_SECONDS, deadline.seconds_left / 2)
         message = (
             f"another rank has failed ({type(error).__name__}: {str(error)[:200]}), and this rank"
-            f" has not returned from a call for {left:.0f} s. The stacks of its threads:"
+            f" has not returned from a call for {left:.0f} s"
         )
         self._timer.set("error", self._clock() + left, lambda: self._end_now(FAILED, message))
 
@@ -270,8 +270,7 @@ class PreemptionResponse:
         source = "a notice" if self._deadline is None else self._deadline.purpose
         message = (
             f"this process ends now, before it is killed, for {source}. Its last step is"
-            f" {self._steps.step}, and the newest version is that of step {self._saved_step}."
-            " The stacks of its threads:"
+            f" {self._steps.step}, and the newest version is that of step {self._saved_step}"
         )
         self._end_now(self._code(), message)
 

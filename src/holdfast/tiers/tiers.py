@@ -44,6 +44,9 @@ class Tiers:
         self.local = LocalVersions(local, group)
         self._all = self.memory, self.local
         self.group = group
+        self.can_flush = bool(settings)
+        """True if there may be states that ``flush`` saves."""
+
         self._resumed: tuple[TierName | None, Version | None] = None, None
         self._leftovers: Sequence[Candidate] = ()
 

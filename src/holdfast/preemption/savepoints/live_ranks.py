@@ -70,9 +70,11 @@ class Voter:
 @dataclass(frozen=True, slots=True)
 class VoteTimes:
     """Times on the clock of the vote. ``respond_by``: the time until which a rank must respond.
-    ``vote_by``: that until which a rank that responds must vote. ``end``: the end of the vote."""
+    ``hold_by``: that until which this rank waits for a savepoint of its own, and ``vote_by``: for
+    the votes of ranks that respond. ``end``: the end of the vote."""
 
     respond_by: float
+    hold_by: float
     vote_by: float
     end: float
 
@@ -123,7 +125,8 @@ class SavepointVote:
     # -- the vote --------------------------------------------------------------------------------
 
     def run(self, voter: Voter, times: VoteTimes, is_over: Callable[[], bool]) -> Decision | None:
-        """Vote, and return the decision, or None if there is none in time or ``is_over``.
+        """Vote, and return the decision, or None if there is none in time, if ``is_over``, or if
+        this rank has no savepoint for which it could vote.
 
         If the decision names this rank, the savepoint is still held. Raises ``RankFailed`` if the
         store does not respond.
@@ -136,9 +139,11 @@ class SavepointVote:
             if current.ranks:
                 return current
             self._cast_vote(current, voter)
-            if self._vote is None and voter.has_ended():
+            has_ended, now = voter.has_ended(), self._clock()
+            if self._vote is None and (has_ended or now >= times.hold_by):
                 self._kv.delete([self._key("alive", self._rank)])  # no other rank waits for it
-                return None
+                if has_ended or now >= times.hold_by + self.poll_seconds:
+                    return None  # the others have not decided without it
             proposed = self._next_state(current, times)
             if proposed is None:
                 time.sleep(delay)

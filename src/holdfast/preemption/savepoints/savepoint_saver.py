@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Thread
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.distributed.group import Group, LocalGroup, StoreGroup
 from holdfast.engine.state.flatten import FlatState
 from holdfast.errors import RankFailed
+from holdfast.preemption.exit_timer import exit_margin
 from holdfast.preemption.savepoints.live_ranks import Decision, SavepointVote, Voter, VoteTimes
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
 from holdfast.text import format_ranks
@@ -44,6 +46,8 @@ class Saves(Protocol):
     """What saves the state of the training."""
 
     begun_step: int
+    can_flush: bool
+    """True if there may be states that ``flush_captured`` saves."""
 
     @property
     def saved_step(self) -> int:
@@ -149,10 +153,11 @@ class SavepointSaver:
     # -- notices, on other threads ---------------------------------------------------------------
 
     def expect(self, deadline: Deadline, leave_at: float) -> None:
-        """Save by ``deadline``, which is the first or an earlier one. Until ``leave_at``, the
-        training goes on."""
+        """Save before this process ends for ``deadline``, which is the first or an earlier one.
+        Until ``leave_at``, the training goes on."""
         is_first = self._deadline is None
-        self._deadline, self._leave_at = deadline, leave_at
+        ends_at = deadline.at - exit_margin(deadline.seconds_left)
+        self._deadline, self._leave_at = replace(deadline, at=ends_at), leave_at
         if is_first and self._savepoint.is_useful:
             thread = Thread(target=self._run, name="holdfast-savepoint", daemon=True)
             self._thread = thread if start_thread(thread) else None
@@ -230,9 +235,12 @@ class SavepointSaver:
         return (self._leave_at + deadline.at) / 2
 
     def _save_alone(self, deadline: Deadline) -> None:
-        vote_by = self._times(deadline).vote_by
-        while not self._is_stopped and self._clock() < deadline.at:
-            is_free = not self._saves.busy or self._clock() >= vote_by
+        times = self._times(deadline)
+        while not self._is_stopped:
+            is_busy, now = self._saves.busy, self._clock()
+            if now >= (deadline.at if is_busy else times.hold_by):
+                return
+            is_free = not is_busy or now >= times.vote_by
             if is_free and self._savepoint.hold():
                 if self._claim.take("watcher"):
                     self._save(deadline, LocalGroup(), ())
@@ -310,11 +318,11 @@ class SavepointSaver:
         left = deadline.at - now
         poll = 0.0 if self._vote is None else self._vote.poll_seconds
         save_seconds = min(1.25 * save + SLACK, left / 2)
-        return VoteTimes(
-            now + max(left / 4, 3 * poll),
-            deadline.at - save_seconds,
-            deadline.at - save_seconds / 4,
-        )
+        respond_by, vote_by = now + max(left / 4, 3 * poll), deadline.at - save_seconds
+        hold_by = end = deadline.at - save_seconds / 4
+        if self._saves.can_flush:  # this takes as long as a save, and no save may be measured yet
+            hold_by = min(vote_by, deadline.at - left / 4)
+        return VoteTimes(respond_by, hold_by, vote_by, end)
 
 
 def _limit(deadline: Deadline) -> Deadline:

@@ -74,14 +74,13 @@ class Saver:
         self._goodput = goodput
         self.writer_lock = WriterLock(run.store)
         self._full_every = full_every
-        self._overlap = overlap
-        self._timeout = timeout
+        self._overlap, self._timeout = overlap, timeout
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=pin_memory if overlap else None)
         self.reservation = BufferReservation(self._pool)
         self._attempt = ""
         self._session = session_metadata(random_id())
-        self._tiers, self._local = tiers, tiers.local
+        self._tiers, self._local, self.can_flush = tiers, tiers.local, tiers.can_flush
         self.in_flight = SavesInFlight(self.group, run.url)
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds, self._blocked_seconds = 0.0, [0.0]
