@@ -85,7 +85,6 @@ def measure_capture(folder: str, size: int, spare_files: int) -> dict[str, list[
 def measure_transfer(folder: str, size: int) -> dict[str, list[float]]:
     """Alternate between a bare socket and the copy of a file to a peer, over loopback; return the
     seconds of each. Runs in a child process; the servers are other processes."""
-    from holdfast.deadline import Deadline
     from holdfast.storage.tmpfs.store import TmpfsStore
     from holdfast.tiers.peers.addresses import PeerAddress
     from holdfast.tiers.peers.client import PeerConnection
@@ -105,8 +104,8 @@ def measure_transfer(folder: str, size: int) -> dict[str, list[float]]:
     ports = [int(server.stdout.readline()) for server in servers if server.stdout]
 
     def send_to_peer() -> None:
-        deadline = Deadline.after(600, "the benchmark")
-        with PeerConnection(PeerAddress(1, "127.0.0.1", ports[0]), "secret", 0, deadline) as peer:
+        address = PeerAddress(1, "127.0.0.1", ports[0])
+        with PeerConnection(address, "secret", 0, 600, "the benchmark") as peer:
             peer.send_file(store, "version_1/shard")
 
     def send_bare() -> None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
-from holdfast.deadline import Deadline
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.peers.accounts import PeerLimits
 from holdfast.tiers.peers.addresses import PeerAddress
@@ -42,8 +41,7 @@ def address(server, rank=1):
 
 
 def connect(server, *, secret=SECRET, rank=0, seconds=20):
-    deadline = Deadline.after(seconds, "the test")
-    return PeerConnection(address(server), secret, rank, deadline)
+    return PeerConnection(address(server), secret, rank, seconds, "the test")
 
 
 def eventually(condition, seconds=10):
@@ -89,6 +87,10 @@ class Proxy:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+
+    def limit_buffers(self, size):
+        """Let the connections from clients buffer about so many bytes."""
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
 
     def __enter__(self):
         return self

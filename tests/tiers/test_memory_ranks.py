@@ -22,7 +22,7 @@ from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
-from holdfast.tiers import host_tier
+from holdfast.tiers import captures, host_tier
 from holdfast.tiers.memory_tier import MemoryTier
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
@@ -283,6 +283,44 @@ def test_a_peer_that_does_not_answer_costs_no_capture(
     monkeypatch.undo()
     cluster.train_and_die("ab", 13)
     assert cluster.resumed_step == 10
+
+
+@pytest.mark.parametrize("how", ["close", "notice"])
+def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The peer takes the parts of a large file one after the other, for hours."""
+    from holdfast.tiers.peers.client import PeerConnection
+
+    monkeypatch.setattr(captures, "COPY_SECONDS", 0.5 if how == "close" else 60.0)
+    began = time.monotonic()
+
+    def send_slowly(peer: PeerConnection, store: Any, key: str, advance: Any) -> None:
+        while time.monotonic() < began + 20:
+            peer._channel.renew()
+            peer._channel.check_time()
+            advance()
+            time.sleep(0.01)
+
+    monkeypatch.setattr(PeerConnection, "send_file", send_slowly)
+    folders = [cluster.folder(host) for host in "ab"]
+
+    def work(trainer: TrainingRank) -> None:
+        tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
+        with trainer.make_checkpointer(save=EverySteps(100), tiers=[tier]) as ckpt:
+            trainer.train_steps(6)
+            if how == "notice":
+                kv: Any = ckpt._tiers.group.kv
+                kv.give_up_at = kv.clock() + 2.5
+                ckpt._tiers.memory.wait()
+                assert kv.clock() < kv.give_up_at
+                kv.give_up_at = float("inf")
+
+    with TrainingJob(2, cluster.run) as job, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job.run(work)
+    assert time.monotonic() - began < 15
+    assert {e["rank"] for e in cluster.events_of("copy_failed")} == {0, 1}
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])

@@ -215,7 +215,7 @@ def test_resume_waits_for_the_capture_in_progress(
     """As in a notebook, if the cell that trains is interrupted, and run again."""
     go = threading.Event()
 
-    def copy(tier: captures.Captures, version: Version, _: Any) -> None:
+    def copy(tier: captures.Captures, version: Version, *_: Any) -> None:
         if version.step == 30 and not go.is_set():
             go.wait(20)
             if fails:

@@ -18,7 +18,7 @@ from holdfast.testing.contract import keys, partial_keys, put, random_bytes
 from tests.tiers.peers import LIMITS, SECRET, Proxy, connect, eventually, memory_folder, serving
 
 SIZE = 4 << 20
-SHORT_LIMITS = replace(LIMITS, idle_seconds=2, file_seconds=2, handshake_seconds=2)
+SHORT_LIMITS = replace(LIMITS, idle_seconds=2, part_seconds=2, handshake_seconds=2)
 
 SERVER = """
 import sys
@@ -33,13 +33,11 @@ sys.stdin.read()
 
 SENDER = """
 import sys
-from holdfast.deadline import Deadline
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.peers.addresses import PeerAddress
 from holdfast.tiers.peers.client import PeerConnection
-deadline = Deadline.after(60, "the test")
 address = PeerAddress(1, "127.0.0.1", int(sys.argv[3]))
-with PeerConnection(address, sys.argv[2], 0, deadline) as peer:
+with PeerConnection(address, sys.argv[2], 0, 60, "the test") as peer:
     peer.send_file(TmpfsStore(sys.argv[1]), "v1/a")
 """
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
+import time
 from dataclasses import replace
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 
 import pytest
 
@@ -28,6 +30,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.testing.contract import keys, partial_keys, put, random_bytes
 from holdfast.testing.faults import Fault, FaultFs
+from holdfast.tiers.peers import files
 from holdfast.tiers.peers import server as peer_server
 from holdfast.tiers.peers.auth import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, make_secret
 from holdfast.tiers.peers.messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready, Refused
@@ -183,7 +186,7 @@ def test_every_changed_byte_of_the_messages_is_detected(folder):
     with serving(folder) as server, Proxy(server, count) as proxy, connect(proxy) as peer:
         peer.send_file(source, "v1/a")
     LocalStore(folder).delete("v1/a")
-    limits = replace(LIMITS, idle_seconds=0.2, file_seconds=0.2, handshake_seconds=0.2)
+    limits = replace(LIMITS, idle_seconds=0.2, part_seconds=0.2, handshake_seconds=0.2)
     with serving(folder, limits) as server:
         for way, length in lengths.items():
             for at in range(0, length, 3):
@@ -507,7 +510,7 @@ def test_too_many_connections_are_refused_and_may_come_back(folder, source):
 
 
 @pytest.mark.parametrize(
-    "limits", [replace(LIMITS, file_seconds=0.2), replace(LIMITS, idle_seconds=0.2)]
+    "limits", [replace(LIMITS, part_seconds=0.2), replace(LIMITS, idle_seconds=0.2)]
 )
 def test_a_peer_that_stops_sending_loses_only_its_own_transfer(folder, source, limits):
     with serving(folder, limits) as server, connect(server) as slow:
@@ -559,6 +562,63 @@ def test_a_server_that_does_not_read(source):
             while True:
                 channel.send_bytes(memoryview(bytes(1 << 20)))
         for end in ends:
+            end.close()
+
+
+@pytest.mark.parametrize(
+    ("pause", "seconds", "server_seconds"), [(0.02, 1, 1), (0.3, 1, 60), (0.3, 60, 1)]
+)
+def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, seconds, server_seconds):
+    """A long file may take long. A peer that accepts a few bytes now and then holds nobody."""
+    monkeypatch.setattr(files, "PART_BYTES", 1 << 20)
+    source, size = MemoryStore(), 6 << 20
+    put(source, "v1/a", random_bytes(size))
+
+    def slow(direction, offset, data):
+        time.sleep(pause if direction == "up" else 0)
+        return data
+
+    calls, began, is_too_slow = [], time.monotonic(), pause > 0.1
+    with (
+        serving(folder, replace(LIMITS, part_seconds=server_seconds)) as server,
+        Proxy(server, slow) as proxy,
+    ):
+        proxy.limit_buffers(1 << 16)
+        with connect(proxy, seconds=seconds) as peer:
+            peer._channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            if is_too_slow:
+                with pytest.raises(Unavailable):
+                    peer.send_file(source, "v1/a")
+            else:
+                peer.send_file(source, "v1/a", lambda: calls.append(time.monotonic()))
+        eventually(lambda: is_idle(server))
+    if is_too_slow:
+        assert time.monotonic() - began < 4
+        assert keys(LocalStore(folder)) == partial_keys(LocalStore(folder)) == []
+    else:
+        assert time.monotonic() - began > 1.5
+        assert len(calls) == 6
+        assert LocalStore(folder).get("v1/a", size) == source.get("v1/a", size)
+
+
+def test_the_time_of_a_connection_may_become_shorter(folder, source):
+    """A notice arrives while a peer does not read."""
+    ends = [math.inf]
+
+    def limit():
+        return ends[0] - time.monotonic()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+        channel = Channel(client, "rank 1", Deadline.after(30, "the copy of v1/a"), limit=limit)
+        began = time.monotonic()
+        Timer(0.2, ends.__setitem__, (0, 0.0)).start()
+        with pytest.raises(Unavailable, match="time is over for the copy of v1/a"):
+            while True:
+                channel.send_bytes(memoryview(bytes(1 << 20)))
+        assert time.monotonic() - began < 5
+        for end in (client, other):
             end.close()
 
 
@@ -670,7 +730,7 @@ def test_closing_ends_a_long_digest(folder, source, monkeypatch):
         assert begun.wait(10)
         closer = Thread(target=server.close)
         closer.start()
-        eventually(lambda: all(not c.deadline.seconds_left for c in list(server._threads)))
+        eventually(lambda: all(not c.seconds_left for c in list(server._threads)))
         closing.set()
         closer.join()
         with pytest.raises(Unavailable):

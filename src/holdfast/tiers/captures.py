@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from math import inf
 from threading import Thread
 from typing import Any
 
 from holdfast import events
 from holdfast.buffers import BufferPool
-from holdfast.engine.distributed.collective import await_all
+from holdfast.engine.distributed.collective import Collective, await_all
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
@@ -24,7 +26,13 @@ from holdfast.storage.tmpfs.spare_files import MIN_SPARE_BYTES
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.text import warn_user
 from holdfast.threads import start_thread
-from holdfast.tiers.host_tier import GENERATIONS, Generation, HostTier, state_bytes
+from holdfast.tiers.host_tier import (
+    COPY_SECONDS,
+    GENERATIONS,
+    Generation,
+    HostTier,
+    state_bytes,
+)
 from holdfast.tiers.hosts import Hosts
 from holdfast.tiers.memory_check import TierCost, check_memory
 from holdfast.tiers.memory_tier import MemoryTier
@@ -198,7 +206,7 @@ class Captures(HostTier):
         except AlreadyExists:
             return  # the training went back, and is at this step again
         self._measure_first(job)
-        job.copy_to_peers = lambda receipt: self._copy(version, receipt)
+        job.copy_to_peers = lambda receipt: self._copy(version, receipt, job.collective)
 
         def register(pending: Pending | None) -> None:
             self._pending, self._newest = pending, version
@@ -226,9 +234,13 @@ class Captures(HostTier):
                 self._pending = None if pending.done else pending
 
     def wait_ended(self) -> None:
-        """Wait for the capture in progress, whether it fails or not."""
-        with suppress(Exception):  # ``capture`` or ``wait`` has raised it, or it does not matter
-            self.wait()
+        """Wait for the capture in progress, whether it fails or not. Its copies get 120 s."""
+        self._copies_end = time.monotonic() + COPY_SECONDS
+        try:
+            with suppress(Exception):  # ``capture`` or ``wait`` has raised it, or it is irrelevant
+                self.wait()
+        finally:
+            self._copies_end = inf
 
     def _finish(self, job: SaveJob, version: Version) -> Snapshot:
         generation = Generation(version, self._keys_of(version, job.partition.attempt))
@@ -242,16 +254,21 @@ class Captures(HostTier):
         self._has_enough = self._nbytes < MIN_SPARE_BYTES  # the files of old states are not reused
         return snapshot
 
-    def _copy(self, version: Version, receipt: Receipt) -> None:
+    def _copy(self, version: Version, receipt: Receipt, collective: Collective) -> None:
         """Copy the files of this rank to its peers. A peer that fails is reported by an event, and
         once by a warning: the state is still in the memory of this host."""
         if receipt.shard is None:
             return
+
+        def advance() -> None:
+            collective.advance()  # otherwise, a long copy would seem to be stuck
+            collective.raise_if_aborted()
+
         for rank in self._hosts.peers:
             try:
                 with self._connect(rank) as connection:
                     for name in (receipt.shard.index.name, receipt.shard.name):
-                        connection.send_file(self.store, f"{version}/{name}")
+                        connection.send_file(self.store, f"{version}/{name}", advance)
             except HoldfastError as e:
                 events.emit("copy_failed", key=str(version), rank=rank, error=e)
                 self._copy_failure = f"the copy of {version} to rank {rank} failed ({e})"

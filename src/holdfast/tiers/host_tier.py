@@ -4,12 +4,13 @@ in the same way."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import chain
+from math import inf
 from typing import Any, NamedTuple
 
-from holdfast.deadline import Deadline
 from holdfast.engine.distributed.collective import Collective, await_all
 from holdfast.engine.distributed.group import Group, StoreGroup
 from holdfast.engine.distributed.kv import KVClient
@@ -46,8 +47,14 @@ GENERATIONS = 2
 """The captured states that stay on a host."""
 
 COPY_SECONDS = 120.0
-"""The longest time for the copy of a rank's files to one peer, or for a file from there; also that
-for which peers that are busy are asked again for a file."""
+"""The longest time for an answer of a peer, and for each 256 MiB of a file to or from there. Also
+that for which peers that are busy are asked again for a file, and for which the end of the training
+waits for copies in progress."""
+
+
+_COMMIT_SECONDS = 2.0
+"""After a notice, the ranks soon stop to wait for one another. Copies end so much earlier, so that
+the capture to which they belong can still complete."""
 
 
 class Generation(NamedTuple):
@@ -91,6 +98,9 @@ class HostTier:
         self._server: PeerServer | None = None
         self._nbytes = 0
         """The bytes of one state of this rank, once ``open`` or ``measure`` has returned."""
+
+        self._copies_end = inf
+        """The time on ``time.monotonic`` by which the copies in progress end."""
 
     _most_generations = GENERATIONS + 1
     """The states that are on a host at the same time, with the one that is being written."""
@@ -233,8 +243,15 @@ class HostTier:
         (address,) = look_up(group.kv, self._prefix, [rank])
         if address is None:
             raise HoldfastError(f"Rank {rank} does not serve copies anymore")
-        deadline = Deadline.after(COPY_SECONDS, f"the copy to or from rank {rank}")
-        return PeerConnection(address, self._secret, group.rank, deadline)
+        kv, purpose = group.kv, f"the copy to or from rank {rank}"
+
+        def seconds_left() -> float:
+            until_notice = kv.give_up_at - kv.clock() - _COMMIT_SECONDS
+            return min(self._copies_end - time.monotonic(), until_notice)
+
+        return PeerConnection(
+            address, self._secret, group.rank, COPY_SECONDS, purpose, seconds_left
+        )
 
     # -- what is there -------------------------------------------------------------------------
 

@@ -19,8 +19,9 @@ class PeerLimits:
     rank may have here at once; ``total_bytes``: those of all ranks. ``connections``: the largest
     number of authenticated connections, each of which has a thread; ``handshakes``: that of
     connections that have not proved that they know the secret, which have none.
-    ``handshake_seconds``: the time for that proof; ``file_seconds``: the time for one file;
-    ``idle_seconds``: the time without a byte, between two requests and within a file.
+    ``handshake_seconds``: the time for that proof; ``part_seconds``: the time for the answer to a
+    request, and for each ``PART_BYTES`` of a file; ``idle_seconds``: the time without a byte,
+    between two requests and within a file.
     """
 
     file_bytes: int
@@ -29,7 +30,7 @@ class PeerLimits:
     connections: int = 32
     handshakes: int = 64
     handshake_seconds: float = 5.0
-    file_seconds: float = 600.0
+    part_seconds: float = 120.0
     idle_seconds: float = 60.0
 
 

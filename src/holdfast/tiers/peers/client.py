@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.deadline import Deadline
 from holdfast.errors import AlreadyExists, StoreError, Unavailable
 from holdfast.storage.store import Store
+from holdfast.threads import no_op
 from holdfast.tiers.peers.addresses import PeerAddress
 from holdfast.tiers.peers.auth import CHALLENGE_BYTES, ClientHandshake
 from holdfast.tiers.peers.files import begin_copy, digest_file, receive_content, send_content
@@ -24,7 +27,8 @@ from holdfast.tiers.peers.messages import (
 )
 
 _CONNECT_SECONDS = 10.0
-"""The longest time for a connection. A host that is gone does not answer at all."""
+"""The longest time for a connection and its handshake. A host that is gone does not answer at all,
+and a process that is stopped makes no handshake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +43,34 @@ class FileReceipt:
 class PeerConnection:
     """A connection to the server of a peer. It is a context manager, for one thread.
 
-    ``secret``: that of the job; ``rank``: the own rank; ``deadline``: the time by which all calls
-    end. After an error, the connection is closed. The calls raise ``Unavailable`` if the peer is
-    away, slow, or busy, ``Denied`` if it does not know the secret, and its own error if it refuses
-    a request.
+    ``secret``: that of the job; ``rank``: the own rank; ``seconds``: the time for each answer, and
+    for each ``PART_BYTES`` of a file; ``purpose``: what this is, for messages; ``limit`` returns
+    the seconds that are left for all calls, and may change its mind at any time. After an error,
+    the connection is closed. The calls raise ``Unavailable`` if the peer is away, slow, or busy,
+    ``Denied`` if it does not know the secret, and its own error if it refuses a request.
     """
 
-    def __init__(self, address: PeerAddress, secret: str, rank: int, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        address: PeerAddress,
+        secret: str,
+        rank: int,
+        seconds: float,
+        purpose: str,
+        limit: Callable[[], float] = lambda: math.inf,
+    ) -> None:
         peer = f"rank {address.rank} at {address.host}:{address.port}"
-        deadline.check()
+        deadline = Deadline.after(min(_CONNECT_SECONDS, seconds), purpose)
         try:
-            seconds = min(_CONNECT_SECONDS, deadline.seconds_left)
-            connection = socket.create_connection((address.host, address.port), seconds)
+            left = max(0.001, min(deadline.seconds_left, limit()))
+            connection = socket.create_connection((address.host, address.port), left)
         except OSError as e:
             raise Unavailable(
                 f"Cannot connect to {peer}: {e.strerror or e}",
                 todo="Its process may have ended; look up its address again",
             ) from e
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._channel = Channel(connection, peer, deadline)
+        self._channel = Channel(connection, peer, deadline, part_seconds=seconds, limit=limit)
         try:
             handshake = ClientHandshake(secret)
             self._channel.send_bytes(handshake.hello)
@@ -66,24 +79,31 @@ class PeerConnection:
             self._channel.send_bytes(proof)
             self._channel.session = session
             self._channel.send(Hello(rank))
+            self._channel.renew()
         except BaseException:
             self.close()
             raise
 
-    def send_file(self, store: Store, key: str) -> FileReceipt:
+    def send_file(
+        self, store: Store, key: str, advance: Callable[[], object] = no_op
+    ) -> FileReceipt:
         """Copy a file of ``store`` to the peer, under the same key. Return its receipt.
 
-        A file that the peer has already is not sent again. Raises ``AlreadyExists`` if the peer has
+        A file that the peer has already is not sent again. ``advance`` is called before each
+        ``PART_BYTES``; it raises to end the transfer. Raises ``AlreadyExists`` if the peer has
         other bytes there, and ``DigestMismatch`` if bytes changed on their way.
         """
         channel = self._channel
         length = store.stat(key).length
+        channel.renew(length)
         channel.send(Offer(key, length))
         answer: Ready | Stored = channel.receive(Ready, Stored)
         if isinstance(answer, Stored):
+            channel.renew(length)
             stored, digest = answer, digest_file(store, key, length, channel.check_time)
         else:
-            digest = send_content(channel, store, key, length)
+            digest = send_content(channel, store, key, length, advance)
+            channel.renew()
             stored = channel.receive(Stored)
         if (stored.length, stored.digest) != (length, digest):
             raise AlreadyExists(
@@ -105,6 +125,7 @@ class PeerConnection:
         key, and ``DigestMismatch`` if bytes changed on their way.
         """
         channel = self._channel
+        channel.renew()
         channel.send(Fetch(key))
         length = channel.receive(Coming).length
         if not min_length <= length <= max_length:
@@ -123,6 +144,7 @@ class PeerConnection:
     def list_files(self, prefix: str) -> list[tuple[str, int]]:
         """Return the keys and lengths of the peer's files in a folder (``""``: all), in order of
         their keys. At most ``MAX_LISTED`` are returned."""
+        self._channel.renew()
         self._channel.send(ListFiles(prefix))
         return self._channel.receive(Files).files
 

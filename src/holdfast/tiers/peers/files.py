@@ -10,7 +10,7 @@ from holdfast.buffers import Buffer
 from holdfast.errors import DigestMismatch
 from holdfast.storage.store import MappedUpload, Stat, Store, Upload, put_mapped
 from holdfast.threads import no_op
-from holdfast.tiers.peers.messages import Channel, End
+from holdfast.tiers.peers.messages import PART_BYTES, Channel, End
 from holdfast.types import MIB
 
 STEP_BYTES = MIB
@@ -43,13 +43,23 @@ class _BufferedUpload(Upload):
         self._upload.abort()
 
 
-def send_content(channel: Channel, store: Store, key: str, length: int) -> str:
+def send_content(
+    channel: Channel,
+    store: Store,
+    key: str,
+    length: int,
+    advance: Callable[[], object] = no_op,
+) -> str:
     """Send the bytes of a file, then their digest. Return the digest.
 
-    The digest is that of the very bytes that are sent. Raises ``StoreError``.
+    The digest is that of the very bytes that are sent. ``advance`` is called before each
+    ``PART_BYTES``. Raises ``StoreError``.
     """
     hasher = xxhash.xxh3_128()
-    for view in _read_steps(store, key, length):
+    for number, view in enumerate(_read_steps(store, key, length)):
+        if not number % (PART_BYTES // STEP_BYTES):
+            channel.renew()
+            advance()
         hasher.update(view)
         channel.send_bytes(view)
     digest = hasher.hexdigest()
@@ -58,11 +68,7 @@ def send_content(channel: Channel, store: Store, key: str, length: int) -> str:
 
 
 def receive_content(
-    channel: Channel,
-    upload: MappedUpload,
-    key: str,
-    length: int,
-    advance: Callable[[], object] = no_op,
+    channel: Channel, upload: MappedUpload, key: str, length: int
 ) -> tuple[Stat, str]:
     """Receive the bytes of a file into its memory, check their digest, and commit it.
 
@@ -70,11 +76,12 @@ def receive_content(
     """
     hasher = xxhash.xxh3_128()
     for start in range(0, length, STEP_BYTES):
+        if not start % PART_BYTES:
+            channel.renew()
         view = upload.view(start, min(STEP_BYTES, length - start))
         channel.receive_into(view)
         hasher.update(view)
         upload.write_at(start, view)
-        advance()
     found, expected = hasher.hexdigest(), channel.receive(End).digest
     if found != expected:
         raise DigestMismatch(

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Annotated, TypeVar, overload
@@ -32,6 +32,13 @@ MAX_FRAME_BYTES = MIB
 
 MAX_LISTED = 4096
 """The largest number of files in a ``Files``."""
+
+PART_BYTES = 256 * MIB
+"""The bytes of a file whose transfer gets ``part_seconds``. So no file is too long for a slow
+network, and no peer can be so slow that a transfer lasts forever."""
+
+_CHECK_SECONDS = 1.0
+"""Seconds after which a call that waits looks up again how much time is left."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -136,8 +143,10 @@ class Channel:
     """A connection to a peer, every call of which ends by ``deadline``.
 
     ``peer``: the name of the other side, for messages. ``stall_seconds``: the longest time without
-    a byte. Only one thread uses a channel, except that any may call ``interrupt``. All calls raise
-    ``Unavailable`` if the connection or the time ends.
+    a byte. ``part_seconds``: the time that ``renew`` gives. ``limit`` returns the seconds that are
+    left for all calls, and may change its mind at any time. Only one thread uses a channel, except
+    that any may call ``interrupt``. All calls raise ``Unavailable`` if the connection or the time
+    ends.
     """
 
     def __init__(
@@ -147,32 +156,30 @@ class Channel:
         deadline: Deadline,
         session: Session | None = None,
         stall_seconds: float = math.inf,
+        part_seconds: float = math.inf,
+        limit: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self.peer = peer
         self.deadline = deadline
         self.session = session
         self.stall_seconds = stall_seconds
+        self.part_seconds = part_seconds
+        self._limit = limit
         self._socket = connection
         close_when_forked(connection)
 
     def send_bytes(self, *views: bytes | memoryview) -> None:
         """Send all bytes, in one packet if they are few."""
+        view = memoryview(views[0] if len(views) == 1 else b"".join(views))
         with self._timed("send to"):
-            if len(views) > 1:
-                self._limit_time()
-                self._socket.sendall(b"".join(views))
-                return
-            view = memoryview(views[0])
             while view:
-                self._limit_time()
-                view = view[self._socket.send(view) :]
+                view = view[self._wait_for(self._socket.send, view) :]
 
     def receive_into(self, view: memoryview) -> None:
         """Fill a view with the next bytes."""
         with self._timed("receive from"):
             while view:
-                self._limit_time()
-                count = self._socket.recv_into(view)
+                count = self._wait_for(self._socket.recv_into, view)
                 if not count:
                     raise ConnectionResetError("the other side has closed the connection")
                 view = view[count:]
@@ -214,13 +221,29 @@ class Channel:
             raise message.to_error(self.peer)
         raise self._invalid(type(message).__name__)
 
+    def renew(self, nbytes: int = 0) -> None:
+        """Give the next answer, or the next ``PART_BYTES`` of a file, ``part_seconds`` from now.
+
+        ``nbytes``: what the other side allocates or reads before it answers. It gets one second
+        more for each ``PART_BYTES`` of them.
+        """
+        seconds = self.part_seconds + nbytes / PART_BYTES
+        self.deadline = replace(self.deadline, at=self.deadline.clock() + seconds)
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds until the calls fail; 0.0 after ``interrupt``."""
+        return max(0.0, min(self.deadline.seconds_left, self._limit()))
+
     def check_time(self) -> None:
-        """Raise ``Unavailable`` if the deadline has passed, or after ``interrupt``."""
-        self.deadline.check()
+        """Raise ``Unavailable`` if the time is over, or after ``interrupt``."""
+        with self._timed("go on with"):
+            if not self.seconds_left:
+                raise TimeoutError
 
     def interrupt(self) -> None:
         """Make the call in progress and all later calls fail at once."""
-        self.deadline = replace(self.deadline, at=0.0)
+        self._limit = lambda: 0.0
         with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -233,10 +256,15 @@ class Channel:
             raise RuntimeError("a message before the handshake")
         return self.session
 
-    def _limit_time(self) -> None:
-        self.deadline.check()
-        seconds = min(self.deadline.seconds_left, self.stall_seconds)
-        self._socket.settimeout(max(0.001, seconds))
+    def _wait_for(self, call: Callable[[memoryview], int], view: memoryview) -> int:
+        """Return the result of a call of the socket, which may have to wait."""
+        clock = self.deadline.clock
+        stalled_at = clock() + self.stall_seconds
+        while (seconds := min(self.seconds_left, stalled_at - clock())) > 0:
+            self._socket.settimeout(min(seconds, _CHECK_SECONDS))
+            with suppress(TimeoutError):
+                return call(view)
+        raise TimeoutError
 
     @contextmanager
     def _timed(self, action: str) -> Iterator[None]:

@@ -12,6 +12,7 @@ import selectors
 import socket
 import time
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from threading import Lock, Thread
 
@@ -153,8 +154,9 @@ class PeerServer:
 
     def _start(self, connection: socket.socket, session: Session) -> None:
         """Serve a connection in a new thread, unless there are too many."""
-        stall_seconds = self.limits.idle_seconds
-        channel = Channel(connection, "a peer", self._idle_deadline(), session, stall_seconds)
+        limits = self.limits
+        times = limits.idle_seconds, limits.part_seconds
+        channel = Channel(connection, "a peer", self._idle_deadline(), session, *times)
         thread = Thread(target=self._serve, args=(channel,), name="holdfast-peer", daemon=True)
         with self._lock:
             is_served = len(self._threads) < self.limits.connections
@@ -180,8 +182,8 @@ class PeerServer:
             channel.peer = f"rank {rank}"
             while True:
                 request = channel.receive(Offer, Fetch, ListFiles)
-                seconds = self.limits.file_seconds
-                channel.deadline = Deadline.after(seconds, f"a request of rank {rank}")
+                channel.deadline = replace(channel.deadline, purpose=f"a request of rank {rank}")
+                channel.renew(request.length if isinstance(request, Offer) else 0)
                 self._answer(channel, rank, request)
                 channel.deadline = self._idle_deadline()
         except Unavailable:
