@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast.engine.loading import shared_read
 from holdfast.engine.saving import commit
 from holdfast.engine.snapshot.location import Location
 from holdfast.errors import CommitError, SkippedVersion, Unavailable
@@ -24,6 +25,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.tiers import captures, host_tier
 from holdfast.tiers.memory_tier import MemoryTier
+from holdfast.tiers.peers.client import PeerConnection
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
     TrainingJob,
@@ -212,7 +214,35 @@ def test_another_number_of_ranks_and_hosts_resumes_from_memory(
         assert set(job.run(work)) == {30}
 
 
-def test_a_resume_fetches_only_the_shards_that_a_host_reads(cluster: Cluster) -> None:
+class CountedRanges:
+    """The ranges of files that ranks fetch from peers: the rank, the key, and the range of each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[int, str, int, int]] = []
+        connect, fetch_range = PeerConnection.__init__, PeerConnection.fetch_range
+        ranks = dict[int, int]()
+
+        def note(peer: PeerConnection, address: Any, secret: str, rank: int, *rest: Any) -> None:
+            ranks[id(peer)] = rank
+            connect(peer, address, secret, rank, *rest)
+
+        def count(peer: PeerConnection, key: str, total: int, at: int, into: memoryview) -> None:
+            self.found.append((ranks[id(peer)], key, at, len(into)))
+            time.sleep(0.05)  # so that the other ranks want it, too
+            fetch_range(peer, key, total, at, into)
+
+        monkeypatch.setattr(PeerConnection, "__init__", note)
+        monkeypatch.setattr(PeerConnection, "fetch_range", count)
+
+    def shards(self, rank: int) -> set[int]:
+        """The numbers of the shards of which a rank has fetched bytes."""
+        keys = {key.rpartition("/")[2] for r, key, _, _ in self.found if r == rank}
+        return {int(key[6:11]) for key in keys if key.endswith(".safetensors")}
+
+
+def test_a_resume_fetches_only_what_a_host_reads_and_stores_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The state of a large job does not fit into the memory of one host."""
 
     def shards() -> dict[str, set[int]]:
@@ -223,34 +253,29 @@ def test_a_resume_fetches_only_the_shards_that_a_host_reads(cluster: Cluster) ->
         }
 
     cluster.train_and_die("abcd", 33)
-    assert shards() == {"a": {0, 1}, "b": {0, 1}, "c": {2, 3}, "d": {2, 3}}
+    stored = {"a": {0, 1}, "b": {0, 1}, "c": {2, 3}, "d": {2, 3}}
+    assert shards() == stored
+    ranges = CountedRanges(monkeypatch)
     cluster.train_and_die("abcd", 30)
     assert cluster.resumed_step == 30
     # every rank reads the replicated array, which is in the shard of rank 0
-    assert shards() == {"a": {0, 1}, "b": {0, 1}, "c": {0, 2, 3}, "d": {0, 2, 3}}
+    assert [ranges.shards(rank) for rank in range(4)] == [set(), set(), {0}, {0}]
+    assert shards() == stored
     assert not cluster.events_of("copy_failed")
 
 
-def test_the_ranks_of_a_host_fetch_each_file_once(
+def test_the_ranks_of_a_host_fetch_once_what_several_of_them_read(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from holdfast.tiers.peers.client import PeerConnection
-
+    monkeypatch.setattr(shared_read, "MIN_SHARED_BYTES", 1)  # this state is small
     cluster.train_and_die("aaabbb", 33)
     cluster.lose("b")
-    fetch_file, fetched = PeerConnection.fetch_file, list[str]()
-
-    def count(peer: PeerConnection, store: Any, key: str, *lengths: int) -> Any:
-        if not key.endswith(MANIFEST):
-            fetched.append(key)
-            time.sleep(0.1)  # so that the others want the file, too
-        return fetch_file(peer, store, key, *lengths)
-
-    monkeypatch.setattr(PeerConnection, "fetch_file", count)
+    ranges = CountedRanges(monkeypatch)
     cluster.train_and_die("aaabbb", 34)
     assert cluster.resumed_step == 30
-    assert len(fetched) == len(set(fetched))
-    assert len([key for key in fetched if key.endswith(".index.json")]) == 6
+    found = [(key, at) for _, key, at, _ in ranges.found]
+    assert {key.rpartition(".")[2] for key, _ in found} == {"json", "safetensors"}
+    assert len(found) == len(set(found))
 
 
 def test_copies_are_placed_on_other_hosts_only(cluster: Cluster) -> None:
@@ -290,8 +315,6 @@ def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The peer takes the parts of a large file one after the other, for hours."""
-    from holdfast.tiers.peers.client import PeerConnection
-
     monkeypatch.setattr(captures, "COPY_SECONDS", 0.5 if how == "close" else 60.0)
     began = time.monotonic()
 

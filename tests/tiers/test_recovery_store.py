@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -20,7 +15,7 @@ import holdfast
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import FormatError, NotFound, StoreError, Unavailable
+from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError, Unavailable
 from holdfast.format.names import MANIFEST
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
@@ -42,14 +37,16 @@ class Peers:
     """A state of one shard that a host lacks, and the ranks 1 and 2, which serve it.
 
     ``fetched``: the rank and the key of each try; ``before_copy`` is called with both, and may
-    raise.
+    raise. ``nbytes``: the bytes of shards that were fetched.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = 1000) -> None:
         self.folder = folder
+        self.own = TmpfsStore(folder)
         self.served = MemoryStore()
+        self.nbytes = 0
         captured = MemoryStore()
-        self.saved = holdfast.save(captured, {"w": np.arange(1000.0)}, step=1)
+        self.saved = holdfast.save(captured, {"w": np.arange(float(count))}, step=1)
         for stat in captured.list(""):
             put(self.served, f"{FOLDER}/{stat.key}", captured.get(stat.key, stat.length))
         self.lengths = {stat.key: stat.length for stat in self.served.list("")}
@@ -58,17 +55,14 @@ class Peers:
         self.before_copy: Callable[[int, str], object] = lambda rank, key: None
 
     def store(self, **options: Any) -> RecoveryStore:
-        own = TmpfsStore(self.folder)
+        sources = {key: [1, 2] for key in self.lengths}
+        return RecoveryStore(
+            self.own, sources, lambda rank: nullcontext(Server(self, rank)), **options
+        )
 
-        def fetch(rank: int, key: str, min_length: int, max_length: int) -> None:
-            self.fetched.append((rank, key))
-            self.before_copy(rank, key)
-            data = self.served.get(key, 1 << 20)
-            if not min_length <= len(data) <= max_length:
-                raise StoreError(f"{key} has another length")
-            put(own, key, data)
-
-        return RecoveryStore(own, {key: [1, 2] for key in self.lengths}, fetch, **options)
+    def copy(self, key: str) -> None:
+        """Give the host a file of the state."""
+        put(self.own, key, self.served.get(key, 1 << 30))
 
     def open(self) -> Snapshot:
         return Snapshot(Location(self.store(), FOLDER, is_per_host=True), None, self.saved.digest)
@@ -76,6 +70,25 @@ class Peers:
     def replace(self, key: str, data: bytes) -> None:
         self.served.delete(key)
         put(self.served, key, data)
+
+
+class Server:
+    """The connection to a rank that serves the state."""
+
+    def __init__(self, peers: Peers, rank: int) -> None:
+        self._peers, self._rank = peers, rank
+
+    def fetch_file(self, key: str, limit: int) -> bytes:
+        self._peers.fetched.append((self._rank, key))
+        self._peers.before_copy(self._rank, key)
+        return self._peers.served.get(key, limit)
+
+    def fetch_range(self, key: str, file_length: int, offset: int, into: memoryview) -> None:
+        data = self.fetch_file(key, 1 << 30)
+        if len(data) != file_length:
+            raise StoreError(f"{key} has another length")
+        into[:] = data[offset : offset + len(into)]
+        self._peers.nbytes += len(into) * key.endswith(".safetensors")
 
 
 def put(store: Store, key: str, data: bytes) -> None:
@@ -95,17 +108,65 @@ def test_a_lookup_fetches_nothing_but_the_manifest(peers: Peers) -> None:
     assert {stat.key: stat.length for stat in store.list(FOLDER)} == peers.lengths
     assert peers.fetched == [(1, MANIFEST_KEY)]
     peers.open().check_files()
-    assert peers.fetched == [(1, MANIFEST_KEY)]
+    assert peers.fetched == [(1, MANIFEST_KEY)] * 2
     assert np.array_equal(load_snapshot(peers.open())["w"], np.arange(1000.0))
 
 
-def test_a_read_fetches_a_file_once(peers: Peers) -> None:
+def test_files_are_read_from_peers_and_not_stored(peers: Peers) -> None:
     store = peers.store()
-    for _ in range(2):
-        for key, length in peers.lengths.items():
-            assert store.get(key, length) == peers.served.get(key, length)
-            assert store.stat(key).length == length
-    assert sorted(peers.fetched) == sorted((1, key) for key in peers.lengths)
+    for key, length in peers.lengths.items():
+        assert store.get(key, length) == peers.served.get(key, length)
+        assert store.stat(key).length == length
+        with pytest.raises(StoreError, match="too long"):
+            peers.store().get(key, length - 1)
+    into = bytearray(9)
+    store.get_range(peers.shard_key, 500, 7, memoryview(into))
+    assert into[:7] == peers.served.get(peers.shard_key, 1 << 20)[500:507]
+    with pytest.raises(StoreError, match="Invalid range"):
+        store.get_range(peers.shard_key, 500, 10, memoryview(into))
+    assert not list(peers.own.list(""))
+
+
+def test_only_the_chunks_that_a_rank_reads_are_fetched(folder: Path) -> None:
+    """With another number of ranks, each needs a part of a shard: one chunk of seven here."""
+    peers = Peers(folder, 26 << 17)
+    array = peers.open()["w"]
+    assert np.array_equal(array[1_000_000:1_000_010], np.arange(1e6, 1e6 + 10))
+    length = peers.lengths[peers.shard_key]
+    assert 0 < peers.nbytes < length / 5
+    assert np.array_equal(load_snapshot(peers.open())["w"], np.arange(float(26 << 17)))
+    assert peers.nbytes < 1.25 * length
+
+
+def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers: Peers) -> None:
+    data = bytearray(peers.served.get(peers.shard_key, 1 << 20))
+    data[-1] ^= 1
+    peers.replace(peers.shard_key, bytes(data))
+    state = {"w": np.full(1000, 7.0)}
+    with pytest.raises(DigestMismatch):
+        load_snapshot(peers.open(), state)
+    assert np.array_equal(state["w"], np.full(1000, 7.0))
+
+
+def test_a_peer_that_has_failed_is_asked_last(peers: Peers) -> None:
+    """Each try to connect to a host that is gone takes long."""
+
+    def fail(rank: int, key: str) -> None:
+        if rank == 1:
+            raise Unavailable("Cannot connect to rank 1: timed out")
+
+    peers.before_copy = fail
+    peers.copy(MANIFEST_KEY)
+    store, found = peers.store(sleep=lambda seconds: None), list[Any]()
+    with holdfast.attach(lambda name, fields: found.append((name, fields["rank"]))):
+        for _ in range(3):
+            assert store.get(peers.shard_key, 1 << 20)
+    assert [rank for rank, _ in peers.fetched] == [1, 2, 2, 2]
+    assert found == [("copy_failed", 1)]
+    peers.before_copy = lambda rank, key: fail(3 - rank, key)
+    assert store.get(peers.shard_key, 1 << 20)
+    assert store.get(peers.shard_key, 1 << 20)
+    assert [rank for rank, _ in peers.fetched][4:] == [2, 1, 1]
 
 
 def test_a_file_that_is_not_of_the_state_is_not_looked_up(peers: Peers) -> None:
@@ -117,20 +178,18 @@ def test_a_file_that_is_not_of_the_state_is_not_looked_up(peers: Peers) -> None:
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_file_of_another_length_is_refused(peers: Peers, change: int) -> None:
-    """A load raises, and the file does not come into the store of this host."""
     data = peers.served.get(peers.shard_key, 1 << 20)
     peers.replace(peers.shard_key, (data + b"\0")[: len(data) + change])
     snapshot = peers.open()
     snapshot.check_files()
     with pytest.raises(StoreError, match="another length"):
         load_snapshot(snapshot)
-    assert [rank for rank, key in peers.fetched if key == peers.shard_key] == [1, 2]
-    assert not [stat for stat in TmpfsStore(peers.folder).list("") if stat.key == peers.shard_key]
+    assert {rank for rank, key in peers.fetched if key == peers.shard_key} == {1, 2}
 
 
 def test_a_file_of_this_host_that_has_another_length_is_damage(peers: Peers) -> None:
     data = peers.served.get(peers.shard_key, 1 << 20)
-    put(TmpfsStore(peers.folder), peers.shard_key, data[:-1])
+    put(peers.own, peers.shard_key, data[:-1])
     with pytest.raises(FormatError, match="wrong length"):
         peers.open().check_files()
 
@@ -152,8 +211,7 @@ class Clock:
 
 def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: Peers) -> None:
     clock, found = Clock(), list[Any]()
-    peers.store().stat(MANIFEST_KEY)
-    peers.fetched.clear()
+    peers.copy(MANIFEST_KEY)
 
     def reset(rank: int, key: str) -> None:
         if len(peers.fetched) <= 10:
@@ -172,8 +230,7 @@ def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: Peers) 
 
 def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: Peers) -> None:
     clock = Clock()
-    peers.store().stat(MANIFEST_KEY)
-    peers.fetched.clear()
+    peers.copy(MANIFEST_KEY)
 
     def reset(rank: int, key: str) -> None:
         raise Unavailable(f"Rank {rank} is busy")
@@ -189,8 +246,7 @@ def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: Peers) -> Non
 
 def test_a_peer_that_does_not_have_the_file_is_not_asked_again(peers: Peers) -> None:
     clock = Clock()
-    peers.store().stat(MANIFEST_KEY)
-    peers.fetched.clear()
+    peers.copy(MANIFEST_KEY)
 
     def answer(rank: int, key: str) -> None:
         if rank == 1:
@@ -202,7 +258,6 @@ def test_a_peer_that_does_not_have_the_file_is_not_asked_again(peers: Peers) -> 
     assert peers.store(clock=clock, sleep=clock.sleep).get(peers.shard_key, 1 << 20)
     assert [rank for rank, _ in peers.fetched] == [1, 2, 2, 2]
     peers.served.delete(peers.shard_key)
-    TmpfsStore(peers.folder).delete(peers.shard_key)
     clock.pauses.clear()
     with pytest.raises(NotFound, match="is on no host that answers"):
         peers.store(clock=clock, sleep=clock.sleep).get(peers.shard_key, 1 << 20)
@@ -210,14 +265,10 @@ def test_a_peer_that_does_not_have_the_file_is_not_asked_again(peers: Peers) -> 
 
 
 def test_a_server_with_too_many_connections_sends_the_file_later(peers: Peers) -> None:
-    own, clock = TmpfsStore(peers.folder), Clock()
+    clock = Clock()
     with serving(None, replace(LIMITS, connections=1), store=peers.served) as server:
         first = connect(server)
         first.list_files("")
-
-        def fetch(rank: int, key: str, min_length: int, max_length: int) -> None:
-            with connect(server) as connection:
-                connection.fetch_file(own, key, max_length, min_length)
 
         def sleep(seconds: float) -> None:
             clock.sleep(seconds)
@@ -227,103 +278,12 @@ def test_a_server_with_too_many_connections_sends_the_file_later(peers: Peers) -
 
         sources = {key: [1] for key in peers.lengths}
         with closing(first):
-            store = RecoveryStore(own, sources, fetch, clock=clock, sleep=sleep)
+            store = RecoveryStore(
+                peers.own, sources, lambda rank: connect(server), clock=clock, sleep=sleep
+            )
             assert store.get(MANIFEST_KEY, 1 << 20) == peers.served.get(MANIFEST_KEY, 1 << 20)
     assert len(clock.pauses) >= 3
     clock.pauses.clear()
     with pytest.raises(NotFound, match="refused"):  # the server has ended
         store.get(peers.shard_key, 1 << 20)
     assert not clock.pauses
-
-
-class SlowFetch:
-    """A fetch of the shard by one process, in a thread. ``end``: lets it go on."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.began, self._may_end, self.found = Event(), Event(), list[bytes]()
-        store, key = peers.store(), peers.shard_key
-
-        def wait(rank: int, key: str) -> None:
-            if key == peers.shard_key and not self.began.is_set():
-                self.began.set()
-                assert self._may_end.wait(20)
-
-        peers.before_copy = wait
-        self._thread = Thread(target=lambda: self.found.append(store.get(key, 1 << 20)))
-        self._thread.start()
-        assert self.began.wait(20)
-
-    def end(self) -> None:
-        self._may_end.set()
-        self._thread.join(20)
-        assert self.found
-
-
-def test_one_process_of_a_host_fetches_a_file(peers: Peers) -> None:
-    """Each has a store of its own here, which is also what two processes have."""
-    slow = SlowFetch(peers)
-
-    def sleep(seconds: float) -> None:
-        slow.end()
-
-    store = peers.store(sleep=sleep)
-    (index_key,) = (key for key in peers.lengths if key.endswith(".index.json"))
-    assert store.get(index_key, 1 << 20)
-    assert not slow.found  # nobody waits for the copy of another file
-    try:
-        assert store.get(peers.shard_key, 1 << 20) == peers.served.get(peers.shard_key, 1 << 20)
-        assert [key for _, key in peers.fetched].count(peers.shard_key) == 1
-    finally:
-        slow.end()
-    assert sorted(p.name for p in (peers.folder / FOLDER).iterdir()) == sorted(
-        key.removeprefix(f"{FOLDER}/") for key in peers.lengths
-    )
-
-
-def test_the_wait_for_another_process_is_bounded(peers: Peers) -> None:
-    slow, clock = SlowFetch(peers), Clock()
-    try:
-        store = peers.store(seconds=30.0, clock=clock, sleep=clock.sleep)
-        assert store.get(peers.shard_key, 1 << 20) == peers.served.get(peers.shard_key, 1 << 20)
-        assert not slow.found
-        assert sum(clock.pauses) == pytest.approx(30.0)
-    finally:
-        slow.end()  # with the file of the other one
-
-
-FETCHING = """
-import json, sys, time
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.recovery_store import RecoveryStore
-
-def fetch(*_):
-    print("fetching", flush=True)
-    time.sleep(60)
-
-sources = {key: [1] for key in json.loads(sys.argv[2])}
-RecoveryStore(TmpfsStore(sys.argv[1]), sources, fetch).get(sys.argv[3], 1 << 20)
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_while_it_fetches_a_file_blocks_nobody(peers: Peers) -> None:
-    peers.store().stat(MANIFEST_KEY)
-    keys = json.dumps([*peers.lengths])
-    command = [sys.executable, "-c", FETCHING, str(peers.folder), keys, peers.shard_key]
-    waits = 0
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-
-        def sleep(seconds: float) -> None:
-            nonlocal waits
-            waits += 1
-            process.kill()
-            time.sleep(seconds)
-
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"fetching\n"
-            assert peers.store(sleep=sleep).get(peers.shard_key, 1 << 20)
-        finally:
-            process.kill()
-    assert waits >= 1
-    assert [key for _, key in peers.fetched].count(peers.shard_key) == 1

@@ -47,9 +47,12 @@ GENERATIONS = 2
 """The captured states that stay on a host."""
 
 COPY_SECONDS = 120.0
-"""The longest time for an answer of a peer, and for each 256 MiB of a file to or from there. Also
-that for which peers that are busy are asked again for a file, and for which the end of the training
-waits for copies in progress."""
+"""The longest time for an answer of a peer, and for each 256 MiB of a file that it gets. Also that
+for which peers that are busy are asked again for bytes, and for which the end of the training waits
+for copies in progress."""
+
+FETCH_SECONDS = 30.0
+"""The longest time for bytes from one peer, at most a few MiB. Then, another one is asked."""
 
 
 _COMMIT_SECONDS = 2.0
@@ -96,6 +99,7 @@ class HostTier:
         self._closing = ExitStack()
         self._prefix = self._secret = ""
         self._server: PeerServer | None = None
+        self._addresses: dict[int, PeerAddress] = {}
         self._nbytes = 0
         """The bytes of one state of this rank, once ``open`` or ``measure`` has returned."""
 
@@ -236,13 +240,15 @@ class HostTier:
             total_bytes=(GENERATIONS + 2) * longest * max(1, len(self._hosts.held)),
         )
 
-    def _connect(self, rank: int) -> PeerConnection:
+    def _connect(self, rank: int, seconds: float = COPY_SECONDS) -> PeerConnection:
         group = self.group
         if not isinstance(group, StoreGroup):
             raise HoldfastError("One process has no peers")
-        (address,) = look_up(group.kv, self._prefix, [rank])
-        if address is None:
-            raise HoldfastError(f"Rank {rank} does not serve copies anymore")
+        if rank not in self._addresses:  # it is the same until the tier is closed
+            (address,) = look_up(group.kv, self._prefix, [rank])
+            if address is None:
+                raise HoldfastError(f"Rank {rank} does not serve copies anymore")
+            self._addresses[rank] = address
         kv, purpose = group.kv, f"the copy to or from rank {rank}"
 
         def seconds_left() -> float:
@@ -250,7 +256,7 @@ class HostTier:
             return min(self._copies_end - time.monotonic(), until_notice)
 
         return PeerConnection(
-            address, self._secret, group.rank, COPY_SECONDS, purpose, seconds_left
+            self._addresses[rank], self._secret, group.rank, seconds, purpose, seconds_left
         )
 
     # -- what is there -------------------------------------------------------------------------
@@ -294,12 +300,9 @@ class HostTier:
 
     def locate(self, folder: str, sources: dict[str, list[int]]) -> Location:
         """Return the location from which this rank loads a state."""
-
-        def fetch(rank: int, key: str, min_length: int, max_length: int) -> None:
-            with self._connect(rank) as connection:
-                connection.fetch_file(self.store, key, max_length, min_length)
-
-        store: Store = RecoveryStore(self.store, sources, fetch, COPY_SECONDS)
+        store: Store = RecoveryStore(
+            self.store, sources, lambda rank: self._connect(rank, FETCH_SECONDS), COPY_SECONDS
+        )
         return Location(store, folder, is_per_host=True)
 
     def keep_only(self, kept: Version | None, unpromoted: Collection[Version] = ()) -> None:

@@ -13,7 +13,7 @@ from holdfast.storage.store import Store
 from holdfast.threads import no_op
 from holdfast.tiers.peers.addresses import PeerAddress
 from holdfast.tiers.peers.auth import CHALLENGE_BYTES, ClientHandshake
-from holdfast.tiers.peers.files import begin_copy, digest_file, receive_content, send_content
+from holdfast.tiers.peers.files import digest_file, receive_content, send_content
 from holdfast.tiers.peers.messages import (
     Channel,
     Coming,
@@ -102,7 +102,7 @@ class PeerConnection:
             channel.renew(length)
             stored, digest = answer, digest_file(store, key, length, channel.check_time)
         else:
-            digest = send_content(channel, store, key, length, advance)
+            digest = send_content(channel, store, key, 0, length, advance)
             channel.renew()
             stored = channel.receive(Stored)
         if (stored.length, stored.digest) != (length, digest):
@@ -115,31 +115,47 @@ class PeerConnection:
             )
         return FileReceipt(key, length, digest)
 
-    def fetch_file(
-        self, store: Store, key: str, max_length: int, min_length: int = 0
-    ) -> FileReceipt:
-        """Copy a file of the peer to ``store``, a store in memory, under the same key.
+    def fetch_file(self, key: str, limit: int) -> bytes:
+        """Return the bytes of a small file of the peer.
 
         Raises ``NotFound`` if the peer does not have it, ``StoreError`` if it is longer than
-        ``max_length`` or shorter than ``min_length`` bytes, ``AlreadyExists`` if the store has the
-        key, and ``DigestMismatch`` if bytes changed on their way.
+        ``limit`` bytes, and ``DigestMismatch`` if bytes changed on their way.
         """
-        channel = self._channel
-        channel.renew()
-        channel.send(Fetch(key))
-        length = channel.receive(Coming).length
-        if not min_length <= length <= max_length:
-            self.close()
-            is_long = length > max_length
-            raise StoreError(
-                f"{key} of {channel.peer} is too {'long' if is_long else 'short'}",
-                expected=f"at most {max_length} bytes" if is_long else f"{min_length} bytes",
-                found=f"{length} bytes",
-                key=key,
-            )
-        with begin_copy(store, key, length) as upload:
-            _, digest = receive_content(channel, upload, key, length)
-        return FileReceipt(key, length, digest)
+        coming = self._request(key, 0, limit)
+        if coming.file_length > limit or coming.length != coming.file_length:
+            raise self._wrong_length(key, f"at most {limit} bytes", coming)
+        data = bytearray(coming.length)
+        self._receive(key, memoryview(data))
+        return bytes(data)
+
+    def fetch_range(self, key: str, file_length: int, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a file of the peer from ``offset`` on.
+
+        Raises ``NotFound`` if the peer does not have the file, ``StoreError`` if it does not have
+        ``file_length`` bytes or ends before the range does, and ``DigestMismatch`` if bytes changed
+        on their way. Then, ``into`` is undefined.
+        """
+        coming = self._request(key, offset, len(into))
+        if (coming.file_length, coming.length) != (file_length, len(into)):
+            raise self._wrong_length(key, f"{len(into)} bytes of {file_length}", coming)
+        self._receive(key, into)
+
+    def _request(self, key: str, offset: int, length: int) -> Coming:
+        self._channel.renew()
+        self._channel.send(Fetch(key, offset, length))
+        return self._channel.receive(Coming)
+
+    def _receive(self, key: str, into: memoryview) -> None:
+        receive_content(self._channel, key, len(into), lambda at, count: into[at : at + count])
+
+    def _wrong_length(self, key: str, expected: str, coming: Coming) -> StoreError:
+        self.close()  # the bytes are on their way
+        return StoreError(
+            f"{key} of {self._channel.peer} has another length",
+            expected=expected,
+            found=f"{coming.length} bytes of {coming.file_length}",
+            key=key,
+        )
 
     def list_files(self, prefix: str) -> list[tuple[str, int]]:
         """Return the keys and lengths of the peer's files in a folder (``""``: all), in order of

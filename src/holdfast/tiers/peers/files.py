@@ -47,16 +47,17 @@ def send_content(
     channel: Channel,
     store: Store,
     key: str,
+    offset: int,
     length: int,
     advance: Callable[[], object] = no_op,
 ) -> str:
-    """Send the bytes of a file, then their digest. Return the digest.
+    """Send a range of a file, then the digest of its bytes. Return the digest.
 
     The digest is that of the very bytes that are sent. ``advance`` is called before each
     ``PART_BYTES``. Raises ``StoreError``.
     """
     hasher = xxhash.xxh3_128()
-    for number, view in enumerate(_read_steps(store, key, length)):
+    for number, view in enumerate(_read_steps(store, key, offset, length)):
         if not number % (PART_BYTES // STEP_BYTES):
             channel.renew()
             advance()
@@ -68,42 +69,47 @@ def send_content(
 
 
 def receive_content(
-    channel: Channel, upload: MappedUpload, key: str, length: int
-) -> tuple[Stat, str]:
-    """Receive the bytes of a file into its memory, check their digest, and commit it.
+    channel: Channel,
+    key: str,
+    length: int,
+    view: Callable[[int, int], memoryview],
+    write_at: Callable[[int, memoryview], object] = no_op,
+) -> str:
+    """Receive bytes of a file, and return their digest, which is that of the sender.
 
-    Returns its status and digest. Raises ``DigestMismatch``; then nothing was committed.
+    ``view(offset, length)`` returns memory for so many of the bytes, with which ``write_at`` is
+    called once it is filled. Raises ``DigestMismatch``.
     """
     hasher = xxhash.xxh3_128()
     for start in range(0, length, STEP_BYTES):
         if not start % PART_BYTES:
             channel.renew()
-        view = upload.view(start, min(STEP_BYTES, length - start))
-        channel.receive_into(view)
-        hasher.update(view)
-        upload.write_at(start, view)
+        step = view(start, min(STEP_BYTES, length - start))
+        channel.receive_into(step)
+        hasher.update(step)
+        write_at(start, step)
     found, expected = hasher.hexdigest(), channel.receive(End).digest
     if found != expected:
         raise DigestMismatch(
-            f"{key} was damaged on its way from {channel.peer}; it was not stored",
+            f"{key} was damaged on its way from {channel.peer}; it is not used",
             expected=f"digest {expected}",
             found=found,
             todo="Send it again; if this repeats, test the memory of both hosts and the network",
         )
-    return upload.commit(), found
+    return found
 
 
 def digest_file(store: Store, key: str, length: int, check: Callable[[], object]) -> str:
     """Return the digest of a file. ``check`` is called regularly; it raises to end this."""
     hasher = xxhash.xxh3_128()
-    for view in _read_steps(store, key, length):
+    for view in _read_steps(store, key, 0, length):
         check()
         hasher.update(view)
     return hasher.hexdigest()
 
 
-def _read_steps(store: Store, key: str, length: int) -> Iterator[memoryview]:
-    """Yield the bytes of a file. Each view is valid until the next one.
+def _read_steps(store: Store, key: str, offset: int, length: int) -> Iterator[memoryview]:
+    """Yield the bytes of a range of a file. Each view is valid until the next one.
 
     The file is not mapped. If another process truncated it, an access to the mapping would end this
     process with SIGBUS; a read fails.
@@ -111,5 +117,5 @@ def _read_steps(store: Store, key: str, length: int) -> Iterator[memoryview]:
     buffer = Buffer(STEP_BYTES)
     for start in range(0, length, STEP_BYTES):
         view = buffer.view[: min(STEP_BYTES, length - start)]
-        store.get_range(key, start, len(view), view)
+        store.get_range(key, offset + start, len(view), view)
         yield view

@@ -69,15 +69,19 @@ class Ready(_Message, frozen=True):
 
 
 class Fetch(_Message, frozen=True):
-    """Asks for a file. The server answers ``Coming``, the bytes, and ``End``, or ``Refused``."""
+    """Asks for a range of a file. The server answers ``Coming``, the bytes of the range that the
+    file has, and ``End``, or ``Refused``."""
 
     key: Key
+    offset: Length
+    length: Length
 
 
 class Coming(_Message, frozen=True):
-    """Announces this many bytes."""
+    """Announces this many bytes of a file of ``file_length`` bytes."""
 
     length: Length
+    file_length: Length
 
 
 class End(_Message, frozen=True):

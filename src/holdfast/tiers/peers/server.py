@@ -148,6 +148,7 @@ class PeerServer:
             time.sleep(_POLL_SECONDS)
             return None
         connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         close_when_forked(connection)
         deadline = Deadline.after(self.limits.handshake_seconds, "the handshake with a peer")
         return _Pending(connection, self._secret, deadline)
@@ -202,10 +203,11 @@ class PeerServer:
         if isinstance(request, Offer):
             channel.send(self._receive(channel, rank, request))
         elif isinstance(request, Fetch):
-            length = self._store.stat(request.key).length
-            channel.send(Coming(length))
+            file_length = self._store.stat(request.key).length
+            length = max(0, min(request.length, file_length - request.offset))
+            channel.send(Coming(length, file_length))
             try:
-                send_content(channel, self._store, request.key, length)
+                send_content(channel, self._store, request.key, request.offset, length)
             except HoldfastError:
                 channel.interrupt()  # the peer would read a message as bytes of the file
                 raise
@@ -244,10 +246,11 @@ class PeerServer:
         ):
             channel.send(Ready())
             try:
-                stat, digest = receive_content(channel, upload, key, offer.length)
+                write = upload.view, upload.write_at
+                digest = receive_content(channel, key, offer.length, *write)
+                return Stored(upload.commit().length, digest)
             except AlreadyExists:  # from another connection
                 return self._find(channel, key)
-        return Stored(stat.length, digest)
 
     def _find(self, channel: Channel, key: str) -> Stored:
         """Return what is stored under a key. Raises ``NotFound``."""
