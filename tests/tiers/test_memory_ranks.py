@@ -148,6 +148,19 @@ def test_the_shards_of_a_lost_host_come_from_its_peer(cluster: Cluster, lost: st
     assert cluster.resumed_step == 45
 
 
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_a_host_that_lacks_only_the_manifest_has_files_that_count(
+    cluster: Cluster, host: str
+) -> None:
+    """The training was killed while the hosts stored the manifest. No other host has the files."""
+    cluster.train_and_die("aabb", 33, copies=1)
+    (manifest,) = (p for p in cluster.files(host, MANIFEST) if p.parent.name == "version_30")
+    manifest.unlink()
+    cluster.train_and_die("aabb", 34, copies=1)
+    assert cluster.resumed_step == 30
+    assert not cluster.warnings
+
+
 def test_without_copies_a_lost_host_means_the_durable_version_on_a_new_branch(
     cluster: Cluster,
 ) -> None:

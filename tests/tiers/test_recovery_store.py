@@ -20,6 +20,7 @@ from holdfast.format.names import MANIFEST
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
+from holdfast.tiers.inventory import Holder, Sources
 from holdfast.tiers.recovery_store import RecoveryStore
 from tests.tiers.peers import LIMITS, connect, eventually, memory_folder, serving
 
@@ -33,7 +34,7 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-class Peers:
+class CapturedState:
     """A state of one shard that a host lacks, and the ranks 1 and 2, which serve it.
 
     ``fetched``: the rank and the key of each try; ``before_copy`` is called with both, and may
@@ -55,10 +56,8 @@ class Peers:
         self.before_copy: Callable[[int, str], object] = lambda rank, key: None
 
     def store(self, **options: Any) -> RecoveryStore:
-        sources = {key: [1, 2] for key in self.lengths}
-        return RecoveryStore(
-            self.own, sources, lambda rank: nullcontext(Server(self, rank)), **options
-        )
+        parts = self.own, FOLDER, served_by(1, 2), lambda rank: nullcontext(Server(self, rank))
+        return RecoveryStore(*parts, **options)
 
     def copy(self, key: str) -> None:
         """Give the host a file of the state."""
@@ -72,10 +71,15 @@ class Peers:
         put(self.served, key, data)
 
 
+def served_by(*hosts: int) -> Sources:
+    """Return the sources of the state, all of whose files are on each host."""
+    return Sources(2, [Holder(host, [0, 2], has_manifest=True) for host in hosts])
+
+
 class Server:
     """The connection to a rank that serves the state."""
 
-    def __init__(self, peers: Peers, rank: int) -> None:
+    def __init__(self, peers: CapturedState, rank: int) -> None:
         self._peers, self._rank = peers, rank
 
     def fetch_file(self, key: str, limit: int) -> bytes:
@@ -98,11 +102,11 @@ def put(store: Store, key: str, data: bytes) -> None:
 
 
 @pytest.fixture
-def peers(folder: Path) -> Peers:
-    return Peers(folder)
+def peers(folder: Path) -> CapturedState:
+    return CapturedState(folder)
 
 
-def test_a_lookup_fetches_nothing_but_the_manifest(peers: Peers) -> None:
+def test_a_lookup_fetches_nothing_but_the_manifest(peers: CapturedState) -> None:
     store = peers.store()
     assert {key: store.stat(key).length for key in peers.lengths} == peers.lengths
     assert {stat.key: stat.length for stat in store.list(FOLDER)} == peers.lengths
@@ -112,7 +116,7 @@ def test_a_lookup_fetches_nothing_but_the_manifest(peers: Peers) -> None:
     assert np.array_equal(load_snapshot(peers.open())["w"], np.arange(1000.0))
 
 
-def test_files_are_read_from_peers_and_not_stored(peers: Peers) -> None:
+def test_files_are_read_from_peers_and_not_stored(peers: CapturedState) -> None:
     store = peers.store()
     for key, length in peers.lengths.items():
         assert store.get(key, length) == peers.served.get(key, length)
@@ -129,7 +133,7 @@ def test_files_are_read_from_peers_and_not_stored(peers: Peers) -> None:
 
 def test_only_the_chunks_that_a_rank_reads_are_fetched(folder: Path) -> None:
     """With another number of ranks, each needs a part of a shard: one chunk of seven here."""
-    peers = Peers(folder, 26 << 17)
+    peers = CapturedState(folder, 26 << 17)
     array = peers.open()["w"]
     assert np.array_equal(array[1_000_000:1_000_010], np.arange(1e6, 1e6 + 10))
     length = peers.lengths[peers.shard_key]
@@ -138,7 +142,7 @@ def test_only_the_chunks_that_a_rank_reads_are_fetched(folder: Path) -> None:
     assert peers.nbytes < 1.25 * length
 
 
-def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers: Peers) -> None:
+def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers: CapturedState) -> None:
     data = bytearray(peers.served.get(peers.shard_key, 1 << 20))
     data[-1] ^= 1
     peers.replace(peers.shard_key, bytes(data))
@@ -148,7 +152,17 @@ def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers: Peers) -> None:
     assert np.array_equal(state["w"], np.full(1000, 7.0))
 
 
-def test_a_peer_that_has_failed_is_asked_last(peers: Peers) -> None:
+def test_a_file_is_asked_for_only_where_it_is(peers: CapturedState) -> None:
+    (index_key,) = (key for key in peers.lengths if key.endswith(".index.json"))
+    holders = [Holder(1, [0, 1], True), Holder(3, [1, 2], False), Holder(5, [], True)]
+    parts = Sources(2, holders), lambda rank: nullcontext(Server(peers, rank))
+    store = RecoveryStore(peers.own, FOLDER, *parts)
+    for key in (MANIFEST_KEY, peers.shard_key, index_key):
+        store.get(key, 1 << 20)
+    assert peers.fetched == [(1, MANIFEST_KEY), (1, peers.shard_key), (3, index_key)]
+
+
+def test_a_peer_that_has_failed_is_asked_last(peers: CapturedState) -> None:
     """Each try to connect to a host that is gone takes long."""
 
     def fail(rank: int, key: str) -> None:
@@ -169,15 +183,15 @@ def test_a_peer_that_has_failed_is_asked_last(peers: Peers) -> None:
     assert [rank for rank, _ in peers.fetched][4:] == [2, 1, 1]
 
 
-def test_a_file_that_is_not_of_the_state_is_not_looked_up(peers: Peers) -> None:
-    for key in (f"{FOLDER}/other", f"version_2/{MANIFEST}"):
+def test_a_file_that_is_not_of_the_state_is_not_looked_up(peers: CapturedState) -> None:
+    for key in (f"{FOLDER}/other", f"version_2/{MANIFEST}", f"{FOLDER}/x/{MANIFEST}"):
         with pytest.raises(NotFound, match="not a file of this state"):
             peers.store().stat(key)
-    assert not peers.fetched
+    assert {key for _, key in peers.fetched} == {MANIFEST_KEY}
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_file_of_another_length_is_refused(peers: Peers, change: int) -> None:
+def test_a_file_of_another_length_is_refused(peers: CapturedState, change: int) -> None:
     data = peers.served.get(peers.shard_key, 1 << 20)
     peers.replace(peers.shard_key, (data + b"\0")[: len(data) + change])
     snapshot = peers.open()
@@ -187,7 +201,7 @@ def test_a_file_of_another_length_is_refused(peers: Peers, change: int) -> None:
     assert {rank for rank, key in peers.fetched if key == peers.shard_key} == {1, 2}
 
 
-def test_a_file_of_this_host_that_has_another_length_is_damage(peers: Peers) -> None:
+def test_a_file_of_this_host_that_has_another_length_is_damage(peers: CapturedState) -> None:
     data = peers.served.get(peers.shard_key, 1 << 20)
     put(peers.own, peers.shard_key, data[:-1])
     with pytest.raises(FormatError, match="wrong length"):
@@ -209,7 +223,7 @@ class Clock:
         self.now += seconds
 
 
-def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: Peers) -> None:
+def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: CapturedState) -> None:
     clock, found = Clock(), list[Any]()
     peers.copy(MANIFEST_KEY)
 
@@ -228,7 +242,7 @@ def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: Peers) 
     assert found == [("copy_failed", 1), ("copy_failed", 2)]
 
 
-def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: Peers) -> None:
+def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: CapturedState) -> None:
     clock = Clock()
     peers.copy(MANIFEST_KEY)
 
@@ -244,7 +258,7 @@ def test_the_time_in_which_peers_are_asked_again_is_bounded(peers: Peers) -> Non
     assert len(peers.fetched) >= 30
 
 
-def test_a_peer_that_does_not_have_the_file_is_not_asked_again(peers: Peers) -> None:
+def test_a_peer_that_does_not_have_the_file_is_not_asked_again(peers: CapturedState) -> None:
     clock = Clock()
     peers.copy(MANIFEST_KEY)
 
@@ -264,7 +278,7 @@ def test_a_peer_that_does_not_have_the_file_is_not_asked_again(peers: Peers) -> 
     assert not clock.pauses
 
 
-def test_a_server_with_too_many_connections_sends_the_file_later(peers: Peers) -> None:
+def test_a_server_with_too_many_connections_sends_the_file_later(peers: CapturedState) -> None:
     clock = Clock()
     with serving(None, replace(LIMITS, connections=1), store=peers.served) as server:
         first = connect(server)
@@ -276,11 +290,9 @@ def test_a_server_with_too_many_connections_sends_the_file_later(peers: Peers) -
                 first.close()
                 eventually(lambda: not server._threads)
 
-        sources = {key: [1] for key in peers.lengths}
         with closing(first):
-            store = RecoveryStore(
-                peers.own, sources, lambda rank: connect(server), clock=clock, sleep=sleep
-            )
+            parts = peers.own, FOLDER, served_by(1), lambda rank: connect(server)
+            store = RecoveryStore(*parts, clock=clock, sleep=sleep)
             assert store.get(MANIFEST_KEY, 1 << 20) == peers.served.get(MANIFEST_KEY, 1 << 20)
     assert len(clock.pauses) >= 3
     clock.pauses.clear()

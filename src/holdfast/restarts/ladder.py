@@ -88,7 +88,7 @@ class Ladder:
         lineage = lineage_folders(catalog, listing)
         versions = [*islice(filter(listing.exists, reversed(lineage)), 2)]
         branch, durable_step = self._run.branch(listing), versions[0].step if versions else -1
-        captured = [c.version.step for c in found if not c.problem and c.branch == branch]
+        captured = [c.version.step for c in found if c.is_whole and c.branch == branch]
         newest_step = max([durable_step, *captured])
         void = [key for key, r in restarts.items() if has_progress(r, newest_step)]
         delete_restarts(self._run.store, void)

@@ -168,7 +168,7 @@ def _find_states(records: Iterable[MemoryRecord], line: CurrentLine) -> list[Sna
 
 def _find_newer(folder: str, line: CurrentLine) -> list[Snapshot]:
     store, found = LocalStore(folder, direct=False), []
-    for candidate in find_candidates([take_inventory(store, 0)], "memory"):
+    for candidate in find_candidates(take_inventory(store, 0), "memory"):
         if candidate.digest and line.is_newer(candidate.version):
             captured = Snapshot(Location(store, candidate.folder), None, candidate.digest)
             if line.is_continued_by(candidate, captured):

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from holdfast.engine.distributed.collective import Collective, await_all
 from holdfast.engine.distributed.group import Group, StoreGroup
@@ -18,6 +20,7 @@ from holdfast.engine.saving.staging import shard_bytes
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.state.flatten import flatten
 from holdfast.errors import Denied, HoldfastError, StoreError
+from holdfast.format.manifest import MAX_MANIFEST
 from holdfast.format.names import MANIFEST, Version, index_name, parse_version, shard_name
 from holdfast.settings import status_folder
 from holdfast.storage.local.store import LocalStore
@@ -27,9 +30,13 @@ from holdfast.tiers.flush import MemoryRecord, lasting_url, record_memory
 from holdfast.tiers.hosts import Hosts, RankFacts
 from holdfast.tiers.inventory import (
     Candidate,
-    HostInventory,
+    HostState,
+    Sources,
     TierName,
+    describe_state,
     find_candidates,
+    find_unclear,
+    gather_states,
     take_inventory,
 )
 from holdfast.tiers.local_tier import LocalTier
@@ -289,20 +296,44 @@ class HostTier:
 
     def find(self, collective: Collective) -> list[Candidate]:
         """Return the states on the hosts, newest first, on rank 0. All ranks call this. On the
-        other ranks, the list is empty."""
+        other ranks, the list is empty.
+
+        A host sends a few numbers for each state, not its files: with thousands of hosts, rank 0
+        would otherwise receive the manifest, which grows with the ranks, from each of them.
+        """
         if not self.is_open:
             return []
-        inventory = HostInventory(self.group.rank)
-        if self._hosts.is_first:
-            inventory = take_inventory(self.store, self.group.rank)
-        gathered = collective.gather(inventory, HostInventory)
-        return [] if gathered is None else find_candidates(gathered, self.name)
+        own = take_inventory(self.store, self.group.rank) if self._hosts.is_first else []
+        states = gather_states(collective, own)
+        found = find_candidates(states, self.name)
+        unclear = collective.broadcast(find_unclear(states, found), list[Candidate])
+        if unclear:
+            states += gather_states(collective, list(self._look_again(own, unclear)))
+            found = find_candidates(states, self.name)
+        return found
 
-    def locate(self, folder: str, sources: dict[str, list[int]]) -> Location:
+    def _look_again(
+        self, own: Sequence[HostState], unclear: Sequence[Candidate]
+    ) -> Iterator[HostState]:
+        """Yield what this host has of states whose manifest it lacks, and reads from others."""
+        for candidate in unclear:
+            folder, digest = candidate.folder, candidate.digest
+            if any(s.folder == folder and s.digest != digest for s in own):
+                with suppress(HoldfastError):  # then its files do not count
+                    key, source = f"{folder}/{MANIFEST}", self.locate(folder, candidate.sources)
+                    raw = source.store.get(key, MAX_MANIFEST)
+                    lengths = {s.key.rpartition("/")[2]: s.length for s in self.store.list(folder)}
+                    state = describe_state(self.group.rank, folder, raw, lengths)
+                    if state.digest == digest:
+                        yield replace(state, has_manifest=False)
+
+    def locate(self, folder: str, sources: Sources) -> Location:
         """Return the location from which this rank loads a state."""
-        store: Store = RecoveryStore(
-            self.store, sources, lambda rank: self._connect(rank, FETCH_SECONDS), COPY_SECONDS
-        )
+
+        def connect(rank: int) -> PeerConnection:
+            return self._connect(rank, FETCH_SECONDS)
+
+        store: Store = RecoveryStore(self.store, folder, sources, connect, COPY_SECONDS)
         return Location(store, folder, is_per_host=True)
 
     def keep_only(self, kept: Version | None, unpromoted: Collection[Version] = ()) -> None:

@@ -247,10 +247,11 @@ class Promotion:
         captured = Snapshot(source, None, leftover.digest)
         try:
             with closing(self.collective), self.collective:
+                ranks = leftover.sources.by_file()[::2]  # of the shards, without their indexes
                 shards = [
                     shard
-                    for shard in captured.manifest.shards
-                    if leftover.sources[source.key(shard.name)][0] == rank
+                    for shard, having in zip(captured.manifest.shards, ranks, strict=True)
+                    if having[0] == rank
                 ]
                 return self._promote(captured, shards, check_writer, is_leftover=True)
         except HoldfastError as e:

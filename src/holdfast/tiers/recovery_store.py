@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from threading import Lock
 from typing import Protocol, TypeVar
@@ -17,7 +17,7 @@ from holdfast.format.manifest import MAX_MANIFEST, decode_manifest
 from holdfast.format.names import MANIFEST
 from holdfast.storage.checks import check_range, too_long_error
 from holdfast.storage.store import Stat, Store, Traits, Upload
-from holdfast.tiers.inventory import files_of
+from holdfast.tiers.inventory import Sources, files_of
 
 T = TypeVar("T")
 
@@ -36,9 +36,9 @@ class Peer(Protocol):
 class RecoveryStore:
     """Reads files from the store of this host, and what it lacks from those of its peers.
 
-    ``sources``: for each file of one state, the ranks that serve it in the length that the manifest
-    of the state names. ``connect`` connects to a rank. Only the bytes that are asked for are
-    fetched, and nothing is stored: a load proves each chunk by its digest before it uses a byte.
+    ``sources``: where the files of the state in ``folder`` are. ``connect`` connects to a rank.
+    Only the bytes that are asked for are fetched, and nothing is stored: a load proves each chunk
+    by its digest before it uses a byte.
 
     A peer that does not answer is reported by an event, and the next one is asked. Peers that may
     only be busy are asked again for ``seconds`` per call. Every failure is a ``NotFound``: the
@@ -48,20 +48,21 @@ class RecoveryStore:
     def __init__(
         self,
         own: Store,
-        sources: Mapping[str, Sequence[int]],
+        folder: str,
+        sources: Sources,
         connect: Callable[[int], AbstractContextManager[Peer]],
         seconds: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._own = own
-        self._sources = sources
+        self._folder, self._sources = folder, sources
         self._connect = connect
         self._seconds, self._clock, self._sleep = seconds, clock, sleep
         self._failed: set[int] = set()
         self._manifest = b""
-        self._lengths: dict[str, int] = {}
-        self._lengths_lock = Lock()
+        self._files: dict[str, tuple[int, Sequence[int]]] = {}
+        self._files_lock = Lock()
 
     @property
     def traits(self) -> Traits:
@@ -76,16 +77,19 @@ class RecoveryStore:
         try:
             return self._own.stat(key)
         except NotFound:
-            return Stat(key, self._length(key), modified=0.0)
+            return Stat(key, self._find(key)[0], modified=0.0)
 
     def get(self, key: str, limit: int) -> bytes:
         self._check_key(key)
         with suppress(NotFound):
             return self._own.get(key, limit)
-        if _is_manifest(key):
-            self._manifest = self._manifest or self._ask(key, lambda p: p.fetch_file(key, limit))
+        if key == self._manifest_key:
+            ranks = self._sources.with_manifest
+            self._manifest = self._manifest or self._ask(
+                key, ranks, lambda peer: peer.fetch_file(key, limit)
+            )
             return self._manifest
-        length = self._length(key)
+        length, _ = self._find(key)
         if length > limit:
             raise too_long_error(key, self.url, limit, length)
         data = bytearray(length)
@@ -99,39 +103,55 @@ class RecoveryStore:
             return
         view = as_byte_view(into)[:length]
         check_range(key, self.url, offset, length, len(view))
-        total = self._length(key)
-        self._ask(key, lambda peer: peer.fetch_range(key, total, offset, view))
+        total, ranks = self._find(key)
+        self._ask(key, ranks, lambda peer: peer.fetch_range(key, total, offset, view))
 
     def list(self, prefix: str) -> Iterator[Stat]:
         start = f"{prefix}/" if prefix else ""
-        return (self.stat(key) for key in sorted(self._sources) if key.startswith(start))
+        return (self.stat(key) for key in sorted(self._read_files()) if key.startswith(start))
+
+    @property
+    def _manifest_key(self) -> str:
+        return f"{self._folder}/{MANIFEST}"
 
     def _check_key(self, key: str) -> None:
-        if key not in self._sources:
+        if key.rpartition("/")[0] != self._folder:
             raise _missing(key, self.url, "it is not a file of this state")
 
-    def _length(self, key: str) -> int:
-        """Return the length of a file according to the manifest of its state."""
-        folder = key.rpartition("/")[0]
-        manifest_key = f"{folder}/{MANIFEST}"
-        with self._lengths_lock:
-            if not self._lengths:
-                raw = self.get(manifest_key, MAX_MANIFEST)
-                files = files_of(decode_manifest(raw, manifest_key)[0])
-                self._lengths = {f"{folder}/{name}": length for name, length in files.items()}
-                self._lengths[manifest_key] = len(raw)
-            if key not in self._lengths:
-                raise _missing(key, self.url, "it is not a file of this state")
-            return self._lengths[key]
+    def _find(self, key: str) -> tuple[int, Sequence[int]]:
+        """Return the length of a file according to the manifest of the state, and the ranks that
+        serve it."""
+        found = self._read_files().get(key)
+        if found is None:
+            raise _missing(key, self.url, "it is not a file of this state")
+        return found
 
-    def _ask(self, key: str, request: Callable[[Peer], T]) -> T:
-        """Ask all peers in turn, until one answers, none could, or the time is over."""
+    def _read_files(self) -> dict[str, tuple[int, Sequence[int]]]:
+        """Return what ``_find`` returns, for all files by key."""
+        with self._files_lock:
+            if not self._files:
+                key = self._manifest_key
+                raw = self.get(key, MAX_MANIFEST)
+                lengths = files_of(decode_manifest(raw, key)[0])
+                ranks = self._sources.by_file()
+                self._files = {
+                    f"{self._folder}/{name}": (length, ranks[number])
+                    for number, (name, length) in enumerate(lengths.items())
+                }
+                self._files[key] = len(raw), self._sources.with_manifest
+                self._manifest = b""  # it may be large
+            return self._files
+
+    def _ask(self, key: str, ranks: Sequence[int], request: Callable[[Peer], T]) -> T:
+        """Ask ranks in turn, until one answers, none could, or the time is over."""
         deadline = Deadline.after(self._seconds, f"the copy of {key}", self._clock)
         # those that have failed come last: each try may take long
-        left = sorted(self._sources[key], key=self._failed.__contains__)
+        left = sorted(ranks, key=self._failed.__contains__)
         reasons, pause = dict[int, str](), _FIRST_PAUSE
         while True:
             for rank in list(left):
+                if reasons and not deadline.seconds_left:
+                    break
                 try:
                     with self._connect(rank) as peer:
                         answer = request(peer)
@@ -171,10 +191,6 @@ def _may_be_busy(error: HoldfastError) -> bool:
     Nobody listens at an address that refuses them: its process has ended."""
     is_refused = isinstance(error.__cause__, ConnectionRefusedError)
     return isinstance(error, Unavailable) and not is_refused
-
-
-def _is_manifest(key: str) -> bool:
-    return key.rpartition("/")[2] == MANIFEST
 
 
 def _missing(key: str, url: str, found: str) -> NotFound:

@@ -22,7 +22,7 @@ from holdfast.storage.store import Store
 from holdfast.tiers.captures import Captures
 from holdfast.tiers.flush import MemoryRecord, flush_states
 from holdfast.tiers.host_tier import state_bytes
-from holdfast.tiers.inventory import Candidate, TierName
+from holdfast.tiers.inventory import Candidate, Sources, TierName
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.local_versions import LocalVersions, Promotion
 from holdfast.tiers.memory_tier import MemoryTier
@@ -80,7 +80,7 @@ class Tiers:
         found = [c for tier in (self.local, self.memory) for c in tier.find(collective)]
         return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)  # it is stable
 
-    def locate(self, tier: TierName, folder: str, sources: dict[str, list[int]]) -> Location:
+    def locate(self, tier: TierName, folder: str, sources: Sources) -> Location:
         """Return the location from which this rank loads a state of a tier."""
         (found,) = (t for t in self._all if t.name == tier)
         return found.locate(folder, sources)

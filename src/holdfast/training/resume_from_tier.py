@@ -11,12 +11,12 @@ from msgspec import structs
 from holdfast import events
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import FormatError, HoldfastError, NotFound, RankFailed, StoreError
+from holdfast.errors import FormatError, HoldfastError, RankFailed, StoreError
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version, parse_version
 from holdfast.restarts.ladder import Ladder
 from holdfast.run.run import Run
-from holdfast.tiers.inventory import WHERE, Candidate, CurrentLine
+from holdfast.tiers.inventory import WHERE, Candidate, CurrentLine, Sources
 from holdfast.training.resume_point import (
     ResumeInstruction,
     ResumePoint,
@@ -32,7 +32,7 @@ def find_leftovers(
     ended before they were promoted."""
     leftovers = []
     for candidate in reversed(found):
-        is_whole = candidate.tier == "local" and not candidate.problem
+        is_whole = candidate.tier == "local" and candidate.is_whole
         if is_whole and line.is_newer(candidate.version):
             with suppress(FormatError, StoreError):  # it is skipped below, with a warning
                 if line.is_continued_by(candidate, loader.open_in_tier(_instruct(candidate, 0))):
@@ -72,8 +72,7 @@ def resume_from_tier(
             belongs = line.is_same if is_newest else line.is_continued_by
             if candidate.digest and not belongs(candidate, captured):
                 continue
-            if candidate.problem:
-                raise NotFound(candidate.problem)
+            candidate.check_whole(captured)
             collective.broadcast(instruction, ResumeInstruction)
             snapshot = loader.load_from_tier(instruction)
         except (FormatError, StoreError, RankFailed) as e:
@@ -95,7 +94,9 @@ def resume_from_tier(
         if damaged:
             reason_of_branch = f"{len(damaged)} newer damaged"
             number = run.leave_from(snapshot, candidate.version, reason_of_branch)
-        done = structs.replace(instruction, done=True, branch=number, sources={}, durable=reference)
+        done = structs.replace(
+            instruction, done=True, branch=number, sources=Sources(), durable=reference
+        )
         collective.broadcast(done, ResumeInstruction)
         return continue_from_tier(run, snapshot, done, problems), problems
     return None, problems

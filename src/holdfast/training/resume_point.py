@@ -14,7 +14,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import Denied, HoldfastError, RankFailed, StoreError, Unavailable
 from holdfast.format.manifest import Parent
 from holdfast.run.catalog import read_sessions, read_training_metadata
-from holdfast.tiers.inventory import Candidate, TierName
+from holdfast.tiers.inventory import Candidate, Sources, TierName
 from holdfast.tiers.tiers import Tiers
 
 
@@ -51,9 +51,9 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
     If ``done`` is False, the ranks load the version ``version`` with the manifest ``digest``. If
     it is True, training continues from the version that was loaded last, on ``branch``, or from no
     version if ``version`` is None. ``tier``: the name of the tier that has the version, or None
-    for a version of the run; ``sources``: for each of its files there, the ranks that serve it;
-    ``durable``: the newest version of the run, if a state of a tier was loaded. ``given_up``: why
-    all ranks leave instead, for people.
+    for a version of the run; ``sources``: where its files are there; ``durable``: the newest
+    version of the run, if a state of a tier was loaded. ``given_up``: why all ranks leave instead,
+    for people.
     """
 
     done: bool
@@ -61,7 +61,7 @@ class ResumeInstruction(msgspec.Struct, frozen=True):
     digest: str = ""
     branch: int = 0
     tier: TierName | None = None
-    sources: dict[str, list[int]] = {}
+    sources: Sources = Sources()
     durable: Parent | None = None
     given_up: str = ""
 

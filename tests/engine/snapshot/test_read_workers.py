@@ -12,6 +12,7 @@ from holdfast.engine.snapshot.read import read_workers
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tmpfs.store import TmpfsStore
+from holdfast.tiers.inventory import Sources
 from holdfast.tiers.recovery_store import RecoveryStore
 
 
@@ -29,7 +30,7 @@ def test_a_load_from_memory_has_no_more_threads_than_processors(
     monkeypatch.delenv("HOLDFAST_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(processors)})
     tmpfs = TmpfsStore(tmp_path)
-    for store in (MemoryStore(), tmpfs, RecoveryStore(tmpfs, {}, lambda *_: None)):
+    for store in (MemoryStore(), tmpfs, RecoveryStore(tmpfs, "v", Sources(), lambda *_: None)):
         assert read_workers(Location(store, "v"), processes=processes).threads == threads
     on_disk = read_workers(Location(LocalStore(tmp_path), "v"), processes=processes)
     assert on_disk.threads == 8

@@ -1,0 +1,173 @@
+"""What hosts tell one another of the states that they hold, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.format.manifest import FileEntry, Manifest, Shard, encode_manifest
+from holdfast.format.names import MANIFEST, index_name, shard_name
+from holdfast.storage.memory import MemoryStore
+from holdfast.tiers.inventory import (
+    HostState,
+    Sources,
+    describe_state,
+    files_of,
+    find_candidates,
+    find_unclear,
+    take_inventory,
+)
+from tests.test_growth import assert_linear
+
+FOLDER = "version_30"
+
+
+def make_manifest(ranks: int, writer: str = "test") -> Manifest:
+    """Return the manifest of a state of so many ranks."""
+    shards = [
+        Shard(
+            shard_name(rank, ranks, "7f3a9c000000"),
+            1000 + rank,
+            FileEntry(index_name(rank, ranks, "7f3a9c000000"), 100 + rank, "0" * 32),
+        )
+        for rank in range(ranks)
+    ]
+    time = "2026-11-25T00:00:00Z"
+    return Manifest("7f3a9c000000", time, writer, 30, 0, None, shards, None, None)
+
+
+def lengths_of(manifest: Manifest, ranks: Iterable[int]) -> dict[str, int]:
+    """Return the files of some ranks, with their lengths."""
+    files = [*files_of(manifest).items()]
+    return dict(pair for rank in ranks for pair in files[2 * rank : 2 * rank + 2])
+
+
+def states_of_hosts(hosts: int, per_host: int) -> list[HostState]:
+    """Return what hosts hold: each the files of its ranks, and copies of those of another host."""
+    count = hosts * per_host
+    manifest = make_manifest(count)
+    raw, _ = encode_manifest(manifest)
+    states = []
+    for host in range(hosts):
+        held = [r for h in (host, host ^ 1) for r in range(h * per_host, (h + 1) * per_host)]
+        lengths = lengths_of(manifest, (r for r in held if r < count))
+        states.append(describe_state(host * per_host, FOLDER, raw, lengths))
+    return states
+
+
+@pytest.mark.parametrize("per_host", [1, 8])
+def test_what_a_host_sends_does_not_grow_with_the_hosts(per_host: int) -> None:
+    sizes = [
+        max(len(msgspec.msgpack.encode(state)) for state in states_of_hosts(hosts, per_host))
+        for hosts in (16, 256)
+    ]
+    assert sizes[1] <= sizes[0] + 16  # longer numbers
+    assert sizes[1] < 100
+
+
+def test_what_rank_0_sends_back_grows_by_a_few_bytes_per_host() -> None:
+    (found,) = find_candidates(states_of_hosts(256, 8), "memory")
+    assert found.is_whole
+    assert len(msgspec.msgpack.encode(found.sources)) < 256 * 16
+
+
+def test_the_work_of_rank_0_grows_with_the_hosts() -> None:
+    def prepare(hosts: int) -> Callable[[], Any]:
+        states = states_of_hosts(hosts, 2)
+
+        def find() -> None:
+            (found,) = find_candidates(states, "memory")
+            assert found.is_whole
+            assert not find_unclear(states, [found])
+            assert len(found.sources.by_file()) == 4 * hosts
+
+        return find
+
+    assert_linear(prepare)
+
+
+def test_the_holders_of_each_file() -> None:
+    (found,) = find_candidates(states_of_hosts(4, 2), "local")
+    assert (found.folder, found.branch, found.tier) == (FOLDER, 0, "local")
+    assert found.digest == encode_manifest(make_manifest(8))[1]
+    assert found.sources.with_manifest == [0, 2, 4, 6]
+    assert found.sources.by_file() == [[0, 2]] * 8 + [[4, 6]] * 8
+
+
+@pytest.mark.parametrize(
+    ("held", "missing"),
+    [
+        ([[0, 4], [4, 8]], None),
+        ([[4, 8], [0, 5]], None),
+        ([[0, 1, 2, 8], [1, 2]], None),
+        ([[0, 8], [2, 3]], None),
+        ([[0, 4], [5, 8]], 4),
+        ([[1, 8], []], 0),
+        ([[0, 7], [3, 5]], 7),
+        ([[], []], 0),
+    ],
+)
+def test_the_first_file_that_nobody_has(held: Sequence[list[int]], missing: int | None) -> None:
+    states = [HostState(rank, FOLDER, "d", count=8, held=h) for rank, h in enumerate(held)]
+    (found,) = find_candidates(states, "memory")
+    assert found.sources.first_missing == missing
+    assert found.is_whole == (missing is None)
+
+
+def test_a_file_of_another_length_does_not_count() -> None:
+    manifest = make_manifest(2)
+    raw, _ = encode_manifest(manifest)
+    lengths = lengths_of(manifest, [0, 1])
+    assert describe_state(0, FOLDER, raw, lengths).held == [0, 4]
+    lengths[manifest.shards[1].name] += 1
+    assert describe_state(0, FOLDER, raw, lengths).held == [0, 2, 3, 4]
+
+
+def store_of(manifest: bytes | None) -> MemoryStore:
+    store = MemoryStore()
+    for name, data in {MANIFEST: manifest, "other": b"x"}.items():
+        if data is not None:
+            store.put_if_absent(f"{FOLDER}/{name}", data)
+    store.put_if_absent(f"elsewhere/{MANIFEST}", b"x")
+    return store
+
+
+def test_the_manifest_that_most_hosts_have_counts() -> None:
+    """One that is damaged does not, and a host without one may have files."""
+    raws = [encode_manifest(make_manifest(2, writer))[0] for writer in ("a", "b")]
+    digests = [encode_manifest(make_manifest(2, writer))[1] for writer in ("a", "b")]
+    damaged = raws[0].replace(b'"step":30', b'"step":31')
+    hosts = [raws[1], damaged, raws[0], None, raws[1], damaged, damaged]
+    states = [s for rank, raw in enumerate(hosts) for s in take_inventory(store_of(raw), rank)]
+    assert [state.digest for state in states] == [
+        digests[1],
+        "",
+        digests[0],
+        "",
+        digests[1],
+        "",
+        "",
+    ]
+    (found,) = find_candidates(states, "memory")
+    assert found.digest == digests[1]
+    assert found.sources.with_manifest == [0, 4]
+    assert find_unclear(states, [found]) == [found]
+    more = HostState(3, FOLDER, digests[1], 0, None, 4, [0, 4], has_manifest=False)
+    (found,) = find_candidates([*states, more], "memory")
+    assert found.is_whole
+    assert found.sources.with_manifest == [0, 4]
+    assert found.sources.by_file() == [[3]] * 4
+    assert not find_unclear([*states, more], [found])
+
+
+def test_a_state_without_an_intact_manifest() -> None:
+    take = partial(take_inventory, rank=0)
+    assert find_candidates(take(store_of(None)), "memory") == []
+    (found,) = find_candidates(take(store_of(b"damaged")), "memory")
+    assert (found.digest, found.sources, found.is_whole) == ("", Sources(), False)
+    assert MANIFEST in found.problem
+    assert not find_unclear([], [found])
