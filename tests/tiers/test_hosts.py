@@ -20,6 +20,18 @@ def test_copies_of_pods_of_one_node_are_on_another_node() -> None:
         assert hosts.placement.domains == 2
 
 
+def test_the_ranks_beside_a_rank_share_its_memory() -> None:
+    facts = [rank_in_pod(f"pod-{n // 3}", f"boot-{n // 3}") for n in range(7)]
+    hosts = Hosts(facts, 1, 2)
+    assert [[*hosts.ranks_beside(rank)] for rank in (0, 2, 4, 6)] == [
+        [0, 1, 2],
+        [0, 1, 2],
+        [3, 4, 5],
+        [6],
+    ]
+    assert hosts.count == 3
+
+
 def test_on_one_machine_each_folder_counts_as_a_host() -> None:
     facts = [rank_in_pod(f"pod-{n}", "boot") for n in range(2)]
     assert Hosts(facts, 0, 2).peers == [1]

@@ -291,6 +291,27 @@ def test_the_ranks_of_a_host_fetch_once_what_several_of_them_read(
     assert len(found) == len(set(found))
 
 
+@pytest.mark.parametrize("refused", [(), (0,), (1, 2)])
+def test_all_ranks_of_a_host_serve_its_states(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, refused: Sequence[int]
+) -> None:
+    """The first rank is not the only one, and any of them may be stopped."""
+    cluster.train_and_die("aaabbb", 33)
+    cluster.lose("b")
+    connect, asked = PeerConnection.__init__, set[int]()
+
+    def choose(peer: PeerConnection, address: Any, *rest: Any) -> None:
+        if address.rank in refused:
+            raise Unavailable("Cannot connect to the peer")
+        asked.add(address.rank)
+        connect(peer, address, *rest)
+
+    monkeypatch.setattr(PeerConnection, "__init__", choose)
+    cluster.train_and_die("aaabbb", 30)
+    assert cluster.resumed_step == 30
+    assert asked == {0, 1, 2} - {*refused}
+
+
 def test_copies_are_placed_on_other_hosts_only(cluster: Cluster) -> None:
     cluster.train_and_die("aabbccc", 12)
     shards = {h: {p.name[6:11] for p in cluster.files(h, ".safetensors")} for h in "abc"}

@@ -21,7 +21,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.inventory import Holder, Sources
-from holdfast.tiers.recovery_store import RecoveryStore
+from holdfast.tiers.recovery_store import Peers, RecoveryStore
 from tests.tiers.peers import LIMITS, connect, eventually, memory_folder, serving
 
 FOLDER = "version_1"
@@ -55,9 +55,9 @@ class CapturedState:
         self.fetched: list[tuple[int, str]] = []
         self.before_copy: Callable[[int, str], object] = lambda rank, key: None
 
-    def store(self, **options: Any) -> RecoveryStore:
-        parts = self.own, FOLDER, served_by(1, 2), lambda rank: nullcontext(Server(self, rank))
-        return RecoveryStore(*parts, **options)
+    def store(self, rank: int = 0, **options: Any) -> RecoveryStore:
+        access = Peers(rank, lambda rank: [rank], lambda rank: nullcontext(Server(self, rank)))
+        return RecoveryStore(self.own, FOLDER, served_by(1, 2), access, **options)
 
     def copy(self, key: str) -> None:
         """Give the host a file of the state."""
@@ -152,14 +152,46 @@ def test_a_range_that_is_damaged_at_the_peer_is_not_used(peers: CapturedState) -
     assert np.array_equal(state["w"], np.full(1000, 7.0))
 
 
+def test_each_rank_begins_with_another_peer(peers: CapturedState) -> None:
+    peers.copy(MANIFEST_KEY)
+    for rank in range(4):
+        assert peers.store(rank=rank).get(peers.shard_key, 1 << 20)
+    assert [rank for rank, _ in peers.fetched] == [1, 2, 1, 2]
+
+
 def test_a_file_is_asked_for_only_where_it_is(peers: CapturedState) -> None:
     (index_key,) = (key for key in peers.lengths if key.endswith(".index.json"))
     holders = [Holder(1, [0, 1], True), Holder(3, [1, 2], False), Holder(5, [], True)]
-    parts = Sources(2, holders), lambda rank: nullcontext(Server(peers, rank))
-    store = RecoveryStore(peers.own, FOLDER, *parts)
+    access = Peers(7, lambda rank: [rank, rank + 1], lambda rank: nullcontext(Server(peers, rank)))
+    store = RecoveryStore(peers.own, FOLDER, Sources(2, holders), access)
     for key in (MANIFEST_KEY, peers.shard_key, index_key):
         store.get(key, 1 << 20)
-    assert peers.fetched == [(1, MANIFEST_KEY), (1, peers.shard_key), (3, index_key)]
+    assert peers.fetched == [(6, MANIFEST_KEY), (2, peers.shard_key), (4, index_key)]
+
+
+def test_one_rank_of_each_host_is_asked_before_the_others(peers: CapturedState) -> None:
+    """To connect to each of the ranks of a host that is gone would take all the time."""
+
+    def fail(rank: int, key: str) -> None:
+        raise Unavailable("timed out")
+
+    peers.copy(MANIFEST_KEY)
+    peers.before_copy = fail
+    clock, orders = Clock(), []
+    for own in (0, 1, 2):
+        access = Peers(
+            own,
+            lambda host: [host, host + 1, host + 2][: 2 + (host == 4)],
+            lambda rank: nullcontext(Server(peers, rank)),
+        )
+        parts = peers.own, FOLDER, served_by(1, 4, 9), access
+        with pytest.raises(NotFound):
+            RecoveryStore(*parts, 0.05, clock, clock.sleep).get(peers.shard_key, 1 << 20)
+        orders.append([rank for rank, _ in peers.fetched[:7]])
+        peers.fetched.clear()
+    assert orders[0] == [1, 4, 9, 2, 5, 10, 6]
+    assert orders[1] == [4, 9, 1, 5, 10, 2, 6]
+    assert orders[2][0] == 9
 
 
 def test_a_peer_that_has_failed_is_asked_last(peers: CapturedState) -> None:
@@ -291,7 +323,8 @@ def test_a_server_with_too_many_connections_sends_the_file_later(peers: Captured
                 eventually(lambda: not server._threads)
 
         with closing(first):
-            parts = peers.own, FOLDER, served_by(1), lambda rank: connect(server)
+            access = Peers(0, lambda rank: [rank], lambda rank: connect(server))
+            parts = peers.own, FOLDER, served_by(1), access
             store = RecoveryStore(*parts, clock=clock, sleep=sleep)
             assert store.get(MANIFEST_KEY, 1 << 20) == peers.served.get(MANIFEST_KEY, 1 << 20)
     assert len(clock.pauses) >= 3

@@ -46,7 +46,7 @@ from holdfast.tiers.peers.accounts import PeerLimits
 from holdfast.tiers.peers.addresses import PeerAddress, choose_address, job_secret, look_up, publish
 from holdfast.tiers.peers.client import PeerConnection
 from holdfast.tiers.peers.server import PeerServer
-from holdfast.tiers.recovery_store import RecoveryStore
+from holdfast.tiers.recovery_store import Peers, RecoveryStore
 from holdfast.tiers.run_id import read_or_create_run_id
 from holdfast.types import MIB
 
@@ -328,12 +328,14 @@ class HostTier:
                         yield replace(state, has_manifest=False)
 
     def locate(self, folder: str, sources: Sources) -> Location:
-        """Return the location from which this rank loads a state."""
-
-        def connect(rank: int) -> PeerConnection:
-            return self._connect(rank, FETCH_SECONDS)
-
-        store: Store = RecoveryStore(self.store, folder, sources, connect, COPY_SECONDS)
+        """Return the location from which this rank loads a state. Any rank of a host serves its
+        files, so they are reachable while one of them answers."""
+        peers = Peers(
+            self.group.rank,
+            self._hosts.ranks_beside,
+            lambda rank: self._connect(rank, FETCH_SECONDS),
+        )
+        store: Store = RecoveryStore(self.store, folder, sources, peers, COPY_SECONDS)
         return Location(store, folder, is_per_host=True)
 
     def keep_only(self, kept: Version | None, unpromoted: Collection[Version] = ()) -> None:

@@ -45,7 +45,10 @@ class Hosts:
         self.rank = rank
         self.placement: Placement = place_copies(_domains(facts), copies)
         memory = facts[rank].memory
-        self.local_ranks = [r for r, f in enumerate(facts) if f.memory == memory]
+        self._by_memory: dict[str, list[int]] = {}
+        for r, f in enumerate(facts):
+            self._by_memory.setdefault(f.memory, []).append(r)
+        self.local_ranks = self._by_memory[memory]
         self.is_first = self.local_ranks[0] == rank
         """True if this rank is the first one of its host, which acts for it."""
 
@@ -80,7 +83,11 @@ class Hosts:
 
     @property
     def count(self) -> int:
-        return len({f.memory for f in self._facts})
+        return len(self._by_memory)
+
+    def ranks_beside(self, rank: int) -> Sequence[int]:
+        """Return the ranks on the host of a rank, which see the same files."""
+        return self._by_memory[self._facts[rank].memory]
 
 
 def _domains(facts: Sequence[RankFacts]) -> list[str]:

@@ -6,6 +6,8 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from itertools import zip_longest
 from threading import Lock
 from typing import Protocol, TypeVar
 
@@ -33,12 +35,25 @@ class Peer(Protocol):
     def fetch_range(self, key: str, file_length: int, offset: int, into: memoryview) -> object: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """How the other ranks of the job are reached.
+
+    ``rank``: the own one. ``ranks_beside`` returns the ranks on the host of a rank, all of which
+    serve its files. ``connect`` connects to a rank, and raises ``HoldfastError``.
+    """
+
+    rank: int
+    ranks_beside: Callable[[int], Sequence[int]]
+    connect: Callable[[int], AbstractContextManager[Peer]]
+
+
 class RecoveryStore:
     """Reads files from the store of this host, and what it lacks from those of its peers.
 
-    ``sources``: where the files of the state in ``folder`` are. ``connect`` connects to a rank.
-    Only the bytes that are asked for are fetched, and nothing is stored: a load proves each chunk
-    by its digest before it uses a byte.
+    ``sources``: where the files of the state in ``folder`` are. Only the bytes that are asked for
+    are fetched, and nothing is stored: a load proves each chunk by its digest before it uses a
+    byte. Each rank begins with another peer, so that they share the work of sending.
 
     A peer that does not answer is reported by an event, and the next one is asked. Peers that may
     only be busy are asked again for ``seconds`` per call. Every failure is a ``NotFound``: the
@@ -50,14 +65,14 @@ class RecoveryStore:
         own: Store,
         folder: str,
         sources: Sources,
-        connect: Callable[[int], AbstractContextManager[Peer]],
+        peers: Peers,
         seconds: float = 120.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._own = own
         self._folder, self._sources = folder, sources
-        self._connect = connect
+        self._peers = peers
         self._seconds, self._clock, self._sleep = seconds, clock, sleep
         self._failed: set[int] = set()
         self._manifest = b""
@@ -142,18 +157,20 @@ class RecoveryStore:
                 self._manifest = b""  # it may be large
             return self._files
 
-    def _ask(self, key: str, ranks: Sequence[int], request: Callable[[Peer], T]) -> T:
-        """Ask ranks in turn, until one answers, none could, or the time is over."""
+    def _ask(self, key: str, hosts: Sequence[int], request: Callable[[Peer], T]) -> T:
+        """Ask all ranks of hosts in turn, until one answers, none could, or the time is over.
+
+        ``hosts``: a rank of each.
+        """
         deadline = Deadline.after(self._seconds, f"the copy of {key}", self._clock)
-        # those that have failed come last: each try may take long
-        left = sorted(ranks, key=self._failed.__contains__)
+        left = [*self._order(hosts)]
         reasons, pause = dict[int, str](), _FIRST_PAUSE
         while True:
             for rank in list(left):
                 if reasons and not deadline.seconds_left:
                     break
                 try:
-                    with self._connect(rank) as peer:
+                    with self._peers.connect(rank) as peer:
                         answer = request(peer)
                     self._failed.discard(rank)
                     return answer
@@ -171,6 +188,18 @@ class RecoveryStore:
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise _missing(key, self.url, "; ".join(reasons.values()) or "no peer has it")
 
+    def _order(self, hosts: Sequence[int]) -> Sequence[int]:
+        """Return all ranks of hosts, in the order in which this rank asks them.
+
+        Of each host one comes before the second of any: a host that is gone takes time. Those that
+        have failed before come last.
+        """
+        own = self._peers.rank
+        number = own // max(1, len(hosts))
+        beside = [_rotate(self._peers.ranks_beside(host), number) for host in _rotate(hosts, own)]
+        ranks = [rank for nth in zip_longest(*beside) for rank in nth if rank is not None]
+        return sorted(ranks, key=self._failed.__contains__)
+
     # -- what only a store that can be written does ----------------------------------------------
 
     def put(self, key: str, length: int, head: int = 0) -> Upload:
@@ -184,6 +213,12 @@ class RecoveryStore:
 
     def partials(self, prefix: str) -> Iterator[Stat]:
         return iter(())
+
+
+def _rotate(ranks: Sequence[int], count: int) -> Sequence[int]:
+    """Return the same ranks, beginning with another one."""
+    first = count % max(1, len(ranks))
+    return [*ranks[first:], *ranks[:first]]
 
 
 def _may_be_busy(error: HoldfastError) -> bool:

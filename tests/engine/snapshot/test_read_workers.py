@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.inventory import Sources
-from holdfast.tiers.recovery_store import RecoveryStore
+from holdfast.tiers.recovery_store import Peers, RecoveryStore
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,8 @@ def test_a_load_from_memory_has_no_more_threads_than_processors(
     monkeypatch.delenv("HOLDFAST_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(processors)})
     tmpfs = TmpfsStore(tmp_path)
-    for store in (MemoryStore(), tmpfs, RecoveryStore(tmpfs, "v", Sources(), lambda *_: None)):
+    peers = Peers(0, lambda rank: [rank], lambda *_: nullcontext())
+    for store in (MemoryStore(), tmpfs, RecoveryStore(tmpfs, "v", Sources(), peers)):
         assert read_workers(Location(store, "v"), processes=processes).threads == threads
     on_disk = read_workers(Location(LocalStore(tmp_path), "v"), processes=processes)
     assert on_disk.threads == 8
