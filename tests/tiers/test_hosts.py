@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.tiers.hosts import Hosts, RankFacts
+import msgspec
+import pytest
+
+from holdfast.tiers.hosts import Hosts, RankFacts, shorten_names
 
 
 def rank_in_pod(pod: str, node: str, domain: str | None = None) -> RankFacts:
@@ -30,6 +33,25 @@ def test_the_ranks_beside_a_rank_share_its_memory() -> None:
         [6],
     ]
     assert hosts.count == 3
+
+
+@pytest.mark.parametrize("label", [None, "rack"])
+def test_each_rank_reads_a_few_bytes_of_each_other_one(label: str | None) -> None:
+    boot = "2f9c1c53-5f5b-4c39-9c0e-0a8c6f1d8f{:02}"
+    facts = [
+        rank_in_pod(f"pod-{n // 2}", boot.format(n // 4), label and f"{label} {n // 8}")
+        for n in range(64)
+    ]
+    short = shorten_names(facts)
+    assert len(msgspec.msgpack.encode(short)) < 64 * 16
+    for rank in (0, 13, 63):
+        found, expected = Hosts(short, rank, 2), Hosts(facts, rank, 2)
+        assert found.placement == expected.placement
+        assert (found.peers, found.held) == (expected.peers, expected.held)
+        assert (found.local_ranks, found.count) == (expected.local_ranks, expected.count)
+        assert found.is_one_machine == expected.is_one_machine
+    (unknown,) = shorten_names([RankFacts("machine", "", "memory", None, 5)])
+    assert unknown == RankFacts("1", "", "2", None, 5)
 
 
 def test_on_one_machine_each_folder_counts_as_a_host() -> None:

@@ -27,7 +27,7 @@ from holdfast.storage.local.store import LocalStore
 from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.flush import MemoryRecord, lasting_url, record_memory
-from holdfast.tiers.hosts import Hosts, RankFacts
+from holdfast.tiers.hosts import Hosts, RankFacts, shorten_names
 from holdfast.tiers.inventory import (
     Candidate,
     HostState,
@@ -151,7 +151,8 @@ class HostTier:
             self._nbytes = state_bytes(state, group)
             facts = RankFacts.of_this_rank(folder, self._domain, self._nbytes)
             gathered = collective.gather(facts, RankFacts)
-            all_facts = collective.broadcast(gathered, list[RankFacts])
+            short = None if gathered is None else shorten_names(gathered)
+            all_facts = collective.broadcast(short, list[RankFacts])
             self._hosts = Hosts(all_facts, collective.rank, self._copies)
             self.store = self._make_store(folder, self._hosts)
             self.store.folder_mode = 0o700  # also if somebody deletes the folder meanwhile

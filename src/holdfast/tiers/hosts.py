@@ -12,7 +12,7 @@ from holdfast import machine
 from holdfast.tiers.placement import Placement, place_copies
 
 
-class RankFacts(msgspec.Struct, frozen=True):
+class RankFacts(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others when a tier starts.
 
     ``machine``: its machine or container; ``boot``: the boot of the kernel below it; ``memory``:
@@ -32,6 +32,26 @@ class RankFacts(msgspec.Struct, frozen=True):
         name = f"{host} {boot}"
         memory = f"{name} {os.path.realpath(folder)}"
         return cls(name, boot, memory, domain, nbytes)
+
+
+def shorten_names(facts: Sequence[RankFacts]) -> list[RankFacts]:
+    """Return the same facts with short names: only whether two are equal counts, and each rank
+    reads those of all others."""
+    numbers: dict[str, str] = {"": ""}
+
+    def shorten(name: str) -> str:
+        return numbers.setdefault(name, str(len(numbers)))
+
+    return [
+        RankFacts(
+            shorten(f.machine),
+            shorten(f.boot),
+            shorten(f.memory),
+            None if f.domain is None else shorten(f.domain),
+            f.nbytes,
+        )
+        for f in facts
+    ]
 
 
 class Hosts:
