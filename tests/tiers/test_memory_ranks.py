@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,12 +345,13 @@ def test_a_peer_that_does_not_answer_costs_no_capture(
     assert cluster.resumed_step == 10
 
 
-@pytest.mark.parametrize("how", ["close", "notice"])
+@pytest.mark.parametrize("how", ["close", "notice", "exit"])
 def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The peer takes the parts of a large file one after the other, for hours."""
     monkeypatch.setattr(captures, "COPY_SECONDS", 0.5 if how == "close" else 60.0)
+    monkeypatch.setattr(host_tier, "COPY_SECONDS", 0.5 if how == "exit" else 60.0)
     began = time.monotonic()
 
     def send_slowly(peer: PeerConnection, store: Any, key: str, advance: Any) -> None:
@@ -372,6 +374,10 @@ def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(
                 ckpt._tiers.memory.wait()
                 assert kv.clock() < kv.give_up_at
                 kv.give_up_at = float("inf")
+            if how == "exit":
+                ended: Any = SimpleNamespace(is_alive=lambda: False)
+                monkeypatch.setattr(host_tier, "main_thread", lambda: ended)
+                ckpt._tiers.memory.wait()
 
     with TrainingJob(2, cluster.run) as job, warnings.catch_warnings():
         warnings.simplefilter("ignore")

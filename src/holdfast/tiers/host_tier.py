@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from itertools import chain
 from math import inf
+from threading import main_thread
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -260,6 +261,8 @@ class HostTier:
         kv, purpose = group.kv, f"the copy to or from rank {rank}"
 
         def seconds_left() -> float:
+            if not main_thread().is_alive():  # the process exits without ``close``, and waits
+                self._copies_end = min(self._copies_end, time.monotonic() + COPY_SECONDS)
             until_notice = kv.give_up_at - kv.clock() - _COMMIT_SECONDS
             return min(self._copies_end - time.monotonic(), until_notice)
 
