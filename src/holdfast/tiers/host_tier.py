@@ -62,7 +62,6 @@ for copies in progress."""
 FETCH_SECONDS = 30.0
 """The longest time for bytes from one peer, at most a few MiB. Then, another one is asked."""
 
-
 _COMMIT_SECONDS = 2.0
 """After a notice, the ranks soon stop to wait for one another. Copies end so much earlier, so that
 the capture to which they belong can still complete."""
