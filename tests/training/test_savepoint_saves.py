@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,8 +52,9 @@ class TorchTraining:
             "rng": holdfast.RNG(),
         }
         save = EverySteps(10**9) if save is None else save
+        tiers = settings.pop("tiers", ())
         preemption = Preemption(**{"notices": [], **settings})
-        self.ckpt = Checkpointer(store, self.state, save=save, preemption=preemption)
+        self.ckpt = Checkpointer(store, self.state, save=save, preemption=preemption, tiers=tiers)
 
     def forward_and_backward(self) -> None:
         self.optimizer.zero_grad()
@@ -75,6 +80,13 @@ class TorchTraining:
             assert time.monotonic() < end, "nothing was saved"
             time.sleep(0.005)
         return step
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def assert_holds(store: Any, step: int, expected: dict[str, Any]) -> None:
@@ -377,3 +389,29 @@ def test_a_capture_that_needs_much_memory_is_made_only_after_a_notice() -> None:
 
 def _far_deadline() -> Any:
     return Deadline.after(1000, "a test")
+
+
+def test_without_a_savepoint_the_newest_captured_state_is_saved_and_the_step_may_still_end(
+    tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch, ends: Ends
+) -> None:
+    monkeypatch.setattr(step_savepoint, "SHARE", 0.0)
+    monkeypatch.setattr(step_savepoint, "_MEASURED_SHARE", 1e-9)
+    tier = holdfast.MemoryTier(every=EverySteps(3), copies=1, path=memory)
+    training = TorchTraining(tmp_path / "run", tiers=[tier])
+    with pytest.raises(Preempted) as left, training.ckpt:
+        for _ in range(4):
+            training.step()
+        timer = training.ckpt._preemption._timer
+        training.notice(8.0)
+        ends_at = timer._calls["exit"][0]
+        end = time.monotonic() + 7.5
+        while not Run(tmp_path / "run").snapshots():  # the step takes longer than that
+            assert time.monotonic() < end, "the captured state was not saved"
+            time.sleep(0.01)
+        training.ckpt._preemption._savepoint_saver._ended.wait(5)
+        assert timer._calls["exit"][0] == ends_at
+        while True:
+            training.step()
+    assert not ends
+    assert left.value.code == 75
+    assert [s.step for s in Run(tmp_path / "run").snapshots()] == [3, left.value.saved_step]

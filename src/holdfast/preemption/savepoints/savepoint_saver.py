@@ -78,8 +78,8 @@ class SavepointSaver:
     """Saves the savepoint on a thread of its own, which starts at the first notice.
 
     ``expect`` is called on the threads of notices, ``claim`` and ``wait`` in the training thread.
-    ``on_lost`` is called after a save without some ranks, which are dead or stopped, or of the
-    newest captured state in its place: nothing better can follow.
+    ``on_lost`` is called after a save without some ranks, which are dead or stopped, or after one
+    of the newest captured state in its place: nothing better can follow.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SavepointSaver:
         self._leave_at = 0.0
         self._is_stopped = self._is_hastened = self._is_awaited = False
         self._claim = Claim()
-        self._is_claimed = False
+        self._is_claimed = self._has_lost_ranks = False
         self._thread: Thread | None = None
         self._ended = Latch()
 
@@ -204,7 +204,8 @@ class SavepointSaver:
     def _flush_if_unsaved(self) -> None:
         deadline = self._deadline
         is_over = self._is_stopped or self._is_claimed or self._saves.busy
-        if deadline is not None and not is_over and self.flush(_limit(deadline)):
+        is_saved = deadline is not None and not is_over and self.flush(_limit(deadline))
+        if is_saved and self._has_lost_ranks:  # otherwise, the step in progress may still end
             self._on_lost()
 
     def _wait_until_needed(self) -> Deadline | None:
@@ -258,6 +259,7 @@ class SavepointSaver:
         if self._group.rank in missing:
             self._wait_for_others(vote, deadline)
             return
+        self._has_lost_ranks = bool(missing)
         if missing and not self._is_uniform:
             raise RankFailed(
                 f"The state of {format_ranks(missing)} is lost",
