@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
+from holdfast.errors import Preempted
 from holdfast.preemption import Preemption, PreemptionGuard, SignalNotice, protect_worker
 from holdfast.run.policy import EverySteps
 from tests.fork_server import FORK_SERVER
@@ -37,38 +38,53 @@ class Items(Dataset[torch.Tensor]):
 class World:
     """The processes of one start of a job. The test hosts the store, as torchrun's agent does.
 
-    ``options``: see ``train``.
+    ``lives``: the number of process groups that follow one another. All ranks leave each of them
+    but the last after a notice of the test. In life N, the process of rank N ends then, and the
+    test starts another one. The others join the next group. ``options``: see ``train``.
     """
 
-    def __init__(self, size: int, folder: Path, **options: Any) -> None:
-        self.size, self.folder, self._options = size, folder, options
+    def __init__(self, size: int, folder: Path, lives: int = 1, **options: Any) -> None:
+        self.size, self.folder, self._lives, self._options = size, folder, lives, options
         self.processes: list[Any] = []
 
     def __enter__(self) -> Self:
         self.store = dist.TCPStore("127.0.0.1", 0, None, True, TIMEOUT, wait_for_workers=False)
+        for path in self.folder.glob("*.step"):
+            path.unlink()
         for rank in range(self.size):
-            (self.folder / f"{rank}.step").unlink(missing_ok=True)
-            args = (rank, self.size, self.store.port, self.folder, self._options)
-            self.processes.append(FORK_SERVER.Process(target=_run_rank, args=args))
-            self.processes[-1].start()
+            self.processes.append(self._start(rank, range(self._lives)))
             time.sleep(self._options.get("apart", 0.0))
         return self
+
+    def _start(self, rank: int, lives: range) -> Any:
+        args = (rank, self.size, self.store.port, self.folder, lives, self._options)
+        process = FORK_SERVER.Process(target=_run_rank, args=args)
+        process.start()
+        return process
+
+    def restart(self, rank: int, life: int) -> None:
+        """Start a process in place of one that has ended."""
+        self.processes[rank] = self._start(rank, range(life, self._lives))
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
             process.join()
 
-    def wait_for_step(self, step: int) -> None:
-        """Wait until every rank has made ``step`` steps."""
+    def wait_for_step(self, step: int, life: int = 0) -> None:
+        """Wait until every rank has made ``step`` steps in all, the last one in this life."""
         end = time.monotonic() + 60
-        while any(self._step_of(rank) < step for rank in range(self.size)):
+        while any(self._step_of(rank, life) < step for rank in range(self.size)):
             assert time.monotonic() < end, self.logs()
             assert all(p.exitcode is None for p in self.processes), self.logs()
             time.sleep(0.005)
 
-    def _step_of(self, rank: int) -> int:
-        path = self.folder / f"{rank}.step"
+    def newest_step(self, life: int) -> int:
+        """Return the last step that a rank has made in a life."""
+        return max(self._step_of(rank, life) for rank in range(self.size))
+
+    def _step_of(self, rank: int, life: int) -> int:
+        path = self.folder / f"{rank}-{life}.step"
         return int(path.read_text() or -1) if path.exists() else -1
 
     def send(self, rank: int, number: int, group: bool = False) -> None:
@@ -92,22 +108,29 @@ class World:
         return "\n".join(p.read_text()[-1500:] for p in sorted(self.folder.glob("*.log")))
 
 
-def _run_rank(rank: int, size: int, port: int, folder: Path, options: dict[str, Any]) -> None:
+def _run_rank(
+    rank: int, size: int, port: int, folder: Path, lives: range, options: dict[str, Any]
+) -> None:
     os.setpgrp()
     with (folder / f"{rank}.log").open("a") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, size, False, TIMEOUT)
-    dist.init_process_group("gloo", None, TIMEOUT, size, rank, store)
     result: dict[str, Any] = {}
-    try:
-        train(rank, folder, result, **options)
-    except BaseException as e:
-        result["error"] = [type(e).__name__, str(e)]
-        raise
-    finally:
-        (folder / f"{rank}.json").write_text(json.dumps(result))
+    store = dist.TCPStore("127.0.0.1", port, size, False, TIMEOUT)
+    for life in lives:
+        own = dist.PrefixStore(f"life {life}", store)
+        dist.init_process_group("gloo", None, TIMEOUT, size, rank, own)
+        try:
+            train(rank, folder, result, life=life, is_last=life == lives[-1], **options)
+        except BaseException as e:
+            result["error"] = [type(e).__name__, str(e)]
+            if life in (rank, lives[-1]) or not isinstance(e, Preempted):
+                raise
+        finally:
+            (folder / f"{rank}.json").write_text(json.dumps(result))
+        if life != lives[-1]:
+            dist.destroy_process_group()
 
 
 class Training:
@@ -148,7 +171,10 @@ def train(
     folder: Path,
     result: dict[str, Any],
     *,
+    life: int = 0,
+    is_last: bool = True,
     last_step: int = 10**6,
+    last_steps: int | None = None,
     grace: float | None = None,
     seconds: float | None = None,
     workers: int = 0,
@@ -160,6 +186,8 @@ def train(
     """Train up to ``last_step``, and compare the parameters with those of an undisturbed training.
 
     Args:
+        life: The number of process groups before this one. ``is_last``: There is none after it.
+        last_steps: Instead of ``last_step``, the number of steps after the last resume.
         seconds: The time from SIGTERM until the process is killed.
         workers: The number of data-loader workers.
         fail_at: The rank and the step of a ``ValueError``.
@@ -175,6 +203,9 @@ def train(
         ckpt.resume()
         guard = PreemptionGuard(ckpt)
         result["resumed"] = ckpt.current_step
+        result.setdefault("lives", {})[str(life)] = ckpt.current_step
+        if last_steps is not None:
+            last_step = ckpt.current_step + (last_steps if is_last else 10**6)
 
         def step(inputs: torch.Tensor) -> None:
             if fail_at == (rank, ckpt.current_step + 1):
@@ -184,7 +215,7 @@ def train(
 
         for inputs in training.loader:
             guard.run(step, inputs)
-            (folder / f"{rank}.step").write_text(str(ckpt.current_step))
+            (folder / f"{rank}-{life}.step").write_text(str(ckpt.current_step))
             if ckpt.current_step == evaluate_at:
                 time.sleep(1)
             if ckpt.current_step >= last_step:

@@ -3,6 +3,7 @@
 | behavior | test |
 |---|---|
 | 1, 2, 6, 7, 15, 24, 25 | ``test_sigterm_to_one_rank_stops_all_and_no_step_is_lost`` |
+| 24 | ``test_each_worker_is_restarted_while_the_others_live`` |
 | 4, 5 | ``test_a_grace_period_saves_twice`` |
 | 16 | ``test_an_error_of_one_rank_is_raised_on_all`` |
 | 20, D: second notice, during a save | ``test_signals_to_all_ranks_during_saves`` |
@@ -51,8 +52,32 @@ def test_sigterm_to_one_rank_stops_all_and_no_step_is_lost(tmp_path: Path) -> No
     last_step = step + 10
     with World(4, tmp_path, last_step=last_step, apart=0.05) as world:
         assert world.codes() == [0] * 4, world.logs()
-    expected = {"resumed": step, "calls": last_step, "is_equal": True}
-    assert world.results() == [expected] * 4
+    assert [(r["resumed"], r["calls"], r["is_equal"]) for r in world.results()] == [
+        (step, last_step, True)
+    ] * 4
+
+
+def test_each_worker_is_restarted_while_the_others_live(tmp_path: Path) -> None:
+    """24: the others join a process group with the new process, in the process that they have, and
+    all resume from the version that they have saved. (After SIGKILL, gloo would not let all of them
+    go: torchrun restarts them.)"""
+    size = 3
+    with World(size, tmp_path, lives=size + 1, last_steps=10) as world:
+        for victim in range(size):
+            world.wait_for_step(1, life=victim)
+            world.wait_for_step(world.newest_step(victim - 1) + 2, life=victim)
+            world.send(victim, TERM)
+            assert world.codes([victim]) == [75]
+            assert all(world.processes[r].exitcode is None for r in range(size) if r != victim)
+            world.restart(victim, life=victim + 1)
+        assert world.codes() == [0] * size, world.logs()
+    results = world.results()
+    resumed = results[0]["lives"]  # the last process of rank 0 was there in all lives but the first
+    assert [*resumed] == ["1", "2", "3"]
+    assert [*resumed.values()] == steps(tmp_path)
+    assert results[1]["lives"] == {n: resumed[n] for n in "23"}
+    assert results[2]["lives"] == {n: resumed[n] for n in "3"}
+    assert all(r["is_equal"] for r in results)
 
 
 def test_a_grace_period_saves_twice(tmp_path: Path) -> None:
