@@ -10,9 +10,10 @@ is tested:
 | 3, 19, 22 | ``test_a_notice_on_one_rank_saves_once_and_all_leave`` |
 | 4, 5, 6 | ``test_a_grace_period_saves_twice_on_all_ranks`` |
 | 7, 8, 9, 11, 28 | ``test_random_notices_lose_and_repeat_no_step`` |
-| 10, 14, 21, 23, 26, 32, 39 | ``tests/training/test_preemption.py``, ``test_policy.py`` |
+| 10, 21, 23, 26, 32, 39 | ``tests/training/test_preemption.py``, ``test_policy.py`` |
+| 14 | ``test_ranks_that_finish_before_they_can_leave_do_not_leave`` |
 | 12, 13, 29, 30 | ``tests/training/test_preemption_guard.py``, and the guard tests below |
-| 16 | ``test_an_error_in_a_guarded_call_is_raised_on_all_ranks`` |
+| 16 | ``test_an_error_in_a_guarded_call_is_raised_on_all_ranks`` and the tests after it |
 | 17, 33, 34 | ``test_the_functions_of_the_user_are_called_on_all_ranks`` |
 | 18, 19 | ``test_a_metadata_server_of_one_rank_stops_all`` |
 | 20 | ``test_notices_on_several_ranks_consecutively_change_nothing`` |
@@ -27,6 +28,7 @@ is tested:
 | D: during a save, evaluation | ``test_a_notice_during_...`` |
 | D: during the first step | ``test_a_notice_before_the_first_step_saves_one_of_the_first_steps`` |
 | D: data-loader workers, a stopped rank | ``test_preemption_processes.py`` |
+| C1: a data wait | ``test_a_rank_that_waits_for_data_does_not_keep_the_others`` |
 """
 
 from __future__ import annotations
@@ -35,13 +37,24 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.errors import Preempted, RankFailed
 from holdfast.format.names import MANIFEST
-from holdfast.preemption import GcpNotice, NoticeSource, Preemption, PreemptionGuard, response
+from holdfast.preemption import (
+    GcpNotice,
+    NoticeSource,
+    Preemption,
+    PreemptionGuard,
+    exit_status,
+    response,
+)
+from holdfast.preemption.exit_status import Status
+from holdfast.preemption.savepoints import step_savepoint
+from holdfast.preemption.savepoints.savepoint_saver import SavepointSaver
 from holdfast.run.catalog import read_training_metadata
 from holdfast.run.policy import AtEnd, EverySteps
 from holdfast.run.run import Run
@@ -101,10 +114,19 @@ class NoticedJob(TrainingJob):
 
     def wait_for_deadline(self) -> None:
         """Wait until every rank knows of the notice. Each rank may call it."""
+        self.wait_until(lambda: all(r.ckpt._preemption.is_pending for r in self.ranks))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + 20
-        while any(r.ckpt._preemption._deadline is None for r in self.ranks):
+        while not condition():
             assert time.monotonic() < end
             time.sleep(0.001)
+
+    def expect_steps_of(self, seconds: float) -> None:
+        """Let the deadline budget of each rank be that of a training with long steps."""
+        for rank in self.ranks:
+            for _ in range(100):
+                rank.ckpt._goodput.step_durations.add(seconds)
 
     def reasons(self) -> list[str]:
         return [s.metadata["reason"] for s in Run(self.inner).snapshots()]
@@ -131,6 +153,10 @@ def assert_left(outcomes: list[Any], code: int = 75) -> int:
     if code == 75:
         assert {o.saved_step for o in outcomes} == {step}
     return step
+
+
+def saver_of(rank: TrainingRank) -> SavepointSaver:
+    return rank.ckpt._preemption._savepoint_saver
 
 
 def assert_no_threads() -> None:
@@ -217,6 +243,51 @@ def test_a_second_notice_may_only_shorten_the_time(make_job: Any) -> None:
     assert job.reasons() == ["preemption"] * 2
 
 
+@pytest.mark.parametrize("noticed", [1, 2])
+@pytest.mark.parametrize("ended", [False, True])
+def test_ranks_that_finish_before_they_can_leave_do_not_leave(
+    ended: bool, noticed: int, make_job: Any, process_ends: list[tuple[int, str]]
+) -> None:
+    """14: rank 0 has made its last step, or has also ended, when another rank gets the notice. The
+    other ranks make their last steps too."""
+    job = make_job(3, lockstep=False)
+    finished, refused = threading.Event(), threading.Event()
+
+    def finish_first(rank: TrainingRank) -> None:
+        rank.train_steps(20)
+        if not ended:
+            finished.set()
+            job.wait_for_deadline()
+
+    def get_notice(rank: TrainingRank) -> None:
+        rank.train_steps(15)
+        assert finished.wait(20)
+        response = rank.ckpt._preemption
+        on_failure = response.on_failure
+        response.on_failure = lambda *args: (on_failure(*args), refused.set())
+        if rank.rank == noticed:
+            job.sources[noticed].announce()
+        if ended:
+            assert refused.wait(20)
+        else:
+            job.wait_for_deadline()
+        rank.train_steps(20)
+
+    def work(rank: TrainingRank) -> None:
+        save = NEVER_DUE if ended else AtEnd()
+        with rank.make_checkpointer(save=save, preemption=job.preemption(rank.rank)):
+            rank.ckpt.resume()
+            get_notice(rank) if rank.rank else finish_first(rank)
+        finished.set()
+
+    assert job.outcomes(work) == [None] * 3
+    assert [r.ckpt.current_step for r in job.ranks] == [20] * 3
+    assert job.versions == ([] if ended else [20])
+    assert job.reasons() == ([] if ended else ["end"])
+    assert process_ends == []
+    assert_no_threads()
+
+
 def test_a_deadline_in_the_past_still_saves(make_job: Any) -> None:
     """D: the process is alive, so the training takes 5 s for its save."""
     job = make_job(3)
@@ -277,6 +348,34 @@ def test_a_notice_during_an_evaluation_saves_at_the_next_step(make_job: Any) -> 
     step = assert_left(job.train_until_noticed())
     assert 5 < step < 20
     assert job.versions == [step]
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_rank_that_waits_for_data_does_not_keep_the_others(
+    waiting: int, make_job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C1: its loader blocks, so it reaches no gate, and the others wait for it as in an all-reduce.
+    The threads of all ranks save the last step meanwhile."""
+    monkeypatch.setattr(step_savepoint, "SHARE", 1e9)  # the steps are short
+    job = make_job(3)
+    arrive = job.wait_for_step
+
+    def wait_for_step(rank: int) -> None:
+        if rank == waiting and job.ranks[rank].ckpt.current_step == 5:
+            job.expect_steps_of(60.0)
+            job.sources[2].announce(30.0)
+            job.wait_until(lambda: all(saver_of(r).saved_step == 5 for r in job.ranks))
+        arrive(rank)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "wait_for_step", wait_for_step)
+        outcomes = job.train_until_noticed()
+    assert [type(o) for o in outcomes] == [Preempted] * 3, outcomes
+    assert {(o.code, o.step, o.saved_step) for o in outcomes} == {(75, 6, 5)}
+    assert job.versions == [5]
+    assert job.reasons() == ["preemption"]
+    assert [r.step for r in job.train_until_noticed(last_step=9, save=AtEnd())] == [5] * 3
+    assert all(matches_uninterrupted(r.state, r.rank, 3, 9) for r in job.ranks)
 
 
 def test_the_functions_of_the_user_are_called_on_all_ranks(make_job: Any) -> None:
@@ -488,6 +587,43 @@ def test_an_error_is_raised_in_the_steps_of_a_long_call(make_job: Any) -> None:
     outcomes = guarded(job, lambda rank, guard: guard.run(train_steps, rank))
     assert [repr(o) for o in outcomes] == ["KeyError('label')"] * 2
     assert job.ranks[0].ckpt.current_step < 5000
+
+
+@pytest.mark.parametrize("noticed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_that_cannot_raise_the_error_of_another_one_is_ended(
+    noticed: bool,
+    make_job: Any,
+    process_ends: list[tuple[int, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16: it is in a call that does not return, such as an all-reduce with the failed rank. It gets
+    half of the time that a notice leaves, and says why it ends."""
+    if not noticed:
+        monkeypatch.setattr(response, "STUCK_SECONDS", 0.3)
+    statuses: list[Status] = []
+    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    monkeypatch.setattr(exit_status, "write_status", lambda _, status: statuses.append(status))
+    job = make_job(2, lockstep=False)
+
+    def work(rank: TrainingRank) -> None:
+        with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
+            rank.ckpt.resume()
+            rank.train_steps(3)
+            if rank.rank == 1:
+                if noticed:
+                    job.sources[1].announce(5.0)
+                    job.wait_for_deadline()
+                raise ValueError("bad batch")
+            job.wait_until(lambda: bool(process_ends))
+            rank.train_steps(4)
+
+    assert [repr(o) for o in job.outcomes(work)] == ["ValueError('bad batch')"] * 2
+    code, why = process_ends[0]
+    assert code == 1
+    assert why.startswith("another rank has failed (ValueError: bad batch), and this rank has not")
+    status = next(s for s in statuses if s.rank == 0)
+    assert (status.code, status.step, status.why) == (1, 3, why)
 
 
 def test_a_rank_that_waits_for_its_own_save_is_not_ended(
