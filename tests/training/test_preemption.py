@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from holdfast.preemption import response
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints import step_savepoint
+from holdfast.preemption.signals import SignalNotice
 from holdfast.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -94,6 +96,13 @@ def no_threads() -> bool:
         assert time.monotonic() < end, threads
         time.sleep(0.001)
     return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def hooked(before: Callable[[str, str], object]) -> HookedStore:
@@ -206,6 +215,20 @@ def test_a_notice_of_a_risk_before_the_first_step_saves_and_goes_on() -> None:
     assert snapshots[0].step <= 2
 
 
+def test_a_training_leaves_in_time_for_a_notice_of_a_rank_that_has_died_since() -> None:
+    """D: that rank would have proposed to leave when the grace period is nearly over."""
+    store = MemoryStore()
+    training = Training(store, grace=10)
+    with pytest.raises(Preempted) as left, training.ckpt:
+        training.train(3)
+        answer = training.ckpt._preemption
+        answer._exit_seconds = lambda: 9.7  # type: ignore[method-assign]
+        answer.on_deadline(RoundDeadline(time.monotonic() + 10, "a notice of rank 1"))
+        training.train(3000)
+    assert (left.value.code, left.value.step) == (75, left.value.saved_step)
+    assert "because of a notice of rank 1" in left.value.reason
+
+
 @pytest.mark.slow
 def test_a_second_notice_changes_nothing_unless_it_is_earlier() -> None:
     """20, 32"""
@@ -282,6 +305,34 @@ def test_a_notice_that_does_not_stop_saves_and_goes_on() -> None:
     (snapshot,) = Run(store).snapshots()
     assert 5 < snapshot.step < 200
     assert snapshot.metadata["reason"] == "request"
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_nothing_is_saved_in_a_signal_handler(stops: bool) -> None:
+    """C4: the signal comes in the middle of a step, when the state is that of no step. While the
+    handler runs, and until the step ends, nothing is written. The end of the step saves."""
+    written: list[tuple[str, str]] = []
+    store = hooked(lambda method, key: written.append((method, key)) if "put" in method else None)
+    state = initial_state()
+    preemption = Preemption(notices=[SignalNotice(signal.SIGUSR1, stops=stops)])
+    before = signal.getsignal(signal.SIGUSR1)
+    ckpt = Checkpointer(store, state, save=EverySteps(10**9), preemption=preemption)
+    with suppress(Preempted), ckpt:
+        ckpt.resume()
+        for _ in range(3):
+            ckpt.step({"loss": train_step(state)})
+        written.clear()
+        state["weights"] += 1  # the first half of a step
+        signal.raise_signal(signal.SIGUSR1)  # returns when the handler has returned
+        assert written == []
+        wait_until(lambda: ckpt._preemption.agreement._proposals.qsize() > 0)
+        assert written == []
+        state["weights"] -= 1
+        ckpt.step({"loss": train_step(state)})
+    assert signal.getsignal(signal.SIGUSR1) == before
+    (snapshot,) = Run(store.inner).snapshots()
+    assert snapshot.step == 4
+    assert snapshot["weights"][:].tobytes() == state_after(4)["weights"].tobytes()
 
 
 # -- hooks of the user ---------------------------------------------------------------------------

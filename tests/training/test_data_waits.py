@@ -1,0 +1,95 @@
+"""A notice while the training thread waits for a batch: BEHAVIOURS.md, C1."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+import holdfast
+from holdfast.errors import Preempted
+from holdfast.preemption import Preemption, response
+from holdfast.preemption.notice import Notice
+from holdfast.preemption.savepoints import step_savepoint
+from holdfast.run.policy import AtEnd, EverySteps
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+
+ITEMS = 40
+WAITS_AT = 3
+"""The number of the step whose batch comes late."""
+
+
+@pytest.fixture(autouse=True)
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the ends of the process instead of ending pytest."""
+    ends: list[int] = []
+    monkeypatch.setattr(step_savepoint, "SHARE", 1e9)  # the steps of these tests are short
+    monkeypatch.setattr(response, "end_process", lambda code, why: ends.append(code))
+    return ends
+
+
+class Items(Dataset[int]):
+    """The numbers from 0. ``wait`` is called before each of them."""
+
+    def __init__(self) -> None:
+        self.wait: Callable[[], object] = lambda: None
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, number: int) -> int:
+        self.wait()
+        return number
+
+
+class Training:
+    """A training that adds up the items of each batch."""
+
+    def __init__(self, store: Any, save: Any) -> None:
+        self.items = Items()
+        sampler = holdfast.ElasticSampler(ITEMS, batch_size=4, seed=1)
+        self.loader = DataLoader(self.items, batch_sampler=sampler)
+        self.sums = np.zeros(ITEMS // 4)
+        state = {"sums": self.sums, "progress": holdfast.Progress(), "sampler": sampler}
+        self.ckpt = holdfast.Checkpointer(
+            store, state, save=save, preemption=Preemption(notices=[])
+        )
+
+    def train(self) -> None:
+        with self.ckpt:
+            self.ckpt.resume()
+            for batch in self.loader:
+                self.sums[self.ckpt.current_step] += batch.sum().item()
+                self.ckpt.step()
+
+    def wait_until_saved(self) -> None:
+        """In the loader: get a notice, and return no item before a thread has saved the state."""
+        if self.ckpt.current_step == WAITS_AT:
+            preemption = self.ckpt._preemption
+            preemption.on_notice(Notice("a test", 5.0))
+            end = time.monotonic() + 10
+            while preemption._savepoint_saver.saved_step is None:
+                assert time.monotonic() < end, "nothing was saved"
+                time.sleep(0.005)
+
+
+def test_a_data_loader_that_blocks_does_not_keep_the_training(ends: list[int]) -> None:
+    """No gate can stop a thread that waits for a batch. The restart trains on that batch, once."""
+    store = MemoryStore()
+    training = Training(store, EverySteps(10**9))
+    training.items.wait = training.wait_until_saved
+    with pytest.raises(Preempted) as left:
+        training.train()
+    assert (left.value.code, left.value.step, left.value.saved_step) == (75, 4, WAITS_AT)
+    (snapshot,) = Run(store).snapshots()
+    assert (snapshot.step, snapshot.metadata["reason"]) == (WAITS_AT, "preemption")
+    restarted, undisturbed = Training(store, AtEnd()), Training(MemoryStore(), AtEnd())
+    restarted.train()
+    undisturbed.train()
+    assert restarted.sums.tolist() == undisturbed.sums.tolist()
+    assert ends == []
