@@ -89,6 +89,27 @@ def test_every_error_is_in_the_tree_of_the_module_docstring() -> None:
             assert issubclass(kind, Warning) or name in (errors.__doc__ or "")
 
 
+def test_the_error_tree_is_as_designed() -> None:
+    """A program that catches one of these classes relies on what else it catches."""
+    errors = holdfast.errors
+    tree = {
+        "FormatError": ["ManifestInvalid", "FormatTooNew", "DigestMismatch"],
+        "StoreError": ["NotFound", "AlreadyExists", "Denied", "NoSpace", "Unavailable"],
+        "PlanError": [
+            "MissingLeaf", "UnexpectedLeaf", "ShapeMismatch", "DTypeMismatch", "Unsupported",
+        ],
+        "CommitError": ["RankFailed", "DeadlinePassed"],
+        "NoSnapshot": [],
+    }  # fmt: skip
+    assert errors.HoldfastError.__bases__ == (Exception,)
+    for parent, children in tree.items():
+        assert getattr(errors, parent).__bases__ == (errors.HoldfastError,)
+        for child in children:
+            assert getattr(errors, child).__bases__ == (getattr(errors, parent),)
+    for left in (errors.Preempted, errors.NoProgress):
+        assert left.__bases__ == (SystemExit,)
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
 def test_files_and_functions_stay_small(file: Path) -> None:
     text = file.read_text()

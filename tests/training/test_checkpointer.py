@@ -49,6 +49,17 @@ def test_an_empty_run_resumes_to_none_and_trains() -> None:
     assert newest.manifest.parent.version == "version_80"
 
 
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [("", "does not name a folder"), (None, "is not a store"), (["runs/a"], "is not a store")],
+)
+def test_a_run_without_a_folder_is_refused_at_once(run: Any, what: str) -> None:
+    """BEHAVIOURS.md, A27: by an error of Holdfast's own tree, which is no ``ValueError``."""
+    with pytest.raises(StoreError, match=what) as raised:
+        holdfast.Checkpointer(run, initial_state())
+    assert "memory://" in str(raised.value.expected)
+
+
 @pytest.mark.parametrize("killed_at", range(1, 45))
 def test_a_run_stopped_at_any_step_ends_with_the_same_state(killed_at: int) -> None:
     store = MemoryStore()
