@@ -19,17 +19,28 @@ import pytest
 import holdfast
 from holdfast.cli.verbs import run as run_verb
 from holdfast.deadline import Deadline
-from holdfast.errors import DeadlinePassed, FormatError, HoldfastError, StoreError
+from holdfast.errors import (
+    DeadlinePassed,
+    FormatError,
+    HoldfastError,
+    NoSpace,
+    Preempted,
+    StoreError,
+)
 from holdfast.format.names import WRITER_LOCK, Version
 from holdfast.format.records import Pin, encode_pin
 from holdfast.machine import utc_now
+from holdfast.preemption import Preemption
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
+from holdfast.storage.memory import MemoryStore
 from holdfast.tiers import flush as flush_module
 from holdfast.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
+from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
+from tests.preemption.announced import Announced
 from tests.ranks.trainings import TrainingJob, TrainingRank
 from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal
@@ -66,6 +77,35 @@ def test_the_newest_state_becomes_a_version(host: Host) -> None:
     with Checkpointer(host.run, state, save=EverySteps(1000)) as ckpt:
         assert ckpt.resume().step == 70
         assert states_equal(state, state_after(70))
+
+
+def test_if_the_last_save_fails_the_newest_captured_state_is_saved(host: Host) -> None:
+    """BEHAVIOURS.md, C2: it is better than the version before, and the exit code says that the last
+    step is not saved."""
+    store, source = HookedStore(MemoryStore()), Announced()
+
+    def fail(method: str, key: str) -> None:
+        if method == "put" and key.startswith("version_13/"):
+            raise NoSpace("The disk is full")
+
+    store.before = fail
+    state = initial_state()
+    tier = MemoryTier(every=EverySteps(5), copies=1, path=host.path)
+    preemption = Preemption(notices=[source])
+    save = EverySteps(10**9)
+    ckpt = Checkpointer(store, state, save=save, tiers=[tier], preemption=preemption)
+    with pytest.raises(Preempted) as left, ckpt:
+        ckpt.resume()
+        train(state, ckpt, 12)
+        source.announce()
+        while not ckpt._preemption.agreement._proposals.qsize():
+            time.sleep(0.001)
+        train(state, ckpt, 13)
+    assert (left.value.code, left.value.step, left.value.saved_step) == (76, 13, 10)
+    assert "The disk is full" in left.value.reason
+    (flushed,) = Run(store.inner).snapshots()
+    assert (flushed.step, flushed.metadata["reason"]) == (10, "capture")
+    assert flushed["weights"][:].tobytes() == state_after(10)["weights"].tobytes()
 
 
 def test_nothing_is_flushed_twice_or_if_a_version_is_newer(host: Host) -> None:

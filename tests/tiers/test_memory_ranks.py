@@ -16,15 +16,19 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast.deadline import Deadline
 from holdfast.engine.loading import shared_read
 from holdfast.engine.saving import commit
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import CommitError, SkippedVersion, Unavailable
 from holdfast.format.names import MANIFEST, Version
+from holdfast.preemption import response
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.tiers import captures, host_tier
+from holdfast.tiers.flush import MemoryRecord, flush_states
 from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.tiers.peers.client import PeerConnection
 from tests.ranks.trainings import (
@@ -160,6 +164,28 @@ def test_a_host_that_lacks_only_the_manifest_has_files_that_count(
     cluster.train_and_die("aabb", 34, copies=1)
     assert cluster.resumed_step == 30
     assert not cluster.warnings
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_peer_saves_the_copies_of_a_lost_host_to_the_run(cluster: Cluster, lost: str) -> None:
+    """BEHAVIOURS.md, C3: nobody else has the shards of the lost host's ranks. ``holdfast run`` does
+    this on each host that is left, and a training whose other ranks are dead."""
+    cluster.train_and_die("aabb", 33)
+    cluster.lose(lost)
+    ((left, folder),) = cluster.folders.items()
+    shards = {p.name for p in cluster.files(left, ".safetensors") if "version_30" in str(p)}
+    (own,) = Path(folder).glob("*/*")
+    limit = Deadline.after(20, "the flush of a test")
+    records = [MemoryRecord(str(own), cluster.run.url)]
+    (flushed,) = flush_states(records, Run(cluster.run), limit)
+    assert isinstance(flushed, Snapshot)
+    assert {shard.name for shard in flushed.manifest.shards} == shards
+    assert len(shards) == 4
+    assert flushed.verify().ok
+    assert Run(cluster.run).line() == [Version(20), Version(30)]
+    cluster.lose(left)  # what follows resumes from the run, and checks the state of each rank
+    cluster.train_and_die("cccc", 31)
+    assert cluster.resumed_step == 30
 
 
 def test_without_copies_a_lost_host_means_the_durable_version_on_a_new_branch(
@@ -427,6 +453,40 @@ def test_a_capture_that_fails_on_one_rank_raises_on_all_at_the_same_step(
     if on_error == "warn":
         assert errors == []
         assert cluster.captured("b") == ["version_15"]
+
+
+def test_a_rank_that_is_ended_because_another_one_has_failed_saves_the_newest_capture(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BEHAVIOURS.md, C3: it is in a call that does not return. Its host has all copies."""
+    ends: list[int] = []
+    monkeypatch.setattr(response, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(response, "end_process", lambda code, why: ends.append(code))
+    folders = [cluster.folder(host) for host in "ab"]
+
+    def work(trainer: TrainingRank) -> None:
+        tier = MemoryTier(every=EverySteps(5), path=folders[trainer.rank])
+        with trainer.make_checkpointer(save=EverySteps(100), tiers=[tier]) as ckpt:
+            ckpt.resume()
+            trainer.train_steps(5)
+            ckpt._tiers.memory.wait()
+            trainer.train_steps(7)
+            if trainer.rank == 1:
+                raise ValueError("bad batch")
+            end = time.monotonic() + 20
+            while not ends:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            assert Run(cluster.run).line() == [Version(5)]
+            trainer.train_steps(8)
+
+    with TrainingJob(2, cluster.run, lockstep=False) as job:
+        outcomes = job.outcomes(work)
+    assert [repr(o) for o in outcomes] == ["ValueError('bad batch')"] * 2
+    assert ends == [1]
+    (flushed,) = Run(cluster.run).snapshots()
+    assert flushed.verify().ok
+    assert flushed.metadata["reason"] == "capture"
 
 
 def test_fewer_hosts_than_copies_are_reported_once(cluster: Cluster) -> None:

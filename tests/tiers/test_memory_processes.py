@@ -1,0 +1,69 @@
+"""The memory tier of a process that is killed: BEHAVIOURS.md, C5."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.run.run import Run
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, signal, sys
+import numpy as np, holdfast
+state = {"x": np.zeros(9), "progress": holdfast.Progress()}
+tier = holdfast.MemoryTier(every=holdfast.EverySteps(5), copies=1, path=sys.argv[2])
+save = holdfast.EverySteps(1000) | holdfast.AtEnd()
+with holdfast.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
+    resumed = ckpt.resume()
+    print(resumed and resumed.url, ckpt.current_step, *state["x"].tolist(), flush=True)
+    while ckpt.current_step < int(sys.argv[3]):
+        state["x"] += ckpt.current_step
+        ckpt.step()
+        ckpt._tiers.memory.wait()
+    if "kill" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def start(run: Path, memory: str, last_step: int, *args: str) -> tuple[int, list[str]]:
+    """Train until a step in a new process. Return its exit code and what it had resumed."""
+    command = [sys.executable, "-c", SCRIPT, str(run), memory, str(last_step), *args]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout.split()
+
+
+def test_sigkill_loses_no_captured_state(tmp_path: Path, memory: str) -> None:
+    """Each process finds in memory what the one before has left, and the run has no version."""
+    run = tmp_path / "run"
+    assert start(run, memory, 12, "kill") == (-signal.SIGKILL, ["None", "0", *["0.0"] * 9])
+    for last_step, resumed in ((18, 10), (23, 15)):
+        code, (url, step, *values) = start(run, memory, last_step, "kill")
+        assert (code, step, values) == (
+            -signal.SIGKILL,
+            f"{resumed}",
+            [f"{sum(range(resumed))}.0"] * 9,
+        )
+        assert url.startswith(memory)
+    assert Run(run).snapshots() == []
+    code, (url, step, *_) = start(run, memory, 25)
+    assert (code, step) == (0, "20")
+    assert [s.step for s in Run(run).snapshots()] == [25]
+    assert Run(run).snapshots()[0]["x"][:].tolist() == [sum(range(25))] * 9
+    assert not [p for p in Path(memory).rglob("*") if p.is_file()]
