@@ -42,6 +42,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.engine.distributed.kv import Timeouts
 from holdfast.errors import Preempted, RankFailed
 from holdfast.format.names import MANIFEST
 from holdfast.preemption import (
@@ -587,6 +588,53 @@ def test_an_error_is_raised_in_the_steps_of_a_long_call(make_job: Any) -> None:
     outcomes = guarded(job, lambda rank, guard: guard.run(train_steps, rank))
     assert [repr(o) for o in outcomes] == ["KeyError('label')"] * 2
     assert job.ranks[0].ckpt.current_step < 5000
+
+
+def test_a_rank_that_waits_in_a_save_raises_the_error_of_another_one(make_job: Any) -> None:
+    """16: it does not wait until the other rank counts as dead."""
+    job = make_job(2, lockstep=False)
+    saving = threading.Event()
+
+    def work(rank: TrainingRank) -> None:
+        with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
+            rank.train_steps(3)
+            if rank.rank == 0:
+                saving.set()
+                rank.ckpt.save()
+            assert saving.wait(20)
+            raise ValueError("bad batch")
+
+    assert [repr(o) for o in job.outcomes(work)] == ["ValueError('bad batch')"] * 2
+    assert job.versions == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_in_a_save_for_one_that_hangs_leaves_in_time(
+    make_job: Any, process_ends: list[tuple[int, str]]
+) -> None:
+    """31, D: after a notice, also a save of the user waits for a third of the time only, and not
+    for the ten minutes after which a rank that is alive counts as stuck."""
+    job = make_job(2, lockstep=False, timeouts=Timeouts(silent=60.0, stuck=600.0))
+    left = threading.Event()
+
+    def work(rank: TrainingRank) -> None:
+        with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)):
+            rank.train_steps(3)
+            if rank.rank == 1:
+                assert left.wait(20)
+                return
+            job.sources[0].announce(5.0)
+            job.wait_for_deadline()
+            try:
+                rank.ckpt.save()
+            finally:
+                left.set()
+
+    first, _ = job.outcomes(work)
+    assert isinstance(first, RankFailed), first
+    assert first.rank == 1
+    assert "to arrive in a third of the time" in str(first)
+    assert process_ends == []
 
 
 @pytest.mark.parametrize("noticed", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -7,6 +7,7 @@
 | 4, 5 | ``test_a_grace_period_saves_twice`` |
 | 16 | ``test_an_error_of_one_rank_is_raised_on_all`` |
 | 20, D: second notice, during a save | ``test_signals_to_all_ranks_during_saves`` |
+| 36 | ``test_no_thread_keeps_a_process_from_its_end`` |
 | D: evaluation | ``test_a_signal_during_an_evaluation_of_one_rank`` |
 | D: data-loader workers | ``test_a_signal_to_the_whole_process_group`` |
 | D: a stopped rank | ``test_a_stopped_rank_is_left_behind_in_time`` |
@@ -20,9 +21,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import holdfast
+from holdfast.preemption import Notice
 from holdfast.run.run import Run
-from tests.ranks.preempted_ranks import World
+from tests.ranks.preempted_ranks import TIMEOUT, World
+from tests.ranks.world import run_ranks
 
 pytestmark = pytest.mark.slow
 TERM = signal.SIGTERM
@@ -129,6 +135,26 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     with World(3, tmp_path, fail_at=(2, 5)) as world:
         assert world.codes() == [1] * 3
     assert [r["error"] for r in world.results()] == [["ValueError", "bad batch on rank 2"]] * 3
+
+
+def never_close(rank: int, port: int, folder: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, False, TIMEOUT)
+    dist.init_process_group("gloo", None, TIMEOUT, 2, rank, store)
+    state = {"progress": holdfast.Progress(), "x": torch.zeros(3)}
+    ckpt = holdfast.Checkpointer(folder / "run", state, save=holdfast.EverySteps(10))
+    never_closed.append(ckpt)
+    for _ in range(3):
+        ckpt.step()
+    ckpt._preemption.on_notice(Notice("a test", 120.0))  # more threads begin to wait
+    (folder / f"{rank}.json").write_text("{}")
+
+
+never_closed: list[holdfast.Checkpointer] = []
+
+
+def test_no_thread_keeps_a_process_from_its_end(tmp_path: Path) -> None:
+    """36: the training has neither been closed nor left."""
+    run_ranks(never_close, tmp_path, (0, 0), timeout=30)
 
 
 def test_a_stopped_rank_is_left_behind_in_time(tmp_path: Path) -> None:

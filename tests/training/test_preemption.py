@@ -33,6 +33,7 @@ from holdfast.run.policy import AtEnd, EverySteps, Never, OnException, SavePolic
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.training.checkpointer import Checkpointer
+from holdfast.training.saves.goodput import Goodput
 from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.trainings import initial_state, state_after, states_equal, train_step
@@ -227,6 +228,21 @@ def test_a_training_leaves_in_time_for_a_notice_of_a_rank_that_has_died_since() 
         training.train(3000)
     assert (left.value.code, left.value.step) == (75, left.value.saved_step)
     assert "because of a notice of rank 1" in left.value.reason
+
+
+def test_a_later_notice_never_gives_more_time() -> None:
+    """32: the process will be stopped at the earlier time all the same."""
+    training = Training(MemoryStore(), grace=3600)
+    with training.ckpt:
+        training.train(3)
+        answer, left = training.ckpt._preemption, list[float]()
+        for seconds in (600.0, 7200.0, 300.0, 400.0):
+            answer.on_notice(Notice("a test", seconds))
+            assert answer._deadline is not None
+            left.append(answer._deadline.at - time.monotonic())
+        answer.on_deadline(RoundDeadline(time.monotonic() + 500, "a notice of rank 1"))
+        left.append(answer._deadline.at - time.monotonic())
+    assert left == pytest.approx([600, 600, 300, 300, 300], abs=30)
 
 
 @pytest.mark.slow
@@ -505,6 +521,26 @@ def test_an_error_after_the_ranks_could_not_agree_is_that_the_others_have_left(
     assert Run(store).snapshots() == []
 
 
+def test_a_save_that_a_dead_rank_does_not_join_is_the_end_after_a_notice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D: the training goes on in its grace period. There is no time to wait for a restart of all:
+    this rank saves what it has, and leaves."""
+    store = MemoryStore()
+    training = Training(store, EverySteps(10), grace=3600)
+
+    def fail(step: int) -> None:
+        raise RankFailed("Rank 1 did not join the save", rank=1)
+
+    with pytest.raises(Preempted) as left, training.ckpt:
+        training.train(5)
+        training.ckpt._preemption.on_notice(Notice("a test", 3600.0))
+        training.train(9)
+        monkeypatch.setattr(training.ckpt._saver, "wait_before_save", fail)
+        training.train(11)
+    assert (left.value.code, left.value.step, left.value.saved_step) == (75, 10, 10)
+
+
 @pytest.mark.slow
 def test_a_step_that_takes_too_long_ends_the_process_in_time(
     the_process_is_not_ended: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
@@ -522,6 +558,20 @@ def test_a_step_that_takes_too_long_ends_the_process_in_time(
     ((code, why),) = the_process_is_not_ended
     assert code == 76
     assert "Its last step is 3, and the newest version is that of step 0" in why
+
+
+def test_the_deadline_budget_is_what_nearly_all_steps_and_saves_take() -> None:
+    """C2: the p95, not the average: one step in twenty may wait for an evaluation or a shuffle."""
+    goodput = Goodput()
+    for number in range(100):
+        goodput.step_durations.add(9.0 if number % 10 == 0 else 1.0)
+        goodput.save_durations.add(90.0 if number % 10 == 5 else 10.0)
+    assert goodput.usual_seconds == (9.0, 90.0)
+    stored = goodput.to_metadata()
+    assert (stored["step_seconds"], stored["save_seconds"]) == (9.0, 90.0)
+    restarted = Goodput()
+    restarted.resume_from(stored)
+    assert restarted.usual_seconds == (9.0, 90.0)
 
 
 def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart() -> None:
