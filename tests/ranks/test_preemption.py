@@ -608,6 +608,33 @@ def test_a_rank_that_waits_in_a_save_raises_the_error_of_another_one(make_job: A
     assert job.versions == []
 
 
+def test_a_notice_after_the_ranks_have_lost_each_other_is_no_reason_to_wait(
+    make_job: Any, process_ends: list[tuple[int, str]]
+) -> None:
+    """D: the store of the job is gone, so no agreement can follow. The rank leaves at once."""
+    job = make_job(2, lockstep=False)
+    gone = threading.Event()
+
+    def work(rank: TrainingRank) -> None:
+        with rank.make_checkpointer(save=NEVER_DUE, preemption=job.preemption(rank.rank)) as ckpt:
+            rank.train_steps(3)
+            if rank.rank == 1:
+                assert gone.wait(20)
+                return
+            job.group.views[0].disconnect()
+            agreement = ckpt._preemption.agreement
+            job.wait_until(lambda: agreement._participant.closed_error is not None)
+            gone.set()
+            job.sources[0].announce(600.0)
+            rank.train_steps(4000)
+
+    first, second = job.outcomes(work)
+    assert isinstance(first, Preempted), first
+    assert (first.code, first.saved_step, second) == (76, 0, None)
+    assert first.step < 4000
+    assert process_ends == []
+
+
 @pytest.mark.slow
 def test_a_rank_that_waits_in_a_save_for_one_that_hangs_leaves_in_time(
     make_job: Any, process_ends: list[tuple[int, str]]

@@ -58,6 +58,20 @@ def test_the_newest_two_states_stay_in_memory_and_none_after_the_end(host: Host)
     assert not [p for p in Path(host.path).rglob("*") if p.is_file()]
 
 
+def test_a_state_is_deleted_from_its_manifest_on(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill in between leaves files that no manifest names, not a state that lacks files: that
+    would be reported as damage, and training would continue on a new branch."""
+    deleted: list[str] = []
+    delete = LocalStore.delete
+    monkeypatch.setattr(LocalStore, "delete", lambda *a: (deleted.append(a[1]), delete(*a))[1])
+    host.train_and_die(33)
+    first = [key for key in deleted if key.startswith("version_10/")]
+    assert first[0] == f"version_10/{MANIFEST}"
+    assert len(first) == 3
+
+
 def test_a_state_of_the_same_step_as_the_newest_version_is_preferred(host: Host) -> None:
     host.train_and_die(50)
     host.start()
