@@ -34,6 +34,7 @@ is tested:
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -574,6 +575,49 @@ def test_an_error_that_comes_while_a_rank_still_starts_is_raised_there(
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("block", [True, False])
+def test_an_error_in_a_scope_is_raised_on_all_ranks(block: bool, make_job: Any) -> None:
+    """16: also if there is no ``with`` block of the Checkpointer that could publish it."""
+    job = make_job(2, lockstep=False)
+
+    def work(rank: TrainingRank, guard: PreemptionGuard) -> None:
+        with guard.watch_scope():
+            while rank.ckpt.current_step < 4000:
+                if rank.rank == 1 and rank.ckpt.current_step == 5:
+                    raise KeyError("label")
+                rank.ckpt.step()
+                time.sleep(0.001)
+
+    outcomes = guarded(job, work, block)
+    assert [repr(o) for o in outcomes] == ["KeyError('label')"] * 2
+    assert job.ranks[0].ckpt.current_step < 4000
+
+
+@pytest.mark.parametrize("code", [3, 0])
+def test_an_exit_with_a_code_of_failure_is_an_error_on_all_ranks(code: int, make_job: Any) -> None:
+    """16: ``sys.exit(0)`` ends the training of one rank only."""
+    job = make_job(2, lockstep=False)
+
+    def work(rank: TrainingRank) -> int:
+        preemption = job.preemption(rank.rank)
+        with rank.make_checkpointer(save=NEVER_DUE, preemption=preemption) as ckpt:
+            rank.train_steps(3)
+            if rank.rank == 1:
+                sys.exit(code)
+            job.wait_until(lambda: ckpt._preemption.agreement._participant.closed_error is not None)
+            rank.train_steps(20)
+        return rank.ckpt.current_step
+
+    first, second = job.outcomes(work)
+    assert repr(second) == f"SystemExit({code})"
+    if code:
+        assert isinstance(first, RankFailed)
+        assert first.rank == 1
+        assert "SystemExit" in str(first)
+    else:
+        assert first == 20
+
+
 def test_an_error_is_raised_in_the_steps_of_a_long_call(make_job: Any) -> None:
     """16: the other ranks do not first make all steps of their call."""
     job = make_job(2, lockstep=False)
@@ -701,10 +745,15 @@ def test_a_rank_that_cannot_raise_the_error_of_another_one_is_ended(
     assert (status.code, status.step, status.why) == (1, 3, why)
 
 
+@pytest.mark.parametrize("is_told_before", [False, True])
 def test_a_rank_that_waits_for_its_own_save_is_not_ended(
-    make_job: Any, monkeypatch: pytest.MonkeyPatch, process_ends: list[tuple[int, str]]
+    is_told_before: bool,
+    make_job: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    process_ends: list[tuple[int, str]],
 ) -> None:
-    """Both ranks fail at one step, for the same reason, while a slow save is in flight."""
+    """Both ranks fail at one step, for the same reason, while a slow save is in flight. Rank 0 is
+    told of the error of rank 1 before it raises its own, or after that."""
     monkeypatch.setattr(response, "STUCK_SECONDS", 0.3)
     job = make_job(2, lockstep=False)
 
@@ -719,6 +768,8 @@ def test_a_rank_that_waits_for_its_own_save_is_not_ended(
         with rank.make_checkpointer(save=EverySteps(5), preemption=preemption) as ckpt:
             for _ in range(5):
                 ckpt.step()
+            if is_told_before and rank.rank == 0:
+                job.wait_until(lambda: ckpt._preemption._peer_error is not None)
             raise OSError("The data is away")
 
     outcomes = job.outcomes(work)

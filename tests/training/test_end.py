@@ -238,6 +238,24 @@ def test_the_last_state_is_saved_although_the_save_before_failed() -> None:
     assert saved(store) == [(2, "cadence"), (5, "end")]
 
 
+def test_a_state_from_before_a_resume_is_not_saved_after_an_exception() -> None:
+    """The training has gone back. A version of the later step would undo that."""
+    store = MemoryStore()
+    with (
+        pytest.raises(ValueError, match="NaN"),
+        training(store, EverySteps(3) | OnException()) as (
+            state,
+            ckpt,
+        ),
+    ):
+        train(state, ckpt, 5)
+        snapshot = ckpt.resume()
+        assert snapshot is not None
+        assert snapshot.step == 3
+        raise ValueError("NaN")
+    assert saved(store) == [(3, "cadence")]
+
+
 def test_the_last_step_is_saved_again_if_its_save_failed() -> None:
     store = FailingStore()
     with (
