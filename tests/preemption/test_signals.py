@@ -350,6 +350,7 @@ def test_a_signal_to_all_processes_does_not_end_a_forked_one(previous: list[int]
         time.sleep(0.01)
         return 7
 
+    signal.signal(USR1, signal.SIG_DFL)  # which would end it
     source = SignalNotice(USR1)
     source.start(lambda: None)
     child = fork(work)
@@ -420,6 +421,7 @@ def test_a_worker_that_replaced_the_handler_can_be_protected(previous: list[int]
         os.kill(os.getpid(), USR1)
         return 5
 
+    signal.signal(USR1, signal.SIG_DFL)  # which would end it
     source = SignalNotice(USR1)
     source.start(lambda: None)
     signal.raise_signal(USR1)

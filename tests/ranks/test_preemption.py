@@ -175,7 +175,7 @@ def assert_no_threads() -> None:
 @pytest.mark.parametrize("noticed", range(3))
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_notice_on_one_rank_saves_once_and_all_leave(
-    noticed: int, lockstep: bool, make_job: Any
+    noticed: int, lockstep: bool, make_job: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """3, 19, 22, 36. Without lockstep, ranks run ahead of each other by many steps (D)."""
     job = make_job(3, lockstep=lockstep)
@@ -185,6 +185,7 @@ def test_a_notice_on_one_rank_saves_once_and_all_leave(
     assert job.reasons() == ["preemption"]
     assert all(matches_uninterrupted(r.state, r.rank, 3, step) for r in job.ranks)
     assert job.leftover_keys() == []
+    assert capsys.readouterr().err.count("stopped after step") == 1
     assert_no_threads()
 
 
@@ -374,6 +375,8 @@ def test_a_rank_that_waits_for_data_does_not_keep_the_others(
         outcomes = job.train_until_noticed()
     assert [type(o) for o in outcomes] == [Preempted] * 3, outcomes
     assert {(o.code, o.step, o.saved_step) for o in outcomes} == {(75, 6, 5)}
+    # without rank 0, the others must know the lock that they may save under
+    assert all(r.ckpt._saver.writer_lock._observed_id is not None for r in job.ranks[1:])
     assert job.versions == [5]
     assert job.reasons() == ["preemption"]
     assert [r.step for r in job.train_until_noticed(last_step=9, save=AtEnd())] == [5] * 3

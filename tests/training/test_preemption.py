@@ -6,6 +6,7 @@ The numbers in the docstrings are those of BEHAVIOURS.md, section A: what Tensor
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, NoSpace, Preempted, RankFailed, Unavailable
 from holdfast.preemption import response
+from holdfast.preemption.exit_status import forget_done, read_records
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints import step_savepoint
@@ -36,6 +38,7 @@ from holdfast.training.checkpointer import Checkpointer
 from holdfast.training.saves.goodput import Goodput
 from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
+from tests.preemption.metadata_servers import GcpServer
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
 EVERY_STEP = 0.002
@@ -349,6 +352,68 @@ def test_nothing_is_saved_in_a_signal_handler(stops: bool) -> None:
     (snapshot,) = Run(store.inner).snapshots()
     assert snapshot.step == 4
     assert snapshot["weights"][:].tobytes() == state_after(4)["weights"].tobytes()
+
+
+@pytest.mark.parametrize("source", ["platform", "SIGTERM"])
+def test_without_settings_the_notices_of_the_platform_and_sigterm_count(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """18, 38: nothing but the environment says that the training runs on Google Cloud."""
+    store, state = MemoryStore(), initial_state()
+    with GcpServer() as server:
+        if source == "platform":
+            server.announce()
+        monkeypatch.setenv("GCE_METADATA_HOST", server.url.removeprefix("http://"))
+        with (
+            pytest.raises(Preempted) as left,
+            Checkpointer(store, state, save=EverySteps(10**9)) as ckpt,
+        ):
+            while ckpt.current_step < 3000:
+                ckpt.step({"loss": train_step(state)})
+                time.sleep(EVERY_STEP)
+                if ckpt.current_step == 5:
+                    server.announce() if source == "platform" else signal.raise_signal(
+                        signal.SIGTERM
+                    )
+    assert (left.value.code, left.value.saved_step) == (75, left.value.step)
+    assert ("SIGTERM" in left.value.reason) == (source == "SIGTERM")
+    assert no_threads()
+
+
+def test_the_last_save_follows_the_one_in_flight() -> None:
+    """D: the version of the last step names the one before as its parent, so it waits for it."""
+    begun = threading.Event()
+
+    def slow(method: str, key: str) -> None:
+        if (method, key) == ("put_if_absent", "version_5/manifest.json"):
+            begun.set()
+            time.sleep(0.3)
+
+    store = hooked(slow)
+    training = Training(store, EverySteps(5))
+    with pytest.raises(Preempted), training.ckpt:
+        training.train(5)
+        assert begun.wait(10)
+        training.source.announce()
+        wait_until(lambda: training.ckpt._preemption.agreement._proposals.qsize() > 0)
+        training.train(100)
+    first, last = Run(store.inner).snapshots()
+    assert (first.step, last.step) == (5, 6)
+    assert last.manifest.parent is not None
+    assert last.manifest.parent.version == "version_5"
+
+
+def test_a_training_announces_itself_to_holdfast_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C4: otherwise, a worker that is killed before it has said anything would not be missed."""
+    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    training = Training(MemoryStore())
+    with training.ckpt:
+        training.ckpt.resume()
+        (record,) = read_records(str(tmp_path))
+        assert (record.pid, record.status, record.left) == (os.getpid(), None, None)
+    forget_done()
 
 
 # -- hooks of the user ---------------------------------------------------------------------------

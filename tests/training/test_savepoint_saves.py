@@ -16,10 +16,11 @@ import torch
 import holdfast
 from holdfast.deadline import Deadline
 from holdfast.errors import Preempted
-from holdfast.preemption import response
+from holdfast.preemption import PreemptionGuard, response
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints import step_savepoint
+from holdfast.run.catalog import read_training_metadata
 from holdfast.run.policy import EverySteps, Never, OnException, SavePolicy
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -267,6 +268,31 @@ def test_a_change_of_parameters_during_the_copy_commits_nothing(
         assert Run(store).snapshots() == []
         training.step()
     assert (left.value.code, left.value.saved_step) == (75, 2)
+
+
+def test_a_part_of_a_call_of_a_guard_is_not_saved() -> None:
+    """A version counts complete calls. A restart would repeat the steps of the part."""
+    store = MemoryStore()
+    training = TorchTraining(store)
+    guard = PreemptionGuard(training.ckpt)
+
+    def make_two_steps() -> None:
+        training.step()
+        for _ in range(100):
+            training.ckpt._goodput.step_durations.add(60.0)  # so the thread waits for none
+        training.notice(30.0)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert training.saved_step() is None
+            time.sleep(0.01)
+        training.step()
+
+    with pytest.raises(Preempted) as left, training.ckpt:
+        guard.run(training.forward_and_backward)
+        guard.run(make_two_steps)
+    assert (left.value.code, left.value.saved_step) == (75, 3)
+    (snapshot,) = Run(store).snapshots()
+    assert read_training_metadata(snapshot)["run_calls"] == 2
 
 
 def test_a_training_that_comes_back_first_saves_itself() -> None:
