@@ -209,6 +209,27 @@ def test_a_state_from_before_another_training_went_on_is_not_resumed(host: Host)
     assert host.captured == []
 
 
+def test_a_capture_is_skipped_while_the_one_before_is_in_progress(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training never waits for a slow peer."""
+    released, skipped = threading.Event(), list[str]()
+    monkeypatch.setattr(captures.Captures, "_copy", lambda *_: released.wait(20))
+    _, ckpt = host.start(every=5)
+    with ckpt, holdfast.attach(lambda name, _: skipped.append(name)):
+        for _ in range(12):
+            ckpt.step()
+        assert not released.is_set()
+        assert skipped.count("capture_skipped") == 1
+        assert host.captured == []
+        released.set()
+        ckpt._tiers.memory.wait()
+        for _ in range(3):
+            ckpt.step()
+        ckpt._tiers.memory.wait()
+        assert host.captured == ["version_5", "version_15"]
+
+
 def test_a_capture_in_progress_at_the_kill_leaves_nothing_that_counts(host: Host) -> None:
     host.train_and_die(77)
     torn = host.folder / "version_80"
