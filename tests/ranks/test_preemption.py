@@ -697,7 +697,7 @@ def test_a_rank_that_waits_in_a_save_for_one_that_hangs_leaves_in_time(
             if rank.rank == 1:
                 assert left.wait(20)
                 return
-            job.sources[0].announce(5.0)
+            job.sources[0].announce(9.0)
             job.wait_for_deadline()
             try:
                 rank.ckpt.save()

@@ -154,7 +154,7 @@ never_closed: list[holdfast.Checkpointer] = []
 
 def test_no_thread_keeps_a_process_from_its_end(tmp_path: Path) -> None:
     """36: the training has neither been closed nor left."""
-    run_ranks(never_close, tmp_path, (0, 0), timeout=30)
+    run_ranks(never_close, tmp_path, (0, 0), timeout=45)
 
 
 def test_a_stopped_rank_is_left_behind_in_time(tmp_path: Path) -> None:

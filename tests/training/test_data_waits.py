@@ -71,8 +71,10 @@ class Training:
         """In the loader: get a notice, and return no item before a thread has saved the state."""
         if self.ckpt.current_step == WAITS_AT:
             preemption = self.ckpt._preemption
-            preemption.on_notice(Notice("a test", 5.0))
-            end = time.monotonic() + 10
+            for _ in range(100):
+                self.ckpt._goodput.step_durations.add(60.0)  # so no step is awaited
+            preemption.on_notice(Notice("a test", 30.0))
+            end = time.monotonic() + 20
             while preemption._savepoint_saver.saved_step is None:
                 assert time.monotonic() < end, "nothing was saved"
                 time.sleep(0.005)
