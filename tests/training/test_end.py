@@ -520,7 +520,8 @@ def test_a_checkpointer_that_is_garbage_collected_warns_once() -> None:
     [warning] = caught
     assert warning.category is UnsavedSteps
     assert "Steps 1 to 3 are not in any version" in str(warning.message)
-    assert emitted == []
+    # a thread that began before may only now have found the platform
+    assert [name for name in emitted if name != "platform_detected"] == []
     assert saved(store) == []
 
 
