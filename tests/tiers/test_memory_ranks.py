@@ -359,6 +359,31 @@ def refuse_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_tier, "PeerConnection", Refusing)
 
 
+@pytest.mark.parametrize("refused", [{10, 15}, {15}, {10}])
+def test_the_newest_state_of_which_all_copies_exist_stays(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, refused: set[int]
+) -> None:
+    """States without copies must not replace those that survive the loss of a host. ``refused``:
+    the captures during which the copies of one rank fail."""
+    copy = captures.Captures._copy
+
+    def fail(tier: captures.Captures, version: Version, *rest: Any) -> None:
+        if version.step in refused and tier.group.rank == 0:
+            refuse_connections(monkeypatch)
+        copy(tier, version, *rest)
+        monkeypatch.setattr(host_tier, "PeerConnection", PeerConnection)
+
+    monkeypatch.setattr(captures.Captures, "_copy", fail)
+    cluster.train_and_die("ab", 17)
+    copied = max({5, 10} - refused)
+    assert cluster.captured("a") == cluster.captured("b") == [f"version_{copied}", "version_15"]
+    cluster.lose("a")
+    cluster.train_and_die("ab", 33)
+    assert cluster.resumed_step == (15 if 15 not in refused else copied)
+    assert cluster.captured("a") == cluster.captured("b")
+    assert len(cluster.captured("a")) == 2
+
+
 def test_a_peer_that_does_not_answer_costs_no_capture(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

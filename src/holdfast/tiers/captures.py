@@ -37,7 +37,7 @@ from holdfast.tiers.hosts import Hosts
 from holdfast.tiers.memory_check import TierCost, check_memory
 from holdfast.tiers.memory_tier import MemoryTier
 
-_COMPLETE, _FAILED, _BUSY = range(3)
+_COMPLETE, _UNCOPIED, _FAILED, _BUSY = range(4)
 """How a capture has ended on a rank. Of those of all ranks, the largest counts."""
 
 
@@ -62,7 +62,7 @@ class Captures(HostTier):
         self._has_enough = True
         self._must_stop = False
         self._has_captured = False
-        self._copy_failure = ""
+        self._copy_failure, self._is_copied = "", True
         self._has_warned = False
         self._failure: Exception | None = None
 
@@ -161,6 +161,8 @@ class Captures(HostTier):
                         await_all(collective)
                 except Exception as e:  # noqa: BLE001  (``capture`` raises it)
                     self._failure = e
+            if end == _UNCOPIED and self._newest is not None:
+                self._uncopied.add(self._newest)
         if end == _BUSY and self.group.rank == 0:
             events.emit("capture_skipped", folder=self.store.url)
         return end == _BUSY
@@ -168,7 +170,7 @@ class Captures(HostTier):
     def _last_end(self) -> int:
         pending = self._pending
         if pending is None or (pending.done and pending.error is None):
-            return _COMPLETE
+            return _COMPLETE if self._is_copied else _UNCOPIED
         return _FAILED if pending.done else _BUSY
 
     def _warn_of_copies(self) -> None:
@@ -183,7 +185,7 @@ class Captures(HostTier):
 
     def restart(self, step: int, epochs: int) -> None:
         """Count from now on: training resumes at a step."""
-        self._last = PolicyInput(step, 0.0, epochs, 0, 0.0, 0)
+        self._last, self._is_copied = PolicyInput(step, 0.0, epochs, 0, 0.0, 0), True
 
     def capture(self, state: Any, version: Version, metadata: VersionMetadata) -> None:
         """Copy the state into memory. The copies go to the other hosts in the background.
@@ -257,6 +259,7 @@ class Captures(HostTier):
     def _copy(self, version: Version, receipt: Receipt, collective: Collective) -> None:
         """Copy the files of this rank to its peers. A peer that fails is reported by an event, and
         once by a warning: the state is still in the memory of this host."""
+        self._is_copied = True
         if receipt.shard is None:
             return
 
@@ -271,6 +274,7 @@ class Captures(HostTier):
                         connection.send_file(self.store, f"{version}/{name}", advance)
             except HoldfastError as e:
                 events.emit("copy_failed", key=str(version), rank=rank, error=e)
+                self._is_copied = False
                 self._copy_failure = f"the copy of {version} to rank {rank} failed ({e})"
 
     # -- the end -----------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class HostTier:
         self._copies = copies
         self._domain = domain
         self._generations: list[Generation] = []
-        self._unpromoted: set[Version] = set()
+        self._unpromoted, self._uncopied = set[Version](), set[Version]()
         self._closing = ExitStack()
         self._prefix = self._secret = ""
         self._server: PeerServer | None = None
@@ -281,15 +281,18 @@ class HostTier:
         ]
 
     def _keep(self, generation: Generation) -> None:
-        """Count a complete state, and delete those before the newest two, unless they are still to
-        be promoted."""
-        self._generations.append(generation)
-        for old in self._generations[:-GENERATIONS]:
-            if old.version not in self._unpromoted:
-                self._generations.remove(old)
+        """Count a complete state. Keep one before it, the newest of which all copies exist, if
+        there is one, and those that are still to be promoted. Delete the others."""
+        earlier = self._generations
+        copied = [g for g in earlier if g.version not in self._uncopied]
+        kept = [*(copied or earlier)[-1:], *(g for g in earlier if g.version in self._unpromoted)]
+        self._generations = [*(g for g in earlier if g in kept), generation]
+        for old in earlier:
+            if old not in kept:
                 self._delete(old)
 
     def _delete(self, generation: Generation) -> None:
+        self._uncopied.discard(generation.version)
         # the manifest first: each rank of a host does the same
         self.store.delete(f"{generation.version}/{MANIFEST}")
         for key in generation.keys:
@@ -345,7 +348,7 @@ class HostTier:
         """Delete all states but ``kept``, the newest one before it, and those that are still to be
         promoted. None: all others."""
         self._generations.clear()
-        self._unpromoted = {*unpromoted}
+        self._unpromoted, self._uncopied = {*unpromoted}, set()
         if not self.is_open or not self._hosts.is_first:
             return
         files: dict[Version, list[str]] = {}
