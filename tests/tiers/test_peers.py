@@ -584,7 +584,7 @@ def test_each_part_of_a_file_has_its_own_time(folder, monkeypatch, pause, second
                 peer.send_file(source, "v1/a", lambda: calls.append(time.monotonic()))
         eventually(lambda: is_idle(server))
     if is_too_slow:
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 10
         assert keys(LocalStore(folder)) == partial_keys(LocalStore(folder)) == []
     else:
         assert time.monotonic() - began > 1.5

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, SkippedVersion
 from holdfast.format.names import Version
 from holdfast.run.policy import EverySteps, Never
 from holdfast.run.run import Run
@@ -120,10 +120,14 @@ def test_a_local_disk_with_another_version_of_the_same_step_is_ignored(tmp_path:
     assert state["weights"][0] == 2.0
 
 
+@pytest.mark.parametrize("is_supervised", [False, True])
 def test_damage_that_has_overwritten_a_part_of_the_state_raises_if_nothing_else_is_left(
-    host: Host,
+    host: Host, is_supervised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, training would begin at step 0 with parts of the damaged state."""
+    """Otherwise, training would begin at step 0 with parts of the damaged state. Under ``holdfast
+    run``, the state is left out after three starts: nobody may be there to delete it."""
+    if is_supervised:
+        monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
 
     def start() -> tuple[dict[str, Any], Checkpointer]:
         state = {
@@ -132,7 +136,7 @@ def test_damage_that_has_overwritten_a_part_of_the_state_raises_if_nothing_else_
             "progress": holdfast.Progress(),
         }
         tier = MemoryTier(every=EverySteps(10), copies=1, path=host.path)
-        ckpt = Checkpointer(host.run, state, save=Never(), tiers=[tier], preemption=None)
+        ckpt = Checkpointer(host.run, state, save=EverySteps(1000), tiers=[tier], preemption=None)
         host.ckpts.append(ckpt)
         return state, ckpt
 
@@ -144,10 +148,21 @@ def test_damage_that_has_overwritten_a_part_of_the_state_raises_if_nothing_else_
     ckpt._tiers.memory.wait()
     ckpt._saver.writer_lock.release()
     flip_bit(host.file("version_10", ".safetensors"), -1)
+    for _ in range(3):
+        state, ckpt = start()
+        with pytest.raises(HoldfastError, match="only state to resume from is damaged") as caught:
+            ckpt.resume()
+        assert caught.value.is_state_invalid
+        assert "version_10" in str(caught.value)
+        with pytest.raises(HoldfastError, match="Resume from an intact version"):
+            ckpt.step()
     state, ckpt = start()
-    with pytest.raises(HoldfastError, match="only state to resume from is damaged") as caught:
-        ckpt.resume()
-    assert caught.value.is_state_invalid
-    assert "version_10" in str(caught.value)
-    with pytest.raises(HoldfastError, match="Resume from an intact version"):
-        ckpt.step()
+    if not is_supervised:
+        with pytest.raises(HoldfastError, match="only state to resume from is damaged"):
+            ckpt.resume()
+        return
+    with pytest.warns(SkippedVersion, match="The captured states are left out"):
+        assert ckpt.resume() is None
+    ckpt.step()
+    assert state["b"][0] == 0.5
+    assert state["progress"].step == 1

@@ -78,7 +78,7 @@ def resume_run(
             else:
                 point = _follow_coordinator(run, loader, collective)
             if point is None and loader.error is not None:
-                _require_valid_state(loader, collective)
+                _require_valid_state(loader, collective, ladder)
             if tiers.local.is_open and not isinstance(point, str):
                 own = loader.leftovers if collective.rank == 0 else None
                 loader.leftovers = collective.broadcast(own, list[Candidate])
@@ -99,19 +99,22 @@ def resume_run(
         collective.close()
 
 
-def _require_valid_state(loader: StateLoader, collective: Collective) -> None:
+def _require_valid_state(loader: StateLoader, collective: Collective, ladder: Ladder) -> None:
     """Raise on all ranks if the run is empty, and a state of a tier that turned out to be damaged
-    has overwritten a part of the live state of a rank."""
+    has overwritten a part of the live state of a rank. This counts as a restart from there that
+    made no progress: the ladder then leaves it out, before anything is overwritten."""
     found = collective.gather(loader.partially_loaded, bool)
     is_invalid = collective.broadcast(any(found or ()) if collective.rank == 0 else None, bool)
     if is_invalid:
+        if collective.rank == 0 and loader.first_from_tier is not None:
+            ladder.record(*loader.first_from_tier)
         problems = " ".join(loader.problems) or "Rank 0 says which one."
         raise HoldfastError(
             f"The only state to resume from is damaged. {problems}",
             expected="an intact state in a tier, or a version in the run",
             found="neither",
             todo="The training must begin again: delete the folders of the tiers of this run on all"
-            " hosts, and start it once more",
+            " hosts, and start it again. Under `holdfast run`, the fourth start leaves them out",
             live_state="not valid",
         )
 

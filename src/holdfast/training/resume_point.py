@@ -72,9 +72,10 @@ class StateLoader:
 
     ``error`` is the error of the last load, or None if it succeeded. ``partially_loaded`` is True
     if a failed load has overwritten a part of the state and no load has succeeded since.
-    ``leftovers`` are the versions on local disks that are still to be promoted, and ``problems``
-    the reasons why newer states of tiers are skipped. ``goes_below``: a newer state is in a tier,
-    but a person has named another version.
+    ``first_from_tier``: the first state that was loaded from a tier, which is the newest one, and
+    the name of the tier. ``leftovers`` are the versions on local disks that are still to be
+    promoted, and ``problems`` the reasons why newer states of tiers are skipped. ``goes_below``: a
+    newer state is in a tier, but a person has named another version.
     """
 
     state: dict[str, Any]
@@ -82,6 +83,7 @@ class StateLoader:
     tiers: Tiers
     error: HoldfastError | None = None
     partially_loaded: bool = False
+    first_from_tier: tuple[Snapshot, TierName | None] | None = None
     leftovers: list[Candidate] = field(default_factory=list)
     problems: Sequence[str] = ()
     goes_below: bool = False
@@ -105,6 +107,7 @@ class StateLoader:
     def load_from_tier(self, instruction: ResumeInstruction) -> Snapshot:
         """Load a state of a tier, and return it. Raises the same errors."""
         snapshot = self.open_in_tier(instruction)
+        self.first_from_tier = self.first_from_tier or (snapshot, instruction.tier)
         self.load(snapshot)
         return snapshot
 
