@@ -1,7 +1,9 @@
 """The options of the tests, and the signals that they expect."""
 
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +25,14 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail a test whose storage server cannot be installed, instead of skipping it",
     )
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A folder in memory."""
+    path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +16,6 @@ from holdfast.run.run import Run
 from tests.ranks.survivors import SIZE, Scenario, kill, logs, start, wait_for
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def results(folder: Path) -> list[dict[str, Any]]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,13 +29,6 @@ with holdfast.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
     if "kill" in sys.argv:
         os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def start(run: Path, memory: str, last_step: int, *args: str) -> tuple[int, list[str]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +78,6 @@ class TorchTraining:
             assert time.monotonic() < end, "nothing was saved"
             time.sleep(0.005)
         return step
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def assert_holds(store: Any, step: int, expected: dict[str, Any]) -> None:
