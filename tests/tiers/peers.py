@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
+from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.peers.accounts import PeerLimits
 from holdfast.tiers.peers.addresses import PeerAddress
@@ -42,6 +43,13 @@ def address(server, rank=1):
 
 def connect(server, *, secret=SECRET, rank=0, seconds=20):
     return PeerConnection(address(server), secret, rank, seconds, "the test")
+
+
+def ask(peer):
+    """Make a request, which the server answers."""
+    store = MemoryStore()
+    store.put_if_absent("asked/a", b"")
+    peer.send_file(store, "asked/a")
 
 
 def eventually(condition, seconds=10):

@@ -15,7 +15,16 @@ from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.testing.contract import keys, partial_keys, put, random_bytes
-from tests.tiers.peers import LIMITS, SECRET, Proxy, connect, eventually, memory_folder, serving
+from tests.tiers.peers import (
+    LIMITS,
+    SECRET,
+    Proxy,
+    ask,
+    connect,
+    eventually,
+    memory_folder,
+    serving,
+)
 
 SIZE = 4 << 20
 SHORT_LIMITS = replace(LIMITS, idle_seconds=2, part_seconds=2, handshake_seconds=2)
@@ -143,7 +152,7 @@ def test_a_stopped_receiver_blocks_only_its_own_transfer(folder):
     put(source, "v1/a", random_bytes(32 << 20))  # more than the buffers of the sockets
     with memory_folder() as other, ServerProcess(folder) as stopped, serving(other) as server:
         with connect(stopped) as peer:
-            peer.list_files("")
+            ask(peer)
         os.kill(stopped.process.pid, signal.SIGSTOP)
         with (
             pytest.raises(HoldfastError, match=r"time is over|timed out"),

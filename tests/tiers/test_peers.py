@@ -38,6 +38,7 @@ from tests.tiers.peers import (
     LIMITS,
     SECRET,
     Proxy,
+    ask,
     connect,
     eventually,
     memory_folder,
@@ -72,8 +73,6 @@ def test_a_file_is_sent_and_acknowledged(folder, source):
             receipt = peer.send_file(source, f"v2/{number}")
             assert (receipt.length, receipt.digest) == (size, digest(data))
             assert LocalStore(folder).get(f"v2/{number}", size) == data
-        assert peer.list_files("v2") == [("v2/0", 0), ("v2/1", 1), ("v2/2", SIZE)]
-        assert peer.list_files("none") == []
     assert partial_keys(LocalStore(folder)) == []
 
 
@@ -128,15 +127,6 @@ def test_two_senders_of_one_file_both_succeed(folder, source):
         assert stored.digest == digest(random_bytes(SIZE))
     assert keys(LocalStore(folder)) == ["v1/a"]
     assert partial_keys(LocalStore(folder)) == []
-
-
-def test_a_list_of_files_fits_into_a_message(folder, source):
-    for number in range(1500):
-        source.put_if_absent(f"{'long/' * 160}{number:04}", b"")
-    with serving(None, store=source) as server, connect(server) as peer:
-        found = peer.list_files("long")
-    assert 1200 < len(found) < 1500
-    assert found[0] == (f"{'long/' * 160}0000", 0)
 
 
 # damage
@@ -489,9 +479,9 @@ def test_an_error_of_the_server_itself_reaches_the_peer(folder, source, monkeypa
 def test_too_many_connections_are_refused_and_may_come_back(folder, source):
     with serving(folder, replace(LIMITS, connections=1)) as server:
         with connect(server) as first:
-            first.list_files("")
+            ask(first)
             with pytest.raises(Unavailable), connect(server) as second:
-                second.list_files("")
+                ask(second)
         eventually(lambda: is_idle(server))
         with connect(server) as third:
             assert third.send_file(source, "v1/a").length == SIZE
@@ -654,7 +644,7 @@ def test_no_thread_can_be_started(folder, monkeypatch):
 def test_a_forked_process_keeps_no_connection_alive(folder, source):
     with serving(folder) as server:
         peer = connect(server)
-        peer.list_files("")
+        ask(peer)
         ready, begun = os.pipe()
         child = os.fork()
         if not child:

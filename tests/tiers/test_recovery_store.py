@@ -22,7 +22,7 @@ from holdfast.storage.store import Store
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.inventory import Holder, Sources
 from holdfast.tiers.recovery_store import Peers, RecoveryStore
-from tests.tiers.peers import LIMITS, connect, eventually, memory_folder, serving
+from tests.tiers.peers import LIMITS, ask, connect, eventually, memory_folder, serving
 
 FOLDER = "version_1"
 MANIFEST_KEY = f"{FOLDER}/{MANIFEST}"
@@ -314,7 +314,7 @@ def test_a_server_with_too_many_connections_sends_the_file_later(peers: Captured
     clock = Clock()
     with serving(None, replace(LIMITS, connections=1), store=peers.served) as server:
         first = connect(server)
-        first.list_files("")
+        ask(first)
 
         def sleep(seconds: float) -> None:
             clock.sleep(seconds)

@@ -18,9 +18,7 @@ from holdfast.tiers.peers.messages import (
     Channel,
     Coming,
     Fetch,
-    Files,
     Hello,
-    ListFiles,
     Offer,
     Ready,
     Stored,
@@ -156,13 +154,6 @@ class PeerConnection:
             found=f"{coming.length} bytes of {coming.file_length}",
             key=key,
         )
-
-    def list_files(self, prefix: str) -> list[tuple[str, int]]:
-        """Return the keys and lengths of the peer's files in a folder (``""``: all), in order of
-        their keys. At most ``MAX_LISTED`` are returned."""
-        self._channel.renew()
-        self._channel.send(ListFiles(prefix))
-        return self._channel.receive(Files).files
 
     def close(self) -> None:
         """Close the connection. What the peer has half received is gone."""

@@ -30,9 +30,6 @@ from holdfast.types import MIB
 MAX_FRAME_BYTES = MIB
 """The largest payload of a frame. A longer one ends the connection before it is read."""
 
-MAX_LISTED = 4096
-"""The largest number of files in a ``Files``."""
-
 PART_BYTES = 256 * MIB
 """The bytes of a file whose transfer gets ``part_seconds``. So no file is too long for a slow
 network, and no peer can be so slow that a transfer lasts forever."""
@@ -97,18 +94,6 @@ class Stored(_Message, frozen=True):
     digest: Digest
 
 
-class ListFiles(_Message, frozen=True):
-    """Asks for the files in a folder."""
-
-    prefix: Annotated[str, Meta(max_length=900)]
-
-
-class Files(_Message, frozen=True):
-    """The keys and the lengths of files."""
-
-    files: Annotated[list[tuple[Key, Length]], Meta(max_length=MAX_LISTED)]
-
-
 class Refused(_Message, frozen=True):
     """The error with which the server refuses a request, by the name of its class."""
 
@@ -134,7 +119,7 @@ class Refused(_Message, frozen=True):
         return found
 
 
-Message = Hello | Offer | Ready | Fetch | Coming | End | Stored | ListFiles | Files | Refused
+Message = Hello | Offer | Ready | Fetch | Coming | End | Stored | Refused
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

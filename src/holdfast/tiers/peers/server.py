@@ -13,7 +13,6 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from threading import Lock, Thread
 
 from holdfast.deadline import Deadline
@@ -32,14 +31,10 @@ from holdfast.tiers.peers.accounts import PeerAccounts, PeerLimits
 from holdfast.tiers.peers.auth import HELLO_BYTES, PROOF_BYTES, ServerHandshake, Session
 from holdfast.tiers.peers.files import begin_copy, digest_file, receive_content, send_content
 from holdfast.tiers.peers.messages import (
-    MAX_FRAME_BYTES,
-    MAX_LISTED,
     Channel,
     Coming,
     Fetch,
-    Files,
     Hello,
-    ListFiles,
     Offer,
     Ready,
     Refused,
@@ -49,9 +44,6 @@ from holdfast.tiers.peers.messages import (
 
 _POLL_SECONDS = 0.2
 """Seconds after which the times of the handshakes are checked."""
-
-_ENTRY_BYTES = 16
-"""The largest number of bytes of an entry of ``Files`` besides its key; a little more."""
 
 
 class PeerServer:
@@ -182,7 +174,7 @@ class PeerServer:
             rank = channel.receive(Hello).rank
             channel.peer = f"rank {rank}"
             while True:
-                request = channel.receive(Offer, Fetch, ListFiles)
+                request = channel.receive(Offer, Fetch)
                 channel.deadline = replace(channel.deadline, purpose=f"a request of rank {rank}")
                 channel.renew(request.length if isinstance(request, Offer) else 0)
                 self._answer(channel, rank, request)
@@ -199,31 +191,18 @@ class PeerServer:
         finally:
             self._forget(channel)
 
-    def _answer(self, channel: Channel, rank: int, request: Offer | Fetch | ListFiles) -> None:
+    def _answer(self, channel: Channel, rank: int, request: Offer | Fetch) -> None:
         if isinstance(request, Offer):
             channel.send(self._receive(channel, rank, request))
-        elif isinstance(request, Fetch):
-            file_length = self._store.stat(request.key).length
-            length = max(0, min(request.length, file_length - request.offset))
-            channel.send(Coming(length, file_length))
-            try:
-                send_content(channel, self._store, request.key, request.offset, length)
-            except HoldfastError:
-                channel.interrupt()  # the peer would read a message as bytes of the file
-                raise
-        else:
-            channel.send(self._list(request.prefix))
-
-    def _list(self, prefix: str) -> Files:
-        """Return the files in a folder, as many as fit into a message."""
-        files: list[tuple[str, int]] = []
-        nbytes = 0
-        for stat in islice(self._store.list(prefix), MAX_LISTED):
-            nbytes += len(stat.key.encode()) + _ENTRY_BYTES
-            if nbytes > MAX_FRAME_BYTES:
-                break
-            files.append((stat.key, stat.length))
-        return Files(files)
+            return
+        file_length = self._store.stat(request.key).length
+        length = max(0, min(request.length, file_length - request.offset))
+        channel.send(Coming(length, file_length))
+        try:
+            send_content(channel, self._store, request.key, request.offset, length)
+        except HoldfastError:
+            channel.interrupt()  # the peer would read a message as bytes of the file
+            raise
 
     def _receive(self, channel: Channel, rank: int, offer: Offer) -> Stored:
         """Store a file that a peer offers, or find out that it is stored already."""
