@@ -62,7 +62,7 @@ class Captures(HostTier):
         self._has_enough = True
         self._must_stop = False
         self._has_captured = False
-        self._copy_failure, self._is_copied = "", True
+        self._copy_failure = ""
         self._has_warned = False
         self._failure: Exception | None = None
 
@@ -170,7 +170,7 @@ class Captures(HostTier):
     def _last_end(self) -> int:
         pending = self._pending
         if pending is None or (pending.done and pending.error is None):
-            return _COMPLETE if self._is_copied else _UNCOPIED
+            return _UNCOPIED if self._copy_failure else _COMPLETE
         return _FAILED if pending.done else _BUSY
 
     def _warn_of_copies(self) -> None:
@@ -185,7 +185,7 @@ class Captures(HostTier):
 
     def restart(self, step: int, epochs: int) -> None:
         """Count from now on: training resumes at a step."""
-        self._last, self._is_copied = PolicyInput(step, 0.0, epochs, 0, 0.0, 0), True
+        self._last, self._newest = PolicyInput(step, 0.0, epochs, 0, 0.0, 0), None
 
     def capture(self, state: Any, version: Version, metadata: VersionMetadata) -> None:
         """Copy the state into memory. The copies go to the other hosts in the background.
@@ -259,7 +259,7 @@ class Captures(HostTier):
     def _copy(self, version: Version, receipt: Receipt, collective: Collective) -> None:
         """Copy the files of this rank to its peers. A peer that fails is reported by an event, and
         once by a warning: the state is still in the memory of this host."""
-        self._is_copied = True
+        self._copy_failure = ""
         if receipt.shard is None:
             return
 
@@ -274,7 +274,6 @@ class Captures(HostTier):
                         connection.send_file(self.store, f"{version}/{name}", advance)
             except HoldfastError as e:
                 events.emit("copy_failed", key=str(version), rank=rank, error=e)
-                self._is_copied = False
                 self._copy_failure = f"the copy of {version} to rank {rank} failed ({e})"
 
     # -- the end -----------------------------------------------------------------------------------
