@@ -57,3 +57,44 @@ def test_sigkill_loses_no_captured_state(tmp_path: Path, memory: str) -> None:
     assert [s.step for s in Run(run).snapshots()] == [25]
     assert Run(run).snapshots()[0]["x"][:].tolist() == [sum(range(25))] * 9
     assert not [p for p in Path(memory).rglob("*") if p.is_file()]
+
+
+HANGING = """
+import sys, threading, time
+import numpy as np, holdfast
+from holdfast.errors import RankFailed
+from holdfast.preemption.notice import Notice
+from holdfast.tiers import captures
+
+class Source:
+    name, interval, noticed = "a test", 0.05, False
+    def poll(self):
+        return Notice(self.name, 6.0) if self.noticed else None
+
+captures.finish_save = lambda job: threading.Event().wait(50)  # as for a rank that is dead
+source = Source()
+state = {"x": np.zeros(9), "progress": holdfast.Progress()}
+tier = holdfast.MemoryTier(every=holdfast.EverySteps(5), copies=1, path=sys.argv[2])
+save, preemption = holdfast.EverySteps(1000), holdfast.Preemption(notices=[source])
+with holdfast.Checkpointer(
+    sys.argv[1], state, save=save, tiers=[tier], preemption=preemption
+) as ckpt:
+    for _ in range(5):
+        ckpt.step()
+    source.noticed = True
+    while not ckpt._preemption.is_pending:
+        time.sleep(0.01)
+    raise {"ValueError": ValueError, "RankFailed": RankFailed}[sys.argv[3]]("another rank is dead")
+"""
+
+
+@pytest.mark.parametrize(("error", "code"), [("RankFailed", 76), ("ValueError", 1)])
+def test_a_capture_that_hangs_does_not_delay_the_exit_after_a_notice(
+    tmp_path: Path, memory: str, error: str, code: int
+) -> None:
+    """A training that an error has ended waits for its capture, whose other ranks may be dead."""
+    command = [sys.executable, "-c", HANGING, str(tmp_path / "run"), memory, error]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == code, done.stderr
+    assert "this process ends now, before it is killed" in done.stderr
+    assert f"{error} had ended the training: another rank" in done.stderr

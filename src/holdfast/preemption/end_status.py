@@ -48,7 +48,7 @@ def end_training(
     try:
         finish(error)
     finally:
-        if error is not None and is_failed and _is_from_user(error) and is_noticed():
+        if error is not None and is_failed and is_from_user(error) and is_noticed():
             leave_code(make_status(FAILED, f"{type(error).__name__}: {error}"))
     noticed = is_noticed()
     if not is_failed and noticed is not None:
@@ -62,7 +62,8 @@ def note_end(leave: Callable[[Deadline], object]) -> None:
     call_with_limit(lambda: leave(limit), "holdfast-end", _NOTE_SECONDS)
 
 
-def _is_from_user(error: BaseException) -> bool:
+def is_from_user(error: BaseException) -> bool:
+    """Return False if an error may be the consequence of the stop of another process."""
     if isinstance(error, Preempted | NoProgress | RankFailed) or is_from_torch(error):
         return False
     return isinstance(error, Exception | SystemExit)

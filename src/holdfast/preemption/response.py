@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import inf
 from threading import RLock
@@ -19,7 +20,7 @@ from holdfast.engine.distributed.error_report import decode_raised, is_from_torc
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, Preempted, RankFailed
-from holdfast.preemption.end_status import E, end_training, note_end
+from holdfast.preemption.end_status import E, end_training, is_from_user, note_end
 from holdfast.preemption.exit_status import (
     FAILED,
     SAVED,
@@ -75,7 +76,8 @@ class PreemptionResponse:
         self._failure: RankFailed | None = None
         self._announced_in = 0  # the id of the process
         self._peer_error: BaseException | None = None
-        self._is_unwinding = self._is_without_ranks = False
+        self._ended_by: BaseException | None = None
+        self._is_without_ranks = False
         self.has_left = False
         """True once the last step is saved and ``exit_fn`` has returned."""
         self.cleanup_seconds = CLEANUP_SECONDS
@@ -132,19 +134,18 @@ class PreemptionResponse:
             self._propose(LEAVE, deadline)
 
     def close(self) -> None:
-        """Stop to watch, because the training has ended.
-
-        The process still ends by the deadline if a save is in flight that does not end.
-        """
-        if not self._saves.busy:
-            self._timer.clear()
+        """Stop to watch, because the training ends. The deadline counts until ``finish``."""
         self._savepoint_saver.close()
         self._agreement = LocalAgreement()  # it refers to this object, and to a connection
         if self._watcher is not None:
             self._watcher.close()
 
-    def raise_source_error(self, ended: BaseException | None) -> None:
-        """Raise the error that ended a source of notices. See ``NoticeWatcher.raise_error``."""
+    def finish(self, ended: BaseException | None) -> None:
+        """Let the process live on, unless a save is in flight that does not end. Then raise the
+        error that ended a source of notices (see ``NoticeWatcher.raise_error``)."""
+        self._ended_by = None  # its frames refer to the state
+        if not self._saves.busy:
+            self._timer.clear()
         if self._watcher is not None:
             self._watcher.raise_error(ended)
 
@@ -209,12 +210,11 @@ class PreemptionResponse:
         """Raise the error of another rank here, or end the process if that is not possible."""
         error = decode_raised(report)
         with self._lock:
-            agreement, self._peer_error = self._agreement, error
+            agreement, self._peer_error, deadline = self._agreement, error, self._deadline
         if isinstance(agreement, Agreement):
             agreement.raise_at_next_step(error)
-        if self._is_unwinding:
+        if self._ended_by is not None:
             return  # the training thread waits for its own saves only, which have limits
-        deadline = self._deadline
         left = STUCK_SECONDS if deadline is None else min(STUCK_SECONDS, deadline.seconds_left / 2)
         message = (
             f"another rank has failed ({type(error).__name__}: {str(error)[:200]}), and this rank"
@@ -236,13 +236,11 @@ class PreemptionResponse:
     def _set_deadline(self, deadline: Deadline, cause: str) -> bool:
         """Return True if there was no deadline, or a later one."""
         with self._lock:
-            known = self._deadline
+            known, left = self._deadline, deadline.seconds_left
             if self.has_left or (known is not None and known.at <= deadline.at + 0.1):
                 return False
-            left = deadline.seconds_left
-            cleanup = self.cleanup_seconds = min(2.0, left / 20)
-            purpose, at = deadline.purpose, deadline.at
-            self._deadline = Deadline(purpose, at, deadline.clock, cleanup=cleanup)
+            self.cleanup_seconds = min(2.0, left / 20)
+            self._deadline = replace(deadline, cleanup=self.cleanup_seconds)
         events.emit("notice", source=cause, seconds=left)
         self._timer.set("exit", deadline.at - exit_margin(left), self._end_late)
         return True
@@ -268,14 +266,18 @@ class PreemptionResponse:
     def _end_late(self) -> None:
         """End the process because the training has not left by itself."""
         source = "a notice" if self._deadline is None else self._deadline.purpose
+        error, code = self._ended_by, self._code()
         message = (
             f"this process ends now, before it is killed, for {source}. Its last step is"
             f" {self._steps.step}, and the newest version is that of step {self._saved_step}"
         )
-        self._end_now(self._code(), message)
+        if error is not None:
+            code = FAILED if is_from_user(error) else code
+            message += f". {type(error).__name__} had ended the training: {str(error)[:200]}"
+        self._end_now(code, message)
 
     def _end_now(self, code: int, message: str) -> None:
-        if code == FAILED:
+        if code == FAILED and self._ended_by is None:
             limit, known = Deadline.after(_FLUSH_SECONDS, "the end of this process"), self._deadline
             self._savepoint_saver.flush(limit if known is None else save_deadline(known))
         if code == SAVED and not self._is_without_ranks:
@@ -319,7 +321,7 @@ class PreemptionResponse:
         live ranks save their savepoints if they can, and leave. The error is shown: it may have
         another cause, such as a lack of memory.
         """
-        self._is_unwinding = True
+        self._ended_by = error
         self._timer.clear("error")
         deadline, is_saved = self._deadline, False
         if deadline is None or not (isinstance(error, RankFailed) or is_from_torch(error)):

@@ -400,7 +400,7 @@ class Checkpointer:
                 part.close()
             saver.writer_lock.release(self._preemption.cleanup_seconds)
             self._tiers.close(saver.saved_step == self.current_step and not saver.busy)
-            self._preemption.raise_source_error(self._lifecycle.interruption())
+            self._preemption.finish(self._lifecycle.interruption())
 
     def __enter__(self) -> Self:
         self._ending.enter()
