@@ -21,6 +21,7 @@ from holdfast.preemption.exit_status import (
 from holdfast.preemption.final_code import Ended, decide, is_complete, last_attempt
 
 TERM, KILL, SEGV, USR1 = signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGUSR1
+ABRT = signal.SIGABRT
 SILENT = None
 """A worker that announced itself and left without a status."""
 
@@ -54,6 +55,7 @@ def two_workers(codes: tuple[int | None, ...]) -> list[WorkerRecord]:
 EXIT_0, EXIT_1 = Ended(0), Ended(1)
 STOPPED_1 = Ended(1, forwarded=(TERM,))
 TERMINATED = Ended(None, killed_by=TERM, forwarded=(TERM,))
+ABORTED = Ended(None, killed_by=ABRT, forwarded=(TERM,))
 OVERDUE = Ended(None, killed_by=KILL, forwarded=(TERM,), killed=frozenset({7}), pid=7)
 
 
@@ -105,6 +107,12 @@ OVERDUE = Ended(None, killed_by=KILL, forwarded=(TERM,), killed=frozenset({7}), 
         (OVERDUE, (DONE, DONE), UNSAVED),
         (OVERDUE, (SAVED, SAVED), SAVED),
         (Ended(None, killed_by=KILL), (SAVED, SAVED), FAILED),
+        (ABORTED, (SAVED, SAVED), SAVED),  # torchrun, while it exits
+        (ABORTED, (DONE, DONE), DONE),
+        (ABORTED, (FAILED, SAVED), FAILED),
+        (ABORTED, (SAVED,), UNSAVED),
+        (ABORTED, (), FAILED),  # not torchrun
+        (Ended(None, killed_by=ABRT), (SAVED, SAVED), FAILED),
         # a worker is missing, or left without a word
         (EXIT_0, (SAVED,), SAVED),
         (EXIT_0, (SILENT, SILENT), DONE),

@@ -96,7 +96,9 @@ def test_a_rank_that_stops_after_the_agreement_is_left_out(tmp_path: Path, notic
         kill(processes)
     newest = Run(str(tmp_path / "run")).latest()
     assert newest is not None
-    assert (newest.step, newest.metadata["note"]) == (7, {"missing_ranks": [1]})
+    assert newest.step == 7
+    # a live rank that a loaded machine keeps from its vote is left out, too
+    assert 1 in newest.metadata["note"]["missing_ranks"]
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])

@@ -759,7 +759,9 @@ def test_a_notice_does_not_wait_for_a_slow_promotion(
             train(state, ckpt, 10)
             disk.await_captured([10])
             source.announce(5.0)
-            train(state, ckpt, 10**6)
+            for step in range(11, 30):  # the save of step 30 would wait for the promotion
+                train(state, ckpt, step)
+                time.sleep(0.1)
         pytest.fail("it must leave")
     assert left.value.code == 75
     assert disk.promoted[-1] == left.value.saved_step

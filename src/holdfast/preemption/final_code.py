@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.preemption.exit_status import (
     DONE,
@@ -74,7 +74,8 @@ def decide(ended: Ended, records: Sequence[WorkerRecord]) -> Decision:
     5. All workers said why they left, and not all of them ``DONE``: the worst of the statuses.
        torchrun returns 1 after any signal, even if all workers exit with 0. Trainings that ended
        before do not matter (see ``is_complete``).
-       Not if the command was killed by a signal that ``holdfast run`` did not send.
+       Not if the command was killed by a signal that ``holdfast run`` did not send. But if torchrun
+       was asked to stop, SIGABRT counts as 1: its last threads may abort it while it exits.
     6. The command was asked to stop, and did not say more: ``UNSAVED``. But ``DONE`` if it exits
        with 1, torchrun started all workers, and all of them said ``DONE``. Any other code, or one
        of a script, may be that of what followed the training. torchrun stops at SIGUSR1 and
@@ -84,6 +85,9 @@ def decide(ended: Ended, records: Sequence[WorkerRecord]) -> Decision:
     current = last_attempt(records)
     statuses = [record.status for record in current if record.status is not None]
     worst = max((s.code for s in statuses), key=_SEVERITY.index, default=None)
+    launched = any(r.launcher is not None for r in current)
+    if launched and ended.stopped and ended.killed_by == signal.SIGABRT:
+        ended = replace(ended, exit_code=FAILED, killed_by=None)
     code = ended.exit_code
     if GIVE_UP in (worst, code):
         return _decision(GIVE_UP, statuses, ended)
@@ -100,7 +104,6 @@ def decide(ended: Ended, records: Sequence[WorkerRecord]) -> Decision:
     complete = worst is not None and is_complete(current)
     if complete and sent and worst is not None and worst != DONE:
         return _decision(worst, statuses, ended)
-    launched = any(r.launcher is not None for r in current)
     stopped = ended.stopped or (launched and bool(ended.forwarded))
     if sent and (stopped or ended.killed_by is not None):
         # torchrun itself returns 1 after a signal; a script that was killed did not finish
