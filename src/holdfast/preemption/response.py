@@ -76,7 +76,7 @@ class PreemptionResponse:
         self._failure: RankFailed | None = None
         self._announced_in = 0  # the id of the process
         self._peer_error: BaseException | None = None
-        self._ended_by: BaseException | None = None
+        self._ended_by: tuple[bool, str] | None = None
         self._is_without_ranks = False
         self.has_left = False
         """True once the last step is saved and ``exit_fn`` has returned."""
@@ -143,7 +143,6 @@ class PreemptionResponse:
     def finish(self, ended: BaseException | None) -> None:
         """Let the process live on, unless a save is in flight that does not end. Then raise the
         error that ended a source of notices (see ``NoticeWatcher.raise_error``)."""
-        self._ended_by = None  # its frames refer to the state
         if not self._saves.busy:
             self._timer.clear()
         if self._watcher is not None:
@@ -266,14 +265,14 @@ class PreemptionResponse:
     def _end_late(self) -> None:
         """End the process because the training has not left by itself."""
         source = "a notice" if self._deadline is None else self._deadline.purpose
-        error, code = self._ended_by, self._code()
+        code = self._code()
         message = (
             f"this process ends now, before it is killed, for {source}. Its last step is"
             f" {self._steps.step}, and the newest version is that of step {self._saved_step}"
         )
-        if error is not None:
-            code = FAILED if is_from_user(error) else code
-            message += f". {type(error).__name__} had ended the training: {str(error)[:200]}"
+        if self._ended_by is not None:  # a text: the frames of the error refer to the state
+            has_failed, why = self._ended_by
+            code, message = FAILED if has_failed else code, f"{message}. {why}"
         self._end_now(code, message)
 
     def _end_now(self, code: int, message: str) -> None:
@@ -321,7 +320,8 @@ class PreemptionResponse:
         live ranks save their savepoints if they can, and leave. The error is shown: it may have
         another cause, such as a lack of memory.
         """
-        self._ended_by = error
+        why = f"{type(error).__name__} had ended the training: {str(error)[:200]}"
+        self._ended_by = is_from_user(error), why
         self._timer.clear("error")
         deadline, is_saved = self._deadline, False
         if deadline is None or not (isinstance(error, RankFailed) or is_from_torch(error)):

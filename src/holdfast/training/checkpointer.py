@@ -187,10 +187,9 @@ class Checkpointer:
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
-        ``at`` selects the version of that step instead. ``branch`` selects the lineage of that
-        branch. Training may continue from a version other than the newest one, because newer ones
-        are damaged or because ``at`` or ``branch`` selects it. In that case, a branch is durably
-        started before this method returns. A ``SkippedVersion`` warning names each damaged version.
+        ``at`` selects the version of that step instead, and ``branch`` the lineage of that branch.
+        If training continues from a version other than the newest one, also because newer ones are
+        damaged, a branch is durably started first. ``SkippedVersion`` warnings name damaged ones.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@latest"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
@@ -244,10 +243,9 @@ class Checkpointer:
         ``metrics`` maps names to numbers. If this step is saved, its version stores them.
         ``batches`` is the number of batches in the step, if gradients are accumulated.
 
-        When this method returns, the state may change again. If an earlier save failed, its error
-        is raised here; several ranks raise it when the next save is due. The step is counted even
-        then. After a notice that the process will be stopped, this method saves, and raises
-        ``Preempted`` (a ``SystemExit``).
+        When this method returns, the state may change again. The error of an earlier save is raised
+        here; several ranks raise it when the next save is due. The step is counted even then. After
+        a notice that the process will be stopped, it saves, and raises ``Preempted`` (an exit).
         """
         self._lifecycle.check_open()
         with self._goodput.paused():
@@ -396,11 +394,13 @@ class Checkpointer:
     def _release(self) -> None:
         self._lifecycle.is_closed, saver = True, self._saver
         if not self._lifecycle.is_forked:
-            for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):
-                part.close()
-            saver.writer_lock.release(self._preemption.cleanup_seconds)
-            self._tiers.close(saver.saved_step == self.current_step and not saver.busy)
-            self._preemption.finish(self._lifecycle.interruption())
+            try:
+                for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):
+                    part.close()
+                saver.writer_lock.release(self._preemption.cleanup_seconds)
+                self._tiers.close(saver.saved_step == self.current_step and not saver.busy)
+            finally:
+                self._preemption.finish(self._lifecycle.interruption())
 
     def __enter__(self) -> Self:
         self._ending.enter()
