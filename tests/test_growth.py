@@ -58,7 +58,6 @@ def count_lines(call: Callable[[], Any]) -> tuple[int, Counter[str]]:
         counted(frame, "line", None)
         return counted
 
-    gc.collect()  # finalizers of other tests' objects would count
     previous = sys.gettrace()
     threading.settrace(trace)
     sys.settrace(trace)
@@ -218,6 +217,15 @@ def saved(make: Callable[[int], dict[str, Any]], n: int, folder: Any) -> str:
     url = folder() + "/version_1"
     holdfast.save(url, make(n))
     return url
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection():
+    """Finalizers of other tests' objects would count."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -20,19 +20,20 @@ from holdfast.preemption.signals import SignalNotice
         (None, None, 3.0, Plan(30, 0)),
         (0, None, 3.0, Plan(30, 0)),
         (7, None, 3.0, Plan(30, 4)),
-        (60, None, 3.0, Plan(60, 57)),
+        (60, None, 3.0, Plan(60, 55)),
         # a short notice: save and leave at once, unless the user wants to go on
         (None, 120.0, 3.0, Plan(120, 0)),
         (0, 120.0, 3.0, Plan(120, 0)),
         (100, 120.0, 3.0, Plan(120, 97)),
-        (600, 120.0, 3.0, Plan(120, 117)),
+        (600, 120.0, 3.0, Plan(120, 115)),
         # a long notice, such as a maintenance in an hour: go on, unless the user says 0
-        (None, 3600.0, 10.0, Plan(3600, 3590)),
+        (None, 3600.0, 10.0, Plan(3600, 3588)),
         (0, 3600.0, 10.0, Plan(3600, 0)),
         (100, 3600.0, 10.0, Plan(3600, 90)),
         # the first save alone takes the time
         (7, None, 3.6, Plan(30, 0)),
         (None, 3600.0, 2000.0, Plan(3600, 0)),
+        (3600, 5.0, 1.5, Plan(5, 0)),
         # too late, or in the past: there is still some time, or the process is dead anyway
         (None, 0.0, 3.0, Plan(5, 0)),
         (7, -100.0, 3.0, Plan(5, 0)),
@@ -51,7 +52,7 @@ def test_a_plan(
     [
         (None, None, 12.0, Plan(18, 0)),
         (None, None, 42.0, Plan(5, 0)),
-        (60, None, 12.0, Plan(48, 45)),
+        (60, None, 12.0, Plan(48, 43)),
         # the seconds of a notice are those that are left now
         (None, 20.0, 12.0, Plan(20, 0)),
     ],
@@ -70,8 +71,8 @@ def test_an_unknown_time_counts_from_when_the_notice_came(
         ("1", None, None, Plan(0.9, 0)),
         ("110", None, None, Plan(107, 0)),
         ("110", 60, None, Plan(107, 57)),
-        ("25", 60, None, Plan(22.5, 19.5)),  # ``holdfast run`` kills all the same
-        ("900", None, None, Plan(897, 894)),
+        ("25", 60, None, Plan(22.5, 17.5)),  # ``holdfast run`` kills all the same
+        ("900", None, None, Plan(897, 892)),
         ("25", None, 120.0, Plan(120, 0)),
     ],
 )

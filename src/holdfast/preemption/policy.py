@@ -26,6 +26,10 @@ LEAST_SECONDS = 5.0
 """The least time that a training takes for its save, however late the notice came: the process is
 still alive, and a save that is not committed does no harm."""
 
+_RESERVE = 2.0
+"""Seconds of the time that a notice leaves in which nobody trains: a machine that is about to be
+stopped may be slow, and then the ranks could not agree on their last step anymore."""
+
 LONG_NOTICE = 300.0
 """The training goes on after a notice that leaves more seconds than this, unless ``grace`` says."""
 
@@ -98,7 +102,7 @@ class Preemption:
             available = max(LEAST_SECONDS, notice.seconds)
         if grace is None:
             grace = available if available > LONG_NOTICE else 0.0
-        train_seconds = min(grace, available) - exit_seconds
+        train_seconds = min(grace, available - _RESERVE) - exit_seconds
         # two saves must fit
         is_long = train_seconds > exit_seconds
         return Plan(available, train_seconds if is_long else 0.0)
