@@ -48,7 +48,7 @@ def end_training(
     try:
         finish(error)
     finally:
-        if error is not None and is_failed and is_from_user(error) and is_noticed():
+        if error is not None and is_own_failure(error) and is_noticed():
             leave_code(make_status(FAILED, f"{type(error).__name__}: {error}"))
     noticed = is_noticed()
     if not is_failed and noticed is not None:
@@ -62,8 +62,9 @@ def note_end(leave: Callable[[Deadline], object]) -> None:
     call_with_limit(lambda: leave(limit), "holdfast-end", _NOTE_SECONDS)
 
 
-def is_from_user(error: BaseException) -> bool:
-    """Return False if an error may be the consequence of the stop of another process."""
+def is_own_failure(error: BaseException) -> bool:
+    """Return False for an exit with code 0, an interrupt, and an error that may be the consequence
+    of the stop of another process."""
     if isinstance(error, Preempted | NoProgress | RankFailed) or is_from_torch(error):
         return False
-    return isinstance(error, Exception | SystemExit)
+    return bool(error.code) if isinstance(error, SystemExit) else isinstance(error, Exception)

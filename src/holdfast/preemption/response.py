@@ -20,7 +20,7 @@ from holdfast.engine.distributed.error_report import decode_raised, is_from_torc
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.distributed.rounds import RoundDeadline
 from holdfast.errors import HoldfastError, Preempted, RankFailed
-from holdfast.preemption.end_status import E, end_training, is_from_user, note_end
+from holdfast.preemption.end_status import E, end_training, is_own_failure, note_end
 from holdfast.preemption.exit_status import (
     FAILED,
     SAVED,
@@ -321,7 +321,7 @@ class PreemptionResponse:
         another cause, such as a lack of memory.
         """
         why = f"{type(error).__name__} had ended the training: {str(error)[:200]}"
-        self._ended_by = is_from_user(error), why
+        self._ended_by = is_own_failure(error), why
         self._timer.clear("error")
         deadline, is_saved = self._deadline, False
         if deadline is None or not (isinstance(error, RankFailed) or is_from_torch(error)):
