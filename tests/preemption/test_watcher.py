@@ -103,6 +103,22 @@ def test_a_source_that_is_woken_is_polled_at_once() -> None:
     assert source.closed == 1
 
 
+def test_a_signal_that_comes_just_before_the_end_is_passed_on() -> None:
+    """Its thread is not woken before the end."""
+    response, source, polled = Response(), WakingSource(), Source()
+    watcher = NoticeWatcher([source, polled], response.on_notice)
+    watcher.start()
+    wait_for(lambda: source.polls == 1 and polled.polls)
+    source.results.append(Notice("SIGTERM"))
+    watcher.close()
+    polls = polled.polls
+    assert response.notices == [Notice("SIGTERM")]
+    assert source.closed == 1
+    watcher.close()
+    assert len(response.notices) == 1
+    assert polled.polls == polls
+
+
 def test_an_outage_is_reported_once_and_the_source_is_polled_on(
     failures: list[tuple[str, str]],
 ) -> None:

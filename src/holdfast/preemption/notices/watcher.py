@@ -74,21 +74,29 @@ class NoticeWatcher:
             _emit(_DETECTION, RuntimeError("can't start new thread"))
 
     def close(self) -> None:
-        """Close the sources and end the threads. It raises nothing: see ``raise_error``."""
+        """End the threads and close the sources. It raises nothing: see ``raise_error``.
+
+        A source that wakes its thread is polled once more: a signal that came just before would
+        be lost otherwise, and what the training still does would not end in time.
+        """
         if self._pid != os.getpid():
             return
         self._end_threads()
-        for watch in self._watches:
-            close = getattr(watch.source, "close", None)
-            if close is not None:
-                try:
-                    close()
-                except Exception as e:  # noqa: BLE001  (``raise_error`` raises it)
-                    self._error = self._error or e
         limit = Deadline.after(_JOIN_SECONDS, "the last polls of the sources of notices")
         for thread in self._threads:
             thread.join(limit.seconds_left)  # a daemon: a poll that hangs delays only for so long
         self._threads.clear()
+        for watch in self._watches:
+            close = getattr(watch.source, "close", None)
+            try:
+                is_woken, watch.is_woken = watch.is_woken, False
+                notice = watch.ask() if is_woken else None
+                if notice is not None:
+                    self._pass_on(notice, is_last=True)
+                if close is not None:
+                    close()
+            except Exception as e:  # noqa: BLE001  (``raise_error`` raises it)
+                self._error = self._error or e
 
     def raise_error(self, ended: BaseException | None = None) -> None:
         """Raise the first error, other than an outage, that ended a source.
@@ -146,12 +154,13 @@ class NoticeWatcher:
                     self._pass_on(notice)
                 watch.wait(due_at - self._clock())
         except BaseException as e:  # noqa: BLE001  (``raise_error`` raises it)
+            watch.is_woken = False
             self._fail(watch.source, e)
 
-    def _pass_on(self, notice: Notice) -> None:
+    def _pass_on(self, notice: Notice, *, is_last: bool = False) -> None:
         with self._lock:
             on_notice = self._on_notice()
-            if on_notice is not None and not self._is_ending:
+            if on_notice is not None and (is_last or not self._is_ending):
                 on_notice(notice)
 
     def _fail(self, source: NoticeSource, error: BaseException) -> None:
@@ -167,6 +176,8 @@ class _Watch:
 
     def __init__(self, source: NoticeSource) -> None:
         self.source = source
+        self.is_woken = hasattr(source, "start")
+        """True if the source wakes its thread, and may still be polled."""
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._is_failing = False
 

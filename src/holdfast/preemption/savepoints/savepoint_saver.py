@@ -158,7 +158,7 @@ class SavepointSaver:
         is_first = self._deadline is None
         ends_at = deadline.at - exit_margin(deadline.seconds_left)
         self._deadline, self._leave_at = replace(deadline, at=ends_at), leave_at
-        if is_first and self._savepoint.is_useful:
+        if is_first and self._savepoint.is_useful and not self._is_stopped:
             thread = Thread(target=self._run, name="holdfast-savepoint", daemon=True)
             self._thread = thread if start_thread(thread) else None
 
