@@ -45,7 +45,7 @@ chaos quick test test-chaos test-stores: export RES_OPTIONS := timeout:1 attempt
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 2 -m "not slow and not root" $(QUICK)
 
-# All tests: under 10 minutes on 2 idle cores. Three workers, because many tests wait for processes and deadlines.
+# All tests: about 14 minutes on 2 cores (the aim is 10). Three workers: many tests wait for processes and deadlines.
 test: $(VENV)/.ready tools
 	$(RUN) -m pytest -q -n 3 --dist worksteal --durations=20
 
