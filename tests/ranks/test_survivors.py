@@ -18,6 +18,10 @@ from tests.ranks.survivors import SIZE, Scenario, kill, logs, start, wait_for
 pytestmark = pytest.mark.slow
 
 
+EXIT_SECONDS = 1.0
+"""What the exit of a process may take on a loaded machine."""
+
+
 def results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(SIZE)]
 
@@ -71,7 +75,7 @@ def test_the_live_ranks_save_the_last_step_and_leave_in_time(
     if fault == signal.SIGSTOP:  # no call to a stopped rank returns, so they end themselves early
         saved, before = committed_at(tmp_path, 7), committed_at(tmp_path, 5)
         left = scenario.seconds - (saved - before - 1.0)
-        assert ended - saved < 0.75 * left
+        assert ended - saved < 0.75 * left + EXIT_SECONDS
     resumed = complete(tmp_path)
     assert [r["resumed"] for r in resumed] == [7] * SIZE
     assert [r["weights"] for r in resumed] == stopped_at(tmp_path / "undisturbed", 7)
@@ -141,7 +145,7 @@ def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_s
     newest = Run(str(tmp_path / "run")).latest()
     assert newest is not None
     saved, before = committed_at(tmp_path, newest.step), committed_at(tmp_path, 5)
-    assert ended - saved < 0.75 * (scenario.seconds - (saved - before - 1.0))
+    assert ended - saved < 0.75 * (scenario.seconds - (saved - before - 1.0)) + EXIT_SECONDS
     # 75 if the rank learned in time that its last step is saved
     assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
     assert newest.step in (6, 7)  # a capture may be skipped, because the one before is not complete
