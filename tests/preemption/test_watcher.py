@@ -119,6 +119,19 @@ def test_a_signal_that_comes_just_before_the_end_is_passed_on() -> None:
     assert polled.polls == polls
 
 
+def test_a_source_whose_last_poll_fails_is_closed() -> None:
+    """Otherwise, its handlers of signals would stay."""
+    response, source = Response(), WakingSource()
+    watcher = NoticeWatcher([source], response.on_notice)
+    watcher.start()
+    wait_for(lambda: source.polls == 1)
+    source.results.append(KeyError("x"))
+    watcher.close()
+    assert source.closed == 1
+    with pytest.raises(KeyError):
+        watcher.raise_error()
+
+
 def test_an_outage_is_reported_once_and_the_source_is_polled_on(
     failures: list[tuple[str, str]],
 ) -> None:

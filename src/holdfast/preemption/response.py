@@ -238,7 +238,7 @@ class PreemptionResponse:
             known, left = self._deadline, deadline.seconds_left
             if self.has_left or (known is not None and known.at <= deadline.at + 0.1):
                 return False
-            self.cleanup_seconds = min(2.0, left / 20)
+            self.cleanup_seconds = exit_margin(left)
             self._deadline = replace(deadline, cleanup=self.cleanup_seconds)
         events.emit("notice", source=cause, seconds=left)
         self._timer.set("exit", deadline.at - exit_margin(left), self._end_late)

@@ -87,16 +87,11 @@ class NoticeWatcher:
             thread.join(limit.seconds_left)  # a daemon: a poll that hangs delays only for so long
         self._threads.clear()
         for watch in self._watches:
-            close = getattr(watch.source, "close", None)
-            try:
-                is_woken, watch.is_woken = watch.is_woken, False
-                notice = watch.ask() if is_woken else None
-                if notice is not None:
-                    self._pass_on(notice, is_last=True)
-                if close is not None:
-                    close()
-            except Exception as e:  # noqa: BLE001  (``raise_error`` raises it)
-                self._error = self._error or e
+            for end in (self._poll_last, _close_source):
+                try:
+                    end(watch)
+                except Exception as e:  # noqa: BLE001  (``raise_error`` raises it)
+                    self._error = self._error or e
 
     def raise_error(self, ended: BaseException | None = None) -> None:
         """Raise the first error, other than an outage, that ended a source.
@@ -157,6 +152,12 @@ class NoticeWatcher:
             watch.is_woken = False
             self._fail(watch.source, e)
 
+    def _poll_last(self, watch: _Watch) -> None:
+        is_woken, watch.is_woken = watch.is_woken, False
+        notice = watch.ask() if is_woken else None
+        if notice is not None:
+            self._pass_on(notice, is_last=True)
+
     def _pass_on(self, notice: Notice, *, is_last: bool = False) -> None:
         with self._lock:
             on_notice = self._on_notice()
@@ -201,6 +202,12 @@ class _Watch:
             return None
         self._is_failing = False
         return check_notice(notice)
+
+
+def _close_source(watch: _Watch) -> None:
+    close = getattr(watch.source, "close", None)
+    if close is not None:
+        close()
 
 
 def _emit_failure(source: NoticeSource, error: Exception) -> None:
