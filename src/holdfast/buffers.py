@@ -12,14 +12,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Condition, Lock
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from holdfast.errors import HoldfastError, StoreError
+from holdfast.lazy_torch import torch_or_none
 from holdfast.types import ALIGNMENT, BLOCK_SIZE, MIB
 
 _MADV_WIPEONFORK = 18
@@ -238,7 +240,19 @@ class BufferPool:
 POOL_BUDGET = 128 * MIB
 """Half of the memory that a synchronous save or a load may use beyond the state, in bytes."""
 
-_pool = BufferPool(POOL_BUDGET)
+
+def page_lock(buffer: Buffer) -> None:
+    """Page-lock a buffer's memory for its lifetime, if the program uses CUDA: copies from and to
+    devices are then three times as fast. If the driver refuses, the memory stays pageable."""
+    torch = torch_or_none()
+    # registering memory would otherwise create a CUDA context, which takes memory of the device
+    if torch is not None and torch.cuda.is_initialized():
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(buffer.address, buffer.size, 0)) == 0:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.address)
+
+
+_pool = BufferPool(POOL_BUDGET, on_create=page_lock)
 
 
 def shared_pool() -> BufferPool:
@@ -253,7 +267,7 @@ def _replace_pool() -> None:
     them would reach the parent's files. The lock of the inherited pool may be locked forever.
     """
     global _pool
-    _pool = BufferPool(POOL_BUDGET)
+    _pool = BufferPool(POOL_BUDGET, on_create=page_lock)
 
 
 os.register_at_fork(after_in_child=_replace_pool)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.buffers import BufferPool
+from holdfast.buffers import BufferPool, page_lock
 from holdfast.engine.saving import overlap, save
-from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
+from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.errors import CommitError, HoldfastError, NoSpace
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
@@ -319,9 +319,9 @@ def test_buffers_for_a_device_are_page_locked(monkeypatch: pytest.MonkeyPatch) -
         cudaHostRegister=lambda address, size, flags: locked.update({address: size}) or 0,
         cudaHostUnregister=locked.pop,
     )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    pool = BufferPool(1 << 20, 1 << 16, pin_memory)
+    pool = BufferPool(1 << 20, 1 << 16, page_lock)
     buffers = [pool.acquire() for _ in range(3)]
     assert locked == {b.address: 1 << 16 for b in buffers}
     for buffer in buffers:
@@ -333,7 +333,7 @@ def test_buffers_for_a_device_are_page_locked(monkeypatch: pytest.MonkeyPatch) -
     runtime.cudaHostRegister = lambda address, size, flags: (
         712
     )  # an error: the buffer is used without page locking
-    other = BufferPool(1 << 20, 1 << 16, pin_memory)
+    other = BufferPool(1 << 20, 1 << 16, page_lock)
     other.release(other.acquire())
     other.close()
     assert locked == {}

@@ -34,7 +34,8 @@ class RNG:
         """Return the states of the generators by name.
 
         The states of the devices are a list under the name of the device type, such as ``cuda``,
-        with one state per device. They are included only if the program uses the accelerator.
+        with one state per device. They are included only once the program has used the
+        accelerator: until then, its generators have only their seed, which the program sets.
 
         These are the states from which training continues: inside a block of
         ``holdfast.isolated_rng``, those at the beginning of the outermost block.

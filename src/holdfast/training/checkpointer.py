@@ -66,8 +66,8 @@ class Checkpointer:
     holds. Every ``full_every``-th version is still written in full. ``full_every=None`` never
     forces a full version, which suits weights that stay frozen.
 
-    ``overlap=True`` (experimental, never tried on an accelerator) copies the parameters and slots
-    of the optimizers during the next forward and backward pass. ``optimizer.step`` waits for the
+    ``overlap=True`` copies the parameters and slots of the optimizers during the next forward and
+    backward pass, which suits states on an accelerator. ``optimizer.step`` waits for the
     copy. Nothing else may change these tensors in the meantime.
 
     ``preemption`` says what follows a notice that the process will be stopped, such as SIGTERM. By

@@ -129,7 +129,7 @@ def test_a_leaf_that_cannot_be_copied_leaves_nothing(folder, monkeypatch):
     def fail(*_):
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("holdfast.engine.saving.image.copy_bytes", fail)
+    monkeypatch.setattr("holdfast.engine.saving.image._begin_copy", fail)
     with pytest.raises(RuntimeError, match="the device is gone"):
         begin(store, 1, make_state())
     assert list(folder.iterdir()) == []

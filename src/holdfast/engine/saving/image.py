@@ -6,7 +6,7 @@ import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
@@ -70,6 +70,22 @@ class Image:
     cuts: Ints
     length: int
 
+    def split_by_device(self, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """Return the pieces with bytes from CUDA devices, and those with bytes from the host."""
+        if not cuda_devices(self.sources):
+            return [], list(pieces)
+        is_cuda = (getattr(source, "is_cuda", False) for source in self.sources)
+        counts = [0, *accumulate(map(int, is_cuda))]
+        split: tuple[list[Piece], list[Piece]] = [], []
+        for piece in pieces:
+            first, last = self._boxes_between(piece.start, piece.stop)
+            split[piece.start < len(self.header) or counts[first] == counts[last]].append(piece)
+        return split
+
+    def _boxes_between(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the first box with bytes between two file offsets, and the one after the last."""
+        return bisect_right(self.box_starts, start) - 1, bisect_left(self.box_starts, stop)
+
     def copy_piece(self, piece: Piece, buffer: Buffer) -> None:
         """Copy the piece's bytes to the start of the buffer."""
         start, stop = piece.start, piece.stop
@@ -81,7 +97,14 @@ class Image:
     def copy_range(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
         """Copy the data at file offsets ``start`` to ``stop`` into the buffer at
         ``buffer_offset``."""
-        first, last = bisect_right(self.box_starts, start) - 1, bisect_left(self.box_starts, stop)
+        self.begin_copy(start, stop, buffer, buffer_offset)
+        first, last = self._boxes_between(start, stop)
+        synchronize_streams(self.sources[first:last])
+
+    def begin_copy(self, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
+        """Copy as ``copy_range`` does. Copies from CUDA devices may end only when the current
+        streams of this thread are synchronized."""
+        first, last = self._boxes_between(start, stop)
         shift = buffer_offset - start
         boxes: Iterable[int] = range(first, last)
         if last - first >= _MANY_BOXES:  # all but the first and the last one are copied completely
@@ -90,7 +113,7 @@ class Image:
             box_start = self.box_starts[i]
             a, b = max(start, box_start), min(stop, self.box_ends[i])
             if b > a:
-                copy_bytes(self.sources[i], a - box_start, b - box_start, buffer, a + shift)
+                _begin_copy(self.sources[i], a - box_start, b - box_start, buffer, a + shift)
 
     def _copy_small_boxes(self, first: int, last: int, buffer: Buffer, shift: int) -> list[int]:
         """Copy the small boxes from ``first`` to before ``last``, and return the other ones.
@@ -174,6 +197,27 @@ def make_image(
 def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
     """Copy bytes ``start`` to ``stop`` of the source, in row-major order, into the buffer at
     ``buffer_offset``."""
+    _begin_copy(source, start, stop, buffer, buffer_offset)
+    synchronize_streams([source])
+
+
+def cuda_devices(sources: Iterable[Any]) -> set[Any]:
+    """Return the CUDA devices that hold sources."""
+    return {s.device for s in sources if getattr(s, "is_cuda", False)}
+
+
+def synchronize_streams(sources: Iterable[Any]) -> None:
+    """Wait for the work that is queued on this thread's current CUDA streams, on every device that
+    holds sources. Streams of other threads do not wait for that work."""
+    for device in cuda_devices(sources):
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _begin_copy(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset: int) -> None:
+    """Copy as ``copy_bytes`` does. A copy from a CUDA device may end only when the thread's stream
+    is synchronized."""
     if address := contiguous_address(source):
         ctypes.memmove(buffer.address + buffer_offset, address + start, stop - start)
     elif hasattr(source, "read_into"):  # an import reads it from a store now
@@ -222,8 +266,11 @@ def _copy_strided_tensor(source: Any, start: int, stop: int, out: memoryview) ->
     size = source.element_size()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     source = source.view(integer)
+    if source.is_contiguous():
+        source = source.view(-1)  # then one copy suffices
     done = 0
     for box in contiguous_boxes(tuple(source.shape), start // size, stop // size):
         target = torch.frombuffer(out, dtype=integer, count=box.numel, offset=done)
-        target.view(box.sizes).copy_(source[box.slices((0,) * source.ndim)])
+        part = source[box.slices((0,) * source.ndim)]
+        target.view(box.sizes).copy_(part, non_blocking=True)
         done += target.nbytes

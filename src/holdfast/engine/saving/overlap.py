@@ -4,22 +4,19 @@ Parameters and optimizer slots change only when an optimizer steps (``step_hooks
 therefore return before it copies them, and copy them during the next forward and backward pass. A
 hook on the optimizers waits for the copies. The idea is from DataStates-LLM (Maurya et al., 2024).
 
-This feature is experimental and off by default. It is tested on CPUs and has never run on an
-accelerator.
+This feature is off by default, because nothing but the optimizers may then change what is copied.
 """
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from threading import local
+from functools import partial
 from typing import Any
 
-from holdfast.buffers import Buffer
-from holdfast.engine.saving.image import Image, Piece
-from holdfast.engine.saving.staging import cuda_devices, stage_pieces
+from holdfast.engine.saving.image import Image, Piece, cuda_devices
+from holdfast.engine.saving.staging import stage_pieces
 from holdfast.lazy_torch import torch_or_none
 from holdfast.storage.store import MappedUpload
 from holdfast.threads import Latch, Workers
@@ -39,7 +36,6 @@ class DeferredStaging:
         self._upload = upload
         self._image = image
         self._pieces = pieces
-        self._streams = _ThreadStreams(cuda_devices(image.sources) if pieces else ())
         self._leaf_indices = _leaf_indices_in(image, pieces) if pieces else []
         self._tensor_versions = self._read_tensor_versions()
         if not pieces:
@@ -55,7 +51,8 @@ class DeferredStaging:
         try:
             if self.done.is_set():
                 return []
-            stage_pieces(self._image, self._pieces, workers, self._upload, self._streams)
+            streams = partial(_own_streams, cuda_devices(self._image.sources))
+            stage_pieces(self._image, self._pieces, workers, self._upload, streams)
             versions = zip(
                 self._leaf_indices, self._tensor_versions, self._read_tensor_versions(), strict=True
             )
@@ -109,32 +106,12 @@ def _overlaps(starts: Sequence[int], stops: Sequence[int], start: int, stop: int
     return bisect_right(stops, start) < bisect_left(starts, stop)
 
 
-def pin_memory(buffer: Buffer) -> None:
-    """Page-lock a buffer's memory for copies from CUDA devices, for the lifetime of the buffer. If
-    the driver refuses, the memory stays pageable: copies are then slower, but correct."""
-    torch = torch_or_none()
-    if torch is not None and torch.cuda.is_available():
-        runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(buffer.address, buffer.size, 0)) == 0:
-            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.address)
-
-
-class _ThreadStreams:
-    """Makes a context in which the calling thread uses its own CUDA stream on each device, so that
-    copies overlap the computation of the training. Without CUDA devices, the context does
-    nothing."""
-
-    def __init__(self, devices: Collection[Any]) -> None:
-        self._devices = devices
-        self._thread_local = local()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        torch: Any = torch_or_none()
-        streams = getattr(self._thread_local, "streams", None)
-        if streams is None:
-            streams = self._thread_local.streams = [torch.cuda.Stream(d) for d in self._devices]
-        with ExitStack() as entered:
-            for stream in streams:
-                entered.enter_context(torch.cuda.stream(stream))
-            yield
+@contextmanager
+def _own_streams(devices: Collection[Any]) -> Iterator[None]:
+    """Use a new CUDA stream on each device within the context, so that copies overlap the
+    computation of the training."""
+    torch: Any = torch_or_none()
+    with ExitStack() as entered:
+        for device in devices:
+            entered.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        yield

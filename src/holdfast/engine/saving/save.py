@@ -25,12 +25,12 @@ from holdfast.engine.saving.commit import (
     put_manifest,
     raise_if_exists,
 )
-from holdfast.engine.saving.image import make_image, split_into_pieces
+from holdfast.engine.saving.image import make_image, split_into_pieces, synchronize_streams
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.overlap import DeferredStaging, split_pieces
 from holdfast.engine.saving.partition import partition_state
 from holdfast.engine.saving.pending import Pending
-from holdfast.engine.saving.staging import stage_pieces, synchronize_streams
+from holdfast.engine.saving.staging import stage_pieces
 from holdfast.engine.saving.write import put_local_shard, write_local_shard
 from holdfast.engine.snapshot.location import Location, Url, locate
 from holdfast.engine.snapshot.snapshot import Snapshot

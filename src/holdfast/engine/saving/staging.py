@@ -15,25 +15,11 @@ import msgspec
 
 from holdfast.buffers import Buffer, BufferPool
 from holdfast.engine.distributed.group import Group
-from holdfast.engine.saving.image import Image, Piece, release_buffers
+from holdfast.engine.saving.image import Image, Piece, release_buffers, synchronize_streams
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.format.digest import digest
 from holdfast.storage.store import MappedUpload
 from holdfast.threads import Workers, start_thread
-
-
-def cuda_devices(sources: Sequence[Any]) -> set[Any]:
-    """Return the CUDA devices that hold sources."""
-    return {s.device for s in sources if getattr(s, "is_cuda", False)}
-
-
-def synchronize_streams(sources: Sequence[Any]) -> None:
-    """Wait for the work that is queued on this thread's current CUDA streams, on every device that
-    holds sources. Other threads copy on their own streams, which do not wait for that work."""
-    for device in cuda_devices(sources):
-        import torch
-
-        torch.cuda.current_stream(device).synchronize()
 
 
 def stage_pieces(
@@ -41,25 +27,34 @@ def stage_pieces(
     pieces: Sequence[Piece],
     workers: Workers,
     upload: MappedUpload | None = None,
-    make_context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    streams: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Copy all pieces into buffers. After this returns, the live state may change.
 
-    With an ``upload``, the buffers are the memory of the file itself. Each copy runs within a
-    context made by ``make_context``. If a copy fails, release all buffers and raise its error.
+    With an ``upload``, the buffers are the memory of the file itself. The calling thread alone
+    queues the copies from CUDA devices, on ``streams``: that keeps the copy engine busy, and more
+    threads would compete with the training for the GIL. If a copy fails, release all buffers and
+    raise its error.
     """
 
-    def fill(piece: Piece) -> None:
+    def add_buffer(piece: Piece) -> Buffer:
         if upload is None:
-            buffer = workers.acquire(1)[0]
+            piece.buffer = workers.acquire(1)[0]
         else:
-            buffer = Buffer.over(upload.view(piece.start, piece.stop - piece.start))
-        piece.buffer = buffer
-        with make_context():
-            image.copy_piece(piece, buffer)
+            piece.buffer = Buffer.over(upload.view(piece.start, piece.stop - piece.start))
+        return piece.buffer
 
+    on_device, on_host = image.split_by_device(pieces)
     try:
-        workers.each(pieces, fill, image.length)
+        with streams():
+            try:
+                for piece in on_device:
+                    image.begin_copy(piece.start, piece.stop, add_buffer(piece), 0)
+                    workers.advance()
+                workers.each(on_host, lambda p: image.copy_piece(p, add_buffer(p)), image.length)
+            finally:
+                if on_device:
+                    synchronize_streams(image.sources)
     except BaseException:
         release_buffers(pieces, workers.pool)
         raise

@@ -24,9 +24,8 @@ from holdfast.engine.planning.global_plan import make_global_plan
 from holdfast.engine.planning.local_plan import make_local_plan
 from holdfast.engine.planning.shard_layout import LeafBox
 from holdfast.engine.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
-from holdfast.engine.saving.image import make_image, split_into_pieces
+from holdfast.engine.saving.image import make_image, split_into_pieces, synchronize_streams
 from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.staging import synchronize_streams
 from holdfast.engine.saving.write import write_index, write_shard
 from holdfast.engine.snapshot import pins as pin
 from holdfast.engine.snapshot.location import Location, Url, locate

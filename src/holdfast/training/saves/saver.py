@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from holdfast import events
-from holdfast.buffers import BufferPool
+from holdfast.buffers import BufferPool, page_lock
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
-from holdfast.engine.saving.overlap import DeferredStaging, pin_memory
+from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
 from holdfast.engine.saving.staging import BufferReservation
@@ -76,7 +76,7 @@ class Saver:
         self._full_every = full_every
         self._overlap, self._timeout = overlap, timeout
         self._guard: StepPreHook | None = None
-        self._pool = BufferPool(1 << 50, on_create=pin_memory if overlap else None)
+        self._pool = BufferPool(1 << 50, on_create=page_lock)
         self.reservation = BufferReservation(self._pool)
         self._attempt = ""
         self._session = session_metadata(random_id())
