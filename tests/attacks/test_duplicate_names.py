@@ -29,8 +29,8 @@ from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import Version
 from holdfast.format.records import (
+    decode_about_version,
     decode_branch,
-    decode_evaluation,
     decode_lasting_pin,
     decode_pin,
     decode_spread,
@@ -135,7 +135,7 @@ SEALED: dict[str, tuple[str, Callable[[bytes, str], object], int]] = {
     "lasting pin": (r"pin-version_2\.json", decode_lasting_pin, 1),
     "spread": (r"spread/spread\.json", decode_spread, 1),
     "writer": (r"writer\.json", decode_pin, 1),
-    "evaluation": (r"version_2/eval-.*\.json", decode_evaluation, 3),
+    "evaluation": (r"version_2/eval-.*\.json", decode_about_version, 3),
     "manifest": (r"version_9/manifest\.json", decode_manifest, 40),
 }
 

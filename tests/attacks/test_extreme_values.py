@@ -13,7 +13,7 @@ import pytest
 import holdfast
 from holdfast.cli.output import to_json_value
 from holdfast.errors import HoldfastError, NotFound, PlanError, Unsupported
-from holdfast.format.records import Evaluation, encode_evaluation
+from holdfast.format.records import Evaluation, encode_about_version
 from holdfast.run.policy import EverySteps, KeepBest
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -123,7 +123,7 @@ def put_evaluation(run: Run, created: str, **metrics: float) -> str:
     attempt = f"{len(files_of(run.store)):012x}"  # type: ignore[arg-type]
     evaluation = Evaluation("val", attempt, "version_1", digest, created, metrics)
     key = f"version_1/eval-val.{attempt}.json"
-    run.store.put_if_absent(key, encode_evaluation(evaluation))
+    run.store.put_if_absent(key, encode_about_version(evaluation))
     return key
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ import holdfast
 from holdfast.errors import DigestMismatch, FormatError, FormatTooNew, ManifestInvalid
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.records import (
+    decode_about_version,
     decode_branch,
-    decode_evaluation,
     decode_lasting_pin,
+    decode_lease,
+    decode_objective,
     decode_pin,
     decode_spread,
 )
@@ -385,7 +388,7 @@ def check_all_decoders_reject(raw: bytes) -> None:
         decode_branch,
         decode_pin,
         decode_lasting_pin,
-        decode_evaluation,
+        decode_about_version,
         decode_spread,
     ):
         with pytest.raises(FormatError) as e:
@@ -547,10 +550,51 @@ def test_an_invalid_spread_is_rejected(field: str, value: Json) -> None:
     ids=range(29),
 )  # fmt: skip
 def test_an_invalid_evaluation_is_rejected(field: str, value: Json) -> None:
-    found = decode_evaluation(seal(EVALUATION), "f")
+    found = decode_about_version(seal(EVALUATION), "f")
     assert found.decoded_metrics() == {"loss": 0.5, "n": 3, "worst": float("-inf")}
     with pytest.raises(ManifestInvalid) as e:
-        decode_evaluation(seal({**EVALUATION, field: value}), "version_7/eval-val.0.json")
+        decode_about_version(seal({**EVALUATION, field: value}), "version_7/eval-val.0.json")
+    assert_names_file(e.value)
+
+
+ABOUT = {k: v for k, v in EVALUATION.items() if k != "metrics"}
+FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
+VERDICT = {**ABOUT, "ok": False, "note": "step 6 differs"}
+LEASE = {
+    "name": "val",
+    "attempt": "0" * 12,
+    "versions": ["version_7"],
+    "seconds": 10.0,
+    "created": "2026-01-01T00:00:00+00:00",
+    "host": "h",
+    "boot": "b",
+    "process": "1:2",
+}
+OBJECTIVE = {"metric": "loss", "mode": "min"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("failed", "cause", None), ("failed", "cause", "x" * 16_385), ("failed", "extra", 1),
+        ("failed", "metrics", {}), ("verdict", "ok", None), ("verdict", "ok", 1),
+        ("verdict", "note", None), ("verdict", "note", "x" * 16_385), ("verdict", "extra", 1),
+        ("verdict", "name", "a b"), ("lease", "versions", None), ("lease", "versions", ["x"]),
+        ("lease", "seconds", 0), ("lease", "seconds", -1.0), ("lease", "seconds", 86_401),
+        ("lease", "seconds", "10"), ("lease", "process", "x"), ("lease", "created", "soon"),
+        ("lease", "extra", 1), ("objective", "mode", "best"), ("objective", "metric", None),
+        ("objective", "extra", 1),
+    ],
+    ids=range(22),
+)  # fmt: skip
+def test_an_invalid_record_is_rejected(kind: str, field: str, value: Json) -> None:
+    valid = {"failed": FAILURE, "verdict": VERDICT, "lease": LEASE, "objective": OBJECTIVE}[kind]
+    decode: Callable[[bytes, str], object] = {
+        "lease": decode_lease, "objective": decode_objective,
+    }.get(kind, partial(decode_about_version, kind=kind))  # fmt: skip
+    decode(seal(valid), "f")
+    with pytest.raises(ManifestInvalid) as e:
+        decode(seal({**valid, field: value}), "file.json")
     assert_names_file(e.value)
 
 
@@ -558,7 +602,7 @@ def test_an_invalid_evaluation_is_rejected(field: str, value: Json) -> None:
 def test_an_evaluation_with_an_invalid_number_is_rejected(number: str) -> None:
     body = json.dumps(EVALUATION, separators=(",", ":")).replace("0.5", number)
     with pytest.raises(ManifestInvalid) as e:
-        decode_evaluation(seal_body(body.encode()[1:]), "version_7/eval-val.0.json")
+        decode_about_version(seal_body(body.encode()[1:]), "version_7/eval-val.0.json")
     assert_names_file(e.value)
 
 

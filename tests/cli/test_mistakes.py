@@ -28,7 +28,7 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.run.metrics import check_metrics
+from holdfast.run.evaluations.metrics import check_metrics
 from holdfast.run.run import Run
 from holdfast.sinks.wording import to_printable
 from holdfast.storage.open import open_store

@@ -17,10 +17,13 @@ from holdfast.format.digest import digest
 from holdfast.format.index import MAX_CHUNK, decode_index
 from holdfast.format.manifest import MAX_MANIFEST, decode_manifest
 from holdfast.format.records import (
+    Objective,
     Spread,
+    decode_about_version,
     decode_branch,
-    decode_evaluation,
     decode_lasting_pin,
+    decode_lease,
+    decode_objective,
     decode_pin,
     decode_spread,
 )
@@ -33,10 +36,15 @@ from tests.forging import store_of, values_equal
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "format.md").read_text()
-BLOCKS = [
-    json.loads(b) for b in re.findall(r"^```json\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-]
-MANIFEST, BRANCH, PIN, LASTING, EVALUATION, NODES, INDEX, MANIFEST_2, INDEX_2 = BLOCKS
+
+
+def blocks(text: str) -> list[Any]:
+    found = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [json.loads(block) for block in found]
+
+
+MANIFEST, BRANCH, PIN, LASTING, NODES, INDEX, MANIFEST_2, INDEX_2 = blocks(TEXT)
+EVALUATION, FAILURE, VERDICT, LEASE, OBJECTIVE = blocks((DOCS / "records.md").read_text())
 SPREAD = json.loads(re.findall(r'`(.*"prefixes".*)`', TEXT)[0])
 
 
@@ -50,6 +58,7 @@ def test_the_schema_accepts_the_examples() -> None:
     for kind, document in (
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
         ("lasting", LASTING), ("evaluation", EVALUATION), ("spread", SPREAD),
+        ("failure", FAILURE), ("verdict", VERDICT), ("lease", LEASE), ("objective", OBJECTIVE),
         ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
         validator = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
@@ -63,7 +72,13 @@ def test_the_decoders_read_the_examples() -> None:
     assert decode_branch(raw(BRANCH), "f").number == 1
     assert decode_pin(raw(PIN), "f").host == "node-3"
     assert decode_lasting_pin(raw(LASTING), "f").version == "version_120"
-    assert decode_evaluation(raw(EVALUATION), "f").decoded_metrics()["perplexity"] == float("inf")
+    assert decode_about_version(raw(EVALUATION), "f").decoded_metrics()["perplexity"] == float(
+        "inf"
+    )
+    assert decode_about_version(raw(FAILURE), "f", "failed").cause.endswith("ZeroDivisionError")
+    assert decode_about_version(raw(VERDICT), "f", "verdict").ok is False
+    assert decode_lease(raw(LEASE), "f").versions == ["version_120"]
+    assert decode_objective(raw(OBJECTIVE), "f") == Objective("val_loss", "min")
     assert decode_index(raw(INDEX), "f").length == 4120
     assert decode_spread(raw(SPREAD), "f") == Spread("xxh3-128+rank", 16)
 

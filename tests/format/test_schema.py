@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import Version
 from holdfast.format.records import (
+    decode_about_version,
     decode_branch,
-    decode_evaluation,
     decode_lasting_pin,
+    decode_lease,
+    decode_objective,
     decode_pin,
     decode_spread,
 )
@@ -32,11 +35,15 @@ from holdfast.storage.memory import MemoryStore
 from tests.attacks.test_invalid_files import (
     BRANCH,
     EVALUATION,
+    FAILURE,
     INDEX_EDITS,
     LASTING_PIN,
+    LEASE,
     MANIFEST_EDITS,
+    OBJECTIVE,
     PIN,
     SPREAD,
+    VERDICT,
     WRONG_VALUES,
 )
 from tests.forging import (
@@ -193,7 +200,11 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "branch": decode_branch,
     "pin": decode_pin,
     "lasting": decode_lasting_pin,
-    "evaluation": decode_evaluation,
+    "evaluation": decode_about_version,
+    "failure": partial(decode_about_version, kind="failed"),
+    "verdict": partial(decode_about_version, kind="verdict"),
+    "lease": decode_lease,
+    "objective": decode_objective,
     "spread": decode_spread,
 }
 
@@ -224,6 +235,10 @@ def documents() -> dict[str, Json]:
         "pin": json.loads(seal(PIN)),
         "lasting": json.loads(seal(LASTING_PIN)),
         "evaluation": json.loads(seal(EVALUATION)),
+        "failure": json.loads(seal(FAILURE)),
+        "verdict": json.loads(seal(VERDICT)),
+        "lease": json.loads(seal(LEASE)),
+        "objective": json.loads(seal(OBJECTIVE)),
         "spread": json.loads(seal(SPREAD)),
     }
 

@@ -811,7 +811,7 @@ def test_each_manifest_and_evaluation_is_read_once() -> None:
     assert run.retain(KeepLast(1)) != []
     run.retain(KeepLast(1))
     assert len(run.catalog._version_records) == 1, "records of deleted versions are dropped"
-    assert run.catalog._evaluations == {}
+    assert run.catalog.evaluations._known == {}
 
 
 def test_a_damaged_version_is_reported_once(store: MemoryStore) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from functools import partial
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -28,7 +28,11 @@ _NOTICE = re.compile(rf"{NOTICES}/([0-9a-f]{{12}})\.json")
 _RESTART = re.compile(r"restart-[0-2]-[0-9a-f]{12}\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
-_EVALUATION = re.compile(rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})\.json")
+_EVALUATION = re.compile(
+    rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})(?:\.(failed|verdict))?\.json"
+)
+_LEASE = re.compile(rf"lease-({_EVALUATION_NAME})\.([1-9][0-9]{{0,17}})\.json")
+_OBJECTIVE = re.compile(r"objective-[0-9a-f]{32}\.json")
 _ADDRESS = re.compile(r"(.+)@(latest|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
 
 # The types of fields that msgspec checks. \Z, because $ also matches before a last newline.
@@ -169,14 +173,40 @@ def parse_lasting_pin(name: str) -> Version | None:
     return None if match is None else parse_version(match[1])
 
 
-def evaluation_name(name: str, attempt: str) -> str:
-    return f"eval-{name}.{attempt}.json"
+class EvaluationFile(NamedTuple):
+    """The name of a file about a version: ``kind`` is ``""`` for the result of an evaluation,
+    ``failed``, or ``verdict``. Readers of an earlier release pass over the latter two."""
+
+    name: str
+    attempt: str
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"eval-{self.name}.{self.attempt}{self.kind and '.'}{self.kind}.json"
 
 
-def parse_evaluation(file: str) -> tuple[str, str] | None:
-    """Return the name and attempt in the file name of an evaluation; None for any other name."""
+def parse_evaluation(file: str) -> EvaluationFile | None:
+    """Parse the name of a file about a version. Return None for any other name."""
     match = _EVALUATION.fullmatch(file)
-    return None if match is None else (match[1], match[2])
+    return None if match is None else EvaluationFile(match[1], match[2], match[3] or "")
+
+
+def lease_name(name: str, number: int) -> str:
+    """Return the key, relative to the run, of a renewal of the lease of an evaluation."""
+    return f"lease-{name}.{number}.json"
+
+
+def parse_lease(file: str) -> tuple[str, int] | None:
+    match = _LEASE.fullmatch(file)
+    return None if match is None else (match[1], int(match[2]))
+
+
+def objective_name(digest: str) -> str:
+    return f"objective-{digest}.json"
+
+
+def is_objective_name(file: str) -> bool:
+    return _OBJECTIVE.fullmatch(file) is not None
 
 
 def escape_level(level: str) -> str:

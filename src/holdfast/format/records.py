@@ -6,20 +6,30 @@ See ``docs/format.md``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from holdfast.format.digest import Digest, digest
-from holdfast.format.names import Attempt, EvaluationName, VersionName, parse_rank, spread_folder
+from holdfast.format.names import (
+    Attempt,
+    EvaluationFile,
+    EvaluationName,
+    VersionName,
+    parse_rank,
+    spread_folder,
+)
 from holdfast.format.sealed import Int64, is_utc_time, require, seal, unseal
 from holdfast.format.strict_json import StrictDecoder
 
 MAX_RECORD = 1 << 20
 """The maximum size of a record in bytes. A longer record is rejected before it is read."""
+
+MAX_TEXT = 16_384
+"""The maximum length of a cause or a note, in characters."""
 
 MAX_PREFIXES = 256
 """The largest number of folders over which a run is spread."""
@@ -30,6 +40,9 @@ Metric = (
     | Annotated[dict[Literal["float"], Literal["nan", "inf", "-inf"]], Meta(min_length=1)]
 )
 """A number, as JSON represents it: NaN and infinities are objects."""
+
+
+ProcessName = Annotated[str, Meta(pattern=r"\A[0-9]{1,10}:([0-9]{1,20}|gone)\Z")]
 
 
 class Branch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +67,7 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: str
     host: str
     boot: str
-    process: Annotated[str, Meta(pattern=r"\A[0-9]{1,10}:([0-9]{1,20}|gone)\Z")]
+    process: ProcessName
 
 
 class LastingPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,11 +77,10 @@ class LastingPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: str
 
 
-class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of one attempt to evaluate a version.
+class AboutVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A record about the snapshot whose manifest has the digest ``manifest_digest``, and no other.
 
-    ``metrics`` contains numbers by name. They apply only to the snapshot whose manifest has the
-    digest ``manifest_digest``.
+    ``name`` says who made it: the name of an evaluation, or the author of a verdict.
     """
 
     name: EvaluationName
@@ -76,6 +88,17 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: VersionName
     manifest_digest: Digest
     created: str
+
+    kind: ClassVar[str] = ""
+
+    @property
+    def file_name(self) -> str:
+        return str(EvaluationFile(self.name, self.attempt, self.kind))
+
+
+class Evaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
+    """The result of one attempt to evaluate a version: numbers by name."""
+
     metrics: Mapping[str, Metric]
 
     def decoded_metrics(self) -> dict[str, float]:
@@ -84,6 +107,48 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             name: float(value["float"]) if isinstance(value, dict) else value
             for name, value in self.metrics.items()
         }
+
+
+class FailedEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
+    """An attempt to evaluate a version that failed, and why. The version has no score from it."""
+
+    cause: Annotated[str, Meta(max_length=MAX_TEXT)]
+
+    kind: ClassVar[str] = "failed"
+
+
+class Verdict(AboutVersion, frozen=True, forbid_unknown_fields=True):
+    """The result of an external check: whether the version can be trusted (``ok``)."""
+
+    ok: bool
+    note: Annotated[str, Meta(max_length=MAX_TEXT)]
+
+    kind: ClassVar[str] = "verdict"
+
+
+class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Protects ``versions`` while the evaluation ``name`` renews it.
+
+    Every renewal has a file of its own. A lease ends if an observer sees no renewal for ``seconds``
+    seconds, or if its process has ended (as for a ``Pin``). ``attempt`` is that of the evaluator.
+    """
+
+    name: EvaluationName
+    attempt: Attempt
+    versions: Sequence[VersionName]
+    seconds: Annotated[float, Meta(gt=0, le=86_400)]
+    created: str
+    host: str
+    boot: str
+    process: ProcessName
+
+
+class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A metric by which versions of the run are compared, and whether smaller or larger is
+    better."""
+
+    metric: str
+    mode: Literal["min", "max"]
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,13 +174,18 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [*map(spread_folder, range(self.prefixes))]
 
 
-_Record = TypeVar("_Record", Branch, Pin, LastingPin, Evaluation)
+_Record = TypeVar("_Record", Branch, Pin, LastingPin, Lease, AboutVersion)
 
 
 _BRANCH = StrictDecoder(msgspec.json.Decoder(Branch))
 _PIN = StrictDecoder(msgspec.json.Decoder(Pin))
 _LASTING_PIN = StrictDecoder(msgspec.json.Decoder(LastingPin))
-_EVALUATION = StrictDecoder(msgspec.json.Decoder(Evaluation))
+_LEASE = StrictDecoder(msgspec.json.Decoder(Lease))
+_OBJECTIVE = StrictDecoder(msgspec.json.Decoder(Objective))
+_ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
+    kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
+    for kind in (Evaluation, FailedEvaluation, Verdict)
+}
 _SPREAD = StrictDecoder(msgspec.json.Decoder(Spread))
 
 
@@ -150,17 +220,37 @@ def decode_lasting_pin(raw: bytes, file: str) -> LastingPin:
     return _decode(raw, _LASTING_PIN, file)
 
 
-def encode_evaluation(evaluation: Evaluation) -> bytes:
-    """Return the file content of an evaluation whose metrics are ints and floats."""
-    metrics = {
-        name: {"float": repr(value)} if isinstance(value, float) and not isfinite(value) else value
-        for name, value in evaluation.metrics.items()
-    }
-    return seal(msgspec.structs.replace(evaluation, metrics=metrics))[0]
+def encode_about_version(record: AboutVersion) -> bytes:
+    """Return the file content of a record. The metrics of an evaluation are ints and floats."""
+    if isinstance(record, Evaluation):
+        metrics = {
+            name: {"float": repr(v)} if isinstance(v, float) and not isfinite(v) else v
+            for name, v in record.metrics.items()
+        }
+        record = msgspec.structs.replace(record, metrics=metrics)
+    return seal(record)[0]
 
 
-def decode_evaluation(raw: bytes, file: str) -> Evaluation:
-    return _decode(raw, _EVALUATION, file)
+def decode_about_version(raw: bytes, file: str, kind: str = "") -> AboutVersion:
+    """Return a record of a ``kind`` of ``EvaluationFile``: by default, a result."""
+    return _decode(raw, _ABOUT_VERSION[kind], file)
+
+
+def encode_lease(lease: Lease) -> bytes:
+    return seal(lease)[0]
+
+
+def decode_lease(raw: bytes, file: str) -> Lease:
+    return _decode(raw, _LEASE, file)
+
+
+def encode_objective(objective: Objective) -> bytes:
+    return seal(objective)[0]
+
+
+def decode_objective(raw: bytes, file: str) -> Objective:
+    """Return a checked record. Raises the same errors as ``decode_manifest``."""
+    return unseal(raw, _OBJECTIVE, file)[0]
 
 
 def encode_spread(spread: Spread) -> bytes:

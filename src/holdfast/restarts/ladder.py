@@ -19,8 +19,8 @@ from holdfast.machine import utc_now
 from holdfast.preemption.exit_status import GIVE_UP, SAVED, Status, leave_code, write_error
 from holdfast.restarts.decision import PATIENCE, Plan, Rung, decide, has_progress
 from holdfast.restarts.records import Restart, delete_restarts, read_restarts, write_restart
+from holdfast.run.evaluations.metrics import to_numbers
 from holdfast.run.lineage import lineage_folders
-from holdfast.run.metrics import to_numbers
 from holdfast.run.run import Run
 from holdfast.settings import status_folder
 from holdfast.storage.store import within

@@ -11,26 +11,25 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from holdfast import events
 from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.snapshot.spread import SpreadStore
-from holdfast.errors import BrokenLink, FormatError, HoldfastError, ManifestInvalid, NotFound
+from holdfast.errors import BrokenLink, FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.manifest import MAX_MANIFEST
 from holdfast.format.names import Version
 from holdfast.format.records import (
     MAX_RECORD,
     Branch,
-    Evaluation,
     decode_branch,
-    decode_evaluation,
 )
 from holdfast.format.sealed import sealed_digest
+from holdfast.run.evaluations.metrics import select_numbers
+from holdfast.run.evaluations.reader import EvaluationReader
 from holdfast.run.listing import (
     FolderFiles,
     Listing,
@@ -39,7 +38,6 @@ from holdfast.run.listing import (
     list_entries,
     list_files,
 )
-from holdfast.run.metrics import select_numbers
 from holdfast.run.policy import Record
 from holdfast.storage.store import Stat
 from holdfast.types import MIB
@@ -85,8 +83,9 @@ class Catalog:
         self._committed: dict[Version, VersionRecord] = {}
         self._damaged: set[Version] = set()
         self._branches: dict[int, Branch] = {}
-        self._evaluations: dict[Version, dict[tuple[str, str], tuple[Evaluation, ...]]] = {}
         self._reported: set[str] = set()
+        entries = partial(list_entries, store, prefix="eval-")
+        self.evaluations = EvaluationReader(store, entries, self._report)
         self.half_deleted: dict[Version, list[Stat]] = {}
         """Remaining files of versions whose manifest this process has deleted."""
         self.linked: set[Version] = set()
@@ -290,66 +289,8 @@ class Catalog:
 
     def metrics(self, version: Version, version_record: VersionRecord) -> dict[str, float]:
         """Return the metrics of the save, updated with those of the evaluations, oldest first."""
-        metrics = dict(version_record.metrics)
-        for evaluation in self.evaluations(version, version_record.digest):
-            metrics.update(evaluation.decoded_metrics())
-        return metrics
-
-    def evaluations(self, version: Version, digest: str) -> list[Evaluation]:
-        """Return the evaluations of the snapshot whose manifest has ``digest``, oldest first.
-
-        The folder of the version is listed, because an evaluation can be added at any time. For
-        each one that is damaged or of another snapshot, the catalog emits the event ``skipped``
-        and omits the evaluation.
-        """
-        evaluations: list[Evaluation] = []
-        for entry in list_entries(self.store, version, "eval-"):
-            name_and_attempt = names.parse_evaluation(entry.name)
-            if name_and_attempt is not None and entry.kind != "folder":
-                expected = (*name_and_attempt, str(version), digest)
-                evaluations += self._cached_evaluation(version, entry.name, expected)
-        return sorted(evaluations, key=lambda e: (datetime.fromisoformat(e.created), e.attempt))
-
-    def _cached_evaluation(
-        self, version: Version, name: str, expected: tuple[str, ...]
-    ) -> tuple[Evaluation, ...]:
-        """Return the evaluation in a file as a tuple of one, or an empty tuple.
-
-        The tuple is empty if the file is missing, damaged, or not of the ``expected`` name,
-        attempt, version, and manifest digest.
-        """
-        known, key = self._evaluations.setdefault(version, {}), f"{version}/{name}"
-        cached = known.get((name, expected[-1]))
-        if cached is None:
-            try:
-                cached = (self._read_evaluation(key, expected),)
-            except NotFound:
-                return ()
-            except FormatError as e:
-                self._report(key, e)
-                cached = ()
-                if isinstance(e, BrokenLink):
-                    return cached  # until its target is back
-            known[name, expected[-1]] = cached
-        return cached
-
-    def _read_evaluation(self, key: str, expected: tuple[str, ...]) -> Evaluation:
-        evaluation = decode_evaluation(get_bounded(self.store, key, MAX_RECORD), key)
-        found = (
-            evaluation.name,
-            evaluation.attempt,
-            evaluation.version,
-            evaluation.manifest_digest,
-        )
-        if found != expected:
-            raise ManifestInvalid(
-                f"{key} is an evaluation of another snapshot, or has the file name of another"
-                " evaluation",
-                expected=", ".join(expected),
-                found=", ".join(found),
-                file=key,
-            )
-        return evaluation
+        evaluations = self.evaluations.read(version, version_record.digest)
+        return {**version_record.metrics, **evaluations.metrics()}
 
     def _report(self, name: str, error: HoldfastError) -> None:
         """Emit the event ``skipped`` for a damaged file, once while it is damaged."""
@@ -361,7 +302,7 @@ class Catalog:
         """Drop what is known of a version that does not exist any more."""
         self._version_records.pop(version, None)
         self._damaged.discard(version)
-        self._evaluations.pop(version, None)
+        self.evaluations.forget(version)
         self._reported.discard(str(version))
 
 

@@ -21,18 +21,17 @@ from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.format.records import (
-    MAX_RECORD,
+    AboutVersion,
     Branch,
+    Evaluation,
     LastingPin,
     encode_branch,
-    encode_evaluation,
     encode_lasting_pin,
 )
-from holdfast.format.sealed import check_length
 from holdfast.run import lineage, retention, sweep
 from holdfast.run.catalog import Catalog, VersionRecord
+from holdfast.run.evaluations.metrics import check_metrics, put_about_version, to_numbers
 from holdfast.run.listing import Listing, to_int
-from holdfast.run.metrics import new_evaluation
 from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
 from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.checks import MAX_PUTS, contended_error
@@ -200,6 +199,7 @@ class Run:
         snapshot and another snapshot has replaced it, ``PlanError`` if a metric is not a number,
         and ``HoldfastError`` if ``name`` is invalid.
         """
+        checked = check_metrics(metrics)
         version, record = self._read_version(at)
         if isinstance(at, Snapshot) and at.digest != record.digest:
             raise FormatError(
@@ -209,12 +209,18 @@ class Run:
                 todo="Evaluate the snapshot that is there now",
                 file=self.location(version).key(names.MANIFEST),
             )
-        earlier = self.catalog.evaluations(version, record.digest)
-        evaluation = new_evaluation(name, version, record.digest, metrics, earlier)
-        key = self.location(version).key(names.evaluation_name(name, evaluation.attempt))
-        raw = encode_evaluation(evaluation)
-        check_length(key, raw, MAX_RECORD, "Store fewer metrics in one call")
-        self.store.put_if_absent(key, raw)
+        self._put_about(Evaluation, name, version, record, metrics=to_numbers(checked))
+
+    def _put_about(
+        self,
+        kind: type[AboutVersion],
+        name: str,
+        version: Version,
+        record: VersionRecord,
+        **content: Any,
+    ) -> None:
+        earlier = self.catalog.evaluations.read(version, record.digest).records
+        put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
 
     def records(self) -> list[Record]:
         """Return the intact versions on the current lineage with their metrics, oldest first.

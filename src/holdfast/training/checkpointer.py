@@ -20,7 +20,7 @@ from holdfast.preemption.guarded_calls import GuardedCalls
 from holdfast.preemption.policy import DEFAULT, Preemption
 from holdfast.preemption.response import PreemptionResponse
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel
-from holdfast.run.metrics import check_metrics
+from holdfast.run.evaluations.metrics import check_metrics
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run

@@ -40,14 +40,13 @@ from holdfast.format.names import (
     MANIFEST,
     Version,
     branch_name,
-    evaluation_name,
     parse_version,
     pin_name,
 )
 from holdfast.format.records import (
     MAX_RECORD,
     LastingPin,
-    encode_evaluation,
+    encode_about_version,
     encode_lasting_pin,
 )
 from holdfast.machine import utc_now
@@ -198,15 +197,15 @@ def _copy_unless_present(
 def _copy_records(
     run: Run, listing: Listing, version: Version, digest: str, target: Copied, result: CopyResult
 ) -> None:
-    """Copy the evaluations of a version, which also hold for its copy, and its lasting pin.
+    """Copy the records about a version, which also hold for its copy, and its lasting pin.
 
     ``digest``: that of the version's manifest.
     """
-    for evaluation in run.catalog.evaluations(version, digest):
-        key = target.location.key(evaluation_name(evaluation.name, evaluation.attempt))
-        copied = replace(evaluation, manifest_digest=target.digest)
+    for record in run.catalog.evaluations.read(version, digest).records:
+        key = target.location.key(record.file_name)
+        copied = replace(record, manifest_digest=target.digest)
         try:
-            target.location.store.put_if_absent(key, encode_evaluation(copied))
+            target.location.store.put_if_absent(key, encode_about_version(copied))
             result.evaluations += 1
         except AlreadyExists as e:  # the other versions are copied all the same
             advice = "If `holdfast verify` says that it is damaged, delete it, and copy again"

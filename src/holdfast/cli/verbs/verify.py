@@ -36,7 +36,12 @@ from holdfast.format.names import (
     parse_evaluation,
     pin_name,
 )
-from holdfast.format.records import MAX_RECORD, decode_branch, decode_evaluation, decode_lasting_pin
+from holdfast.format.records import (
+    MAX_RECORD,
+    decode_about_version,
+    decode_branch,
+    decode_lasting_pin,
+)
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.sinks.wording import format_error_brief
@@ -150,14 +155,14 @@ def _newest_version(run: Run, listing: Listing) -> str | None:
 
 
 def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes, str], object]]]:
-    """Return the key and the decoder of each branch record, lasting pin, and evaluation."""
+    """Return the keys and decoders of branch records, lasting pins, and records about versions."""
     folders = (run.catalog.files(version, listing) for version in listing.folders)
     keys = (stat.key for folder in folders for stat in folder.stats)
-    evaluations = (k for k in keys if parse_evaluation(k.rpartition("/")[2]) is not None)
+    about = ((key, parse_evaluation(key.rpartition("/")[2])) for key in keys)
     return [
         *((branch_name(number), decode_branch) for number in listing.branches),
         *((pin_name(str(version)), decode_lasting_pin) for version in sorted(listing.lasting_pins)),
-        *((key, decode_evaluation) for key in evaluations),
+        *((key, partial(decode_about_version, kind=file.kind)) for key, file in about if file),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast import events
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.group import Group
-from holdfast.run.metrics import to_number
+from holdfast.run.evaluations.metrics import to_number
 from holdfast.run.policy import StopState, StopWhen
 
 STOP_PROPOSAL = "stop"

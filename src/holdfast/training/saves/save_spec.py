@@ -12,7 +12,7 @@ from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version, parse_version
-from holdfast.run.metrics import to_numbers
+from holdfast.run.evaluations.metrics import to_numbers
 from holdfast.run.run import Run
 
 _MAX_SESSIONS = 32

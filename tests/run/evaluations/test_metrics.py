@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from math import inf, isnan, nan
 from typing import Any
@@ -17,8 +17,8 @@ import holdfast
 from holdfast import events
 from holdfast.errors import FormatError, HoldfastError, NotFound
 from holdfast.format.names import MANIFEST, Version
-from holdfast.format.records import Evaluation, decode_evaluation, encode_evaluation
-from holdfast.run.metrics import new_evaluation
+from holdfast.format.records import Evaluation, decode_about_version
+from holdfast.run.evaluations.metrics import put_about_version
 from holdfast.run.policy import EverySteps, KeepBest, KeepLast
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -73,8 +73,17 @@ def test_the_newest_value_of_each_metric_counts(store: MemoryStore) -> None:
 
 def test_a_new_evaluation_is_newest_although_the_clock_was_set_back() -> None:
     future = Evaluation("x", "0" * 12, "version_1", "0" * 32, "2199-12-31T23:59:59+00:00", {})
-    evaluation = new_evaluation("x", Version(1), "0" * 32, {}, [future])
-    assert evaluation.created == "2200-01-01T00:00:00+00:00"
+    assert stored({}, [future]).created == "2200-01-01T00:00:00+00:00"
+
+
+def stored(metrics: dict[str, float], earlier: Sequence[Evaluation] = ()) -> Evaluation:
+    store = MemoryStore()
+    snapshot = Version(1), "0" * 32
+    put_about_version(Evaluation, "x", snapshot, store, earlier, metrics=metrics)
+    (stat,) = store.list("version_1")
+    found = decode_about_version(store.get(stat.key, stat.length), stat.key)
+    assert isinstance(found, Evaluation)
+    return found
 
 
 @pytest.mark.parametrize("value", [nan, inf, -inf, -0.0, 0, 1 << 62, -(1 << 62), 1e-320, 0.1, -3])
@@ -89,9 +98,7 @@ def test_every_number_is_restored_exactly(store: MemoryStore, value: float) -> N
     st.dictionaries(st.text(max_size=9), st.floats() | st.integers(-(1 << 63) + 1, (1 << 63) - 1))
 )
 def test_any_metrics_can_be_encoded_and_decoded(metrics: dict[str, float]) -> None:
-    evaluation = new_evaluation("x", Version(1), "0" * 32, metrics, [])
-    found = decode_evaluation(encode_evaluation(evaluation), "f")
-    assert repr(found.decoded_metrics()) == repr(metrics)
+    assert repr(stored(metrics).decoded_metrics()) == repr(metrics)
 
 
 def test_tensors_and_arrays_of_one_element_are_numbers(store: MemoryStore) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 from holdfast.errors import HoldfastError, PlanError
 from holdfast.format import names
 from holdfast.format.names import Version
-from holdfast.format.records import Evaluation
+from holdfast.format.records import MAX_RECORD, AboutVersion, encode_about_version
+from holdfast.format.sealed import check_length
+from holdfast.storage.store import Store
 from holdfast.text import to_repr, with_article
 
 _INT64_LIMIT = 1 << 63
@@ -93,44 +95,45 @@ def select_numbers(metrics: Any) -> dict[str, float]:
     }
 
 
-def _next_time(evaluation: Evaluation) -> datetime:
-    """Return a time after that of an evaluation: a second later, or less in the year 9999.
+def _next_time(record: AboutVersion) -> datetime:
+    """Return a time after that of a record: a second later, or less in the year 9999.
 
     Raises ``HoldfastError`` if there is no later time.
     """
-    time = datetime.fromisoformat(evaluation.created)
+    time = datetime.fromisoformat(record.created)
     remaining = datetime.max.replace(tzinfo=UTC) - time
     if not remaining:
-        name = names.evaluation_name(evaluation.name, evaluation.attempt)
         raise HoldfastError(
-            f"No evaluation can be newer than {evaluation.version}/{name}",
-            found=f"the time {evaluation.created}, the last one",
+            f"No record can be newer than {record.version}/{record.file_name}",
+            found=f"the time {record.created}, the last one",
             todo="Delete that file; the clock of the machine that wrote it was wrong",
         )
     return time + min(timedelta(seconds=1), remaining)
 
 
-def new_evaluation(
+def put_about_version(
+    kind: type[AboutVersion],
     name: str,
-    version: Version,
-    digest: str,
-    metrics: Mapping[str, Any],
-    earlier: Iterable[Evaluation],
-) -> Evaluation:
-    """Return an evaluation that is newer than every evaluation in ``earlier``.
+    snapshot: tuple[Version, str],
+    store: Store,
+    earlier: Iterable[AboutVersion],
+    **content: Any,
+) -> None:
+    """Store a record about a snapshot that is newer than every record in ``earlier``.
 
-    Only the creation time orders evaluations. If the clock is behind, the new time is therefore
-    after the newest earlier one. Raises ``HoldfastError`` for an invalid name or
-    metric.
+    Only the creation time orders records. If the clock is behind, the new time is therefore after
+    the newest earlier one. ``snapshot``: its version, and the digest of its manifest. Raises
+    ``HoldfastError`` for an invalid name or a content that is too long, and ``StoreError``.
     """
-    attempt = names.random_id()
-    if names.parse_evaluation(names.evaluation_name(name, attempt)) is None:
+    file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
+    if names.parse_evaluation(str(file)) is None:
         raise HoldfastError(
-            f"{str(name)[:80]!r} is not a valid name for an evaluation",
+            f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
             expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
-            found=repr(name)[:80],
+            found=to_repr(name)[:80],
         )
-    created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)]).isoformat()
-    return Evaluation(
-        name, attempt, str(version), digest, created, to_numbers(check_metrics(metrics))
-    )
+    created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)])
+    record = kind(name, file.attempt, str(version), digest, created.isoformat(), **content)
+    key, raw = f"{version}/{record.file_name}", encode_about_version(record)
+    check_length(key, raw, MAX_RECORD, "Store less in one record")
+    store.put_if_absent(key, raw)
