@@ -28,6 +28,7 @@ from holdfast.format.records import (
     decode_branch,
 )
 from holdfast.format.sealed import sealed_digest
+from holdfast.run.evaluations.lease import LeaseObserver
 from holdfast.run.evaluations.metrics import select_numbers
 from holdfast.run.evaluations.reader import EvaluationReader
 from holdfast.run.listing import (
@@ -86,6 +87,7 @@ class Catalog:
         self._reported: set[str] = set()
         entries = partial(list_entries, store, prefix="eval-")
         self.evaluations = EvaluationReader(store, entries, self._report)
+        self.leases = LeaseObserver(store)
         self.half_deleted: dict[Version, list[Stat]] = {}
         """Remaining files of versions whose manifest this process has deleted."""
         self.linked: set[Version] = set()
@@ -116,7 +118,7 @@ class Catalog:
 
     def listing(self) -> Listing:
         """List the folder of the run, once and not below it."""
-        found, linked, branches, pins, lasting = [], [], [], [], []
+        found, linked, branches, pins, lasting, leases = [], [], [], [], [], []
         known = self._versions
         for entry in self.store.list_unspread(""):
             name, kind = entry.name, entry.kind
@@ -139,12 +141,15 @@ class Catalog:
                     lasting.append(version)
                 elif names.parse_pin(name) is not None:
                     pins.append(name)
+            elif names.parse_lease(name) is not None:
+                leases.append(name)
         return Listing(
             self._sort(found),
             frozenset(linked),
             sorted(branches),
             sorted(pins),
             frozenset(lasting),
+            leases,
             cache(lambda version: is_snapshot(Location(self.store, str(version)))),
         )
 

@@ -24,8 +24,8 @@ class Listing:
     ``folders`` holds the versions that have a folder, oldest first. Such a version exists only if
     ``exists`` is True: its folder has a manifest. ``linked`` holds those whose folder is a symbolic
     link. ``branches`` holds the numbers of the recorded branches in ascending order,
-    ``process_pins`` the keys of the pins of processes, and ``lasting_pins`` the versions that have
-    a lasting pin.
+    ``process_pins`` the keys of the pins of processes, ``lasting_pins`` the versions that have a
+    lasting pin, and ``leases`` the keys of the leases of evaluations.
     """
 
     folders: Sequence[Version]
@@ -33,6 +33,7 @@ class Listing:
     branches: Sequence[int]
     process_pins: Sequence[str]
     lasting_pins: frozenset[Version]
+    leases: Sequence[str]
     exists: Callable[[Version], bool]
 
     @cached_property

@@ -13,6 +13,7 @@ from holdfast.errors import FormatError
 from holdfast.format import names
 from holdfast.format.names import Version
 from holdfast.run.catalog import Catalog, VersionRecord
+from holdfast.run.evaluations import lease
 from holdfast.run.listing import Listing
 from holdfast.storage.store import Stat
 
@@ -113,6 +114,12 @@ def find_roots(
             version = names.parse_version(record.version or "")
             if version is not None:
                 pinned[version] = "a process is using it"
+    leases = lease.list_leases(catalog.store) if listing is None else listing.leases
+    live = catalog.leases.live(leases)
+    stale += [key for key in leases if key not in live]
+    for key, held in live.items():
+        using = f"the evaluation {held.name} is using it ({key})"
+        pinned |= {v: using for v in map(names.parse_version, held.versions) if v is not None}
     listing = catalog.listing() if listing is None else listing
     version_records = catalog.read_versions(listing, look_again_from)
     # a folder without a manifest is not a version, so a lasting pin protects nothing in it

@@ -66,6 +66,8 @@ _ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
 
 def delete(catalog: Catalog, version: Version) -> int:
     """See ``Run.delete``."""
+    if any(str(version) in lease.versions for lease in catalog.leases.live().values()):
+        catalog.leases.confirm()
     roots = find_roots(catalog)
     if version not in roots.version_records:
         raise NotFound(
@@ -217,6 +219,8 @@ def sweep(
     # The roots are read after the listing. A save that has begun since then has none of the listed
     # files, and a save that has ended since then has a manifest. A copy that has begun since then
     # may have some of them, so the roots are read again after the notice.
+    if abandoned and listing.leases:
+        catalog.leases.confirm()
     state = _Sweep(catalog, listing, files, partials, grace, now)
     removed = state.select(roots := find_roots(catalog, now))
     if removed and not dry_run:

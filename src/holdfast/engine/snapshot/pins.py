@@ -29,7 +29,7 @@ from holdfast.format.names import (
     pin_name,
     random_id,
 )
-from holdfast.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
+from holdfast.format.records import MAX_RECORD, Lease, Pin, decode_pin, encode_pin
 from holdfast.machine import pid_and_start_time, process_identity, utc_now
 from holdfast.storage.store import Store, list_level
 from holdfast.text import PIN_ADVICE
@@ -246,7 +246,7 @@ def is_stale(store: Store, key: str, pin: Pin | FormatError, now: float | None =
         return True  # removed meanwhile
 
 
-def is_holder_alive(pin: Pin) -> bool | None:
+def is_holder_alive(pin: Pin | Lease) -> bool | None:
     """Return True if the process that holds the pin is alive; None if it is on another machine."""
     host, boot, _ = process_identity()
     if pin.host != host:

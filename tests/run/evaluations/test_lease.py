@@ -1,0 +1,249 @@
+"""Leases: one holder, an end that compares no clocks, and versions that are protected meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast import events
+from holdfast.errors import HoldfastError, Unavailable
+from holdfast.format.names import Version, lease_name
+from holdfast.format.records import encode_lease
+from holdfast.run.evaluations import lease as leases
+from holdfast.run.evaluations.lease import LeaseHolder, LeaseObserver, list_leases, read_lease
+from holdfast.run.policy import KeepLast
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from tests.run.test_retention import make_run
+
+V1, V2 = Version(1), Version(2)
+
+
+@dataclass
+class Clock:
+    """A clock whose ``wait`` lets time pass, and runs what is due meanwhile."""
+
+    now: float = 100.0
+    due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def at(self, seconds: float, action: Callable[[], object]) -> None:
+        self.due.append((self.now + seconds, action))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        ready = [action for at, action in self.due if at <= self.now]
+        self.due = [(at, action) for at, action in self.due if at > self.now]
+        for action in ready:
+            action()
+
+
+def holder(store: MemoryStore, clock: Clock, name: str = "val", **more: Any) -> LeaseHolder:
+    return LeaseHolder(store, name, 10.0, clock=clock, wait=clock.wait, **more)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """A context in which this process is one on another machine, which nobody can check."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                leases.machine, "process_identity", lambda: ("elsewhere", "boot", "4711:12")
+            )
+            yield
+
+    return context
+
+
+def test_a_lease_protects_its_versions_from_retention_until_it_is_released() -> None:
+    store = make_run(1, 2, 3, 4)
+    held = LeaseHolder(store, "val", 0.3)
+    held.acquire()
+    held.start()
+    held.protect([V1])
+    assert [v.step for v in Run(store).retain(KeepLast(1))] == [2, 3]
+    with pytest.raises(HoldfastError, match="the evaluation val is using it"):
+        Run(store).delete(V1)
+    held.protect([])
+    assert Run(store).retain(KeepLast(1)) == [V1]
+    held.release()
+    assert list_leases(store) == []
+
+
+def test_a_lease_of_a_crashed_evaluator_ends_after_its_time_on_the_clock_of_the_observer(
+    elsewhere: Callable[[], Any],
+) -> None:
+    store, clock = make_run(1, 2, 3), Clock()
+    with elsewhere():
+        held = holder(store, Clock(now=5e9))  # its clock is of no importance
+        held.acquire()
+        held.protect([V1])
+    run = Run(store)
+    run.catalog.leases = LeaseObserver(run.store, clock)
+    assert run.retain(KeepLast(1)) == [V2]
+    clock.wait(9.9)
+    assert run.retain(KeepLast(1)) == []
+    clock.wait(0.2)
+    assert run.retain(KeepLast(1)) == [V1]
+
+
+def test_each_renewal_extends_the_lease(elsewhere: Callable[[], Any]) -> None:
+    store, clock = make_run(1, 2, 3), Clock()
+    observer = LeaseObserver(store, clock)
+    with elsewhere():
+        held = holder(store, clock)
+        held.acquire()
+        for _ in range(5):
+            held.protect([V1])
+            assert [lease.versions for lease in observer.live().values()] == [["version_1"]]
+            clock.wait(9)
+    assert len(observer.live()) == 1
+    assert len(list_leases(store)) == 1, "the files of earlier renewals are deleted"
+    clock.wait(1.1)
+    assert observer.live() == {}
+
+
+def test_the_lease_of_a_process_that_has_ended_on_this_machine_ends_at_once() -> None:
+    store, clock = MemoryStore(), Clock()
+    held = holder(store, clock)
+    held.acquire()
+    (key,) = list_leases(store)
+    dead = msgspec.structs.replace(read_lease(store, key), process="4194304:1")
+    store.delete(key)
+    store.put_if_absent(key, encode_lease(dead))
+    assert LeaseObserver(store, clock).live() == {}
+    before = clock.now
+    holder(store, clock).acquire()
+    assert clock.now == before, "the takeover waits for nothing"
+
+
+def test_a_second_evaluation_of_the_same_name_is_refused_when_the_first_renews() -> None:
+    store, clock = MemoryStore(), Clock()
+    first = holder(store, clock)
+    first.acquire()
+    clock.at(3, lambda: first.protect([]))
+    with pytest.raises(HoldfastError, match=r"Another process evaluates .* under the name val"):
+        holder(store, clock).acquire()
+    assert clock.now < 100 + 5
+    holder(store, clock, "test").acquire()
+    first.check()
+
+
+def test_another_process_takes_over_within_the_time_of_the_lease(
+    elsewhere: Callable[[], Any],
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    with elsewhere():
+        first = holder(store, clock)
+        first.acquire()
+    second = holder(store, clock)
+    second.acquire()
+    assert 10 <= clock.now - 100 <= 12
+    second.protect([V2])
+    with pytest.raises(HoldfastError, match=r"lost\b.*taken the evaluation over"):
+        first.protect([V1])
+    assert [lease.versions for lease in LeaseObserver(store, clock).live().values()] == [
+        ["version_2"]
+    ]
+
+
+def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere: Callable[[], Any]) -> None:
+    store = MemoryStore()
+    with elsewhere():
+        holder(store, Clock()).acquire()
+    acquired, refused = [], []
+
+    def take() -> None:
+        clock = Clock()
+        own = LeaseHolder(store, "val", 10.0, clock=clock, wait=clock.wait)
+        try:
+            own.acquire()
+            acquired.append(own)
+            for _ in range(100):
+                own.protect([])
+        except HoldfastError as e:
+            refused.append(e)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 7
+    assert len(list_leases(store)) == 1
+
+
+class Failing(MemoryStore):
+    failures = 0
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        if self.failures and key.startswith("lease-"):
+            self.failures -= 1
+            raise Unavailable("503", store=self.url)
+        super().put_if_absent(key, data)
+
+
+@pytest.mark.parametrize(("failures", "is_lost"), [(2, False), (50, True)])
+def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(
+    failures: int, is_lost: bool
+) -> None:
+    store, clock, lost = Failing(), Clock(), list[HoldfastError]()
+    held = holder(store, clock, on_lost=lost.append)
+    held.acquire()
+    store.failures = failures
+    clock.at(60, held._closing.set)
+    held._renew_regularly()
+    assert bool(lost) == is_lost
+    if is_lost:
+        assert clock.now - 100 <= 15
+        with pytest.raises(Unavailable):
+            held.protect([])
+    else:
+        held.protect([])
+
+
+def test_a_damaged_lease_protects_nothing_and_is_reported() -> None:
+    store, seen = make_run(1, 2), list[str]()
+    store.put_if_absent(lease_name("val", 3), b"{}")
+    with events.attach(lambda name, fields: seen.append(name)):
+        assert Run(store).retain(KeepLast(1)) == [V1]
+    assert "skipped" in seen
+
+
+def test_a_process_that_has_just_started_waits_for_a_renewal(elsewhere: Callable[[], Any]) -> None:
+    store, clock = make_run(1, 2, 3), Clock()
+    with elsewhere():
+        gone = holder(store, clock)
+        gone.acquire()
+        gone.protect([V1])
+        alive = holder(store, clock, "test")
+        alive.acquire()
+        alive.protect([V2])
+        for seconds in range(3, 30, 3):
+            clock.at(seconds, lambda: alive.protect([V2]))
+        observer = LeaseObserver(store, clock)
+        observer.confirm(clock.wait)
+    assert [lease.name for lease in observer.live().values()] == ["test"]
+    assert clock.now - 100 < 12
+
+
+def test_sweep_removes_the_file_of_a_lease_that_has_ended() -> None:
+    store = make_run(1)
+    held = holder(store, Clock())
+    held.acquire()
+    (key,) = list_leases(store)
+    dead = msgspec.structs.replace(read_lease(store, key), process="4194304:1")
+    store.delete(key)
+    store.put_if_absent(key, encode_lease(dead))
+    assert key in Run(store).sweep().removed
+    assert list_leases(store) == []
