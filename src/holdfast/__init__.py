@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from holdfast import errors, preemption, sinks
+    from holdfast import errors, preemption, sinks, tasks
     from holdfast.data.progress import Progress
     from holdfast.data.rng import RNG
     from holdfast.data.sampler import ElasticSampler
@@ -85,6 +85,7 @@ __all__ = [
     "save",
     "save_async",
     "sinks",
+    "tasks",
 ]
 
 _LAZY_NAMES = {
@@ -125,6 +126,7 @@ _LAZY_NAMES = {
     "save": "engine.saving.save",
     "save_async": "engine.saving.save",
     "sinks": "sinks",
+    "tasks": "tasks",
 }
 
 

@@ -11,6 +11,7 @@
                        DTypeMismatch, Unsupported
       CommitError      a save failed: RankFailed, DeadlinePassed
       NoSnapshot       a run has no usable version
+      TaskError        a task queue cannot do what was asked: LeaseLost, JobFailed
 
 A message has three parts: what happened to what; what was expected and what was found; what to do.
 Values that a program may want to act on are also attributes (``error.fields``).
@@ -187,6 +188,18 @@ class DeadlinePassed(CommitError):
 
 class NoSnapshot(HoldfastError):
     """A run has no usable version (fields: ``skipped``)."""
+
+
+class TaskError(HoldfastError):
+    """A task queue cannot do what was asked of it (fields: ``job``)."""
+
+
+class LeaseLost(TaskError):
+    """The lease of a task is over: another worker has it, or will get it (fields: ``task``)."""
+
+
+class JobFailed(TaskError):
+    """A task of a job has no attempt left (fields: ``task``, ``attempts``, ``cause``)."""
 
 
 class Preempted(SystemExit):

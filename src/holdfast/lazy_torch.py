@@ -22,3 +22,13 @@ def dtype_name(dtype: Any) -> str | None:
     """Return the name of a torch dtype, or None if Holdfast cannot store its elements."""
     name = str(dtype).removeprefix("torch.")
     return name if name in DTYPES else None
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return those of ``torch.distributed``, or (0, 1) if it is not initialized."""
+    torch = torch_or_none()
+    if torch is None or not torch.distributed.is_available():
+        return 0, 1
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()

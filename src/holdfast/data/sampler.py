@@ -19,7 +19,7 @@ from holdfast.data.batch_blocks import BatchBlocks
 from holdfast.data.epoch_labels import EpochLabels
 from holdfast.data.sampler_group import SamplerGroup
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches
-from holdfast.lazy_torch import torch_or_none
+from holdfast.lazy_torch import rank_and_world_size
 from holdfast.text import warn_user
 
 if TYPE_CHECKING:
@@ -341,12 +341,7 @@ class ElasticSampler:
         """Return the rank of this process and the number of ranks."""
         rank, ranks = self._rank, self._ranks
         if rank is None or ranks is None:
-            torch = torch_or_none()
-            available = torch is not None and torch.distributed.is_available()
-            if available and torch.distributed.is_initialized():
-                rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-            else:
-                rank, ranks = 0, 1
+            rank, ranks = rank_and_world_size()
         _require(
             "A rank of the ElasticSampler would get an empty batch",
             self.batch_size >= ranks,

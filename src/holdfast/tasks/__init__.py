@@ -1,0 +1,60 @@
+"""Work that is handed out in tasks and returned, exactly once, whatever happens to the workers.
+
+Terms: a *task* is a range of records; a *lease* is the assignment of a task to a worker, for a
+limited time; an *attempt* is one lease of a task; a *job* is a set of tasks that end together.
+May import: the root modules, ``format``, and ``data``. This package knows no snapshots or stores.
+
+Each public name is imported on first use, as in ``holdfast``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.tasks.batches import TaskBatches
+    from holdfast.tasks.client import RemoteQueue
+    from holdfast.tasks.job import Job
+    from holdfast.tasks.queue import Queue
+    from holdfast.tasks.server import TaskServer
+    from holdfast.tasks.sides import EvaluationSide, TrainingSide
+    from holdfast.tasks.task import EvaluationTask, Task, TrainingTask
+
+__all__ = [
+    "EvaluationSide",
+    "EvaluationTask",
+    "Job",
+    "Queue",
+    "RemoteQueue",
+    "Task",
+    "TaskBatches",
+    "TaskServer",
+    "TrainingSide",
+    "TrainingTask",
+]
+
+_LAZY_NAMES = {
+    "EvaluationSide": "sides",
+    "EvaluationTask": "task",
+    "Job": "job",
+    "Queue": "queue",
+    "RemoteQueue": "client",
+    "Task": "task",
+    "TaskBatches": "batches",
+    "TaskServer": "server",
+    "TrainingSide": "sides",
+    "TrainingTask": "task",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY_NAMES:
+        raise AttributeError(f"module 'holdfast.tasks' has no attribute {name!r}")
+    value = getattr(import_module(f"holdfast.tasks.{_LAZY_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,172 @@
+"""A queue in another process, as a worker process sees it."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Sequence
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
+
+from holdfast.errors import HoldfastError, TaskError
+from holdfast.tasks.messages import (
+    Answer,
+    Connection,
+    Consumed,
+    Done,
+    Failed,
+    Finished,
+    Get,
+    Leased,
+    Refused,
+    Released,
+    Renew,
+    Reply,
+    Request,
+)
+from holdfast.tasks.result import encode_result
+from holdfast.tasks.sides import EvaluationSide, TrainingSide
+from holdfast.tasks.spec import Kind, check_kind
+from holdfast.tasks.task import EvaluationTask, Report, Task, TrainingTask
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
+"""Seconds between two requests of a worker that waits for a task."""
+
+
+class RemoteQueue:
+    """The queue of another process, over a socket that ``TaskServer.connect`` has returned there.
+
+    ``reply_seconds``: how long a reply may take. All methods may be called from any thread, one
+    request at a time. Each raises ``TaskError`` if the owner has ended or does not reply in time.
+    Then the connection is over, and the owner gives the tasks to other workers.
+    """
+
+    def __init__(self, sock: socket.socket, reply_seconds: float = 60.0) -> None:
+        if not 0 < reply_seconds < math.inf:
+            raise HoldfastError(
+                "Invalid reply_seconds", expected="more than 0", found=repr(reply_seconds)
+            )
+        self._socket, self._reply_seconds = sock, reply_seconds
+        self._connection = Connection(sock, "the owner of the task queue")
+        self._lock = Lock()
+        self._number = 0
+        self._is_broken = False
+        self.training = TrainingSide(self)
+        self.evaluation = EvaluationSide(self)
+
+    def get(
+        self,
+        kind: Kind,
+        worker: str | None = None,
+        timeout: float = 0.0,
+        lease_seconds: float | None = None,
+    ) -> Task | None:
+        """Lease a task, as ``Queue.get``. Every connection is one worker: ``worker`` must be None.
+        ``lease_seconds`` must be finite: this process may be lost."""
+        check_kind(kind)
+        if worker is not None or not 0 <= timeout < math.inf:
+            raise HoldfastError(
+                "Invalid arguments for RemoteQueue.get",
+                expected="no worker, and a finite timeout",
+                found=f"worker={worker!r}, timeout={timeout!r}",
+            )
+        if lease_seconds is not None and not 0 < lease_seconds < math.inf:
+            raise HoldfastError(
+                "Invalid lease_seconds", expected="a finite time", found=repr(lease_seconds)
+            )
+        end, pause = time.monotonic() + timeout, _SHORTEST_PAUSE
+        while True:
+            answer = self._request(Get(self._next_number(), kind, lease_seconds))
+            if isinstance(answer, Leased):
+                return self._make_task(answer)
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def finished(self, kind: Kind) -> bool:
+        """Return ``Queue.finished``."""
+        return self._ask(Finished(self._next_number(), kind))
+
+    # -- reports, see ``Task`` -------------------------------------------------------------------
+
+    def report_consumed(self, reports: Sequence[Report]) -> None:
+        self._ask(Consumed(self._next_number(), list(reports)))
+
+    def report_done(self, report: Report, result: Any) -> bool:
+        return self._ask(Done(self._next_number(), report, encode_result(result)))
+
+    def report_failed(self, report: Report, cause: str) -> bool:
+        return self._ask(Failed(self._next_number(), report, cause))
+
+    def report_released(self, report: Report) -> bool:
+        return self._ask(Released(self._next_number(), report))
+
+    def renew(self, report: Report) -> None:
+        self._ask(Renew(self._next_number(), report))
+
+    def close(self) -> None:
+        """End the connection. Tasks that this worker holds return to the queue."""
+        self._is_broken = True
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- implementation --------------------------------------------------------------------------
+
+    def _next_number(self) -> int:
+        with self._lock:
+            self._number += 1
+            return self._number
+
+    def _ask(self, request: Request) -> bool:
+        answer = self._request(request)
+        return isinstance(answer, Reply) and answer.value
+
+    def _request(self, request: Request) -> Leased | Reply:
+        """Send a request, and return its answer. Raises the error that the owner has answered."""
+        with self._lock:
+            if self._is_broken:
+                raise self._lost("it was closed")
+            self._is_broken = True  # unless the answer arrives: after half a message, all is over
+            try:
+                self._connection.send(request, self._reply_seconds)
+                answer = self._receive(request.number)
+            except OSError as e:
+                self._socket.close()
+                raise self._lost(f"{type(e).__name__}: {e}") from e
+            self._is_broken = False
+        if isinstance(answer, Refused):
+            raise answer.to_error()
+        return answer
+
+    def _receive(self, number: int) -> Answer:
+        while True:
+            answer = self._connection.receive_answer(self._reply_seconds)
+            if answer is None:
+                raise ConnectionError("the owner has ended the connection")
+            if answer.number == number:  # and not that of a request that was interrupted
+                return answer
+
+    def _lost(self, cause: str) -> TaskError:
+        return TaskError(
+            "The connection to the owner of the task queue is over",
+            expected=f"a reply within {self._reply_seconds} s",
+            found=cause,
+            todo="End this worker: the owner gives its tasks to other workers",
+        )
+
+    def _make_task(self, x: Leased) -> Task:
+        fields = x.id, x.attempt, x.job, x.data, x.start
+        if x.kind == "training":
+            return TrainingTask(*fields, x.stop, x.epoch, x.position, self)
+        return EvaluationTask(*fields, int(x.stop or 0), x.epoch, x.position, self)

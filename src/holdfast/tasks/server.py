@@ -1,0 +1,160 @@
+"""The owner's side of the connections to worker processes: one thread per worker."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from threading import Lock, Thread, current_thread
+from types import TracebackType
+from typing import Self
+
+from holdfast.errors import HoldfastError, TaskError
+from holdfast.tasks.messages import (
+    Answer,
+    Connection,
+    Consumed,
+    Done,
+    Failed,
+    Finished,
+    Get,
+    Leased,
+    Released,
+    Renew,
+    Reply,
+    Request,
+    refuse,
+)
+from holdfast.tasks.queue import Queue
+from holdfast.tasks.result import decode_result
+from holdfast.tasks.spec import check_kind
+from holdfast.tasks.task import Task
+from holdfast.threads import start_thread
+
+_SEND_SECONDS = 30.0
+"""How long a worker may take to read a reply before its connection is ended."""
+
+_CLOSE_SECONDS = 5.0
+
+
+class TaskServer:
+    """Gives worker processes access to a queue of this process.
+
+    ::
+
+        with TaskServer(queue) as server:
+            with server.connect("worker 0") as end:
+                process = subprocess.Popen([...], pass_fds=[end.fileno()])
+            job.wait(timeout=600)
+
+    In the worker, ``RemoteQueue(socket.socket(fileno=...))`` is the queue. When a connection ends,
+    because the worker died or closed it, its tasks return to the queue at once. A worker that hangs
+    keeps its connection: its leases end after their time.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._lock = Lock()
+        self._connections: dict[Thread, socket.socket] = {}
+        self._count = 0
+        self._is_closed = False
+
+    def connect(self, worker: str) -> socket.socket:
+        """Return the worker's end of a new connection, and serve the other one in a thread.
+
+        Pass it to one process, and close it here: as long as any process has it open, the end of
+        the worker is not noticed. ``worker`` is for messages; two connections are two workers, even
+        with one name. Raises ``TaskError`` if the server is closed or no thread can be started.
+        """
+        own, other = socket.socketpair()
+        with self._lock:
+            self._count += 1
+            name = f"{worker} (connection {self._count})"
+            thread = Thread(target=self._serve, args=(own, name), daemon=True, name="holdfast-task")
+            if not self._is_closed:
+                self._connections[thread] = own
+        if thread not in self._connections or not start_thread(thread):
+            self._forget(thread)
+            own.close()
+            other.close()
+            raise TaskError(
+                f"Cannot connect worker {worker!r}",
+                expected="an open TaskServer, and a limit of threads that allows one more",
+                found="a closed one" if self._is_closed else "no more threads",
+            )
+        return other
+
+    def close(self) -> None:
+        """End all connections: the tasks of the workers return to the queue."""
+        with self._lock:
+            self._is_closed = True
+            connections = list(self._connections.items())
+        for _, sock in connections:
+            with suppress(OSError):  # the thread has closed it meanwhile
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread, _ in connections:
+            thread.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- implementation --------------------------------------------------------------------------
+
+    def _serve(self, sock: socket.socket, worker: str) -> None:
+        """Answer the requests of a worker until its connection ends, and recover its tasks.
+
+        A worker that sends something else, or does not read its replies, is treated as lost.
+        """
+        connection = Connection(sock, worker)
+        last: Answer | None = None
+        try:
+            with suppress(OSError, TaskError):
+                while (request := connection.receive_request(None)) is not None:
+                    if last is None or request.number != last.number:
+                        last = self._answer(request, worker)
+                    connection.send(last, _SEND_SECONDS)
+        finally:
+            sock.close()
+            self._queue.recover(worker)
+            self._forget(current_thread())
+
+    def _forget(self, thread: Thread) -> None:
+        with self._lock:
+            self._connections.pop(thread, None)
+
+    def _answer(self, request: Request, worker: str) -> Answer:
+        try:
+            return self._do(request, worker)
+        except HoldfastError as e:
+            return refuse(request.number, e)
+
+    def _do(self, request: Request, worker: str) -> Answer:
+        queue, number, value = self._queue, request.number, True
+        match request:
+            case Get(_, kind, lease_seconds):
+                task = queue.get(check_kind(kind), worker, 0.0, lease_seconds)
+                if task is not None:
+                    return _to_answer(number, kind, task)
+                value = False
+            case Finished(_, kind):
+                value = queue.finished(check_kind(kind))
+            case Consumed(_, reports):
+                queue.report_consumed(reports)
+            case Done(_, report, result):
+                value = queue.report_done(report, decode_result(result))
+            case Failed(_, report, cause):
+                value = queue.report_failed(report, cause)
+            case Released(_, report):
+                value = queue.report_released(report)
+            case Renew(_, report):
+                queue.renew(report)
+        return Reply(number, value)
+
+
+def _to_answer(number: int, kind: str, task: Task) -> Leased:
+    ids = number, kind, task.id, task.attempt, task.job, task.data
+    return Leased(*ids, task.start, task.stop, task.epoch, task.position)
