@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from holdfast.engine.snapshot.verify import Report
     from holdfast.engine.state.replication import PerRank, Replicated
     from holdfast.engine.state.sharding import Boxed
+    from holdfast.evaluation.evaluation import Evaluation
     from holdfast.events import attach
     from holdfast.generators import isolated_rng
     from holdfast.preemption.policy import Preemption
@@ -52,6 +53,7 @@ __all__ = [
     "Boxed",
     "Checkpointer",
     "ElasticSampler",
+    "Evaluation",
     "EveryEpoch",
     "EverySeconds",
     "EverySteps",
@@ -93,6 +95,7 @@ _LAZY_NAMES = {
     "Boxed": "engine.state.sharding",
     "Checkpointer": "training.checkpointer",
     "ElasticSampler": "data.sampler",
+    "Evaluation": "evaluation.evaluation",
     "EveryEpoch": "run.policy",
     "EverySeconds": "run.policy",
     "EverySteps": "run.policy",

@@ -647,7 +647,7 @@ def test_adding_a_job_again_returns_it_as_it_is() -> None:
     queue = Queue()
     queue.add("training", 3, task_size=1, name="t")
     drain(queue)
-    job = queue.add("training", {"": range(0, 3)}, task_size=1, name="t")
+    job = queue.add("training", {"": range(3)}, task_size=1, name="t")
     assert job.completed == 3
     assert queue.get("training") is None
     with pytest.raises(TaskError, match="another job with the name 't'.*Use another name"):

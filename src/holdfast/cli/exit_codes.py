@@ -33,7 +33,8 @@ from holdfast.preemption.exit_status import GIVE_UP, SAVED, UNSAVED
     EXISTS,
     UNAVAILABLE,
     NOT_COMMITTED,
-) = range(11)
+    EVALUATION_FAILED,
+) = range(12)
 NOT_EXECUTABLE, NOT_STARTED = 126, 127
 """The command of ``run`` cannot be started: the codes that shells use."""
 
@@ -52,6 +53,7 @@ MEANINGS: dict[int, str] = {
     EXISTS: "something else already exists there; nothing was changed",
     UNAVAILABLE: "the store is temporarily unavailable; try again",
     NOT_COMMITTED: "nothing was committed",
+    EVALUATION_FAILED: "evaluate: a version could not be evaluated; its record has the cause",
     SAVED: "run: the training stopped and saved; run it again, not counted as a failure",
     UNSAVED: "run: the training stopped without a save; run it again",
     GIVE_UP: "run: the training cannot make progress; do not run it again",

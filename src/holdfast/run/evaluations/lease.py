@@ -22,6 +22,7 @@ from holdfast.engine.snapshot.pins import is_holder_alive
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version, lease_name, parse_lease, random_id
 from holdfast.format.records import MAX_RECORD, Lease, decode_lease, encode_lease
+from holdfast.storage.checks import contended_error
 from holdfast.storage.store import Store, list_level
 from holdfast.threads import Latch, start_thread
 
@@ -153,7 +154,8 @@ class LeaseHolder:
         """
         observer = LeaseObserver(self._store, self._clock)
         first: str | None = None
-        while True:
+        end = self._clock() + 3 * self.seconds + _MAX_CONFIRM
+        while self._clock() < end:
             files = list_leases(self._store, self._name)
             number = max(newest_leases(files).values(), default=0)
             live = observer.live(files)
@@ -166,6 +168,7 @@ class LeaseHolder:
                 raise _in_use_error(self._store, live[key])
             first = first or key
             self._wait(self.seconds / (2 * _RENEWALS))
+        raise contended_error(lease_name(self._name, 1), self._store.url)
 
     def start(self) -> None:
         """Start to renew the lease. Raises ``HoldfastError`` if no thread can be started."""
@@ -196,10 +199,10 @@ class LeaseHolder:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        with self._lock, suppress(StoreError):
-            if self._number and self._error is None:
-                self._store.delete(lease_name(self._name, self._number))
-            self._number = 0
+        with self._lock, suppress(StoreError, FormatError):
+            for key in list_leases(self._store, self._name):  # an interrupt may have left a file
+                if read_lease(self._store, key).attempt == self._attempt:
+                    self._store.delete(key)
 
     def _renew_regularly(self) -> None:
         while not self._closing.is_set():

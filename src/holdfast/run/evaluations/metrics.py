@@ -125,15 +125,22 @@ def put_about_version(
     the newest earlier one. ``snapshot``: its version, and the digest of its manifest. Raises
     ``HoldfastError`` for an invalid name or a content that is too long, and ``StoreError``.
     """
+    check_name(name)
     file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
-    if names.parse_evaluation(str(file)) is None:
-        raise HoldfastError(
-            f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
-            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
-            found=to_repr(name)[:80],
-        )
     created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)])
     record = kind(name, file.attempt, str(version), digest, created.isoformat(), **content)
     key, raw = f"{version}/{record.file_name}", encode_about_version(record)
     check_length(key, raw, MAX_RECORD, "Store less in one record")
     store.put_if_absent(key, raw)
+
+
+def check_name(name: object) -> str:
+    """Return the name of an evaluation or an author. Raises ``HoldfastError`` if it is invalid."""
+    is_valid = isinstance(name, str) and names.parse_lease(names.lease_name(name, 1)) is not None
+    if not is_valid:
+        raise HoldfastError(
+            f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
+            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
+            found=to_repr(name)[:80],
+        )
+    return str(name)

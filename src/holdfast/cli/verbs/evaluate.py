@@ -1,0 +1,148 @@
+"""``holdfast evaluate RUN``: evaluate the versions of a run with several worker processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from holdfast.cli.console import make_console, print_line
+from holdfast.cli.exit_codes import EVALUATION_FAILED
+from holdfast.cli.output import json_option, keys_option, parse_duration, print_json
+from holdfast.cli.resolve import resolve_run
+from holdfast.evaluation.evaluation import Evaluation, Outcome
+from holdfast.evaluation.pool import Limits
+
+
+@click.command("evaluate", short_help="Evaluate the versions of a run with several workers.")
+@click.argument("run")
+@click.option(
+    "--with",
+    "module",
+    metavar="MODULE",
+    required=True,
+    help="The module with the functions setup(snapshot) and evaluate(model, batch).",
+)
+@click.option(
+    "--data",
+    metavar="MODULE:FUNCTION",
+    required=True,
+    help="The function that returns a map-style dataset.",
+)
+@click.option("--name", default="evaluation", show_default=True, help="Names the evaluation.")
+@click.option("--metric", metavar="NAME", help="The metric by which versions are compared.")
+@click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less or more is better.")
+@click.option("--workers", default=4, show_default=True, help="0: in this process.")
+@click.option("--batch-size", default=32, show_default=True, help="0: a record is a batch.")
+@keys_option
+@click.option("--device", help="Where to load the leaves that --keys selects.")
+@click.option("--follow", is_flag=True, help="Evaluate new versions until the training ends.")
+@click.option("--all", "skip_none", is_flag=True, help="Skip no version; the oldest first.")
+@click.option("--retry", is_flag=True, help="Also evaluate versions that failed before.")
+@click.option("--every-steps", type=int, metavar="N", help="Only the first version after N steps.")
+@click.option(
+    "--every-seconds",
+    callback=parse_duration,
+    default="0",
+    metavar="TIME",
+    help="Start at most one evaluation in this time: 90 (seconds), 15m, 1h.",
+)
+@click.option(
+    "--throttle",
+    callback=parse_duration,
+    default="0",
+    metavar="TIME",
+    help="Wait for this time after each evaluation.",
+)
+@click.option(
+    "--task-time",
+    callback=parse_duration,
+    default="10m",
+    show_default=True,
+    metavar="TIME",
+    help="Replace a worker that needs longer for a part of the data.",
+)
+@json_option
+@click.pass_context
+def command(  # noqa: PLR0913  (one parameter for each option)
+    ctx: click.Context,
+    *,
+    run: str,
+    module: str,
+    data: str,
+    name: str,
+    metric: str | None,
+    mode: str | None,
+    workers: int,
+    batch_size: int,
+    keys: Sequence[str],
+    device: str | None,
+    follow: bool,
+    skip_none: bool,
+    retry: bool,
+    every_steps: int | None,
+    every_seconds: float,
+    throttle: float,
+    task_time: float,
+    as_json: bool,
+) -> None:
+    """Evaluate versions of RUN and record their metrics, from which RUN@best follows.
+
+    Several processes share the data of each version. Without --follow and --all, only the newest
+    version is evaluated. With --keys, setup gets a dict of these leaves instead of the snapshot.
+    """
+    if (metric is None) != (mode is None):
+        raise click.UsageError("--metric and --mode belong together", ctx)
+    if not follow:
+        resolve_run(run)
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    evaluation = Evaluation(
+        run,
+        f"{module}:setup",
+        f"{module}:evaluate",
+        data=data,
+        name=name,
+        objective=(metric, mode) if metric is not None and mode is not None else None,
+        workers=workers,
+        batch_size=batch_size or None,
+        keys=keys,
+        device=device,
+        follow=follow,
+        skip_none=skip_none,
+        retry=retry,
+        every_steps=every_steps,
+        every_seconds=every_seconds,
+        throttle=throttle,
+        limits=Limits(task=task_time),
+    )
+    outcomes = evaluation.run(_ignore if as_json else _print_outcome)
+    if as_json:
+        print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
+    elif not outcomes:
+        print_line(make_console(), f"Nothing to evaluate: {name} has a record of each version")
+    if any(outcome.state == "FAILED" for outcome in outcomes):
+        ctx.exit(EVALUATION_FAILED)
+
+
+def _ignore(outcome: Outcome) -> None: ...
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    metrics = "  ".join(f"{name} {value:.6g}" for name, value in outcome.metrics.items())
+    style = {"FAILED": "red", "SKIPPED": "dim"}.get(outcome.state, "")
+    text = metrics if outcome.state == "DONE" else f"{outcome.state}: {outcome.cause}"
+    print_line(make_console(), f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
+
+
+def _to_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "version": str(outcome.version),
+        "step": outcome.version.step,
+        "state": outcome.state,
+        "metrics": outcome.metrics,
+        "cause": outcome.cause,
+        "seconds": round(outcome.seconds, 6),
+    }

@@ -1,0 +1,7 @@
+"""Evaluation of the versions of a run by a job of its own, which any number of workers share.
+
+Terms: the *evaluator* is the process that leases tasks to its *workers*, merges what they return,
+and records it. The *state* of a metric is what can be merged: a sum and a count, or that of a
+torchmetrics ``Metric``.
+May import: the root modules, ``format``, ``storage``, ``engine``, ``run``, and ``tasks``.
+"""

@@ -1,0 +1,292 @@
+"""``Evaluation``: evaluates the versions of a run, once or for as long as the training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from threading import Event
+from typing import Any, Literal
+
+from holdfast import events
+from holdfast.engine.snapshot.location import Url
+from holdfast.engine.snapshot.pins import require_manifest
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import FormatError, HoldfastError, NotFound, TaskError, Unavailable
+from holdfast.evaluation.follower import Follower
+from holdfast.evaluation.functions import FunctionName
+from holdfast.evaluation.inline import InlineWorker
+from holdfast.evaluation.pool import Limits, WorkerHandle, WorkerPool
+from holdfast.evaluation.process import ProcessWorker, WorkerError, WorkerLost
+from holdfast.evaluation.recording import make_objective, record_failure, record_objective
+from holdfast.evaluation.schedule import Selection
+from holdfast.evaluation.worker import Functions, Worker, WorkerSpec
+from holdfast.format.names import Version
+from holdfast.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
+from holdfast.run.evaluations.metrics import check_name
+from holdfast.run.run import Run
+from holdfast.text import to_repr
+from holdfast.threads import no_op
+
+POLL_SECONDS = 2.0
+"""Seconds between two looks at a run that is followed."""
+
+_MAX_UNAVAILABLE = 10
+"""The number of times in a row that a version is tried while the store does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of the evaluation of one version.
+
+    ``state``: ``DONE`` with ``metrics``; ``FAILED`` with a ``cause``; or ``SKIPPED`` with a
+    ``cause``: the version was deleted meanwhile. ``seconds``: how long it took.
+    """
+
+    version: Version
+    state: Literal["DONE", "FAILED", "SKIPPED"]
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
+
+
+class Evaluation:
+    """Evaluates versions of ``run`` with several workers, and records the metrics.
+
+    ``setup(snapshot)`` returns the model of a version. It is called once per version and worker.
+    With ``keys`` (patterns), it gets a dict of these leaves, loaded onto ``device``, instead of the
+    ``Snapshot``. ``evaluate(model, batch)`` returns a dict of metrics for one batch, each a
+    ``(sum, count)`` pair or a torchmetrics ``Metric``. ``data()`` returns a map-style dataset,
+    which the workers divide. ``batch_size=None``: each of its items is a batch. These functions, or
+    their names (``"package.module:function"``), must be importable by other processes. With
+    ``workers=0``, this process does the work.
+
+    ``name`` names the evaluation: its records, and its lease. Two evaluations of a run at the same
+    time need different names. ``objective``, such as ``("val/loss", "min")``, says by which metric
+    versions are compared: ``RUN@best`` uses it.
+
+    Without ``follow``, the newest version is evaluated, unless it has been. With ``follow``, so is
+    each newer one as it comes, until the training has ended. ``skip_none=True`` also evaluates all
+    others, oldest first. ``retry=True`` evaluates versions again whose evaluation failed.
+    ``every_steps``: only the first version at or after each multiple. ``every_seconds`` and
+    ``throttle``: at least so many seconds from the start, or from the end, of one evaluation to the
+    start of the next.
+
+    Raises ``HoldfastError`` for an invalid argument.
+    """
+
+    def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
+        self,
+        run: Url,
+        setup: Callable[[Any], Any] | str,
+        evaluate: Callable[[Any, Any], Any] | str,
+        *,
+        data: Callable[[], Any] | str,
+        name: str = "evaluation",
+        objective: tuple[str, str] | None = None,
+        workers: int = 4,
+        batch_size: int | None = 32,
+        collate: Callable[[list[Any]], Any] | str | None = None,
+        keys: str | Sequence[str] = (),
+        device: str | None = None,
+        follow: bool = False,
+        skip_none: bool = False,
+        retry: bool = False,
+        every_steps: int | None = None,
+        every_seconds: float = 0.0,
+        throttle: float = 0.0,
+        limits: Limits = Limits(),  # noqa: B008  (frozen)
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        _check("workers", workers, _is_count(workers, 0), "a whole number, 0 or more")
+        for what, count in (("batch_size", batch_size), ("every_steps", every_steps)):
+            _check(what, count, count is None or _is_count(count, 1), "a whole number, 1 or more")
+        for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
+            _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
+        self.name, self._follow = check_name(name), follow
+        self._objective = None if objective is None else make_objective(*objective)
+        self._run = Run(run)
+        self._skip_none, self._retry = skip_none, retry
+        self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
+        self._every_seconds, self._throttle = every_seconds, throttle
+        keys = (keys,) if isinstance(keys, str) else tuple(keys)
+        make = _worker_maker((setup, evaluate, data, collate), workers, batch_size, keys, device)
+        self._pool = WorkerPool(make, max(workers, 1), limits, batch_size)
+        self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
+        self._stopping = Event()
+        self._started_at = self._ended_at = -inf
+
+    def __repr__(self) -> str:
+        return f"<Evaluation {self.name} of {self._run.url}>"
+
+    @property
+    def url(self) -> str:
+        return self._run.url
+
+    def stop(self) -> None:
+        """Let ``run`` return at once; the version that is being evaluated gets no record.
+
+        Any thread may call this.
+        """
+        self._stopping.set()
+        self._pool.kill_all()
+
+    def run(self, on_outcome: Callable[[Outcome], object] = no_op) -> list[Outcome]:
+        """Evaluate, and return the outcome of each version. ``on_outcome`` gets each as it comes.
+
+        It can be called once. Raises ``NotFound`` if there is no run (with ``follow``, it waits for
+        one), ``HoldfastError`` if a function cannot be imported, or another process has the name or
+        takes it over, and ``StoreError``.
+        """
+        self._check_run()
+        outcomes: list[Outcome] = []
+        try:
+            self._pool.start()
+            self._lease.acquire()
+            self._lease.start()
+            while (found := self._wait_for_version(bool(outcomes))) is not None:
+                if (outcome := self._evaluate(found)) is not None:
+                    outcomes.append(outcome)
+                    on_outcome(outcome)
+            self._lease.check()
+        finally:
+            self._pool.close()
+            self._lease.release()
+        return outcomes
+
+    def _check_run(self) -> None:
+        if self._run.listing().has_version():
+            return
+        if not self._follow:
+            raise NotFound(
+                f"{self._run.url} is not a run with versions",
+                todo="To wait until a training saves one, follow the run",
+                store=self._run.url,
+            )
+        events.emit("evaluation_waits", run=self._run.url)
+
+    def _wait_for_version(self, is_later: bool) -> Snapshot | None:
+        """Return the next version, protected by the lease; None if the evaluation has ended.
+
+        ``is_later``: a version has been evaluated before.
+        """
+        if is_later and not (self._follow or self._skip_none or self._retry):
+            return None
+        failures = 0
+        while not self._stopping.is_set():
+            start = max(self._started_at + self._every_seconds, self._ended_at + self._throttle)
+            if self._stopping.wait(max(0.0, min(start - time.monotonic(), threading.TIMEOUT_MAX))):
+                return None
+            try:
+                if (snapshot := self._find_version()) is not None or not self._follow:
+                    return snapshot
+                failures = 0
+            except Unavailable:
+                failures += 1
+                if failures > _MAX_UNAVAILABLE:
+                    raise
+            self._stopping.wait(POLL_SECONDS)
+        return None
+
+    def _find_version(self) -> Snapshot | None:
+        while (found := self._follower.next()) is not None:
+            snapshot, waiting = found
+            self._lease.protect([snapshot.version, *(waiting if self._skip_none else ())])
+            with suppress(NotFound):  # deleted before the lease protected it
+                require_manifest(snapshot.location)
+                return snapshot
+        return None
+
+    def _evaluate(self, snapshot: Snapshot) -> Outcome | None:
+        """Evaluate one version and record the result. Returns None if it was stopped."""
+        version, began = snapshot.version, time.monotonic()
+        self._started_at = began
+        events.emit("evaluation_started", url=snapshot.url, evaluation=self.name)
+        metrics: dict[str, float] = {}
+        state: Literal["DONE", "FAILED", "SKIPPED"] = "DONE"
+        cause = ""
+        try:
+            metrics = self._pool.evaluate(snapshot.url, snapshot.digest)
+            self._record(snapshot, metrics)
+        except (WorkerError, TaskError, WorkerLost, NotFound, FormatError) as e:
+            if self._stopping.is_set():
+                return None
+            kind = e.fields.get("kind", "")
+            if kind == "unavailable":
+                raise Unavailable(e.what, store=self._run.url) from e
+            state = "SKIPPED" if kind == "gone" or isinstance(e, NotFound) else "FAILED"
+            cause = str(e)
+            if state == "FAILED":
+                state = self._record_failure(snapshot, cause)
+        self._ended_at = time.monotonic()
+        self._follower.finish(version)
+        outcome = Outcome(version, state, self._ended_at - began, metrics, cause)
+        events.emit(
+            "evaluation_ended",
+            url=snapshot.url,
+            evaluation=self.name,
+            state=state,
+            seconds=outcome.seconds,
+            metrics=metrics,
+            cause=cause,
+        )
+        return outcome
+
+    def _record_failure(self, snapshot: Snapshot, cause: str) -> Literal["FAILED", "SKIPPED"]:
+        try:
+            record_failure(self._run, snapshot, self.name, cause)
+        except (NotFound, FormatError):
+            return "SKIPPED"
+        return "FAILED"
+
+    def _record(self, snapshot: Snapshot, metrics: Mapping[str, float]) -> None:
+        objective = self._objective
+        if objective is not None and objective.metric not in metrics:
+            raise WorkerError(
+                f"The evaluation returns no metric {objective.metric}, by which versions are"
+                f" compared; it returns {', '.join(sorted(metrics))}"
+            )
+        self._lease.check()
+        self._run.add_metrics(snapshot, metrics, self.name)
+        if objective is not None:
+            record_objective(self._run, objective)
+
+
+def _worker_maker(
+    functions: tuple[Any, Any, Any, Any],
+    workers: int,
+    batch_size: int | None,
+    keys: tuple[str, ...],
+    device: str | None,
+) -> Callable[[str], WorkerHandle]:
+    """Return the function that starts a worker. ``functions``: setup, evaluate, data, collate."""
+    if workers == 0:
+        found = (FunctionName.of(f, "").resolve() if isinstance(f, str) else f for f in functions)
+        own = Functions(*found)
+        return lambda name: InlineWorker(name, lambda: Worker(own, batch_size, keys, device))
+    labels = "setup", "evaluate", "data", "collate"
+    names = [
+        None if f is None else FunctionName.of(f, label)
+        for f, label in zip(functions, labels, strict=True)
+    ]
+    setup, evaluate, data, collate = names
+    if setup is None or evaluate is None or data is None:
+        raise HoldfastError("setup, evaluate, and data are required")
+    spec = WorkerSpec(setup, evaluate, data, batch_size, keys, device, collate)
+    return lambda name: ProcessWorker(name, spec)
+
+
+def _check(what: str, value: object, is_valid: bool, expected: str) -> None:
+    if not is_valid:
+        raise HoldfastError(
+            f"Invalid value for {what}= of Evaluation",
+            expected=expected,
+            found=to_repr(value)[:200],
+        )
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

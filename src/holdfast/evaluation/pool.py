@@ -1,0 +1,232 @@
+"""The workers of an evaluation, and how they evaluate one version together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
+from typing import Any, Protocol
+
+from holdfast import events
+from holdfast.errors import HoldfastError
+from holdfast.evaluation.metric_states import State
+from holdfast.evaluation.process import WorkerError, WorkerLost
+from holdfast.tasks.job import Job
+from holdfast.tasks.queue import Queue
+
+_MAX_RESTARTS = 5
+"""The number of times in a row that a worker is started again although it completed no task."""
+
+_TASKS = 64
+"""About how many tasks the data is cut into. The number does not depend on that of the workers, so
+neither do the results."""
+
+_POLL = 0.05
+"""Seconds between two checks of a thread without a task whether the version is complete."""
+
+
+class WorkerHandle(Protocol):
+    """A worker, wherever it is. Raises ``WorkerError`` and ``WorkerLost``."""
+
+    name: str
+
+    def start(self, timeout: float) -> int: ...
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any: ...
+    def close(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Time limits in seconds: for the start of a worker, the load of a version, and a task; and
+    ``attempts``, the number of times that a task is tried."""
+
+    start: float = 300.0
+    load: float = 600.0
+    task: float = 600.0
+    attempts: int = 3
+
+
+class WorkerPool:
+    """Workers that live for the whole evaluation.
+
+    ``make(name)`` starts a worker. A worker that ends is started again.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str], WorkerHandle],
+        count: int,
+        limits: Limits,
+        batch_size: int | None,
+    ) -> None:
+        self._make, self._limits, self._batch_size = make, limits, batch_size
+        self._names = [f"worker-{number}" for number in range(count)]
+        self._workers: dict[str, WorkerHandle] = {}
+        self._lock = Lock()
+        self._closing = Event()
+        self.records = 0
+
+    def start(self) -> None:
+        """Start all workers at once. Raises the first error, and ends those that started."""
+        failures: list[HoldfastError] = []
+
+        def start(name: str) -> None:
+            try:
+                self._worker(name)
+            except HoldfastError as e:
+                failures.append(e)
+
+        _run_in_threads(start, self._names)
+        if failures:
+            self.close()
+            raise failures[0]
+
+    def close(self) -> None:
+        """End all workers. Calls that are in progress raise ``WorkerLost``."""
+        self._closing.set()
+        with self._lock:
+            workers, self._workers = list(self._workers.values()), {}
+        _run_in_threads(lambda worker: worker.close(), workers)
+
+    def kill_all(self) -> None:
+        """Kill all workers: whoever waits for one of them gets an error at once."""
+        self._closing.set()
+        with self._lock:
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.kill()
+
+    def evaluate(self, url: str, digest: str) -> dict[str, float]:
+        """Return the metrics of the version at ``url``, whose manifest has ``digest``.
+
+        Raises ``WorkerError`` if the version has no score, ``TaskError`` with the cause if a task
+        used up its attempts, and ``WorkerLost`` if no worker stays alive.
+        """
+        queue = Queue(lease_seconds=None, attempts=self._limits.attempts)
+        job = queue.add("evaluation", self.records, task_size=self._task_size(), name=url)
+        team = _Team(queue, job, self._limits, url, digest)
+        _run_in_threads(lambda name: self._drive(team, name), self._names)
+        if team.error is not None:
+            raise team.error
+        return self._compute(team, job.results())
+
+    def _task_size(self) -> int:
+        batch = self._batch_size or 1
+        return max(1, -(-self.records // (_TASKS * batch))) * batch
+
+    def _drive(self, team: _Team, name: str) -> None:
+        """Let one worker take part until the version is complete. Runs on a thread of its own."""
+        restarts = 0
+        while not team.has_ended and not self._closing.is_set():
+            try:
+                worker, before = self._worker(name), team.job.completed
+                team.work(worker)
+            except WorkerLost as e:
+                self._discard(name)
+                events.emit("worker_lost", worker=name, error=e)
+                restarts = 0 if team.job.completed > before else restarts + 1
+                if restarts > _MAX_RESTARTS:
+                    team.give_up(e)
+                    return
+            except HoldfastError as e:
+                team.stop(e)
+
+    def _compute(self, team: _Team, states: Sequence[State]) -> dict[str, float]:
+        lost: WorkerLost | None = None
+        for name in self._names:
+            try:
+                worker = self._worker(name)
+                if worker.name not in team.loaded:
+                    worker.call("load", team.url, team.digest, timeout=self._limits.load)
+                metrics = worker.call("compute", states, timeout=self._limits.task)
+                return {str(key): value for key, value in metrics.items()}
+            except WorkerLost as e:
+                self._discard(name)
+                team.loaded.discard(name)
+                lost = e
+        raise lost or WorkerLost("There is no worker")
+
+    def _worker(self, name: str) -> WorkerHandle:
+        """Return the worker, and start it if it does not run."""
+        with self._lock:
+            worker = self._workers.get(name)
+        if worker is None:
+            worker = self._make(name)
+            with self._lock:
+                self._workers[name] = worker
+            if self._closing.is_set():
+                worker.kill()
+            self.records = worker.start(self._limits.start)
+        return worker
+
+    def _discard(self, name: str) -> None:
+        with self._lock:
+            worker = self._workers.pop(name, None)
+        if worker is not None:
+            worker.kill()
+            worker.close()
+
+
+class _Team:
+    """The evaluation of one version by several workers."""
+
+    def __init__(self, queue: Queue, job: Job, limits: Limits, url: str, digest: str) -> None:
+        self.job, self.url, self.digest = job, url, digest
+        self.loaded: set[str] = set()
+        self.error: HoldfastError | None = None
+        self._queue, self._limits = queue, limits
+        self._lock = Lock()
+
+    @property
+    def has_ended(self) -> bool:
+        return (
+            self.error is not None
+            or self.job.error is not None
+            or self.job.completed == self.job.tasks
+        )
+
+    def stop(self, error: HoldfastError) -> None:
+        """End the evaluation with an error."""
+        with self._lock:
+            self.error = self.error or error
+
+    give_up = stop
+
+    def work(self, worker: WorkerHandle) -> None:
+        """Load the version and evaluate tasks until the job has ended. Raises ``WorkerLost``."""
+        self.loaded.discard(worker.name)
+        try:
+            worker.call("load", self.url, self.digest, timeout=self._limits.load)
+        except WorkerError as e:
+            self.stop(e)
+            return
+        self.loaded.add(worker.name)
+        while not self.has_ended:
+            task = self._queue.evaluation.get(worker.name, timeout=_POLL)
+            if task is None:
+                continue
+            try:
+                start, stop = task.start, task.stop
+                task.done(worker.call("evaluate", start, stop, timeout=self._limits.task))
+            except WorkerError as e:
+                task.fail(f"records {start} to {stop}: {e.what}")
+            except BaseException as e:
+                task.fail(f"records {start} to {stop}: {e}")
+                raise
+
+
+def _run_in_threads(work: Callable[[Any], object], items: Sequence[Any]) -> None:
+    """Call ``work`` on every item, each on a thread of its own, and wait. With one item, no thread
+    is started."""
+    if len(items) == 1:
+        work(items[0])
+        return
+    threads = [
+        Thread(target=work, args=(item,), name="holdfast-evaluation", daemon=True) for item in items
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():  # in parts, so that an interrupt is noticed
+            thread.join(_POLL)

@@ -1,0 +1,128 @@
+"""What a worker does: load one version, evaluate ranges of the data, and merge the results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.snapshot.snapshot import open_snapshot
+from holdfast.errors import HoldfastError, NotFound
+from holdfast.evaluation.functions import FunctionName
+from holdfast.evaluation.metric_states import MetricStates, State, compute
+from holdfast.lazy_torch import torch_or_none
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """What all workers of an evaluation do.
+
+    ``batch_size``: the number of records in a batch; None: each record of the data is a batch.
+    ``keys``: patterns of the leaves to load; then ``setup`` gets them as a dict, else the snapshot.
+    ``collate``: merges the records of a batch; None: as ``torch.utils.data.DataLoader`` does.
+    """
+
+    setup: FunctionName
+    evaluate: FunctionName
+    data: FunctionName
+    batch_size: int | None
+    keys: tuple[str, ...]
+    device: str | None
+    collate: FunctionName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """The functions of the user."""
+
+    setup: Callable[[Any], Any]
+    evaluate: Callable[[Any, Any], Any]
+    data: Callable[[], Any]
+    collate: Callable[[list[Any]], Any] | None = None
+
+    @classmethod
+    def resolve(cls, spec: WorkerSpec) -> Functions:
+        """Import the functions. Raises ``HoldfastError``."""
+        collate = None if spec.collate is None else spec.collate.resolve()
+        return cls(spec.setup.resolve(), spec.evaluate.resolve(), spec.data.resolve(), collate)
+
+
+class Worker:
+    """Evaluates parts of the data on one version at a time.
+
+    Every method may raise what the functions of the user raise.
+    """
+
+    def __init__(
+        self,
+        functions: Functions,
+        batch_size: int | None,
+        keys: Sequence[str] = (),
+        device: str | None = None,
+    ) -> None:
+        self._functions = functions
+        self._batch_size, self._keys, self._device = batch_size, list(keys), device
+        self._model: Any = None
+        self._templates: dict[str, Any] = {}
+        self._data = functions.data()
+        try:
+            self.records = len(self._data)
+            _ = self._data.__getitem__
+        except (TypeError, AttributeError) as e:
+            raise HoldfastError(
+                "The data of an evaluation is not a map-style dataset",
+                expected="an object with len() and [index], such as a torch Dataset or a list",
+                found=f"a {type(self._data).__name__}",
+            ) from e
+
+    def load(self, url: str, digest: str) -> None:
+        """Load the version at ``url``, whose manifest must have ``digest``."""
+        self._model = None  # not two models at once
+        snapshot = open_snapshot(url)
+        if snapshot.digest != digest:
+            raise NotFound(f"{url} was replaced by another snapshot", key=url)
+        with snapshot.not_found_if_deleted():
+            source: Any = snapshot
+            if self._keys:
+                source = load_snapshot(snapshot, keys=self._keys, device=self._device)
+            self._model = self._functions.setup(source)
+        torch = torch_or_none()
+        if torch is not None and isinstance(self._model, torch.nn.Module):
+            self._model.eval()
+
+    def evaluate(self, start: int, stop: int) -> State:
+        """Return the merged state of the metrics of the records ``start`` up to ``stop``."""
+        states = MetricStates(self._templates)
+        name = getattr(self._functions.evaluate, "__name__", "evaluate")
+        with _no_grad():
+            for batch in self._batches(start, stop):
+                states.add(self._functions.evaluate(self._model, batch), f"{name}()")
+        return states.to_plain()
+
+    def compute(self, states: Sequence[State]) -> dict[str, float]:
+        """Return the metrics, from the states of all tasks."""
+        needed = {name for state in states for name in state["states"]}
+        if not needed <= self._templates.keys():  # this worker has evaluated nothing so far
+            step = self._batch_size or 1
+            for start in range(0, self.records, step):
+                self.evaluate(start, min(start + step, self.records))
+                if needed <= self._templates.keys():
+                    break
+        return compute(states, self._templates)
+
+    def _batches(self, start: int, stop: int) -> Iterator[Any]:
+        from torch.utils.data import DataLoader, Subset
+
+        part = Subset(self._data, range(start, stop))
+        loader: DataLoader[Any] = DataLoader(
+            part, batch_size=self._batch_size, collate_fn=self._functions.collate
+        )
+        return iter(loader)
+
+
+def _no_grad() -> AbstractContextManager[object]:
+    torch = torch_or_none()
+    return nullcontext() if torch is None else torch.no_grad()

@@ -1,0 +1,164 @@
+"""``holdfast evaluate``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.cli.exit_codes import EVALUATION_FAILED, NOT_FOUND, OTHER, USAGE
+from holdfast.run.evaluations.lease import list_leases
+from holdfast.run.run import Run
+
+SCORING = """
+import time
+import torch
+
+def setup(state):
+    model = torch.nn.Linear(4, 2)
+    model.load_state_dict(state["model"])
+    return model
+
+def evaluate(model, batch):
+    inputs, labels = batch
+    loss = torch.nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
+    return {"val/loss": (loss, len(labels))}
+
+def dataset():
+    inputs = torch.randn(100, 4, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(inputs, torch.arange(100) % 2)
+"""
+
+SLOW = SCORING.replace("    inputs, labels", "    time.sleep(0.1)\n    inputs, labels", 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "scoring.py").write_text(SCORING)
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "failing.py").write_text(SCORING.replace("model(inputs)", "missing(inputs)"))
+    return tmp_path
+
+
+def save(folder: Path, step: int) -> None:
+    torch.manual_seed(step)
+    state = {"model": torch.nn.Linear(4, 2)}
+    holdfast.save(folder / "run" / f"version_{step}", state, step=step)
+
+
+def command(*more: str, module: str = "scoring") -> list[str]:
+    own = [sys.executable, "-m", "holdfast.cli", "evaluate", "run", "--with", module]
+    return [*own, "--data", f"{module}:dataset", "--keys", "model/**", "--workers", "1", *more]
+
+
+def evaluate(folder: Path, *more: str, module: str = "scoring") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*more, module=module), cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_all_versions_are_evaluated_and_the_objective_is_recorded(folder: Path) -> None:
+    for step in (10, 20):
+        save(folder, step)
+    done = evaluate(folder, "--all", "--metric", "val/loss", "--mode", "min", "--json")
+    assert done.returncode == 0, done.stderr
+    versions = json.loads(done.stdout)["versions"]
+    assert [v["version"] for v in versions] == ["version_10", "version_20"]
+    run = Run(folder / "run")
+    assert run.metrics(20) == versions[1]["metrics"]
+    assert len([*(folder / "run").glob("objective-*.json")]) == 1
+    again = evaluate(folder, "--all")
+    assert "Nothing to evaluate" in again.stdout
+    assert again.returncode == 0
+
+
+def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder: Path) -> None:
+    save(folder, 10)
+    done = evaluate(folder, module="failing")
+    assert done.returncode == EVALUATION_FAILED
+    assert "FAILED" in done.stdout
+    assert "NameError: name 'missing' is not defined" in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_bad_input_is_one_line(folder: Path) -> None:
+    missing = evaluate(folder)
+    assert missing.returncode == NOT_FOUND
+    save(folder, 10)
+    for arguments, code in (
+        (("--metric", "val/loss"), USAGE),
+        (("--name", "a/b"), OTHER),
+        (("--workers", "-1"), OTHER),
+    ):
+        done = evaluate(folder, *arguments)
+        assert done.returncode == code
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+    done = evaluate(folder, module="nowhere")
+    assert done.returncode == OTHER
+    assert "nowhere:setup cannot be imported" in done.stderr
+
+
+def test_an_evaluator_that_is_killed_leaves_no_workers_and_another_one_takes_over(
+    folder: Path,
+) -> None:
+    save(folder, 10)
+    first = subprocess.Popen(
+        command("--follow", "--workers", "2", "--batch-size", "1", module="slow"), cwd=folder
+    )
+    store = Run(folder / "run").store
+    end = time.monotonic() + 60
+    while not list_leases(store) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    children = _children_of(first.pid)
+    first.kill()
+    first.wait()
+    began = time.monotonic()
+    done = evaluate(folder)
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - began < 10
+    assert len(children) == 2
+    end = time.monotonic() + 10
+    while any(map(_is_alive, children)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(map(_is_alive, children))
+    assert list_leases(store) == []
+
+
+def test_an_interrupt_ends_it_and_its_lease(folder: Path) -> None:
+    save(folder, 10)
+    own = subprocess.Popen(
+        command("--follow", "--batch-size", "1", module="slow"),
+        cwd=folder,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    store = Run(folder / "run").store
+    end = time.monotonic() + 60
+    while not list_leases(store) and time.monotonic() < end:
+        time.sleep(0.05)
+    own.send_signal(signal.SIGINT)
+    _, errors = own.communicate(timeout=30)
+    assert own.returncode == 130
+    assert errors.splitlines() == ["holdfast: interrupted"]
+    assert list_leases(store) == []
+
+
+def _children_of(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

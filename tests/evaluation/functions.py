@@ -1,0 +1,137 @@
+"""The functions of a user, which worker processes import: a small classifier and its data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+import holdfast
+
+RECORDS = 1000
+
+
+def make_model(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 3)
+    )
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(RECORDS, 8, generator=generator)
+    return TensorDataset(inputs, torch.randint(3, (RECORDS,), generator=generator))
+
+
+def setup(snapshot: Any) -> torch.nn.Module:
+    model = make_model(99)
+    holdfast.load(snapshot.url, into={"model": model}, keys="model/**")
+    return model
+
+
+def setup_from_dict(state: dict[str, Any]) -> torch.nn.Module:
+    assert set(state) == {"model"}
+    model = make_model(99)
+    model.load_state_dict(state["model"])
+    return model
+
+
+def evaluate(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    inputs, labels = batch
+    logits = model(inputs)
+    loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    accuracy = MulticlassAccuracy(3, average="micro")
+    accuracy.update(logits, labels)
+    return {"val/loss": (loss, len(labels)), "accuracy": accuracy}
+
+
+KEPT = MulticlassAccuracy(3, average="macro")
+
+
+def evaluate_with_one_metric(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    KEPT.update(model(batch[0]), batch[1])
+    return {"accuracy": KEPT}
+
+
+def expected(state: dict[str, Any]) -> dict[str, float]:
+    """The metrics of a computation by hand, over all of the data at once."""
+    model = make_model()
+    model.load_state_dict(state["model"])
+    model.eval()
+    inputs, labels = data().tensors
+    with torch.no_grad():
+        logits = model(inputs)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+    return {
+        "val/loss": loss.item(),
+        "accuracy": (logits.argmax(1) == labels).double().mean().item(),
+    }
+
+
+# -- functions that fail -------------------------------------------------------------------------
+
+
+def evaluate_nan(model: Any, batch: Any) -> dict[str, Any]:
+    return {"loss": (float("nan"), 1)}
+
+
+def evaluate_nothing(model: Any, batch: Any) -> None:
+    return None
+
+
+def evaluate_vector(model: Any, batch: Any) -> dict[str, Any]:
+    matrix = MulticlassConfusionMatrix(3)
+    matrix.update(model(batch[0]), batch[1])
+    return {"matrix": matrix}
+
+
+def evaluate_raising(model: Any, batch: Any) -> dict[str, Any]:
+    if (batch[0] == data().tensors[0][500]).all(1).any():
+        raise ZeroDivisionError("one bad shard")
+    return {"loss": (0.0, 1)}
+
+
+def setup_failing(snapshot: Any) -> Any:
+    raise FileNotFoundError("tokenizer.json")
+
+
+def _once(name: str) -> bool:
+    """True for the first call in all processes."""
+    try:
+        Path(os.environ["TEST_FOLDER"], name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def evaluate_dying(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    """Two workers are killed in the middle of a task."""
+    if _once("first") or _once("second"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return evaluate(model, batch)
+
+
+def evaluate_hanging(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    """One worker never returns its task."""
+    if _once("hang"):
+        time.sleep(3600)
+    return evaluate(model, batch)
+
+
+def evaluate_poison(model: Any, batch: Any) -> dict[str, Any]:
+    """One shard kills each worker."""
+    if (batch[0] == data().tensors[0][500]).all(1).any():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"loss": (0.0, 1)}
+
+
+def evaluate_slowly(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    time.sleep(0.05)
+    return evaluate(model, batch)

@@ -1,0 +1,256 @@
+"""Evaluations by several workers equal a computation in one process, whatever happens to them."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import HoldfastError, NotFound
+from holdfast.evaluation.evaluation import Evaluation, Outcome
+from holdfast.evaluation.pool import Limits
+from holdfast.format.names import Version
+from holdfast.format.records import FailedEvaluation
+from holdfast.run.evaluations.lease import list_leases
+from holdfast.run.policy import KeepLast
+from holdfast.run.run import Run
+from tests.evaluation import functions
+from tests.evaluation.functions import expected, make_model
+
+
+def save_version(run: Path, step: int, seed: int | None = None) -> dict[str, Any]:
+    state = {"model": make_model(step if seed is None else seed), "big": torch.zeros(1000)}
+    holdfast.save(run / f"version_{step}", state, step=step)
+    return {"model": state["model"].state_dict()}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    return tmp_path / "run"
+
+
+def evaluation(run: Path, evaluate: Any = functions.evaluate, **more: Any) -> Evaluation:
+    options = {"setup": functions.setup, "data": functions.data, "batch_size": 10, "workers": 2}
+    options |= {"lease_seconds": 1.0, **more}
+    return Evaluation(run, options.pop("setup"), evaluate, **options)
+
+
+def check(outcome: Outcome, run: Path, state: dict[str, Any]) -> None:
+    assert outcome.state == "DONE", outcome.cause
+    assert outcome.metrics == pytest.approx(expected(state), rel=1e-6)
+    assert Run(run).metrics(outcome.version) == outcome.metrics
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_the_metrics_equal_those_of_a_computation_in_one_process(run: Path, workers: int) -> None:
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, workers=workers).run()
+    check(outcome, run, state)
+    assert list_leases(Run(run).store) == []
+    assert evaluation(run, workers=0).run() == [], "it is not evaluated again"
+
+
+def test_the_result_does_not_depend_on_the_number_of_workers(run: Path) -> None:
+    save_version(run, 5)
+    found = [evaluation(run, workers=n, name=f"w{n}").run()[0].metrics for n in (0, 1, 3)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_keys_select_the_leaves_that_setup_gets(run: Path) -> None:
+    state = save_version(run, 5)
+    chosen = {"setup": functions.setup_from_dict, "keys": "model/**"}
+    (outcome,) = evaluation(run, **chosen).run()
+    check(outcome, run, state)
+
+
+def test_a_metric_that_the_function_keeps_is_not_counted_twice(run: Path) -> None:
+    save_version(run, 5)
+    one = evaluation(run, functions.evaluate_with_one_metric, workers=0, name="one").run()[0]
+    whole = evaluation(
+        run, functions.evaluate_with_one_metric, workers=1, name="whole", batch_size=1000
+    ).run()[0]
+    assert one.metrics == pytest.approx(whole.metrics)
+
+
+def test_workers_that_are_killed_change_nothing(run: Path) -> None:
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, functions.evaluate_dying, workers=3).run()
+    check(outcome, run, state)
+
+
+def test_a_worker_that_never_returns_its_task_is_replaced(run: Path) -> None:
+    state = save_version(run, 5)
+    limits = Limits(task=1.0)
+    (outcome,) = evaluation(run, functions.evaluate_hanging, limits=limits).run()
+    check(outcome, run, state)
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "cause"),
+    [
+        (functions.evaluate_nothing, r"evaluate_nothing\(\) did not return metrics.*nothing"),
+        (functions.evaluate_raising, r"records 500 to 520.*ZeroDivisionError: one bad shard"),
+        (functions.evaluate_poison, r"records 500 to 520.*SIGKILL"),
+        (functions.evaluate_vector, r"MulticlassConfusionMatrix.compute\(\) returned something"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(
+    run: Path, evaluate: Any, cause: str
+) -> None:
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, evaluate).run()
+    assert outcome.state == "FAILED"
+    opened = Run(run).open(Version(5))
+    (record,) = Run(run).catalog.evaluations.read(Version(5), opened.digest).of(FailedEvaluation)
+    assert record.cause == outcome.cause[: len(record.cause)]
+    assert re.search(cause, record.cause), record.cause
+    assert Run(run).metrics(5) == {}
+    assert Run(run).best("val/loss") is None
+    assert evaluation(run).run() == [], "a failure is not retried by itself"
+    (again,) = evaluation(run, retry=True).run()
+    check(again, run, state)
+
+
+def test_a_failing_setup_is_recorded(run: Path) -> None:
+    save_version(run, 5)
+    (outcome,) = evaluation(run, setup=functions.setup_failing).run()
+    assert outcome.state == "FAILED"
+    assert "FileNotFoundError: tokenizer.json" in outcome.cause
+
+
+def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
+    save_version(run, 5)
+    (outcome,) = evaluation(run, functions.evaluate_nan).run()
+    assert outcome.state == "DONE"
+    assert Run(run).metrics(5)["loss"] != Run(run).metrics(5)["loss"]
+    assert Run(run).best("loss") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"setup": "no.such.module:setup"}, "no.such.module:setup cannot be imported"),
+        ({"setup": "tests.evaluation.functions:missing"}, "missing cannot be imported"),
+        ({"setup": "nonsense"}, "'nonsense' does not name the function setup"),
+        ({"setup": lambda snapshot: None}, "Another process cannot import the function setup"),
+        ({"data": "tests.evaluation.functions:RECORDS"}, "RECORDS is not a function"),
+        ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
+        ({"workers": -1}, "Invalid value for workers="),
+        ({"batch_size": 0}, "Invalid value for batch_size="),
+        ({"objective": ("loss", "best")}, "Invalid value for objective="),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_an_error_of_the_command(
+    run: Path, arguments: Any, message: str
+) -> None:
+    save_version(run, 5)
+    with pytest.raises(HoldfastError, match=message):
+        evaluation(run, **arguments).run()
+    assert list_leases(Run(run).store) == []
+
+
+def test_a_run_that_does_not_exist_is_an_error_without_follow(run: Path) -> None:
+    with pytest.raises(NotFound, match="is not a run with versions"):
+        evaluation(run).run()
+
+
+def follow(run: Path, **more: Any) -> tuple[threading.Thread, list[Outcome], Evaluation]:
+    outcomes: list[Outcome] = []
+    own = evaluation(run, follow=True, workers=1, **more)
+    thread = threading.Thread(target=lambda: own.run(outcomes.append))
+    thread.start()
+    return thread, outcomes, own
+
+
+def until(condition: Any, seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.evaluation.evaluation.POLL_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("quick_polls")
+def test_an_evaluation_follows_a_run_that_does_not_exist_yet(run: Path) -> None:
+    thread, outcomes, own = follow(run)
+    time.sleep(0.2)
+    states = {step: save_version(run, step) for step in (1, 2)}
+    until(lambda: outcomes and outcomes[-1].version.step == 2)
+    states[3] = save_version(run, 3)
+    until(lambda: outcomes[-1].version.step == 3)
+    own.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    for outcome in outcomes:
+        check(outcome, run, states[outcome.version.step])
+
+
+@pytest.mark.usefixtures("quick_polls")
+def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None:
+    for step in range(1, 6):
+        save_version(run, step)
+    own = evaluation(run, functions.evaluate_slowly, workers=1, batch_size=100, skip_none=True)
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: own.run(outcomes.append))
+    thread.start()
+    until(lambda: list_leases(Run(run).store) and len(outcomes) == 1)
+    kept = Run(run).retain(KeepLast(1))
+    assert all(version.step == 1 for version in kept)
+    thread.join(60)
+    assert [outcome.version.step for outcome in outcomes] == [1, 2, 3, 4, 5]
+    assert {outcome.state for outcome in outcomes} == {"DONE"}
+
+
+def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run: Path) -> None:
+    save_version(run, 5)
+    (shard,) = (run / "version_5").glob("shard-*.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[-10] ^= 1
+    shard.write_bytes(raw)
+    save_version(run, 4)
+    (outcome,) = evaluation(run, setup=functions.setup_from_dict, keys="**").run()
+    assert outcome.state == "FAILED"
+    assert "damaged" in outcome.cause
+
+
+def test_two_evaluations_with_one_name_do_not_run_at_once(run: Path) -> None:
+    save_version(run, 5)
+    slow = evaluation(run, functions.evaluate_slowly, workers=1)
+    thread = threading.Thread(target=slow.run)
+    thread.start()
+    until(lambda: list_leases(Run(run).store))
+    with pytest.raises(HoldfastError, match=r"Another process evaluates .* under the name"):
+        evaluation(run, workers=0).run()
+    (other,) = evaluation(run, workers=0, name="other").run()
+    assert other.state == "DONE"
+    thread.join(60)
+
+
+def test_workers_end_with_their_evaluator(run: Path) -> None:
+    save_version(run, 5)
+    slow = evaluation(run, functions.evaluate_slowly, workers=2)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(slow.run()))
+    thread.start()
+    until(lambda: len(slow._pool._workers) == 2 and list_leases(Run(run).store))
+    pids = [worker.pid for worker in slow._pool._workers.values()]  # type: ignore[attr-defined]
+    slow.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert found == [[]]
+    assert Run(run).metrics(5) == {}
