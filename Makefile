@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos demo demo-elastic quick test test-chaos test-stores tools servers lint ci bench clean
+.PHONY: chaos demo demo-elastic demo-evaluate quick test test-chaos test-stores tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,10 @@ demo: $(VENV)/.ready $(if $(STORE),servers)
 # 4 ranks, then 2, then 3, then 1: the losses equal those of an undisturbed training.
 demo-elastic: $(VENV)/.ready $(if $(STORE),servers)
 	@$(RUN) $(WITH_STORE) examples/elastic.py
+
+# Another job scores the versions of a training, which stops by itself; the best version is exported.
+demo-evaluate: $(VENV)/.ready
+	@$(RUN) examples/demo_evaluate.py
 
 # A few tests need more than Python. Where this cannot be installed, those tests are skipped with the reason.
 tools:

@@ -80,6 +80,7 @@ def evaluate(model: Model, text: torch.Tensor, batch: int, length: int) -> float
 def train(options: argparse.Namespace) -> None:
     text = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
     held_out, text = text[: len(text) // 10], text[len(text) // 10 :]
+    text = text[: options.text or len(text)]
     model = Model(options.width, options.layers, options.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
@@ -98,16 +99,21 @@ def train(options: argparse.Namespace) -> None:
         "progress": progress,
         "rng": holdfast.RNG(),
     }
+    keep, stop = holdfast.KeepLast(options.keep), None
+    if options.patience:  # `holdfast evaluate --with scoring` provides the scores, in its own time
+        keep |= holdfast.KeepBest(1, "val/loss")
+        stop = holdfast.StopWhen("val/loss", options.patience)
     with holdfast.Checkpointer(
         options.run,
         state,
         save=holdfast.EverySteps(options.every),
-        keep=holdfast.KeepLast(options.keep),
+        keep=keep,
+        stop=stop,
     ) as ckpt:
         snapshot = ckpt.resume()  # loads into the state in place; None if there is no version
         print(f"resuming from {snapshot.url}" if snapshot else "starting from scratch", flush=True)
 
-        while progress.step < options.steps:
+        while progress.step < options.steps and not ckpt.should_stop:
             loss = compute_loss(model, draw_batch(text, options.batch, options.length))
             optimizer.zero_grad()
             loss.backward()
@@ -143,6 +149,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="number of steps")
     parser.add_argument("--every", type=int, default=100, help="steps between saves")
     parser.add_argument("--keep", type=int, default=3, help="number of versions to keep")
+    parser.add_argument("--patience", type=int, help="worse scores before training stops early")
+    parser.add_argument("--text", type=int, help="bytes of text to train on; all by default")
     parser.add_argument("--log", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--batch", type=int, default=4, help="windows per batch")
     parser.add_argument("--length", type=int, default=64, help="bytes per window")
