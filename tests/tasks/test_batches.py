@@ -182,8 +182,7 @@ def test_each_step_renews_the_leases_of_what_is_read_ahead() -> None:
     ahead = iter(batches)
     next(ahead)
     clock.advance(11)
-    taken = [queue.training.get(f"w{i}") for i in range(2)]
-    assert all(taken)
+    assert queue.training.get("another") is not None
     with pytest.raises(LeaseLost):
         batches.consumed()
 
@@ -213,7 +212,7 @@ def test_workers_share_the_tasks_of_one_queue() -> None:
                 continue
             consumed.update(batch)
             batches.consumed()
-    assert consumed == Counter({i: 2 for i in range(100)})
+    assert consumed == Counter(dict.fromkeys(range(100), 2))
 
 
 # -- several ranks ---------------------------------------------------------------------------------

@@ -96,8 +96,8 @@ def test_a_trainer_that_is_killed_leaves_the_exact_position() -> None:
         assert (task.position, task.attempt) == (5, 2)
 
 
-def test_a_worker_that_hangs_loses_its_lease_and_can_do_no_harm() -> None:
-    """It is stopped, so its connection stays. When it goes on, its results do not count."""
+def test_a_worker_that_hangs_loses_its_lease() -> None:
+    """It is stopped, so its connection stays: only the time of its lease ends."""
     queue = Queue(lease_seconds=0.3)
     job = queue.add("evaluation", 40, task_size=10, name="e")
     with TaskServer(queue) as server, worker(server, "hang") as hung:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import HoldfastError, JobFailed, LeaseLost, TaskError
 from holdfast.tasks import EvaluationTask, Queue, RemoteQueue, TaskBatches, TaskServer, TrainingTask
-from holdfast.tasks import messages
+from holdfast.tasks.remote import messages
 from tests.tasks.clock import FakeClock
 
 
@@ -273,9 +273,9 @@ def test_an_owner_that_sends_a_byte_now_and_then_is_given_up() -> None:
     thread = threading.Thread(target=drip)
     thread.start()
     try:
-        with RemoteQueue(other, reply_seconds=0.1) as worker:
-            with pytest.raises(TaskError, match="TimeoutError"):
-                worker.get("training")
+        worker = RemoteQueue(other, reply_seconds=0.1)
+        with pytest.raises(TaskError, match="TimeoutError"):
+            worker.get("training")
     finally:
         stop.set()
         thread.join(30)
@@ -309,16 +309,14 @@ def test_a_long_message_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch
         with RemoteQueue(server.connect("w")) as worker:
             task = worker.evaluation.get()
             assert task is not None
-            with pytest.raises(TaskError, match="too long.*sums and counts"):
+            with pytest.raises(TaskError, match=r"too long.*sums and counts"):
                 task.done("x" * 100_000)
         wait_until(lambda: len(queue._jobs.leases) == 0)
         raw = RawWorker(server)
         raw.send(type="Get", number=1, kind="evaluation", lease_seconds=None)
         assert raw.reply() is not None
-        try:
+        with suppress(OSError):  # it may notice before the end
             raw.socket.sendall(b"x" * 400_000)
-        except OSError:
-            pass  # it has noticed already
         wait_until(lambda: len(queue._jobs.leases) == 0)
         raw.close()
 
@@ -342,7 +340,7 @@ def test_a_closed_server_has_no_threads_and_no_leases() -> None:
     server.close()
     assert threading.active_count() == before
     assert len(queue._jobs.leases) == 0
-    with pytest.raises(TaskError, match="Cannot connect worker 'late'.*a closed one"):
+    with pytest.raises(TaskError, match=r"Cannot connect worker 'late'.*a closed one"):
         server.connect("late")
     for worker in workers:
         with pytest.raises(TaskError):

@@ -127,7 +127,7 @@ def test_a_load_drops_jobs_that_did_not_exist_then() -> None:
     training(queue).done()
     queue.load_state_dict(state)
     for job in (val, later):
-        with pytest.raises(TaskError, match="load has removed job .* from the queue"):
+        with pytest.raises(TaskError, match=r"load has removed job .* from the queue"):
             job.wait(0)
     assert queue.finished("evaluation")
     assert queue.add("training", 2, task_size=2, name="later").completed == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -82,10 +83,8 @@ class QueueMachine(RuleBasedStateMachine):
     def duplicate_report(self, data: st.DataObject) -> None:
         task = self.pick(data, TrainingTask)
         if task is not None:
-            try:
+            with suppress(LeaseLost):
                 self.queue.report_consumed([task.report])
-            except LeaseLost:
-                pass
 
     @rule(data=st.data())
     def done_training(self, data: st.DataObject) -> None:
