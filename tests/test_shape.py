@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,8 @@ def test_lazy_names_are_the_public_names() -> None:
     assert sorted(holdfast._LAZY_NAMES) == holdfast.__all__
 
 
-def test_the_names_of_preemption_are_sorted_lazy_and_exist() -> None:
-    package = holdfast.preemption
+@pytest.mark.parametrize("package", [holdfast.preemption, holdfast.tasks])
+def test_the_names_of_a_public_package_are_sorted_lazy_and_exist(package: Any) -> None:
     assert package.__all__ == sorted(package.__all__) == sorted(package._LAZY_NAMES)
     for name in package.__all__:
         assert getattr(package, name).__name__ == name
@@ -47,7 +48,7 @@ def run_in_new_interpreter(code: str) -> str:
 
 def test_importing_holdfast_loads_neither_torch_nor_rich() -> None:
     code = (
-        "import sys, holdfast, holdfast.preemption\n"
+        "import sys, holdfast, holdfast.preemption, holdfast.tasks\n"
         "print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     )
     assert run_in_new_interpreter(code) == "[]"
@@ -100,6 +101,7 @@ def test_the_error_tree_is_as_designed() -> None:
         ],
         "CommitError": ["RankFailed", "DeadlinePassed"],
         "NoSnapshot": [],
+        "TaskError": ["LeaseLost", "JobFailed"],
     }  # fmt: skip
     assert errors.HoldfastError.__bases__ == (Exception,)
     for parent, children in tree.items():

@@ -274,7 +274,7 @@ def test_a_failed_job_fails_those_that_wait_for_it() -> None:
     fail_completely(queue, "training", 1)
     later.append(queue.add("training", 1, task_size=1, name="e", after="c"))
     for job in later:
-        with pytest.raises(JobFailed, match="job before it has failed.*division by zero"):
+        with pytest.raises(JobFailed, match=r"job before it has failed.*division by zero"):
             job.wait(0)
     assert queue.get("training") is None
 
@@ -292,7 +292,7 @@ def test_every_end_of_an_attempt_without_result_counts() -> None:
     assert job.error is None
     assert queue.get("evaluation", "forgets") is not None  # reported nothing, and asks again
     queue.recover("forgets")
-    with pytest.raises(JobFailed, match="4 attempts.*'forgets' was lost"):
+    with pytest.raises(JobFailed, match=r"4 attempts.*'forgets' was lost"):
         job.wait(0)
 
 
@@ -601,7 +601,7 @@ def test_a_wait_for_a_job_ends_with_the_job_or_with_the_time() -> None:
     job = queue.add("evaluation", 2, task_size=1, name="e")
     evaluation(queue, "w").done(1)
     evaluation(queue, "w")
-    with pytest.raises(TaskError, match="did not end within 0 s.*2 completed.*found 1, and 1 at"):
+    with pytest.raises(TaskError, match=r"did not end within 0 s.*2 completed.*found 1, and 1 at"):
         job.wait(0)
     with pytest.raises(TaskError, match="did not end"):
         job.results()
@@ -650,7 +650,7 @@ def test_adding_a_job_again_returns_it_as_it_is() -> None:
     job = queue.add("training", {"": range(3)}, task_size=1, name="t")
     assert job.completed == 3
     assert queue.get("training") is None
-    with pytest.raises(TaskError, match="another job with the name 't'.*Use another name"):
+    with pytest.raises(TaskError, match=r"another job with the name 't'.*Use another name"):
         queue.add("training", 4, task_size=1, name="t")
     assert queue.job("t").completed == 3
     with pytest.raises(TaskError, match="no job with the name 'x'"):

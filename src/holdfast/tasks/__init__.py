@@ -2,7 +2,7 @@
 
 Terms: a *task* is a range of records; a *lease* is the assignment of a task to a worker, for a
 limited time; an *attempt* is one lease of a task; a *job* is a set of tasks that end together.
-May import: the root modules, ``format``, and ``data``. This package knows no snapshots or stores.
+May import: the root modules, ``format``, and ``tasks``. It knows neither snapshots nor stores.
 
 Each public name is imported on first use, as in ``holdfast``.
 """
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.tasks.batches import TaskBatches
-    from holdfast.tasks.client import RemoteQueue
     from holdfast.tasks.job import Job
     from holdfast.tasks.queue import Queue
-    from holdfast.tasks.server import TaskServer
+    from holdfast.tasks.remote.client import RemoteQueue
+    from holdfast.tasks.remote.server import TaskServer
     from holdfast.tasks.sides import EvaluationSide, TrainingSide
     from holdfast.tasks.task import EvaluationTask, Task, TrainingTask
 
@@ -39,10 +39,10 @@ _LAZY_NAMES = {
     "EvaluationTask": "task",
     "Job": "job",
     "Queue": "queue",
-    "RemoteQueue": "client",
+    "RemoteQueue": "remote.client",
     "Task": "task",
     "TaskBatches": "batches",
-    "TaskServer": "server",
+    "TaskServer": "remote.server",
     "TrainingSide": "sides",
     "TrainingTask": "task",
 }

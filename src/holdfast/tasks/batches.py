@@ -33,7 +33,7 @@ _SECONDS_FOR_A_TASK = 0.2
 """How long an empty pass waits for tasks that other workers have: the loop around it may spin."""
 
 _IDLE_PASSES = 2
-"""How many passes in a row may be looked at without a step."""
+"""After how many passes in a row without a step the next one raises. One may inspect the data."""
 
 
 class TaskBatches:
@@ -159,7 +159,7 @@ class TaskBatches:
     def _begin_pass(self) -> None:
         """Return what the pass before has read, and no step has consumed, to the queue."""
         self._idle_passes += 1 if self._pending else 0
-        if self._idle_passes > _IDLE_PASSES:
+        if self._idle_passes >= _IDLE_PASSES:
             raise TaskError(
                 f"No step has consumed a batch of the last {self._idle_passes} passes, so every"
                 " pass yields the same batches",

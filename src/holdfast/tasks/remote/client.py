@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from holdfast.errors import HoldfastError, TaskError
-from holdfast.tasks.messages import (
+from holdfast.tasks.remote.messages import (
     Answer,
     Connection,
     Consumed,

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.errors import HoldfastError, TaskError
-from holdfast.tasks.messages import (
+from holdfast.tasks.queue import Queue
+from holdfast.tasks.remote.messages import (
     Answer,
     Connection,
     Consumed,
@@ -24,7 +25,6 @@ from holdfast.tasks.messages import (
     Request,
     refuse,
 )
-from holdfast.tasks.queue import Queue
 from holdfast.tasks.result import decode_result
 from holdfast.tasks.spec import check_kind
 from holdfast.tasks.task import Task

@@ -1,0 +1,372 @@
+"""The messages between a queue and its workers: lost, doubled, cut off, and wrong."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import HoldfastError, JobFailed, LeaseLost, TaskError
+from holdfast.tasks import EvaluationTask, Queue, RemoteQueue, TaskBatches, TaskServer, TrainingTask
+from holdfast.tasks.remote import messages
+from tests.tasks.clock import FakeClock
+
+
+@contextmanager
+def remote(queue: Queue, count: int = 1) -> Iterator[list[RemoteQueue]]:
+    with TaskServer(queue) as server:
+        workers = [RemoteQueue(server.connect("w"), reply_seconds=30) for _ in range(count)]
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+class RawWorker:
+    """A worker that sends any bytes."""
+
+    def __init__(self, server: TaskServer) -> None:
+        self.socket = server.connect("raw")
+        self.socket.settimeout(30)
+        self.file = self.socket.makefile("rb")
+
+    def send(self, **fields: Any) -> None:
+        self.socket.sendall(json.dumps(fields).encode() + b"\n")
+
+    def reply(self) -> Any:
+        line = self.file.readline()
+        return json.loads(line) if line else None
+
+    def close(self) -> None:
+        self.file.close()
+        self.socket.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[Queue, RawWorker]]:
+    queue = Queue(lease_seconds=None)
+    queue.add("evaluation", 3, task_size=1, name="e")
+    queue.add("training", 9, task_size=9, name="t")
+    with TaskServer(queue) as server:
+        worker = RawWorker(server)
+        try:
+            yield queue, worker
+        finally:
+            worker.close()
+
+
+def test_a_remote_queue_does_what_a_queue_does() -> None:
+    queue = Queue()
+    job = queue.add("evaluation", {"v": 4}, task_size=3, name="e")
+    queue.add("training", {"s": None, "f": range(2, 5)}, task_size=3, epochs=2, name="t")
+    with remote(queue) as (worker,):
+        task = worker.evaluation.get()
+        assert isinstance(task, EvaluationTask)
+        assert (task.id, task.attempt, task.job, task.data) == (1, 1, "e", "v")
+        assert (task.start, task.stop, task.epoch, task.position) == (0, 3, 0, 0)
+        task.renew()
+        assert task.done({"loss": [float("inf"), 3]})
+        assert not task.done({"loss": [0.0, 3]})
+        assert worker.evaluation.evaluate_one(lambda task: [task.stop])
+        assert not worker.evaluation.evaluate_one(lambda task: [task.stop])
+        assert worker.finished("evaluation")
+        assert job.results() == [{"loss": [float("inf"), 3]}, [4]]
+        stream, part = worker.training.get(), worker.training.get()
+        assert isinstance(stream, TrainingTask)
+        assert isinstance(part, TrainingTask)
+        assert (stream.stop, part.start, part.stop, part.position) == (None, 2, 5, 2)
+        stream.consumed(1000)
+        part.consumed(1)
+        assert part.release()
+        again = worker.training.get()
+        assert again is not None
+        assert (again.position, again.attempt) == (3, part.attempt + 1)
+        assert again.fail("x")
+        assert stream.done()
+        assert not worker.training.finished()
+
+
+def test_errors_arrive_as_they_were_raised() -> None:
+    queue = Queue(attempts=1)
+    queue.add("evaluation", 2, task_size=1, name="e")
+    with remote(queue) as (worker,):
+        task = worker.evaluation.get()
+        assert task is not None
+        with pytest.raises(TaskError, match="cannot return the result") as caught:
+            task.done(b"bytes")
+        assert caught.value.expected is not None
+        task.fail("no")
+        with pytest.raises(LeaseLost, match="lease of task 1") as caught:
+            task.renew()
+        assert caught.value.todo is not None
+        with pytest.raises(JobFailed, match="attempt: no"):
+            worker.finished("evaluation")
+        with pytest.raises(HoldfastError, match="Invalid kind"):
+            worker.get("neither")  # type: ignore[arg-type]
+
+
+def test_a_request_that_arrives_twice_is_done_once(raw: tuple[Queue, RawWorker]) -> None:
+    queue, worker = raw
+    for _ in range(3):
+        worker.send(type="Get", number=1, kind="evaluation", lease_seconds=None)
+    task, *copies = [worker.reply() for _ in range(3)]
+    assert copies == [task, task]
+    report = [task["job"], task["id"], task["attempt"], task["position"]]
+    for number in (2, 2, 3):
+        worker.send(type="Done", number=number, report=report, result="[1, NaN]")
+    assert [worker.reply()["value"] for _ in range(3)] == [True, True, False]
+    assert queue.job("e").completed == 1
+
+
+def test_a_worker_that_never_reads_its_reply_keeps_nothing(raw: tuple[Queue, RawWorker]) -> None:
+    queue, worker = raw
+    worker.send(type="Get", number=1, kind="evaluation", lease_seconds=None)
+    worker.send(type="Get", number=2, kind="training", lease_seconds=None)
+    wait_until(lambda: len(queue._jobs.leases) == 2)
+    worker.close()
+    wait_until(lambda: len(queue._jobs.leases) == 0)
+    assert [queue.evaluation.get(f"v{i}").id for i in range(3)] == [1, 2, 3]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"garbage\n",
+        b"\xff\xfe\n",
+        b"[]\n",
+        b'{"type":"Get","number":1,"kind":"training"}\n',
+        b'{"type":"Get","number":1,"number":2,"kind":"training","lease_seconds":null}\n',
+        b'{"type":"Eval","number":1,"code":"1"}\n',
+        b'{"type":"Done","number":1,"report":["e",1,1],"result":"1"}\n',
+        b'{"type":"Done","number":1,"report":["e",1,"1",0],"result":"1"}\n',
+        b'{"type":"Done","number":1,"report":["e",1,1,0],"result":1}\n',
+        b"[" * 100_000 + b"\n",
+    ],
+    ids=lambda line: line[:40].decode(errors="replace"),
+)
+def test_a_worker_that_sends_something_else_is_lost(
+    raw: tuple[Queue, RawWorker], line: bytes
+) -> None:
+    queue, worker = raw
+    worker.send(type="Get", number=1, kind="evaluation", lease_seconds=None)
+    assert worker.reply()["id"] == 1
+    worker.socket.sendall(line)
+    assert worker.reply() is None
+    wait_until(lambda: len(queue._jobs.leases) == 0)
+
+
+def test_half_a_message_has_no_effect(raw: tuple[Queue, RawWorker]) -> None:
+    queue, worker = raw
+    worker.send(type="Get", number=1, kind="evaluation", lease_seconds=None)
+    worker.reply()
+    worker.socket.sendall(b'{"type":"Done","number":2,"report":["e",1,1,0],"result":"1"}')
+    worker.close()
+    wait_until(lambda: len(queue._jobs.leases) == 0)
+    assert queue.job("e").completed == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"type": "Done", "report": ["e", 1, 7, 0], "result": "1"}, "TaskError"),
+        ({"type": "Done", "report": ["e", 1, 1, 0], "result": "{"}, "TaskError"),
+        ({"type": "Consumed", "reports": [["e", 1, 1, 0]]}, "TaskError"),
+        ({"type": "Consumed", "reports": [["t", 4, 2, 10]]}, "TaskError"),
+        ({"type": "Consumed", "reports": [["t", 4, 2, 1], ["t", 4, 9, 1]]}, "LeaseLost"),
+        ({"type": "Renew", "report": ["e", 2, 1, 0]}, "LeaseLost"),
+        ({"type": "Get", "kind": "x", "lease_seconds": None}, "HoldfastError"),
+        ({"type": "Get", "kind": "training", "lease_seconds": -1.0}, "HoldfastError"),
+    ],
+    ids=str,
+)
+def test_a_wrong_request_is_refused_and_the_connection_goes_on(
+    raw: tuple[Queue, RawWorker], fields: Any, error: str
+) -> None:
+    queue, worker = raw
+    for number, kind in ((1, "evaluation"), (2, "training")):
+        worker.send(type="Get", number=number, kind=kind, lease_seconds=None)
+        worker.reply()
+    before = queue.state_dict()
+    worker.send(number=3, **fields)
+    answer = worker.reply()
+    assert (answer["type"], answer["error"]) == ("Refused", error)
+    assert queue.state_dict() == before
+    worker.send(type="Renew", number=4, report=["e", 1, 1, 0])
+    assert worker.reply() == {"type": "Reply", "number": 4, "value": True}
+
+
+def test_two_connections_with_one_name_are_two_workers() -> None:
+    queue = Queue()
+    queue.add("evaluation", 2, task_size=1, name="e")
+    with remote(queue, 2) as (a, b):
+        first, second = a.evaluation.get(), b.evaluation.get()
+        assert first is not None
+        assert second is not None
+        a.close()
+        wait_until(lambda: len(queue._jobs.leases) == 1)
+        second.renew()
+
+
+def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed() -> None:
+    clock = FakeClock()
+    queue = Queue(clock=clock)
+    queue.add("training", 10, task_size=2, name="t")
+    with remote(queue) as (worker,):
+        with pytest.raises(HoldfastError, match="a finite time"):
+            list(TaskBatches(worker.training, 3))
+        batches = TaskBatches(worker.training, 3, lease_seconds=10)
+        found = []
+        for batch in batches:
+            clock.advance(8)
+            found.append(batch)
+            batches.consumed()
+        assert found == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+        assert worker.training.finished()
+
+
+def test_a_client_waits_for_a_task_and_no_longer_than_told() -> None:
+    queue = Queue()
+    with remote(queue) as (worker,):
+        assert worker.get("training", timeout=0.05) is None
+        threading.Timer(0.05, queue.add, ["training", 1], {"task_size": 1, "name": "t"}).start()
+        assert worker.get("training", timeout=30) is not None
+        for timeout in (-1, float("inf"), float("nan")):
+            with pytest.raises(HoldfastError, match="finite timeout"):
+                worker.get("training", timeout=timeout)
+        with pytest.raises(HoldfastError, match="no worker"):
+            worker.get("training", "me")
+
+
+def test_an_owner_that_does_not_reply_is_given_up() -> None:
+    own, other = socket.socketpair()
+    with own, RemoteQueue(other, reply_seconds=0.05) as worker:
+        for expected in ("TimeoutError", "closed"):  # never used again: the reply may still come
+            with pytest.raises(TaskError, match=f"connection to the owner.*{expected}"):
+                worker.get("training")
+
+
+def test_an_owner_that_sends_a_byte_now_and_then_is_given_up() -> None:
+    own, other = socket.socketpair()
+    stop = threading.Event()
+
+    def drip() -> None:
+        while not stop.wait(0.01):
+            own.sendall(b" ")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        worker = RemoteQueue(other, reply_seconds=0.1)
+        with pytest.raises(TaskError, match="TimeoutError"):
+            worker.get("training")
+    finally:
+        stop.set()
+        thread.join(30)
+        own.close()
+
+
+def test_an_owner_that_has_ended_or_sends_something_else_is_an_error() -> None:
+    for line in (b"", b"{}\n", b'{"type":"Reply"'):
+        own, other = socket.socketpair()
+        own.sendall(line)
+        own.shutdown(socket.SHUT_WR)
+        with own, RemoteQueue(other) as worker:
+            for _ in range(2):
+                with pytest.raises(TaskError, match=r"owner of the task queue"):
+                    worker.get("training")
+
+
+def test_replies_of_interrupted_requests_are_passed_over() -> None:
+    own, other = socket.socketpair()
+    own.sendall(b'{"type":"Reply","number":0,"value":true}\n')
+    own.sendall(b'{"type":"Reply","number":1,"value":false}\n')
+    with own, RemoteQueue(other) as worker:
+        assert worker.finished("training") is False
+
+
+def test_a_long_message_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_LINE", 100_000)
+    queue = Queue()
+    queue.add("evaluation", 2, task_size=1, name="e")
+    with TaskServer(queue) as server:
+        with RemoteQueue(server.connect("w")) as worker:
+            task = worker.evaluation.get()
+            assert task is not None
+            with pytest.raises(TaskError, match=r"too long.*sums and counts"):
+                task.done("x" * 100_000)
+        wait_until(lambda: len(queue._jobs.leases) == 0)
+        raw = RawWorker(server)
+        raw.send(type="Get", number=1, kind="evaluation", lease_seconds=None)
+        assert raw.reply() is not None
+        with suppress(OSError):  # it may notice before the end
+            raw.socket.sendall(b"x" * 400_000)
+        wait_until(lambda: len(queue._jobs.leases) == 0)
+        raw.close()
+
+
+def test_large_results_arrive() -> None:
+    queue = Queue()
+    job = queue.add("evaluation", 1, task_size=1, name="e")
+    with remote(queue) as (worker,):
+        worker.evaluation.evaluate_one(lambda task: ["é" * 10] * 100_000)
+    assert job.results() == [["é" * 10] * 100_000]
+
+
+def test_a_closed_server_has_no_threads_and_no_leases() -> None:
+    queue = Queue(lease_seconds=None)
+    queue.add("evaluation", 3, task_size=1, name="e")
+    before = threading.active_count()
+    server = TaskServer(queue)
+    workers = [RemoteQueue(server.connect("w")) for _ in range(3)]
+    for worker in workers:
+        assert worker.evaluation.get() is not None
+    server.close()
+    assert threading.active_count() == before
+    assert len(queue._jobs.leases) == 0
+    with pytest.raises(TaskError, match=r"Cannot connect worker 'late'.*a closed one"):
+        server.connect("late")
+    for worker in workers:
+        with pytest.raises(TaskError):
+            worker.finished("evaluation")
+        worker.close()
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_message_or_an_error(data: bytes) -> None:
+    own, other = socket.socketpair()
+    with own, other:
+        own.sendall(data + b"\n")
+        own.shutdown(socket.SHUT_WR)
+        connection = messages.Connection(other, "a worker")
+        with pytest.raises(TaskError, match="not a message of a task queue"):
+            while connection.receive_request(5) is not None:
+                pass
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9).filter(lambda b: b"\n" not in b), max_size=5))
+def test_lines_are_the_same_however_they_are_cut(lines: list[bytes]) -> None:
+    own, other = socket.socketpair()
+    with own, other:
+        connection = messages.Connection(other, "a worker")
+        whole = b"".join(line + b"\n" for line in lines)
+        thread = threading.Thread(target=lambda: [own.sendall(bytes([b])) for b in whole])
+        thread.start()
+        assert [connection._receive_line(10) for _ in lines] == lines
+        thread.join(10)

@@ -1,0 +1,230 @@
+"""A queue in the state of a Checkpointer: "completed at step s"."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.errors import HoldfastError
+from holdfast.storage.memory import MemoryStore
+from holdfast.tasks import Queue, TaskBatches, TrainingTask
+from tests.ranks.trainings import TrainingJob, TrainingRank
+
+DATA: dict[str, Any] = {"f": 11, "g": range(4, 13)}
+EPOCHS = 2
+UNDISTURBED = Counter(
+    (name, i, epoch)
+    for name, records in (("f", range(11)), ("g", range(4, 13)))
+    for i in records
+    for epoch in range(EPOCHS)
+)
+
+
+class Crash(Exception):
+    """The process is gone: nothing after the last version is left."""
+
+
+class Consumed:
+    """The records that the model was trained on: part of the state, as the weights are."""
+
+    def __init__(self) -> None:
+        self.records: list[list[Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": [[*r] for r in self.records]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.records = state["records"]
+
+    def counted(self) -> Counter[Any]:
+        return Counter(map(tuple, self.records))
+
+
+def train(store: Any, workers: int, steps: int | None, rng: random.Random) -> Counter[Any]:
+    """Train until the end, or make some steps and crash, with workers that take turns at random.
+
+    A worker reads its task ahead, and a step consumes up to 3 records of it. At the crash, leases
+    are under way, and the steps since the last version are lost.
+    """
+    queue, consumed = Queue(), Consumed()
+    state = {"queue": queue, "consumed": consumed, "progress": holdfast.Progress()}
+    held: dict[int, TrainingTask | None] = dict.fromkeys(range(workers))
+    save = holdfast.EverySteps(rng.randint(1, 3))
+    arguments: Any = {"kind": "training", "data": DATA, "task_size": 4, "epochs": EPOCHS}
+    if rng.random() < 0.5:
+        queue.add(**arguments, name="train")
+    with holdfast.Checkpointer(store, state, save=save | holdfast.AtEnd()) as ckpt:
+        ckpt.resume()
+        queue.add(**arguments, name="train")
+        while not queue.finished("training"):
+            worker = rng.randrange(workers)
+            task = held[worker] = held[worker] or queue.training.get(f"w{worker}")
+            if task is None:
+                continue
+            records = min(rng.randint(1, 3), task.records_left or 0)
+            start = task.position
+            task.consumed(records)
+            consumed.records += [[task.data, start + i, task.epoch] for i in range(records)]
+            if not task.records_left:
+                held[worker] = None
+            ckpt.step()
+            ckpt.wait()
+            steps = None if steps is None else steps - 1
+            if steps == 0:
+                raise Crash
+    return consumed.counted()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_a_training_that_crashes_again_and_again_loses_and_repeats_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    store = MemoryStore()
+    for _ in range(100):
+        try:
+            found = train(store, rng.randint(1, 5), rng.randint(1, 6), rng)
+        except Crash:
+            continue
+        break
+    else:
+        pytest.fail("the training has not ended")
+    assert found == UNDISTURBED
+    assert train(store, 2, None, rng) == UNDISTURBED  # a run that has ended stays ended
+
+
+@pytest.mark.slow
+def test_a_training_can_go_on_from_each_of_its_versions() -> None:
+    store = MemoryStore()
+    assert train(store, 3, None, random.Random(1)) == UNDISTURBED
+    versions = [snapshot.step or 0 for snapshot in holdfast.Run(store).snapshots()]
+    assert len(versions) > 5
+    for at in versions:
+        queue, consumed = Queue(), Consumed()
+        state = {"queue": queue, "consumed": consumed, "progress": holdfast.Progress()}
+        with holdfast.Checkpointer(store, state, save=holdfast.Never()) as ckpt:
+            ckpt.resume(at=at, branch=0)
+        while (task := queue.training.get()) is not None:
+            assert task.stop is not None
+            rest = range(task.position, task.stop)
+            consumed.records += [[task.data, i, task.epoch] for i in rest]
+            task.done()
+        assert consumed.counted() == UNDISTURBED
+
+
+def test_going_back_within_one_process_reopens_what_came_later() -> None:
+    queue, progress = Queue(), holdfast.Progress()
+    queue.add("training", 6, task_size=2, name="t")
+    state = {"queue": queue, "progress": progress}
+    with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.EverySteps(1)) as ckpt:
+        ckpt.resume()
+        for _ in range(4):
+            task: Any = queue.get("training")
+            task.consumed(1)
+            task.release()
+            ckpt.step()
+        ckpt.wait()
+        ckpt.resume(at=3)
+        task = queue.get("training")
+        assert (task.id, task.position) == (2, 3)
+
+
+def lines_of_a_stream() -> Iterator[int]:
+    """A stream that can only be read from its beginning."""
+    yield from range(1000, 1025)
+
+
+def test_a_stream_and_a_slice_of_a_file_resume_at_the_exact_record(tmp_path: Path) -> None:
+    """With readers that run ahead of the steps by up to 4 records."""
+    file = tmp_path / "lines"
+    file.write_text("".join(f"{i}\n" for i in range(40)))
+    store, seen = MemoryStore(), []
+    for _ in range(40):
+        queue = Queue()
+        state = {"queue": queue, "progress": holdfast.Progress()}
+        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1)) as ckpt:
+            ckpt.resume()
+            data: Any = {"file": range(10, 31), "stream": None}
+            queue.add("training", data, task_size=8, name="t")
+            steps = 0
+            while steps < 3 and (task := queue.training.get()) is not None:
+                lines = map(int, file.read_text().split())
+                source = lines if task.data == "file" else lines_of_a_stream()
+                reader = islice(source, task.position, task.stop)
+                ahead = list(islice(reader, 4))
+                while ahead and steps < 3:
+                    task.consumed(1)
+                    seen.append(ahead.pop(0))
+                    ahead += islice(reader, 1)
+                    ckpt.step()
+                    steps += 1
+                if not ahead and task.stop is None:
+                    task.done()
+                    ckpt.step()
+            ckpt.wait()
+            if queue.finished("training"):
+                break
+    assert seen == [*range(10, 31), *range(1000, 1025)]
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+def train_on_ranks(store: MemoryStore, ranks: int, steps: int | None) -> list[Any]:
+    """Train on ranks in threads, each with its own queue. Returns the records of each rank."""
+    with TrainingJob(ranks, inner=store, lockstep=False) as job:
+
+        def work(trainer: TrainingRank) -> list[int]:
+            queue = Queue()
+            queue.add("training", 50, task_size=7, name="t")
+            state = {"queue": queue, "progress": holdfast.Progress()}
+            batches = TaskBatches(queue.training, 6, rank=trainer.rank, ranks=ranks)
+            records: list[int] = []
+            save = holdfast.EverySteps(2)
+            with trainer.make_checkpointer(state=state, save=save) as ckpt:
+                ckpt.resume()
+                for made, part in enumerate(batches, 1):
+                    records += part  # type: ignore[arg-type]
+                    batches.consumed()
+                    ckpt.step()
+                    if made == steps:
+                        break
+                ckpt.wait()
+            return records
+
+        return job.run(work)
+
+
+@pytest.mark.slow
+def test_ranks_store_one_queue_and_resume_with_any_number_of_ranks() -> None:
+    store, found = MemoryStore(), Counter[int]()
+    for ranks, steps in ((3, 2), (2, 4), (1, None)):
+        for records in train_on_ranks(store, ranks, steps):
+            found.update(records)
+    assert found == Counter(range(50))
+
+
+@pytest.mark.slow
+def test_ranks_whose_queues_differ_cannot_be_saved() -> None:
+    """One rank has consumed something by itself: no version contains one of two truths."""
+    with TrainingJob(2, lockstep=False) as job:
+
+        def work(trainer: TrainingRank) -> None:
+            queue = Queue()
+            queue.add("training", 50, task_size=7, name="t")
+            if trainer.rank:
+                task: Any = queue.get("training")
+                task.done()
+            state = {"queue": queue, "progress": holdfast.Progress()}
+            with trainer.make_checkpointer(state=state, save=holdfast.EverySteps(1)) as ckpt:
+                ckpt.step()
+                ckpt.wait()
+
+        with pytest.raises(HoldfastError, match="queue/jobs"):
+            job.run(work)

@@ -1,0 +1,48 @@
+"""A worker process of the tests: ``python -m tests.tasks.worker FD MODE``.
+
+It evaluates tasks: the sum and the number of the squares of the records. Modes: ``work`` until the
+owner has no task for it; ``hang`` with the first task until it is killed; ``train``: consume tasks
+of the training, one record at a time, and hang after 5 records.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from holdfast.tasks import EvaluationTask, RemoteQueue
+
+
+def evaluate(task: EvaluationTask) -> dict[str, list[float]]:
+    records = range(task.start, task.stop)
+    return {"squares": [float(sum(i * i for i in records)), len(records)]}
+
+
+def hang(report: str) -> None:
+    print(report, flush=True)
+    while True:
+        signal.pause()
+
+
+def main(fd: int, mode: str) -> None:
+    with RemoteQueue(socket.socket(fileno=fd)) as queue:
+        if mode == "work":
+            print("ready", flush=True)
+            while not queue.finished("evaluation"):
+                task = queue.evaluation.get(timeout=0.2)
+                if task is not None:
+                    task.done(evaluate(task))
+        elif mode == "hang":
+            task = queue.evaluation.get(timeout=30)
+            hang(str(task and task.id))
+        elif mode == "train":
+            training = queue.training.get(timeout=30)
+            for _ in range(5):
+                assert training is not None
+                training.consumed(1)
+            hang(str(training and training.position))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
