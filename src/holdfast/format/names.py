@@ -29,7 +29,8 @@ _RESTART = re.compile(r"restart-[0-2]-[0-9a-f]{12}\.json")
 _LASTING_PIN = re.compile(r"pin-(version_[0-9.]+)\.json")
 _EVALUATION_NAME = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 _EVALUATION = re.compile(rf"eval-({_EVALUATION_NAME})\.([0-9a-f]{{12}})\.json")
-_ADDRESS = re.compile(r"(.+)@(latest|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
+_ADDRESS = re.compile(r"(.+)@(latest|best|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
+_BEST_ADDRESS = re.compile(r"(.+)@(best:.+)", re.DOTALL)
 
 # The types of fields that msgspec checks. \Z, because $ also matches before a last newline.
 Attempt = Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}\Z")]
@@ -62,9 +63,13 @@ def parse_version(folder: str) -> Version | None:
     return None if match is None else Version(int(match[1]), int(match[2] or 0))
 
 
-def split_address(text: str) -> tuple[str, str | None]:
-    """Split ``RUN@120`` into the run and the text after ``@``, or None if there is no such text."""
-    match = _ADDRESS.fullmatch(text)
+def split_address(text: str, *, by_metric: bool = True) -> tuple[str, str | None]:
+    """Split ``RUN@120`` into the run and the text after ``@``, or None if there is no such text.
+
+    ``RUN@best:METRIC`` is split at the last ``@best:``, because a metric may contain ``@``, ``/``,
+    and ``:``. Without ``by_metric``, such an address is not recognized.
+    """
+    match = (_BEST_ADDRESS.fullmatch(text) if by_metric else None) or _ADDRESS.fullmatch(text)
     return (text, None) if match is None else (match[1], match[2])
 
 
