@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from holdfast.engine.state.replication import PerRank, Replicated
     from holdfast.engine.state.sharding import Boxed
     from holdfast.events import attach
+    from holdfast.exporting.export import export
     from holdfast.generators import isolated_rng
     from holdfast.preemption.policy import Preemption
     from holdfast.run.address import load
@@ -76,6 +77,7 @@ __all__ = [
     "Store",
     "attach",
     "errors",
+    "export",
     "isolated_rng",
     "load",
     "open",
@@ -116,6 +118,7 @@ _LAZY_NAMES = {
     "Store": "storage.store",
     "attach": "events",
     "errors": "errors",
+    "export": "exporting.export",
     "isolated_rng": "generators",
     "load": "run.address",
     "open": "run.address:open_version",

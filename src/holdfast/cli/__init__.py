@@ -6,7 +6,7 @@ therefore waits for neither.
 
 Terms: a *verb* is the word that selects a command, such as ``ls``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
-``run``, ``preemption``, ``tiers``, and ``training``.
+``run``, ``exporting``, ``preemption``, ``tiers``, and ``training``.
 """
 
 from __future__ import annotations

@@ -2,5 +2,5 @@
 
 Terms: as in ``cli``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
-``run``, ``preemption``, ``tiers``, ``training``, and ``cli``.
+``run``, ``exporting``, ``preemption``, ``tiers``, ``training``, and ``cli``.
 """
