@@ -7,7 +7,7 @@ Averaging Weights Leads to Wider Optima and Better Generalization, 2018.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from holdfast.buffers import Buffer
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError, NotFound, PlanError, Unsupported
 from holdfast.exporting.stream import (
+    ContiguousBox,
     WriteLeafBytes,
     indexes_with,
     plan_windows,
@@ -29,10 +30,16 @@ from holdfast.format.names import parse_version
 from holdfast.format.validate import LeafSpecs
 from holdfast.run.run import Run
 from holdfast.text import format_list
+from holdfast.threads import Workers
 from holdfast.types import DTYPES, MIB
 
 WINDOW = 16 * MIB
-"""Bytes of a leaf that are averaged at a time. In float64, they take up to four times as much."""
+"""Bytes that are averaged at a time. In float64, they take up to eight times as much."""
+
+_BLOCK = MIB // 2
+"""Bytes that one thread converts at a time; a multiple of the size of every element."""
+
+_NOTHING = np.empty(0)
 
 _MAX_LISTED = 20
 _NUMPY_PARTS = {
@@ -121,7 +128,8 @@ def find_statistics(leaves: LeafSpecs) -> list[str]:
 class AveragedLeaves:
     """Streams the average of several versions, oldest first. In a ``with`` block, they are pinned.
 
-    Every byte of every version is checked. Uses at most about 10 times ``WINDOW`` bytes.
+    Every byte of every version is checked. Uses at most 9 times ``WINDOW`` bytes, and
+    the buffers of the threads.
     """
 
     def __init__(self, versions: Sequence[Snapshot]) -> None:
@@ -160,28 +168,41 @@ class AveragedLeaves:
         stored = [indexes_with(snapshot, {keys[n] for n in numbers}) for snapshot in self._versions]
         window = Buffer(min(sum(_nbytes(newest, keys[n]) for n in numbers), WINDOW))
         for boxes in plan_windows(newest, keys, numbers, WINDOW):
-            total: list[np.ndarray[Any, np.dtype[np.float64]]] = []
+            blocks = [*_split_boxes(boxes, [newest.leaves[keys[b.leaf_number]][0] for b in boxes])]
+            totals = [_NOTHING] * len(blocks)
+
+            def add(i: int) -> None:
+                dtype, start, stop = blocks[i]  # noqa: B023  (called in this iteration only)
+                values = _to_float64(window.view[start:stop], dtype)
+                with np.errstate(all="ignore"):  # NaN and infinity are values like others
+                    # not from zero, which would change -0.0
+                    totals[i] = values if totals[i] is _NOTHING else totals[i] + values  # noqa: B023
+
+            def divide(i: int) -> None:
+                dtype, start, stop = blocks[i]  # noqa: B023
+                with np.errstate(all="ignore"):  # such as a mean that is out of the dtype's range
+                    mean = totals[i] / len(self._versions)  # noqa: B023
+                    window.view[start:stop] = _from_float64(mean, dtype)
+
+            workers = Workers.create()
             for snapshot, indexes in zip(self._versions, stored, strict=True):
                 with snapshot.not_found_if_deleted():
                     read_window(snapshot, keys, boxes, indexes, window)
-                at = 0
-                for i, box in enumerate(boxes):
-                    dtype = newest.leaves[keys[box.leaf_number]][0]
-                    values = _to_float64(window.view[at : at + box.nbytes], dtype)
-                    if snapshot is self._versions[0]:
-                        total.append(values)
-                    else:
-                        with np.errstate(all="ignore"):  # NaN and infinity are values like others
-                            total[i] += values
-                    at += box.nbytes
-            at = 0
-            for values, box in zip(total, boxes, strict=True):
-                dtype = newest.leaves[keys[box.leaf_number]][0]
-                with np.errstate(all="ignore"):
-                    values /= len(self._versions)
-                    window.view[at : at + box.nbytes] = _from_float64(values, dtype)
-                at += box.nbytes
+                workers.each(range(len(blocks)), add)
+            workers.each(range(len(blocks)), divide)
             write_window(boxes, window.view, write)
+
+
+def _split_boxes(
+    boxes: Sequence[ContiguousBox], dtypes: Sequence[str]
+) -> Iterator[tuple[str, int, int]]:
+    """Split the bytes of a window into blocks of one dtype: the dtype, the start, and the stop."""
+    begin = 0
+    for box, dtype in zip(boxes, dtypes, strict=True):
+        end = begin + box.nbytes
+        for start in range(begin, end, _BLOCK):
+            yield dtype, start, min(start + _BLOCK, end)
+        begin = end
 
 
 def _is_float(dtype: str) -> bool:
