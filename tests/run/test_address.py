@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.deadline import Deadline
 from holdfast.errors import NoSnapshot, NotFound
 from holdfast.format.names import split_address
+from holdfast.run import address as address_module
 from holdfast.run.address import merge_objectives, open_version, read_objectives
 from holdfast.run.policy import EverySteps, KeepBest, KeepLast, KeepPolicy, StopWhen
 from tests.cli.invoke import run_cli
+from tests.fakegroup import FakeGroup
 
 ACCURACY = {1: 0.5, 2: 0.9, 3: 0.9, 4: float("nan"), 5: 0.1}
 LOSS = {1: 3.0, 2: float("nan"), 3: 2.0, 4: 1.0, 5: 1.5}
@@ -200,3 +203,27 @@ def test_a_load_by_address_ends_in_time(tmp_path: Path) -> None:
     assert holdfast.load(f"{tmp_path}/a@best", timeout=60)["x"] == [1.0]
     with pytest.raises(holdfast.errors.HoldfastError, match="Invalid deadline"):
         holdfast.load(f"{tmp_path}/a@best", timeout=0)
+
+
+def test_all_ranks_load_the_version_that_rank_0_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "a", BEST_LOSS)
+    resolved: list[object] = []
+
+    def resolve(address: str, deadline: Deadline | None = None) -> holdfast.Snapshot:
+        resolved.append(address)
+        return open_version(address, deadline)
+
+    monkeypatch.setattr(address_module, "open_version", resolve)
+
+    def load(address: str) -> list[float]:
+        into = {"x": [0.0], "progress": holdfast.Progress()}
+        values: list[float] = holdfast.load(f"{tmp_path}/{address}", into)["x"]
+        return values
+
+    assert FakeGroup(3).run(lambda rank: load("a@best")) == [[4.0]] * 3
+    assert resolved == [f"{tmp_path}/a@best"]
+    for error in FakeGroup(3).outcomes(lambda rank: load("a@best:bleu")):
+        assert isinstance(error, holdfast.errors.HoldfastError)
+        assert "bleu" in str(error)
