@@ -117,9 +117,11 @@ def test_without_a_recorded_metric_the_error_says_what_to_write(tmp_path: Path) 
     train(tmp_path / "a", last=2)
     with pytest.raises(NotFound, match=r"found none\. Get the version .*\.best\(METRIC, mode="):
         holdfast.open(f"{tmp_path}/a@best")
-    with pytest.raises(NotFound, match=r"smaller or a larger acc .*found no mode\. Get .*'acc'"):
+    with pytest.raises(
+        NotFound, match=r"smaller or a larger acc .*found no mode of any metric\. Get .*'acc'"
+    ):
         holdfast.open(f"{tmp_path}/a@best:acc")
-    with pytest.raises(NotFound, match="No version has it; the metrics of the versions: acc, val"):
+    with pytest.raises(NotFound, match="a value of bleu. Found these metrics: acc, val/loss"):
         holdfast.open(f"{tmp_path}/a@best:bleu")
 
 
@@ -128,6 +130,15 @@ def test_a_recorded_metric_that_no_version_has(tmp_path: Path) -> None:
         train(tmp_path / "a", KeepLast(3) | KeepBest(1, "bleu", "max"))
     with pytest.raises(NotFound, match=r"has a value of bleu\. Found these metrics: acc, val/loss"):
         holdfast.load(f"{tmp_path}/a@best")
+
+
+def test_a_metric_that_is_always_nan(tmp_path: Path) -> None:
+    state = {"progress": holdfast.Progress()}
+    keep = KeepLast(2) | KeepBest(1, "loss")
+    with holdfast.Checkpointer(tmp_path / "a", state, save=EverySteps(1), keep=keep) as ckpt:
+        ckpt.step({"loss": float("nan")})
+    with pytest.raises(NotFound, match="has a value of loss other than NaN"):
+        holdfast.open(f"{tmp_path}/a@best")
 
 
 def test_a_metric_with_two_modes(tmp_path: Path) -> None:

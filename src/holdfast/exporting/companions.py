@@ -6,6 +6,7 @@ They are copied from a folder of a model of the same architecture, which may be 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -59,11 +60,15 @@ def find_companions(like: str | os.PathLike[str], target: Location) -> list[Comp
         )
     try:
         names = folder.names()
+        found = format_list(names, 10) or "nothing"
     except OSError as e:
         names, found = [], e.strerror
-    else:
-        found = format_list(names, 10) or "nothing"
-    if CONFIG not in names:
+    companions = []
+    for name in names:
+        if any(fnmatchcase(name, pattern) for pattern in _PATTERNS):
+            with suppress(NotFound):  # a folder of that name
+                companions.append(Companion(name, folder.open(name)))
+    if CONFIG not in {companion.name for companion in companions}:
         raise NotFound(
             f"{path} is not the folder of a Hugging Face model",
             expected=f"a folder with {CONFIG}",
@@ -72,8 +77,7 @@ def find_companions(like: str | os.PathLike[str], target: Location) -> list[Comp
             " training began from",
             key=path,
         )
-    chosen = [n for n in names if any(fnmatchcase(n, pattern) for pattern in _PATTERNS)]
-    return [Companion(name, folder.open(name)) for name in chosen]
+    return companions
 
 
 def _is_target(path: str, location: Location | None, target: Location) -> bool:

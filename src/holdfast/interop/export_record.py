@@ -127,7 +127,11 @@ class _Text:
 
 
 def _check_folder(folder: ForeignFolder, only: str | None, advance: Advance) -> list[ExportCheck]:
-    """Check the files with records in a folder, or the one named ``only``."""
+    """Check the files with records in a folder, or the one named ``only``.
+
+    The index of a Hugging Face folder stands for the whole folder.
+    """
+    only = None if only is not None and only.endswith(INDEX_SUFFIX) else only
     names = folder.names() if only is None else [only, only + SIDECAR_SUFFIX]
     texts: dict[str, tuple[ForeignFile, _Text]] = {}
     for name in names:
@@ -148,9 +152,7 @@ def _check_folder(folder: ForeignFolder, only: str | None, advance: Advance) -> 
     checks = [_check(folder, name, expected.get(name), texts, advance) for name in texts]
     rest = [name for name in expected if name not in texts and only in (None, name)]
     checks += [_check(folder, name, expected[name], texts, advance) for name in rest]
-    if only is not None and not only.endswith((INDEX_SUFFIX, SIDECAR_SUFFIX)):
-        checks.sort(key=lambda check: check.name != only)
-    return checks
+    return sorted(checks, key=lambda check: check.name)
 
 
 def _check(

@@ -138,28 +138,27 @@ def _find_best(run: Run, newest: Snapshot, version: str) -> Snapshot:
         best = run.best(metric, "min" if mode == "min" else "max")
         if best is not None:
             return best
-        raise _best_error(
-            run,
-            f"No version of {run.url} has a value of {metric}",
-            found=_describe_metrics(run),
-            todo="Pass the metric to step() or save(), or add it with Run.add_metrics",
+    if not metric:
+        raise _ambiguous_error(run, newest, objectives)
+    available = {name for record in run.records() for name in record.metrics}
+    if metric not in available or mode in ("min", "max"):
+        raise NotFound(
+            f"No version of {run.url} has a value of {metric}"
+            + (" other than NaN" if metric in available else ""),
+            found=f"these metrics: {format_list(sorted(available), _MAX_LISTED) or 'none'}",
+            todo="Check the name; pass the metric to step() or save(), or add it with"
+            " Run.add_metrics",
+            key=run.url,
+            store=run.url,
         )
-    recorded = [f"{name} ({how})" for name, how in sorted(objectives.items())]
-    choices = [f"{run.url}@best:{name}" for name in sorted(objectives)]
-    if metric:
-        what = f"{newest.url} does not record whether a smaller or a larger {metric} is better"
-        expected = f"the mode of {metric}"
-        found = f"the modes of {format_list(recorded, _MAX_LISTED)}" if recorded else "no mode"
-        todo = f"{_describe_metrics(run, metric)}{_BEST_IN_PYTHON.format(run.url, repr(metric))}"
-    elif recorded:
-        what = f"{newest.url} records several metrics, so {run.url}@best may mean several versions"
-        expected, found = "one metric", format_list(recorded, _MAX_LISTED)
-        todo = f"Write {format_list(choices, 5, ' or ')}"
-    else:
-        what = f"{newest.url} does not record which metric makes a version the best"
-        expected, found = "a metric that KeepBest or StopWhen uses", "none"
-        todo = _BEST_IN_PYTHON.format(run.url, "METRIC")
-    raise _best_error(run, what, expected=expected, found=found, todo=todo)
+    raise NotFound(
+        f"{newest.url} does not record whether a smaller or a larger {metric} is better",
+        expected=f"the mode of {metric}",
+        found=_describe(objectives) or "no mode of any metric",
+        todo=_BEST_IN_PYTHON.format(run.url, repr(metric)),
+        key=run.url,
+        store=run.url,
+    )
 
 
 _BEST_IN_PYTHON = (
@@ -168,19 +167,25 @@ _BEST_IN_PYTHON = (
 )
 
 
-def _describe_metrics(run: Run, metric: str | None = None) -> str:
-    """Say which metrics the versions of a run have. Nothing if ``metric`` is one of them."""
-    available = sorted({name for record in run.records() for name in record.metrics})
-    if metric in available:
-        return ""
-    named = format_list(available, _MAX_LISTED) or "none"
-    if metric is None:
-        return f"these metrics: {named}" if available else "no metrics"
-    return f"No version has it; the metrics of the versions: {named}. "
+def _ambiguous_error(run: Run, newest: Snapshot, objectives: Mapping[str, str]) -> NotFound:
+    """Return the error for ``RUN@best`` if not exactly one metric is recorded."""
+    choices = [f"{run.url}@best:{name}" for name in sorted(objectives)]
+    return NotFound(
+        f"{newest.url} records several metrics, so {run.url}@best may mean several versions"
+        if objectives
+        else f"{newest.url} does not record which metric makes a version the best",
+        expected="one metric that KeepBest or StopWhen uses",
+        found=_describe(objectives) or "none",
+        todo=f"Write {format_list(choices, 5, ' or ')}"
+        if objectives
+        else _BEST_IN_PYTHON.format(run.url, "METRIC"),
+        key=run.url,
+        store=run.url,
+    )
 
 
-def _best_error(run: Run, what: str, **parts: Any) -> NotFound:
-    return NotFound(what, key=run.url, store=run.url, **parts)
+def _describe(objectives: Mapping[str, str]) -> str:
+    return format_list([f"{name} ({how})" for name, how in sorted(objectives.items())], _MAX_LISTED)
 
 
 # -- all ranks -----------------------------------------------------------------------------------
