@@ -62,7 +62,7 @@ def find_companions(like: str | os.PathLike[str], target: Location) -> list[Comp
         names = folder.names()
         found = format_list(names, 10) or "nothing"
     except OSError as e:
-        names, found = [], e.strerror
+        names, found = [], str(e.strerror)
     companions = []
     for name in names:
         if any(fnmatchcase(name, pattern) for pattern in _PATTERNS):
