@@ -156,7 +156,8 @@ def cli() -> None:
     one, or run a training.
 
     RUN is a folder or URL that contains versions. SNAPSHOT is one version, such as
-    runs/a/version_120, runs/a@120, or runs/a@best. With --json, a command prints one JSON document on stdout.
+    runs/a/version_120, runs/a@120, or runs/a@best. With --json, a command prints one JSON
+    document on stdout.
     """
 
 
