@@ -37,7 +37,7 @@ tools:
 
 # The inner loop: under 90 s on 2 cores. A mistake in any layer below `integrations` shows here.
 QUICK := tests/test_packages.py tests/test_shape.py tests/format tests/storage tests/data tests/sinks tests/engine \
-	tests/run tests/interop tests/cli tests/training/test_checkpointer.py tests/training/test_resume.py \
+	tests/run tests/interop tests/exporting tests/cli tests/training/test_checkpointer.py tests/training/test_resume.py \
 	tests/ranks/test_commit.py tests/ranks/test_layouts.py tests/ranks/test_training.py tests/docs/test_design.py
 
 # PyTorch's idle threads would spin, and take the cores from the other workers of pytest.

@@ -16,19 +16,20 @@ if TYPE_CHECKING:
     from holdfast.data.progress import Progress
     from holdfast.data.rng import RNG
     from holdfast.data.sampler import ElasticSampler
-    from holdfast.engine.loading.load import load
     from holdfast.engine.saving.pending import Pending
     from holdfast.engine.saving.save import save, save_async
     from holdfast.engine.snapshot.leaf import LeafView
     from holdfast.engine.snapshot.snapshot import Snapshot
-    from holdfast.engine.snapshot.snapshot import open_snapshot as open
     from holdfast.engine.snapshot.verify import Report
     from holdfast.engine.state.replication import PerRank, Replicated
     from holdfast.engine.state.sharding import Boxed
     from holdfast.evaluation.evaluation import Evaluation
     from holdfast.events import attach
+    from holdfast.exporting.export import export
     from holdfast.generators import isolated_rng
     from holdfast.preemption.policy import Preemption
+    from holdfast.run.address import load
+    from holdfast.run.address import open_version as open
     from holdfast.run.policy import (
         AtEnd,
         EveryEpoch,
@@ -78,6 +79,7 @@ __all__ = [
     "Store",
     "attach",
     "errors",
+    "export",
     "isolated_rng",
     "load",
     "open",
@@ -120,9 +122,10 @@ _LAZY_NAMES = {
     "Store": "storage.store",
     "attach": "events",
     "errors": "errors",
+    "export": "exporting.export",
     "isolated_rng": "generators",
-    "load": "engine.loading.load",
-    "open": "engine.snapshot.snapshot:open_snapshot",
+    "load": "run.address",
+    "open": "run.address:open_version",
     "open_store": "storage.open",
     "preemption": "preemption",
     "register_store": "storage.open",

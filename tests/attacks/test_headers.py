@@ -23,8 +23,8 @@ from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import DigestMismatch, SkippedVersion
+from holdfast.exporting.stream import stream_leaves
 from holdfast.integrations.dcp.reading import StorageReader
-from holdfast.interop.stream import stream_leaves
 from holdfast.storage.memory import MemoryStore
 from holdfast.types import BLOCK_SIZE, MIB
 from tests.engine.snapshot.manual_shards import split_columns, write_resharded

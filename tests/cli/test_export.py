@@ -60,7 +60,8 @@ def test_json_keys_are_stable(folder: Path) -> None:
     assert result.err == ""
     report = result.json
     assert list(report) == [
-        "snapshot", "step", "to", "root", "files", "tensors", "left_out", "bytes", "seconds",
+        "snapshot", "step", "averaged", "to", "root", "files", "tensors", "left_out", "bytes",
+        "warnings", "seconds",
     ]  # fmt: skip
     assert [report[k] for k in ("step", "to", "root", "tensors", "left_out", "bytes")] == [
         1, "hf", "model", 2, 0, 56,

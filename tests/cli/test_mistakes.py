@@ -89,16 +89,16 @@ def test_a_version_instead_of_a_run(folder: Path) -> None:
             4,
             "runs/a@2 is one version, not a run. Use the run: runs/a.",
         )
-        check_error_line(run_cli(verb, "runs/a@best"), 4, "Perhaps you meant runs/a")
+        check_error_line(run_cli(verb, "runs/a@best"), 4, "Use the run: runs/a.")
         check_error_line(
             run_cli(verb, "runs/aa@2"), 4, "no run at runs/aa. ", "Perhaps you meant runs/a"
         )
     check_error_line(run_cli("pin", "runs/a@2", 2), 4, "Use the run: runs/a.")
 
 
-@pytest.mark.parametrize("address", ["@best", "@version_2", "@", "/2", "@-1", "/best"])
+@pytest.mark.parametrize("address", ["@best:", "@version_2", "@", "/2", "@-1", "/best"])
 def test_an_almost_valid_address(folder: Path, address: str) -> None:
-    forms = "RUN/version_120, RUN@120 (on branch 1: RUN@120.1), or RUN@latest."
+    forms = "RUN/version_120, RUN@120 (on branch 1: RUN@120.1), RUN@latest, RUN@best, or"
     check_error_line(
         run_cli("show", f"runs/a{address}"), 4, f"no snapshot at runs/a{address}. ", forms
     )

@@ -63,7 +63,7 @@ def test_a_wrong_location_is_explained(root: str, verb: str) -> None:
 def test_a_missing_version_is_explained(root: str) -> None:
     found = run_cli("show", f"{root}/runs/a/version_3")
     check(found, "found 3 versions in the same folder. The newest is version_10. The address of")
-    found = run_cli("show", f"{root}/runs/a@best")
+    found = run_cli("show", f"{root}/runs/a@best:")
     check(found, "found nothing. The address of a version is")
     open_store(f"{root}/runs/a").delete("version_2/manifest.json")
     check(run_cli("show", f"{root}/runs/a/version_2"), "files of a save that was never committed")

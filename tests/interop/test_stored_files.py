@@ -23,8 +23,8 @@ from holdfast.interop.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
-    size_of_foreign,
 )
+from holdfast.interop.stored_files import size_of_foreign
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
 from tests.cli.invoke import run_cli

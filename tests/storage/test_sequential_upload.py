@@ -11,7 +11,8 @@ import pytest
 import holdfast
 from holdfast.engine.snapshot.location import Location
 from holdfast.errors import NoSpace, StoreError
-from holdfast.interop.export import plan_export, write_export
+from holdfast.exporting.plan import plan_export
+from holdfast.exporting.write import write_export
 from holdfast.storage import sequential_upload
 from holdfast.storage.checks import refuse_partial
 from holdfast.storage.memory import MemoryStore

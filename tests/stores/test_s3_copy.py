@@ -177,7 +177,8 @@ COPY = """
 import sys, numpy as np, torch, holdfast
 from holdfast.engine.snapshot.location import locate
 from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.interop.export import locate_export, plan_export, write_export
+from holdfast.exporting.plan import locate_export, plan_export
+from holdfast.exporting.write import write_export
 from tests.memory_peak import print_peak_memory
 verb, a, b = sys.argv[1:]
 holdfast.save(f"{b}-warm/version_1", {"model": {"x": np.ones(3)}})

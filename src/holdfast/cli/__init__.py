@@ -6,7 +6,7 @@ therefore waits for neither.
 
 Terms: a *verb* is the word that selects a command, such as ``ls``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
-``run``, ``preemption``, ``tiers``, ``evaluation``, and ``training``.
+``run``, ``exporting``, ``preemption``, ``tiers``, ``evaluation``, and ``training``.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def cli() -> None:
     one, or run a training.
 
     RUN is a folder or URL that contains versions. SNAPSHOT is one version, such as
-    runs/a/version_120 or runs/a@120. With --json, a command prints one JSON document on stdout.
+    runs/a/version_120, runs/a@120, or runs/a@best. With --json, a command prints one JSON
+    document on stdout.
     """
 
 

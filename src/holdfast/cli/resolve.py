@@ -20,8 +20,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
 from holdfast.engine.snapshot.spread import SpreadStore, unspread
 from holdfast.errors import AlreadyExists, NoSnapshot, NotFound, StoreError
 from holdfast.format import names
-from holdfast.format.names import split_address
-from holdfast.run.address import ADDRESS_FORMS, is_bucket, open_version
+from holdfast.run.address import ADDRESS_FORMS, is_bucket, open_version, resolve_address
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
@@ -38,12 +37,12 @@ _SMALL_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTIC
 
 
 def resolve_snapshot(url: str) -> Snapshot:
-    """Return the snapshot at ``url``, which may be ``RUN@120``, ``RUN@120.1``, or ``RUN@latest``.
+    """Return the snapshot at ``url``, which may be an address (see ``holdfast.open``).
 
     Raises ``NotFound``, which states what is there instead.
     """
     if _is_address(url):
-        resolve_run(split_address(url)[0])  # raises an error that states what is there instead
+        resolve_run(resolve_address(url)[0])  # raises an error that states what is there instead
         return open_version(url)
     url = _normalize_path(url)
     try:
@@ -72,7 +71,7 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
                 todo="A save may be in progress; `holdfast sweep` removes leftover files",
             )
     if _is_address(url):
-        run_url, _ = split_address(url)
+        run_url, _ = resolve_address(url)
         resolve_run(run_url, require_version=require_version)  # raises an error if there is no run
         raise NotFound(f"{url} is one version, not a run", todo=f"Use the run: {run_url}")
     if _is_snapshot(url):
@@ -133,7 +132,7 @@ def refuse_address(url: str) -> None:
     A folder of that name would hide the version. Raises ``AlreadyExists`` if ``RUN`` is a run and
     the literal location has nothing.
     """
-    run, version = split_address(url)
+    run, version = resolve_address(url)
     if version is not None and _is_address(url) and versions_in(locate(run)) and not _names_in(url):
         raise AlreadyExists(
             f"{url} is the address of a version, not of a folder; nothing was changed",
@@ -160,14 +159,14 @@ def _is_address(url: str) -> bool:
     precedence."""
     if _is_bucket_address(url):
         return True
-    if split_address(url)[1] is None or _is_snapshot(url):
+    if resolve_address(url)[1] is None or _is_snapshot(url):
         return False
     path = _local_path(url)
     return path is None or not os.path.lexists(path)
 
 
 def _is_bucket_address(url: str) -> bool:
-    run, version = split_address(url)
+    run, version = resolve_address(url)
     return version is not None and is_bucket(run)
 
 

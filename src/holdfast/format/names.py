@@ -33,7 +33,8 @@ _EVALUATION = re.compile(
 )
 _LEASE = re.compile(rf"lease-({_EVALUATION_NAME})\.([1-9][0-9]{{0,17}})\.json")
 _OBJECTIVE = re.compile(r"objective-[0-9a-f]{32}\.json")
-_ADDRESS = re.compile(r"(.+)@(latest|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
+_ADDRESS = re.compile(r"(.+)@(latest|best|(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,9})?)", re.DOTALL)
+_BEST_ADDRESS = re.compile(r"(.+)@(best:.+)", re.DOTALL)
 
 # The types of fields that msgspec checks. \Z, because $ also matches before a last newline.
 Attempt = Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}\Z")]
@@ -66,9 +67,13 @@ def parse_version(folder: str) -> Version | None:
     return None if match is None else Version(int(match[1]), int(match[2] or 0))
 
 
-def split_address(text: str) -> tuple[str, str | None]:
-    """Split ``RUN@120`` into the run and the text after ``@``, or None if there is no such text."""
-    match = _ADDRESS.fullmatch(text)
+def split_address(text: str, *, by_metric: bool = True) -> tuple[str, str | None]:
+    """Split ``RUN@120`` into the run and the text after ``@``, or None if there is no such text.
+
+    ``RUN@best:METRIC`` is split at the last ``@best:``, because a metric may contain ``@``, ``/``,
+    and ``:``. Without ``by_metric``, such an address is not recognized.
+    """
+    match = (_BEST_ADDRESS.fullmatch(text) if by_metric else None) or _ADDRESS.fullmatch(text)
     return (text, None) if match is None else (match[1], match[2])
 
 

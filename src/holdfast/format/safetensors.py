@@ -8,9 +8,10 @@ then be written and read with direct I/O. (Format: https://github.com/huggingfac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import msgspec
 
@@ -84,10 +85,14 @@ def entry_name(
     return key if sizes == shape else f"{key}@{','.join(map(str, offsets))}"
 
 
-def build_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]]) -> bytes:
+def build_header(
+    entries: Iterable[tuple[str, str, tuple[int, ...], int, int]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """Return the beginning of a file up to its data.
 
-    Each entry is (name, stored dtype, shape, start, stop).
+    Each entry is (name, stored dtype, shape, start, stop). ``metadata``: more members of
+    ``__metadata__``, which is the first member of the header.
 
     Raises ``Unsupported`` if the header is longer than the safetensors library accepts.
     """
@@ -95,7 +100,7 @@ def build_header(entries: Iterable[tuple[str, str, tuple[int, ...], int, int]]) 
         name: {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
         for name, dtype, shape, start, stop in entries
     }
-    text = msgspec.json.encode({"__metadata__": {"format": "pt"}} | tensors)
+    text = msgspec.json.encode({"__metadata__": {"format": "pt", **metadata}} | tensors)
     padded_length = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT - 8
     if padded_length > MAX_HEADER:
         raise Unsupported(

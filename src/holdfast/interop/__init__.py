@@ -1,4 +1,4 @@
-"""Import and export of the checkpoint formats of other libraries. No code in a file is executed.
+"""Import of the checkpoint formats of other libraries. No code in a file is executed.
 
 Terms: a *foreign* checkpoint is one that another library wrote.
 May import: the root modules, ``format``, ``storage``, and ``engine``; not ``run``.

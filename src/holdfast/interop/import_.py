@@ -25,6 +25,7 @@ from holdfast.format.names import MANIFEST, is_shard_name, parse_version, split_
 from holdfast.format.strict_json import unique_members
 from holdfast.interop import read_dcp, read_safetensors
 from holdfast.interop.arrange import step_from_name, step_from_state
+from holdfast.interop.export_record import require_intact
 from holdfast.interop.mmap_files import Advance, MappedFile
 from holdfast.interop.read_dcp import TensorBoxes, load_dcp
 from holdfast.interop.read_safetensors import load_huggingface_folder, load_safetensors
@@ -34,9 +35,10 @@ from holdfast.interop.stored_files import (
     ForeignFolder,
     StoredFile,
     StoredTensor,
+    is_safetensors,
     locate_foreign,
 )
-from holdfast.storage.store import Store, list_level
+from holdfast.storage.store import Store
 from holdfast.threads import Workers, no_op
 
 SUPPORTED_FORMATS = (
@@ -77,31 +79,14 @@ class ForeignCheckpoint:
     stored: tuple[StoredFile, ...] = ()
 
 
-def size_of_foreign(path: str) -> int:
-    """Return the bytes of the file at a path or URL, or of the files directly in a folder.
-
-    A file that is not fetched, but read while it is saved, has 0. Raises ``StoreError``.
-    """
-    path, location = locate_foreign(path)
-    if location is not None:
-        if location.folder:
-            with suppress(NotFound):
-                file = StoredFile(location)
-                return 0 if read_safetensors.is_safetensors(file) else file.length
-        found = (e.stat for e in list_level(location.store, location.folder))
-        return sum(s.length for s in found if s and not s.key.endswith(".safetensors"))
-    if not os.path.isdir(path):
-        return os.path.getsize(path) if os.path.exists(path) else 0
-    with os.scandir(path) as entries:
-        return sum(e.stat().st_size for e in entries if e.is_file())
-
-
 def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> ForeignCheckpoint:
     """Read the checkpoint in the file or folder at a path, a URL, or a location.
 
     ``advance(nbytes)`` is called from several threads as bytes are read and checked, up to
     ``size_of_foreign`` in total. The tensors of a safetensors file in a store are not read yet, and
     files of the other formats are fetched into temporary files: see ``stored_files``.
+
+    A file that ``holdfast.export`` wrote is compared with its record first, which reads it twice.
 
     Raises ``NotFound``; ``Unsupported`` for an unknown format and for a file that would have to run
     code; ``FormatError`` for a damaged or incomplete checkpoint; ``NoSpace`` if it cannot be
@@ -111,6 +96,8 @@ def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> F
         import torch  # noqa: F401
     except ImportError as e:
         raise HoldfastError("Importing a checkpoint needs PyTorch", found="no torch package") from e
+    with suppress(NotFound):  # reported below, with what is there instead
+        require_intact(path)
     path, location = locate_foreign(path)
     if location is not None:
         checkpoint = _read_stored(location, advance)
@@ -157,7 +144,7 @@ def _refuse_shard(path: str) -> None:
 
 def _read_file(file: ForeignFile, advance: Advance) -> ForeignCheckpoint:
     path = file.path
-    if read_safetensors.is_safetensors(file):
+    if is_safetensors(file):
         return ForeignCheckpoint(path, "safetensors", load_safetensors(file))
     loaded = load_torch_file(file, advance)
     if loaded is None:

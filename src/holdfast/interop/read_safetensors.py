@@ -9,12 +9,17 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import FormatError, NotFound, Unsupported
-from holdfast.format.safetensors import MAX_HEADER, HeaderEntry, decode_entries
+from holdfast.format.safetensors import HeaderEntry, decode_entries
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
 from holdfast.format.tree import is_valid_shape
 from holdfast.interop.mmap_files import Advance
 from holdfast.interop.read_torch import LoadedFile, load_torch_file
-from holdfast.interop.stored_files import ForeignFile, ForeignFolder, require_space
+from holdfast.interop.stored_files import (
+    ForeignFile,
+    ForeignFolder,
+    is_safetensors,
+    require_space,
+)
 from holdfast.types import DTYPES
 
 SAFE_WEIGHTS_NAME, WEIGHTS_NAME = "model.safetensors", "pytorch_model.bin"
@@ -32,13 +37,6 @@ _DTYPES_BY_CODE = {d.stored_dtype: d.name for d in DTYPES.values() if d.stored_p
     "F8_E8M0": "float8_e8m0fnu",
 }
 """The names of dtypes by their safetensors codes."""
-
-
-def is_safetensors(file: ForeignFile) -> bool:
-    """Return True if a file begins like a safetensors file."""
-    head = file.read(0, 9)
-    size = int.from_bytes(head[:8], "little")
-    return head[8:] == b"{" and 2 <= size <= min(MAX_HEADER, file.length - 8)
 
 
 def load_safetensors(file: ForeignFile) -> dict[str, Any]:

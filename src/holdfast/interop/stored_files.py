@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from threading import Lock
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from holdfast.engine.snapshot.location import Location, locate
 from holdfast.engine.snapshot.spread import unspread
 from holdfast.errors import FormatError, NoSpace, NotFound, StoreError
+from holdfast.format.safetensors import MAX_HEADER
 from holdfast.interop.mmap_files import Advance, MappedFile, format_error
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.open import expand_home
@@ -267,3 +269,31 @@ def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
     if isinstance(unspread(path.store), LocalStore):
         return os.path.join(expand_home(path.store.url), path.folder), None
     return path.url, path
+
+
+def size_of_foreign(path: str, *, all_files: bool = False) -> int:
+    """Return the bytes of the file at a path or URL, or of the files directly in a folder.
+
+    A safetensors file in a store is not fetched, but read while it is saved: it has 0, unless
+    ``all_files`` is True. Raises ``StoreError``.
+    """
+    path, location = locate_foreign(path)
+    if location is not None:
+        if location.folder:
+            with suppress(NotFound):
+                file = StoredFile(location)
+                return file.length if all_files or not is_safetensors(file) else 0
+        found = [e.stat for e in list_level(location.store, location.folder)]
+        counted = [s for s in found if s and (all_files or not s.key.endswith(".safetensors"))]
+        return sum(s.length for s in counted)
+    if not os.path.isdir(path):
+        return os.path.getsize(path) if os.path.exists(path) else 0
+    with os.scandir(path) as entries:
+        return sum(e.stat().st_size for e in entries if e.is_file())
+
+
+def is_safetensors(file: ForeignFile) -> bool:
+    """Return True if a file begins like a safetensors file."""
+    head = file.read(0, 9)
+    size = int.from_bytes(head[:8], "little")
+    return head[8:] == b"{" and 2 <= size <= min(MAX_HEADER, file.length - 8)

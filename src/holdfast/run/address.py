@@ -1,21 +1,48 @@
-"""Addresses of versions, such as ``RUN@120``."""
+"""Addresses of versions, such as ``RUN@120``, and the public functions that accept them.
+
+``holdfast.open`` and ``holdfast.load`` are here because an address needs the run. The engine knows
+single snapshots only.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
-from holdfast.engine.snapshot.location import path_advice, suggest_similar_path
-from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
+from msgspec import Struct
+
+from holdfast.deadline import Deadline
+from holdfast.engine.distributed.group import (
+    Group,
+    GroupSpec,
+    LocalGroup,
+    broadcast_from_first,
+    current_group,
+    failing_together,
+)
+from holdfast.engine.loading.binding import Leniency, warn_of_share
+from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.snapshot.location import Url, locate, path_advice, suggest_similar_path
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location, open_snapshot
 from holdfast.errors import NotFound
 from holdfast.format.names import Version, split_address
+from holdfast.run.policy import Mode
 from holdfast.run.run import Run
+from holdfast.storage.open import open_store
+from holdfast.storage.store import within
+from holdfast.text import format_list
 
 ADDRESS_FORMS = (
-    "The address of a version is RUN/version_120, RUN@120 (on branch 1: RUN@120.1), or RUN@latest"
+    "The address of a version is RUN/version_120, RUN@120 (on branch 1: RUN@120.1), RUN@latest,"
+    " RUN@best, or RUN@best:METRIC"
 )
 
+BOTH_MODES = "both"
+"""The recorded mode of a metric that one policy minimizes and another one maximizes."""
 
+_MAX_LISTED = 20
 _BUCKET = re.compile(r"(s3|az|gs)://[^/@]+")
 
 
@@ -24,31 +51,220 @@ def is_bucket(url: str) -> bool:
     return _BUCKET.fullmatch(url) is not None
 
 
-def open_version(address: str | os.PathLike[str]) -> Snapshot:
-    """Open the snapshot at an address.
+def resolve_address(text: str) -> tuple[str, str | None]:
+    """Split an address into the URL of the run and the text after ``@``; None: not an address.
+
+    If ``RUN@best:NAME@120`` may be split in two places, the longer run counts if it exists.
+    """
+    url, version = split_address(text)
+    longer, step = split_address(text, by_metric=False)
+    is_ambiguous = step is not None and len(longer) > len(url) and not is_bucket(url)
+    if is_ambiguous and Run(longer).listing().has_version():
+        return longer, step
+    return url, version
+
+
+def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
+    """Open the snapshot at an address. Only its manifest is read.
 
     An address is ``RUN@120`` (step 120 on the current lineage), ``RUN@120.1`` (step 120 of branch
-    1), ``RUN@latest`` (the newest intact version), or the URL of a snapshot. If a snapshot exists
-    at the literal address, that snapshot is opened.
+    1), ``RUN@latest`` (the newest intact version), ``RUN@best`` or ``RUN@best:METRIC`` (the version
+    with the best value of the metric, by the mode that the run records), the URL of a snapshot, or
+    a ``Store`` with the snapshot at its root. If a snapshot exists at the literal address, that
+    snapshot is opened. ``deadline``: the time by which the run must have answered.
 
     Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``.
     """
-    url, version = split_address(os.fspath(address))
+    if not isinstance(address, str | os.PathLike):
+        return open_snapshot(address)
+    text = os.fspath(address)
+    url, version = split_address(text)
     if version is None or not is_bucket(url):
         try:
             return open_snapshot(address)
         except NotFound as e:
             if version is None:
                 raise e.with_advice(ADDRESS_FORMS) from e
-    run = Run(url)
-    if version == "latest" and (snapshot := run.latest()) is not None:
-        return snapshot
-    if version == "latest" or not run.listing().has_version():
+    url, version = resolve_address(text)
+    run = Run(url if deadline is None else within(open_store(url), deadline))
+    if version is None or not version[0].isdecimal():
+        newest = run.latest()
+        if newest is not None:
+            return newest if version == "latest" else _find_best(run, newest, version or "")
+    elif run.listing().has_version():
+        step, _, branch = version.partition(".")
+        return run.open(Version(int(step), int(branch)) if branch else run.find(int(step)))
+    raise NotFound(
+        f"{run.url} is not a run with versions",
+        todo=path_advice(suggest_similar_path(url)),
+        key=text,
+        store=run.url,
+    )
+
+
+# -- the best version ----------------------------------------------------------------------------
+
+
+def merge_objectives(objectives: Iterable[tuple[str, Mode]]) -> dict[str, str]:
+    """Return what a version records of the metrics of policies: see ``read_objectives``."""
+    merged: dict[str, str] = {}
+    for metric, mode in sorted(objectives):
+        merged[metric] = mode if merged.get(metric, mode) == mode else BOTH_MODES
+    return merged
+
+
+def read_objectives(snapshot: Snapshot) -> dict[str, str]:
+    """Return the metrics that the policies of the training use, each with its mode.
+
+    The mode is ``min``, ``max``, or ``BOTH_MODES``. The result is empty if the snapshot was saved
+    without a ``Checkpointer``, or with policies that use no metric.
+    """
+    recorded = snapshot.metadata.get("objectives")
+    found = recorded.items() if isinstance(recorded, dict) else ()
+    return {name: mode for name, mode in found if isinstance(name, str) and isinstance(mode, str)}
+
+
+def _find_best(run: Run, newest: Snapshot, version: str) -> Snapshot:
+    """Return the best version of a run, for ``best`` or ``best:METRIC``.
+
+    The newest version records the mode. Raises ``NotFound``, which says what to write instead.
+    """
+    objectives = read_objectives(newest)
+    _, _, metric = version.partition(":")
+    if not metric and len(objectives) == 1:
+        metric = next(iter(objectives))
+    mode = objectives.get(metric)
+    if mode in ("min", "max"):
+        best = run.best(metric, "min" if mode == "min" else "max")
+        if best is not None:
+            return best
+    if not metric:
+        raise _ambiguous_error(run, newest, objectives)
+    available = {name for record in run.records() for name in record.metrics}
+    if metric not in available or mode in ("min", "max"):
         raise NotFound(
-            f"{run.url} is not a run with versions",
-            todo=path_advice(suggest_similar_path(url)),
-            key=os.fspath(address),
+            f"No version of {run.url} has a value of {metric}"
+            + (" other than NaN" if metric in available else ""),
+            found=f"these metrics: {format_list(sorted(available), _MAX_LISTED) or 'none'}",
+            todo="Check the name; pass the metric to step() or save(), or add it with"
+            " Run.add_metrics",
+            key=run.url,
             store=run.url,
         )
-    step, _, branch = version.partition(".")
-    return run.open(Version(int(step), int(branch)) if branch else run.find(int(step)))
+    raise NotFound(
+        f"{newest.url} does not record whether a smaller or a larger {metric} is better",
+        expected=f"the mode of {metric}",
+        found=_describe(objectives) or "no mode of any metric",
+        todo=_BEST_IN_PYTHON.format(run.url, repr(metric)),
+        key=run.url,
+        store=run.url,
+    )
+
+
+_BEST_IN_PYTHON = (
+    "Get the version in Python with holdfast.Run({!r}).best({}, mode=...), and name it by its step."
+    " A Checkpointer with KeepBest or StopWhen records the mode in the versions that it saves"
+)
+
+
+def _ambiguous_error(run: Run, newest: Snapshot, objectives: Mapping[str, str]) -> NotFound:
+    """Return the error for ``RUN@best`` if not exactly one metric is recorded."""
+    choices = [f"{run.url}@best:{name}" for name in sorted(objectives)]
+    return NotFound(
+        f"{newest.url} records several metrics, so {run.url}@best may mean several versions"
+        if objectives
+        else f"{newest.url} does not record which metric makes a version the best",
+        expected="one metric that KeepBest or StopWhen uses",
+        found=_describe(objectives) or "none",
+        todo=f"Write {format_list(choices, 5, ' or ')}"
+        if objectives
+        else _BEST_IN_PYTHON.format(run.url, "METRIC"),
+        key=run.url,
+        store=run.url,
+    )
+
+
+def _describe(objectives: Mapping[str, str]) -> str:
+    return format_list([f"{name} ({how})" for name, how in sorted(objectives.items())], _MAX_LISTED)
+
+
+# -- all ranks -----------------------------------------------------------------------------------
+
+
+class _OpenedVersion(Struct, frozen=True):
+    """The version that rank 0 has found at an address: its URL, and the digest of its manifest."""
+
+    url: str
+    digest: str
+
+
+def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) -> Snapshot:
+    """Open the snapshot at an address or in a store, the same one on all ranks.
+
+    Rank 0 resolves the address, because a run may change meanwhile. Raises on all ranks as
+    ``open_version`` does, and ``Unavailable`` after ``timeout`` seconds.
+    """
+    is_text = isinstance(address, str | os.PathLike)
+    where = os.fspath(address) if isinstance(address, str | os.PathLike) else address.url
+    purpose = f"the load of {where}: {timeout} s"
+    deadline = None if timeout is None else Deadline.after(timeout, purpose)
+
+    opened: list[Snapshot] = []
+
+    def choose() -> _OpenedVersion:
+        opened.append(open_version(address, deadline))
+        return _OpenedVersion(opened[0].url, opened[0].digest)
+
+    operation = f"the opening of {where}"
+    found = broadcast_from_first(group, operation, choose, _OpenedVersion, deadline=deadline)
+    # A URL does not contain the options of a store, so each rank uses the store that it was given.
+    location = locate(found.url if is_text else address).limit("load", None, deadline)
+    if opened:  # on rank 0, which has read the manifest
+        return Snapshot(location, opened[0].manifest, found.digest, opened[0].leaves)
+    return Snapshot(location, None, found.digest)
+
+
+def load(  # noqa: PLR0913  (the public face)
+    url: Url,
+    into: dict[str, Any] | None = None,
+    *,
+    keys: str | Sequence[str] | None = None,
+    device: Any = None,
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    cast: bool = False,
+    rename: Mapping[str, str] | None = None,
+    group: GroupSpec = None,
+    share: bool | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Load the snapshot at ``url`` and check every byte that is read.
+
+    ``url`` may be an address, such as ``"runs/a@best"``: see ``holdfast.open``. Without ``into``,
+    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values. With
+    ``into``, a dict like the one that was saved, fill that dict in place and return it. ``keys``:
+    load only leaves whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*``
+    matches within a level, ``**`` across levels.
+
+    The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
+    ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
+    dtypes. ``rename={"model/old": "model/new"}`` renames members of the snapshot, with everything
+    below them, before they are matched with the live state. A load fails after ``timeout`` seconds.
+
+    Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
+    snapshot was saved with, or all raise. If several ranks of a host need the same data of a large
+    snapshot, one reads it and passes it on through shared memory (64 MiB per host). A load without
+    ``into`` or with ``group="alone"`` concerns this process only. ``share`` is deprecated. Raises
+    ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists all differences,
+    after which ``into`` is unchanged.
+    """
+    warn_of_share(share)
+    leniency = Leniency(missing, unexpected, cast, rename or {})
+    ranks = LocalGroup() if into is None else current_group(group)
+    if isinstance(url, str | os.PathLike) and split_address(os.fspath(url))[1] is not None:
+        snapshot = open_on_all_ranks(url, ranks, timeout)
+    else:
+        location = locate(url).limit("load", timeout)
+        with failing_together(ranks, f"the load of {location.url}", location.deadline):
+            snapshot = open_location(location)
+    return load_snapshot(snapshot, into, keys, device, leniency, ranks)

@@ -198,6 +198,11 @@ class KeepPolicy:
     @property
     def metrics(self) -> frozenset[str]:
         """The names of the metrics that the policy uses."""
+        return frozenset(metric for metric, _ in self.objectives)
+
+    @property
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        """The metrics whose best versions the policy keeps, each with its mode."""
         return frozenset()
 
     def __or__(self, other: KeepPolicy) -> KeepPolicy:
@@ -218,6 +223,10 @@ class KeepUnion(KeepPolicy):
     @property
     def metrics(self) -> frozenset[str]:
         return self.first.metrics | self.second.metrics
+
+    @property
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        return self.first.objectives | self.second.objectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +285,8 @@ class KeepBest(KeepPolicy):
         return frozenset(best_first(records, self.metric, self.mode)[: self.count])
 
     @property
-    def metrics(self) -> frozenset[str]:
-        return frozenset((self.metric,))
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        return frozenset(((self.metric, self.mode),))
 
 
 def best_first(records: Sequence[Record], metric: str, mode: Mode = "min") -> list[Version]:
@@ -289,7 +298,7 @@ def best_first(records: Sequence[Record], metric: str, mode: Mode = "min") -> li
     values = [
         (r.metrics[metric], r.version)
         for r in reversed(records)
-        if metric in r.metrics and not _is_nan(r.metrics[metric])
+        if metric in r.metrics and r.metrics[metric] == r.metrics[metric]  # NaN differs from itself
     ]
     # sort is stable even with reverse=True, so equal values stay in order from the newest
     values.sort(key=lambda pair: pair[0], reverse=mode == "max")
@@ -335,7 +344,7 @@ class StopWhen:
     def observe(self, state: StopState, value: float) -> StopState:
         """Return the state after one more value of the metric."""
         if state.best is None:
-            better = not _is_nan(value)
+            better = not isnan(value)
         elif self.mode == "min":  # NaN is never better: a comparison with NaN is False
             better = value < state.best - self.min_delta
         else:
@@ -347,12 +356,8 @@ class StopWhen:
 
     def to_plain(self, state: StopState) -> dict[str, Any]:
         """Return ``state`` as plain values, together with the metric and the mode."""
-        return {
-            "metric": self.metric,
-            "mode": self.mode,
-            "best": state.best,
-            "misses": state.misses,
-        }
+        plain = {"metric": self.metric, "mode": self.mode}
+        return {**plain, "best": state.best, "misses": state.misses}
 
     def from_plain(self, plain: object) -> StopState:
         """Return the state from the result of ``to_plain``, judged by this policy's patience.
@@ -372,10 +377,6 @@ class StopWhen:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_nan(value: float) -> bool:
-    return isinstance(value, float) and isnan(value)
 
 
 def _check_count(name: str, value: object, unit: str, example: str) -> None:

@@ -10,10 +10,11 @@ from holdfast.engine.distributed.group import Group, all_reduce
 from holdfast.engine.snapshot.location import Location, describe_run, is_snapshot
 from holdfast.engine.state.loadable import find_unsaved_modules, find_unwritable
 from holdfast.errors import HoldfastError, NothingSaved, PlanError
-from holdfast.format.names import parse_version, split_address
+from holdfast.format.names import parse_version
 from holdfast.format.records import MAX_PREFIXES
 from holdfast.format.tree import child_keys
 from holdfast.preemption.policy import Preemption
+from holdfast.run.address import resolve_address
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.run import Run
 from holdfast.run.writer_lock import WriterLock
@@ -207,7 +208,7 @@ def check_not_snapshot(run: Run) -> None:
     That is the case if the folder itself holds a snapshot, or if the URL is the address of a
     version in another run.
     """
-    other_url, version = split_address(run.url)
+    other_url, version = resolve_address(run.url)
     if version is not None and Run(other_url).listing().versions:
         raise _not_a_run_error(run, "the address of a version")
     if is_snapshot(Location(run.store, "")):

@@ -192,7 +192,7 @@ class Checkpointer:
         damaged, a branch is durably started first. ``SkippedVersion`` warnings name damaged ones.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
-        ``"runs/a@latest"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
+        ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
         ``missing``, ``unexpected``, and ``rename`` (as for ``holdfast.load``) determine how much of
         it is loaded. A run that has versions ignores these arguments and loads its own version
         completely and strictly. One script therefore serves the first start and every restart.

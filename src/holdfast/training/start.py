@@ -6,15 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.engine.distributed.group import Group, broadcast_from_first
+from holdfast.engine.distributed.group import Group
 from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.location import Url, locate
-from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
+from holdfast.engine.snapshot.location import Url
 from holdfast.errors import HoldfastError
-from holdfast.run.address import open_version
+from holdfast.run.address import open_on_all_ranks
 from holdfast.run.catalog import read_training_metadata
-from holdfast.training.resume_point import ResumeInstruction, ResumePoint
+from holdfast.training.resume_point import ResumePoint
 
 
 def check_start(
@@ -30,7 +29,7 @@ def check_start(
     if start is not None and not is_location:
         raise HoldfastError(
             "Invalid value for start=",
-            expected='an address ("RUN@120", "RUN@latest", or the URL of a snapshot), or a Store',
+            expected='an address ("RUN@120", "RUN@best", or the URL of a snapshot), or a Store',
             found=f"{start=}",
             todo="resume(at=120) goes back to step 120 of this run itself",
         )
@@ -62,7 +61,7 @@ def start_from(
     If the state has no ``Progress``, steps continue from those of the version only if all of it is
     loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
     """
-    snapshot = _open_on_all_ranks(start, group)
+    snapshot = open_on_all_ranks(start, group)
     load_snapshot(snapshot, state, keys, None, leniency, group)
     is_complete = keys is None and leniency == STRICT
     metadata = read_training_metadata(snapshot) if is_complete else {}
@@ -74,18 +73,3 @@ def start_from(
         # the state of early stopping belongs to the model, but goodput belongs to the run
         training_metadata={"stop": metadata["stop"]} if "stop" in metadata else {},
     )
-
-
-def _open_on_all_ranks(start: Url, group: Group) -> Snapshot:
-    """Open the snapshot at an address or in a store, the same one on all ranks."""
-    is_address = isinstance(start, str | os.PathLike)
-    where = os.fspath(start) if isinstance(start, str | os.PathLike) else start.url
-
-    def choose() -> ResumeInstruction:
-        snapshot = open_version(where) if is_address else open_snapshot(start)
-        return ResumeInstruction(True, snapshot.url, snapshot.digest)
-
-    instruction = broadcast_from_first(group, f"the start from {where}", choose, ResumeInstruction)
-    # A URL does not contain the options of a store, so each rank uses the store that it was given.
-    location = locate(instruction.version or "" if is_address else start)
-    return Snapshot(location, None, instruction.digest)

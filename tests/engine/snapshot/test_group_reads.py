@@ -15,7 +15,7 @@ from holdfast.engine.snapshot.location import Location
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import DigestMismatch, StoreError
-from holdfast.interop.stream import stream_leaves
+from holdfast.exporting.stream import stream_leaves
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.contract import keys
 from holdfast.types import BLOCK_SIZE, MIB

@@ -2,5 +2,5 @@
 
 Terms: as in ``cli``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
-``run``, ``preemption``, ``tiers``, ``evaluation``, ``training``, and ``cli``.
+``run``, ``exporting``, ``preemption``, ``tiers``, ``evaluation``, ``training``, and ``cli``.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,9 +18,8 @@ from holdfast.cli.console import (
 )
 from holdfast.cli.output import json_option, keys_option, print_result
 from holdfast.cli.resolve import format_count, resolve_snapshot
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.interop.export import SUFFIXES, ExportPlan, locate_export, plan_export, write_export
+from holdfast.exporting.export import ExportResult, PreparedExport, prepare_export
+from holdfast.exporting.plan import SUFFIXES
 
 _SIZE_PREFIXES = ("", "K", "M", "G", "T")
 
@@ -61,14 +59,29 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     metavar="SIZE",
     help="hf: maximum bytes of tensors in one file.",
 )
+@click.option(
+    "--like",
+    metavar="DIR",
+    help="hf: copy the configuration and the tokenizer of the model in DIR, a folder or URL.",
+)
+@click.option(
+    "--average",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="Export the average of the last N versions, up to SNAPSHOT.",
+)
 @json_option
-def command(
+def command(  # noqa: PLR0913  (one for each option)
     snapshot: str,
     to: str,
     kind: str,
+    *,
     root: str | None,
     keys: Sequence[str],
     max_shard_size: int,
+    like: str | None,
+    average: int,
     as_json: bool,
 ) -> None:
     """Write the tensors of SNAPSHOT into the folder DIR, in a format of another library.
@@ -76,47 +89,53 @@ def command(
     Every byte is checked. No existing file is overwritten, and a failed export leaves no file
     behind. DIR may also be the name of the file, such as out/llama.safetensors.
     """
-    opened = resolve_snapshot(snapshot)
-    location, name = locate_export(to, kind)
-    plan = plan_export(
-        opened, kind, root=root, keys=keys, max_shard_size=max_shard_size, file_name=name
+    prepared = prepare_export(
+        resolve_snapshot(snapshot),
+        to,
+        kind,
+        root=root,
+        keys=keys,
+        average=average,
+        like=like,
+        max_shard_size=max_shard_size,
     )
+    if not as_json:
+        for warning in prepared.warnings:
+            click.echo(f"holdfast: {warning}", err=True)
     began = perf_counter()
-    with progress_bar("exporting", plan.nbytes, quiet=as_json) as advance:
-        write_export(opened, plan, location, advance)
+    with progress_bar("exporting", prepared.plan.nbytes, quiet=as_json) as advance:
+        result = prepared.write(advance)
     seconds = perf_counter() - began
-    if plan.left_out and not as_json:
-        omitted = format_count(plan.left_out, "plain value")
+    if result.left_out and not as_json:
+        omitted = format_count(result.left_out, "plain value")
         click.echo(f"holdfast: {omitted} omitted: {kind} files contain only tensors", err=True)
-    build_document = partial(_build_document, opened)
-    print_result(as_json, build_document, _render, plan, location, seconds)
-
-
-def _file_url(location: Location, name: str) -> str:
-    return f"{location.url.rstrip('/')}/{name}"
+    print_result(as_json, _build_document, _render, prepared, result, seconds)
 
 
 def _build_document(
-    snapshot: Snapshot, plan: ExportPlan, location: Location, seconds: float
+    prepared: PreparedExport, result: ExportResult, seconds: float
 ) -> dict[str, Any]:
     return {
-        "snapshot": snapshot.url,
-        "step": snapshot.step,
-        "to": plan.kind,
-        "root": plan.root,
-        "files": [{"file": _file_url(location, f.name), "bytes": f.length} for f in plan.files],
-        "tensors": plan.tensor_count,
-        "left_out": plan.left_out,
-        "bytes": plan.nbytes,
+        "snapshot": result.snapshot,
+        "step": prepared.versions[-1].step,
+        "averaged": list(result.averaged),
+        "to": prepared.plan.kind,
+        "root": prepared.plan.root,
+        "files": [{"file": url, "bytes": nbytes} for url, nbytes in result.files],
+        "tensors": result.tensors,
+        "left_out": result.left_out,
+        "bytes": result.nbytes,
+        "warnings": list(prepared.warnings),
         "seconds": round(seconds, 6),
     }
 
 
-def _render(plan: ExportPlan, location: Location, seconds: float) -> None:
-    console = make_console()
-    for file in plan.files:
-        print_line(console, f"{_file_url(location, file.name)}  {format_size(file.length)}")
-    below = f" below {plan.root}" if plan.root else ""
-    count = format_count(plan.tensor_count, "tensor")
-    checked = f"{format_size(plan.nbytes)}, all checked{format_speed(plan.nbytes, seconds)}"
-    print_line(console, f"{count}{below}, {checked}", "green")
+def _render(prepared: PreparedExport, result: ExportResult, seconds: float) -> None:
+    console, root = make_console(), prepared.plan.root
+    for url, nbytes in result.files:
+        print_line(console, f"{url}  {format_size(nbytes)}")
+    below = f" below {root}" if root else ""
+    average = f", the average of {', '.join(result.averaged)}" if result.averaged else ""
+    count = format_count(result.tensors, "tensor")
+    checked = f"{format_size(result.nbytes)}, all checked{format_speed(result.nbytes, seconds)}"
+    print_line(console, f"{count}{below}{average}, {checked}", "green")

@@ -20,8 +20,8 @@ from holdfast.interop.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
-    size_of_foreign,
 )
+from holdfast.interop.stored_files import size_of_foreign
 from holdfast.run.run import Run
 
 _KIND_NAMES = {

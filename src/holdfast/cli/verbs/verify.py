@@ -27,7 +27,15 @@ from holdfast.cli.resolve import format_count, resolve_run_or_snapshot, stray_sn
 from holdfast.engine.snapshot.location import get_bounded
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.snapshot.verify import CheckedChunks, Problem
-from holdfast.errors import Denied, DigestMismatch, FormatError, NotFound, StoreError, Unavailable
+from holdfast.errors import (
+    Denied,
+    DigestMismatch,
+    FormatError,
+    NotFound,
+    StoreError,
+    Unavailable,
+    Unsupported,
+)
 from holdfast.format.names import (
     MANIFEST,
     Version,
@@ -42,6 +50,8 @@ from holdfast.format.records import (
     decode_branch,
     decode_lasting_pin,
 )
+from holdfast.interop.export_record import check_export
+from holdfast.interop.stored_files import size_of_foreign
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.sinks.wording import format_error_brief
@@ -50,12 +60,13 @@ from holdfast.text import format_list
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The result for one version, or for one record of the run."""
+    """The result for one version, one record of the run, or one exported file."""
 
     name: str
     url: str
     nbytes: int
     problems: tuple[Problem, ...]
+    is_version: bool = True
 
     @property
     def is_unreadable(self) -> bool:
@@ -70,13 +81,16 @@ class VerifyResult:
 @click.pass_context
 def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     """Read every byte of a SNAPSHOT, or of all versions of a RUN, and compare it with its digest.
+    The files that `holdfast export` wrote, or a folder with them, are compared with their records.
 
     All damage is reported by file, offset, and leaf. For an incremental version, this includes
     damage in the versions that it refers to. The exit code is 3 if there is damage.
     """
-    target = resolve_run_or_snapshot(run_or_snapshot)
     began = perf_counter()
-    if isinstance(target, Snapshot):
+    target = _find_target(run_or_snapshot, as_json)
+    if isinstance(target, list):
+        url, results, stray, danger = run_or_snapshot, target, None, None
+    elif isinstance(target, Snapshot):
         url = target.url
         results, stray, danger = [_verify_snapshot(target, as_json)], None, None
     else:
@@ -85,6 +99,36 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     build_document = partial(_build_document, url)
     print_result(as_json, build_document, render, results, perf_counter() - began, danger, stray)
     exit_on_errors(ctx, (p.error for result in results for p in result.problems))
+
+
+def _find_target(url: str, quiet: bool) -> tuple[Run, Listing] | Snapshot | list[VerifyResult]:
+    """Return the run or the snapshot at ``url``, or the results for exported files there.
+
+    Raises ``NotFound`` if there is none of them.
+    """
+    try:
+        return resolve_run_or_snapshot(url)
+    except NotFound as e:
+        if "versions" in e.fields:
+            raise
+        checks = []
+        with (
+            suppress(NotFound, Unsupported),
+            progress_bar("verifying", size_of_foreign(url, all_files=True), quiet=quiet) as advance,
+        ):
+            checks = check_export(url, advance)
+        if not checks:
+            raise
+    return [
+        VerifyResult(
+            check.name,
+            check.url,
+            check.nbytes,
+            () if check.error is None else (Problem(check.name, None, (), check.error),),
+            is_version=False,
+        )
+        for check in checks
+    ]
 
 
 def _verify_snapshot(snapshot: Snapshot, quiet: bool) -> VerifyResult:
@@ -247,7 +291,12 @@ def render(
 ) -> None:
     """Print one line for each version, then each problem, a summary, and the warnings."""
     console = make_console()
-    versions = make_table("version", "checked", "", right_aligned=("checked",))
+    versions = make_table(
+        "version" if not results or results[0].is_version else "file",
+        "checked",
+        "",
+        right_aligned=("checked",),
+    )
     for r in results:
         status = (
             styled_text(format_count(len(r.problems), "problem"), "red")
@@ -269,7 +318,8 @@ def render(
     damaged = sum(bool(r.problems) for r in results) - unreadable
     counts = ((damaged, "damaged"), (unreadable, "unreadable"))
     failures = ", ".join(f"{n} of {len(results)} {status}" for n, status in counts if n)
-    verdict = failures or f"{format_count(len(results), 'version')} intact"
+    noun = "version" if not results or results[0].is_version else "exported file"
+    verdict = failures or f"{format_count(len(results), noun)} intact"
     compared = f"{format_size(nbytes)} read and compared{format_speed(nbytes, seconds)}"
     console.print()
     console.print(styled_text(f"{verdict}; {compared}", "red" if failures else "green"))

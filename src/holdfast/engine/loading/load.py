@@ -10,74 +10,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 from holdfast import events
 from holdfast.engine.distributed.collective import Collective, await_all
 from holdfast.engine.distributed.group import (
     Group,
-    GroupSpec,
     LocalGroup,
-    current_group,
-    failing_together,
 )
 from holdfast.engine.loading.binder import Binder
-from holdfast.engine.loading.binding import STRICT, Leniency, warn_of_share
+from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.differences import no_match_error
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from holdfast.engine.loading.targets import Finalize, LoadTargets
 from holdfast.engine.planning.select import ABSENT, make_key_filter, prune, rename
-from holdfast.engine.snapshot.location import Url, locate
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state import modules
 from holdfast.errors import HoldfastError, PlanError, RankFailed, RanksChanged
 from holdfast.generators import Isolation
 from holdfast.text import warn_user, with_article
 from holdfast.threads import gc_paused
-
-
-def load(  # noqa: PLR0913  (the public face)
-    url: Url,
-    into: dict[str, Any] | None = None,
-    *,
-    keys: str | Sequence[str] | None = None,
-    device: Any = None,
-    missing: Literal["error", "keep"] = "error",
-    unexpected: Literal["error", "ignore"] = "error",
-    cast: bool = False,
-    rename: Mapping[str, str] | None = None,
-    group: GroupSpec = None,
-    share: bool | None = None,
-    timeout: float | None = None,
-) -> Any:
-    """Load the snapshot at ``url`` and check every byte that is read.
-
-    Without ``into``, return a new dict of tensors on ``device`` (the CPU if None), arrays, and
-    plain values. With ``into``, a dict like the one that was saved, fill that dict in place and
-    return it. ``keys``: load only leaves whose key matches. ``"model"`` selects that leaf or all
-    leaves below it; ``*`` matches within a level, ``**`` across levels.
-
-    The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
-    ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
-    dtypes. ``rename={"model/old": "model/new"}`` renames members of the snapshot, with everything
-    below them, before they are matched with the live state. A load fails after ``timeout`` seconds.
-
-    Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
-    snapshot was saved with, or all raise. If several ranks of a host need the same data of a large
-    snapshot, one reads it and passes it on through shared memory (64 MiB per host). A load without
-    ``into`` or with ``group="alone"`` concerns this process only. ``share`` is deprecated. Raises
-    ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists all differences,
-    after which ``into`` is unchanged.
-    """
-    warn_of_share(share)
-    leniency = Leniency(missing, unexpected, cast, rename or {})
-    ranks = LocalGroup() if into is None else current_group(group)
-    location = locate(url).limit("load", timeout)
-    with failing_together(ranks, f"the load of {location.url}", location.deadline):
-        snapshot = open_location(location)
-    return load_snapshot(snapshot, into, keys, device, leniency, ranks)
 
 
 def load_snapshot(
@@ -88,7 +42,10 @@ def load_snapshot(
     leniency: Leniency = STRICT,
     group: Group | None = None,
 ) -> Any:
-    """Load an open snapshot, as ``load`` does. Without a ``group``, this process loads alone."""
+    """Load an open snapshot, as ``holdfast.load`` does, which is in ``run/address.py``.
+
+    Without a ``group``, this process loads alone.
+    """
     group = LocalGroup() if group is None or into is None else group
     limit = snapshot.location.deadline
     collective = group.collective(f"the load of {snapshot.location.name}", deadline=limit)

@@ -31,7 +31,8 @@ class VersionMetadata:
     """The content of a manifest other than the state.
 
     ``metrics``: numbers by name; ``note``: plain values from the user; ``training``: data that the
-    layers above the engine need when training resumes.
+    layers above the engine need when training resumes; ``objectives``: the metrics whose best
+    versions are wanted, each with its mode.
     """
 
     step: int | None = None
@@ -41,12 +42,13 @@ class VersionMetadata:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     note: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
+    objectives: Mapping[str, str] = field(default_factory=dict)
 
     def to_node(self) -> Any:
         """Return the manifest's ``metadata`` without the statistics. Raises ``Unsupported``."""
         content = {"reason": self.reason, "metrics": dict(self.metrics), "note": dict(self.note)}
-        if self.training:
-            content["training"] = dict(self.training)
+        optional = {"training": self.training, "objectives": self.objectives}
+        content |= {name: dict(value) for name, value in optional.items() if value}
         return tree.encode(content, "metadata", tree.reject_value)
 
 

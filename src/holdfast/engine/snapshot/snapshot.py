@@ -29,7 +29,7 @@ from holdfast.format import tree
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import LeafSchema
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
-from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version, split_address
+from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version
 from holdfast.format.validate import LeafSpecs, check_plain, check_tree
 from holdfast.ragged import Ints
 from holdfast.threads import gc_paused, look_up_each, no_op
@@ -62,31 +62,12 @@ def open_location(location: Location) -> Snapshot:
             f"There is no snapshot at {location.url}",
             expected=f"a folder with a {MANIFEST}",
             found="none",
-            todo=_missing_snapshot_advice(location.url),
+            todo="`holdfast ls RUN` lists the versions of a run; a folder without a manifest is"
+            " from a save that was never committed",
             key=file,
             store=location.store.url,
         ) from e
     return Snapshot(location, *decode_manifest(raw, file))
-
-
-def _missing_snapshot_advice(url: str) -> str:
-    """Return the advice for the error that there is no snapshot at ``url``."""
-    run, version = split_address(url)
-    if version is None:
-        return (
-            "`holdfast ls RUN` lists the versions of a run; a folder without a manifest is from a"
-            " save that was never committed"
-        )
-    step, _, branch = version.partition(".")
-    expression = (
-        "run.latest()"
-        if version == "latest"
-        else f"run.open(run.find({step}{f', branch={branch}' if branch else ''}))"
-    )
-    return (
-        f"Get the snapshot from its run: run = holdfast.Run({run!r}), then {expression}; pass its"
-        " url to holdfast.load"
-    )
 
 
 class Snapshot:
@@ -183,7 +164,8 @@ class Snapshot:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save."""
+        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, and the
+        ``objectives`` of the policies of a ``Checkpointer``."""
         metadata: dict[str, Any] = tree.decode(
             self.manifest.metadata, "metadata", tree.reject_value
         )

@@ -23,11 +23,12 @@ from holdfast.engine.loading.targets import LoadTargets
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import PlanError, ShapeMismatch
 from holdfast.format import names
 from holdfast.integrations.dcp import fqns
 from holdfast.integrations.dcp.shared import METADATA_KEY, SnapshotStorage, completed_future
+from holdfast.run.address import open_version
 from holdfast.types import Box
 
 
@@ -57,7 +58,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Return DCP's metadata for the snapshot, created from its manifest and indexes."""
-        snapshot = self._snapshot = open_snapshot(self.url)
+        snapshot = self._snapshot = open_version(self.url)
         dcp_metadata = snapshot.metadata.get(METADATA_KEY)
         self._saved_by_dcp = dcp_metadata is not None
         dcp_metadata = dcp_metadata or {}

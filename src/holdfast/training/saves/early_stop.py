@@ -9,7 +9,7 @@ from holdfast import events
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.group import Group
 from holdfast.run.evaluations.metrics import to_number
-from holdfast.run.policy import StopState, StopWhen
+from holdfast.run.policy import Mode, StopState, StopWhen
 
 STOP_PROPOSAL = "stop"
 """The proposal to stop on which the ranks agree."""
@@ -32,6 +32,12 @@ class EarlyStop:
 
         self.stopped = False
         """True once training should stop. A better value later does not change that."""
+
+    @property
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        """The metric and the mode of the policy."""
+        stop = self._stop
+        return frozenset() if stop is None else frozenset(((stop.metric, stop.mode),))
 
     def observe(
         self,

@@ -35,7 +35,9 @@ class SaveSpec:
     on_finished: Callable[[bool], None] = lambda committed: None
     deadline: Deadline | None = None
 
-    def to_metadata(self, parent: Snapshot | None, training: Mapping[str, Any]) -> VersionMetadata:
+    def to_metadata(
+        self, parent: Snapshot | None, training: Mapping[str, Any], objectives: Mapping[str, str]
+    ) -> VersionMetadata:
         """Return what the manifest stores. ``training``: more training metadata."""
         return VersionMetadata(
             step=self.version.step,
@@ -45,6 +47,7 @@ class SaveSpec:
             metrics=to_numbers(self.metrics),
             note=self.note,
             training={**self.training_metadata, **training},
+            objectives=objectives,
         )
 
 

@@ -206,7 +206,7 @@ class Saver:
         training = {**self._session, **self._goodput.to_metadata()}
         if spec.reason == "capture" and self.begun_step == spec.version.step:
             training["captured_with"] = self._attempt  # both are of this call of step()
-        return spec.to_metadata(self.newest, training)
+        return spec.to_metadata(self.newest, training, self.checks.objectives)
 
     def save_savepoint(
         self,

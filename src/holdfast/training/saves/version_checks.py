@@ -14,6 +14,7 @@ from holdfast.engine.state.flatten import FlatState
 from holdfast.errors import HoldfastError, MetricMissing, PlanError, StateUnchanged
 from holdfast.format.names import Version
 from holdfast.lazy_torch import torch_or_none
+from holdfast.run.address import merge_objectives
 from holdfast.run.policy import KeepPolicy
 from holdfast.run.run import Run
 from holdfast.text import format_list, warn_user
@@ -28,7 +29,8 @@ METRIC_CHECK_AFTER = 3
 class VersionChecks:
     """The checks that warn in the thread of the training.
 
-    ``metric`` is made after some saves, and ``stale`` at every save.
+    ``metric`` is made after some saves, and ``stale`` at every save. ``objectives``: the metrics of
+    the policies, which each version records.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class VersionChecks:
         early_stop: EarlyStop,
         on_unchanged: Literal["raise", "warn"],
     ) -> None:
+        self.objectives = merge_objectives(keep.objectives | early_stop.objectives)
         self.metric = MetricCheck(run, keep, early_stop)
         self.stale = StaleStateCheck(run.url, on_unchanged)
 

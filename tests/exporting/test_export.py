@@ -35,9 +35,10 @@ from holdfast.errors import (
     StoreError,
     Unsupported,
 )
+from holdfast.exporting import write as export_module
+from holdfast.exporting.plan import ExportPlan, locate_export, plan_export
+from holdfast.exporting.write import write_export
 from holdfast.format import names
-from holdfast.interop import export as export_module
-from holdfast.interop.export import ExportPlan, locate_export, plan_export, write_export
 from holdfast.run.policy import EverySteps
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -701,9 +702,9 @@ import sys, holdfast
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from holdfast.engine.snapshot import pins
-from holdfast.interop.export import locate_export
-from holdfast.interop.export import plan_export
-from holdfast.interop.export import write_export
+from holdfast.exporting.plan import locate_export
+from holdfast.exporting.plan import plan_export
+from holdfast.exporting.write import write_export
 if sys.argv[2] == "torch":
     import torch  # its own memory is not counted
 

@@ -15,9 +15,9 @@ import holdfast
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import DigestMismatch, NotFound
+from holdfast.exporting import stream
+from holdfast.exporting.stream import stream_leaves
 from holdfast.format.names import MANIFEST
-from holdfast.interop import stream
-from holdfast.interop.stream import stream_leaves
 from holdfast.storage.memory import MemoryStore
 from tests.engine.planning.random_boxes import shapes, tilings
 from tests.engine.snapshot.manual_shards import (

@@ -7,7 +7,7 @@ as columns) are assembled in memory, one window at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -32,6 +32,8 @@ from holdfast.types import BLOCK_SIZE, DTYPES, MIB, Box
 WINDOW = 64 * MIB
 """Maximum bytes that are assembled in memory. A chunk that crosses the border of two windows is
 read twice, so a larger window reads less."""
+
+IndexesByKey = dict[str, list[ShardIndex]]
 
 WriteLeafBytes = Callable[[int, int, memoryview], None]
 """Called as ``write(n, offset, data)`` with row-major bytes of the n-th leaf, from byte ``offset``.
@@ -88,7 +90,7 @@ def _first_byte(item: ReadItem) -> tuple[int, int]:
     return first, int(offsets[leaf_numbers == first].min())
 
 
-class _ContiguousBox(NamedTuple):
+class ContiguousBox(NamedTuple):
     """A box of the n-th leaf that is contiguous in it: ``nbytes`` bytes from byte ``offset``."""
 
     leaf_number: int
@@ -101,31 +103,36 @@ def _stream_by_window(
     snapshot: Snapshot, keys: Sequence[str], leaf_numbers: Sequence[int], write: WriteLeafBytes
 ) -> None:
     """Assemble leaves one window at a time, and pass each window to ``write``."""
-    stored: dict[str, list[ShardIndex]] = {keys[n]: [] for n in leaf_numbers}
-    for index in snapshot.indexes():
-        for key in stored.keys() & index.leaves.schema.keys:
-            stored[key].append(index)
+    indexes = indexes_with(snapshot, {keys[n] for n in leaf_numbers})
     sizes = [
         prod(shape) * DTYPES[d].itemsize
         for d, shape in (snapshot.leaves[keys[n]] for n in leaf_numbers)
     ]
     window = Buffer(min(sum(sizes), WINDOW))
-    for boxes in _plan_windows(snapshot, keys, leaf_numbers):
-        indexes = {i.shard: i for box in boxes for i in stored[keys[box.leaf_number]]}
-        _read_window(snapshot, keys, boxes, list(indexes.values()), window)
-        _write_window(boxes, window.view, write)
+    for boxes in plan_windows(snapshot, keys, leaf_numbers, WINDOW):
+        read_window(snapshot, keys, boxes, indexes, window)
+        write_window(boxes, window.view, write)
 
 
-def _plan_windows(
-    snapshot: Snapshot, keys: Sequence[str], leaf_numbers: Sequence[int]
-) -> Iterator[list[_ContiguousBox]]:
-    """Split the leaves into boxes, and yield as many at a time as fit into a window."""
-    boxes: list[_ContiguousBox] = []
+def indexes_with(snapshot: Snapshot, keys: Collection[str]) -> IndexesByKey:
+    """Return the indexes of the shards that have a part of a leaf, for each of the leaves."""
+    stored: IndexesByKey = {key: [] for key in keys}
+    for index in snapshot.indexes():
+        for key in stored.keys() & index.leaves.schema.keys:
+            stored[key].append(index)
+    return stored
+
+
+def plan_windows(
+    snapshot: Snapshot, keys: Sequence[str], leaf_numbers: Sequence[int], window: int
+) -> Iterator[list[ContiguousBox]]:
+    """Split the leaves into boxes, and yield as many at a time as fit into ``window`` bytes."""
+    boxes: list[ContiguousBox] = []
     used = 0
     for n in leaf_numbers:
         dtype, shape = snapshot.leaves[keys[n]]
-        for box in _split_leaf(n, DTYPES[dtype].itemsize, shape):
-            if used + box.nbytes > WINDOW:
+        for box in _split_leaf(n, DTYPES[dtype].itemsize, shape, window):
+            if used + box.nbytes > window:
                 yield boxes
                 boxes, used = [], 0
             boxes.append(box)
@@ -134,13 +141,13 @@ def _plan_windows(
 
 
 def _split_leaf(
-    leaf_number: int, itemsize: int, shape: tuple[int, ...]
-) -> Iterator[_ContiguousBox]:
-    """Split a leaf into boxes of at most ``WINDOW`` bytes.
+    leaf_number: int, itemsize: int, shape: tuple[int, ...], window: int
+) -> Iterator[ContiguousBox]:
+    """Split a leaf into boxes of at most ``window`` bytes.
 
     A box is a range of whole rows of the outermost dimension whose rows fit into a window.
     """
-    max_elements, row = WINDOW // itemsize, 1
+    max_elements, row = window // itemsize, 1
     for n in reversed(shape):
         if row * n > max_elements:
             break
@@ -150,18 +157,19 @@ def _split_leaf(
     for start in range(0, total, step):
         for box in contiguous_boxes(shape, start, min(start + step, total)):
             nbytes = box.numel * itemsize
-            yield _ContiguousBox(leaf_number, box, offset, nbytes)
+            yield ContiguousBox(leaf_number, box, offset, nbytes)
             offset += nbytes
 
 
-def _read_window(
+def read_window(
     snapshot: Snapshot,
     keys: Sequence[str],
-    boxes: Sequence[_ContiguousBox],
-    indexes: Sequence[ShardIndex],
+    boxes: Sequence[ContiguousBox],
+    indexes_by_key: IndexesByKey,
     window: Buffer,
 ) -> None:
     """Read the boxes into the window, one after another."""
+    indexes = [*{i.shard: i for b in boxes for i in indexes_by_key[keys[b.leaf_number]]}.values()]
     targets, at = [], 0
     for b in boxes:
         # opaque elements of the same size, so that no bit pattern of any dtype changes
@@ -174,7 +182,7 @@ def _read_window(
     execute_read_plan(snapshot.location, plan, indexes, targets, Workers.create())
 
 
-def _write_window(boxes: Sequence[_ContiguousBox], view: memoryview, write: WriteLeafBytes) -> None:
+def write_window(boxes: Sequence[ContiguousBox], view: memoryview, write: WriteLeafBytes) -> None:
     """Pass the bytes of the window to ``write``, in several threads."""
     blocks, at = [], 0
     for box in boxes:

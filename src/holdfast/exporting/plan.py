@@ -1,43 +1,36 @@
-"""Export: write the tensors of a snapshot in another format, and check every digest.
+"""Plan an export: select a part of the tree, and lay out the files and the leaves in them.
 
-1. Select the part of the tree to export.
-2. Plan the files, and the offset of each leaf in them. Values that the format cannot represent are
-   refused, and the error names all of them.
-3. Write each file under a temporary name in pieces, sync it, then give it its name.
-
-Memory use is that of ``stream_leaves``, and does not depend on the size of the snapshot.
+Values that the format cannot represent are refused, and the error names all of them.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.engine.planning.select import ABSENT, KeyFilter, make_key_filter, match_all, prune
-from holdfast.engine.snapshot.location import Location, is_snapshot, locate, versions_in
+from holdfast.engine.snapshot.location import Location, locate
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import AlreadyExists, MissingLeaf, NotFound, StoreError, Unsupported
-from holdfast.format import torchzip, tree
-from holdfast.interop.output_layout import (
-    INDEX_FILE,
+from holdfast.errors import MissingLeaf, StoreError, Unsupported
+from holdfast.exporting.companions import Companion
+from holdfast.exporting.output_layout import (
     SINGLE_FILE,
     UNSUPPORTED_DTYPES,
     OutputFile,
     OutputTensor,
+    Record,
     plan_hf_files,
     plan_safetensors_file,
+    plan_sidecar,
     plan_torch_file,
 )
-from holdfast.interop.stream import stream_leaves
-from holdfast.interop.torch_pickle import build_torch_pickle
+from holdfast.exporting.torch_pickle import build_torch_pickle
+from holdfast.format import tree
+from holdfast.format.names import join_key
 from holdfast.text import format_list
-from holdfast.threads import no_op
-from holdfast.types import MIB
 
 SUFFIXES = {
     "safetensors": (".safetensors",),
@@ -52,14 +45,11 @@ MODEL_KEY = "model"
 MAX_SHARD_SIZE = 5 * 10**9
 """Maximum bytes of tensors in one Hugging Face file: the default of its libraries."""
 
-SEGMENT = 64 * MIB
-"""How many bytes of a file are exported before the next ones, to a store that uploads parts or only
-appends. The leaves come in the order in which a shard has them, and a leaf with a checksum comes
-before its header. This bounds the bytes that wait for those in front of them."""
-
 MAX_LISTED = 20
 
-Advance = Callable[[int], object]
+_AVERAGED, _AVERAGED_COUNT = "module.", "n_averaged"
+"""The state of a ``torch.optim.swa_utils.AveragedModel``: the prefix of the names of the model, and
+the name of the count next to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ class ExportPlan:
 
     ``root``: the key below which everything is exported. ``tensor_count`` and ``nbytes``: the
     number of tensors, and the bytes of their elements. ``left_out``: the number of plain values
-    that the format cannot represent.
+    that the format cannot represent. ``companions``: files to copy from another model.
     """
 
     kind: str
@@ -77,6 +67,7 @@ class ExportPlan:
     tensor_count: int
     nbytes: int
     left_out: int = 0
+    companions: tuple[Companion, ...] = ()
 
 
 def plan_export(
@@ -87,13 +78,18 @@ def plan_export(
     keys: Sequence[str] = (),
     max_shard_size: int = MAX_SHARD_SIZE,
     file_name: str | None = None,
+    record: Record = None,
+    companions: Sequence[Companion] = (),
 ) -> ExportPlan:
     """Plan an export to ``kind``, one of ``SUFFIXES``. Only the manifest is read.
 
     ``root``: the key below which everything is exported; ``"/"`` exports all. None means ``model``
     if there is one, no ``keys`` are given, and ``kind`` is not ``torch``; otherwise all. ``keys``:
     patterns; only leaves that match one of them are exported. ``file_name``: the name of the file,
-    if the export is a single one.
+    if the export is a single one. ``record``: what the files say about their origin.
+
+    The state of a ``torch.optim.swa_utils.AveragedModel`` at ``root`` is exported under the names
+    of the model's own parameters.
 
     Raises ``MissingLeaf`` if nothing is selected, and ``Unsupported``, which names everything that
     ``kind`` cannot represent.
@@ -103,19 +99,26 @@ def plan_export(
         root = MODEL_KEY if has_model and not keys and kind != "torch" else ""
     root = root.strip("/")
     node = _find_container(snapshot, root)
+    prefix = _averaged_model_prefix(node, root)
     selected = make_key_filter(list(keys)) if keys else match_all
+    if prefix:
+        matches, count = selected, join_key(root, _AVERAGED_COUNT)
+        selected = lambda key: key != count and matches(key)  # noqa: E731  (mypy knows its type)
     left_out = 0
     if kind == "torch":
-        files, tensors = _plan_torch(snapshot, node, root, selected, file_name or "model.pt")
+        name = file_name or "model.pt"
+        files, tensors = _plan_torch(snapshot, node, root, selected, name, prefix)
+        files += [] if record is None else [plan_sidecar(files[0], record)]
     else:
-        tensors, left_out = _select_tensors(snapshot, node, root, selected)
+        tensors, left_out = _select_tensors(snapshot, node, root, selected, prefix)
         files = (
-            plan_hf_files(tensors, max_shard_size)
+            plan_hf_files(tensors, max_shard_size, record)
             if kind == "hf"
-            else [plan_safetensors_file(file_name or SINGLE_FILE, tensors)]
+            else [plan_safetensors_file(file_name or SINGLE_FILE, tensors, record)]
         )
     nbytes = sum(t.nbytes for t in tensors)
-    return ExportPlan(kind, root, tuple(files), len(tensors), nbytes, left_out)
+    parts = tuple(files), len(tensors), nbytes, left_out, tuple(companions)
+    return ExportPlan(kind, root, *parts)
 
 
 def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
@@ -132,28 +135,6 @@ def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
             raise StoreError(f"{to!r} does not name a folder to export to")
         to = os.path.abspath(to)
     return locate(to), name
-
-
-def write_export(
-    snapshot: Snapshot, plan: ExportPlan, location: Location, advance: Advance = no_op
-) -> None:
-    """Write the files into the folder ``location``. If this function raises, none of them remains.
-
-    ``advance(nbytes)`` is called from several threads as bytes of tensors are written. Raises
-    ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, and ``StoreError``.
-    """
-    _refuse_existing(location, plan)
-    written: list[str] = []
-    try:
-        with snapshot.pin_while_reading():
-            for file in plan.files:
-                _write_file(snapshot, file, location, advance)
-                written.append(location.key(file.name))
-    except BaseException:
-        for key in written:
-            with suppress(StoreError):  # report the first error
-                location.store.delete(key)
-        raise
 
 
 # -- selecting ------------------------------------------------------------------------------------
@@ -179,8 +160,20 @@ def _find_container(snapshot: Snapshot, root: str) -> Any:
     return node
 
 
+def _averaged_model_prefix(node: Any, root: str) -> str:
+    """Return ``module.`` if the members of ``node`` are those of an ``AveragedModel``, else "".
+
+    Such a model has its count, ``n_averaged``, next to the averaged model, its member ``module``.
+    """
+    is_dict = not {"dict", "ordered", "items"}.isdisjoint(node)
+    names = {str(name) for name, _, _ in tree.children(node, root)} if is_dict else set()
+    others = names - {_AVERAGED_COUNT}
+    is_averaged = len(names) > len(others) > 0 and all(n.startswith(_AVERAGED) for n in others)
+    return _AVERAGED if is_averaged else ""
+
+
 def _select_tensors(
-    snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter
+    snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter, prefix: str
 ) -> tuple[list[OutputTensor], int]:
     """Return the selected tensors and arrays in tree order, and the number of plain values."""
     tensors: dict[str, OutputTensor] = {}
@@ -190,6 +183,7 @@ def _select_tensors(
         tag = next(iter(leaf), "") if type(leaf) is dict else ""
         if not any(is_selected(k) for k, _ in tree.walk(leaf, key)):
             continue
+        name = _tensor_name(key, root)
         source = leaf["tied"] if tag == "tied" else key
         if tag == "sparse":
             refused[key] = "sparse"
@@ -200,7 +194,7 @@ def _select_tensors(
         elif (dtype := snapshot.leaves[source][0]) in UNSUPPORTED_DTYPES:
             refused[key] = dtype
         else:
-            tensor = OutputTensor(_tensor_name(key, root), source, *snapshot.leaves[source])
+            tensor = OutputTensor(name.removeprefix(prefix), source, *snapshot.leaves[source])
             if tensor.name in tensors or tensor.name == "__metadata__":
                 refused[key] = f"its name {tensor.name} is taken"
             tensors[tensor.name] = tensor
@@ -220,13 +214,18 @@ def _tensor_name(key: str, root: str) -> str:
 
 
 def _plan_torch(
-    snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter, file_name: str
+    snapshot: Snapshot,
+    node: Any,
+    root: str,
+    is_selected: KeyFilter,
+    file_name: str,
+    prefix: str,
 ) -> tuple[list[OutputFile], list[OutputTensor]]:
     """Plan one file with the selected tree. Arrays become tensors; tied tensors share a record."""
     selected = node if is_selected is match_all else prune(node, is_selected, root)
     if selected is ABSENT:
         raise _nothing_selected_error(snapshot, root)
-    pickled = build_torch_pickle(snapshot, selected, root)
+    pickled = build_torch_pickle(snapshot, selected, root, prefix)
     _raise_if_refused(snapshot, pickled.refused, "torch.load(weights_only=True)")
     tensors = [OutputTensor(key, key, *snapshot.leaves[key]) for key in pickled.tensors]
     return [plan_torch_file(file_name, pickled.to_bytes(), tensors)], tensors
@@ -250,82 +249,3 @@ def _nothing_selected_error(snapshot: Snapshot, root: str) -> MissingLeaf:
         todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
         " across levels",
     )
-
-
-# -- writing --------------------------------------------------------------------------------------
-
-
-def _refuse_existing(location: Location, plan: ExportPlan) -> None:
-    """Raise ``AlreadyExists`` before anything is written."""
-    if is_snapshot(location) or versions_in(location):
-        raise AlreadyExists(
-            f"{location.url} is a snapshot or a run; nothing was exported into it",
-            todo="Export to another folder",
-            key=location.folder,
-            store=location.store.url,
-        )
-    names = {file.name for file in plan.files}
-    if plan.kind == "hf":  # readers would use these instead of the new files
-        names |= {SINGLE_FILE, INDEX_FILE}
-    for name in sorted(names):
-        with suppress(NotFound):
-            location.store.stat(location.key(name))
-            raise AlreadyExists(
-                f"There is already a file {name} in {location.url}; nothing was changed",
-                todo="Export to another folder, or delete that file first",
-                key=location.key(name),
-                store=location.store.url,
-            )
-
-
-def _write_file(snapshot: Snapshot, file: OutputFile, location: Location, advance: Advance) -> None:
-    """Write one file, in ascending order as far as possible. Raises as ``write_export`` does.
-
-    A store that uploads parts keeps incomplete parts in memory, and a store that can only append
-    keeps everything that comes too early.
-    """
-    crcs: list[list[tuple[int, int, int]]] = [[] for _ in file.keys]
-    checksums = [0] * len(file.keys)
-    build_header = file.build_leaf_header
-    store = location.store
-
-    def write_piece(at: int, raw: bytes) -> None:
-        upload.write_at(at, memoryview(raw))
-
-    is_split = store.traits.part_size or store.traits.ordered
-    with store.put(location.key(file.name), file.length) as upload:
-        for at, raw in file.pieces:
-            write_piece(at, raw)
-        for numbers in _split_by_offset(file, SEGMENT if is_split else file.length):
-
-            def write(i: int, at: int, data: memoryview, numbers: list[int] = numbers) -> None:
-                upload.write_at(file.offsets[numbers[i]] + at, data)
-                if build_header is not None:
-                    crcs[numbers[i]].append((at, len(data), zlib.crc32(data)))
-                advance(len(data))
-
-            stream_leaves(snapshot, [file.keys[n] for n in numbers], write)
-            if build_header is not None:
-                for n in numbers:
-                    found = ((length, crc) for _, length, crc in sorted(crcs[n]))
-                    checksums[n] = torchzip.combine_crc32(found)
-                    write_piece(*build_header(n, checksums[n]))
-        if file.build_directory is not None:
-            write_piece(*file.build_directory(checksums))
-        upload.commit()
-
-
-def _split_by_offset(file: OutputFile, nbytes: int) -> Iterator[list[int]]:
-    """Yield the numbers of the leaves in the order of their offsets, in groups that lie within
-    ``nbytes`` bytes of the file. A larger leaf is a group of its own: in a group, the leaves that
-    are assembled come last, so one in front of it would keep all of it waiting."""
-    in_order = sorted(range(len(file.keys)), key=file.offsets.__getitem__)
-    ends = [file.offsets[n] for n in in_order[1:]] + [file.length]
-    start = 0
-    while start < len(in_order):
-        end = file.offsets[in_order[start]] + nbytes
-        stop = start + 1
-        while stop < len(in_order) and ends[stop] <= end:
-            stop += 1
-        yield in_order[start:stop]
-        start = stop

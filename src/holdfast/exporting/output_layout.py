@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from holdfast.format import torchzip
 from holdfast.format.safetensors import build_header
+from holdfast.interop.export_record import (
+    CRC,
+    NO_CRC,
+    RECORD,
+    SIDECAR_SUFFIX,
+    encode_record,
+    find_crc,
+    format_crc,
+    seal_text,
+)
 from holdfast.types import DTYPES
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+
+Record = Mapping[str, Any] | None
+"""What an export records about its origin; None: nothing."""
 
 Piece = tuple[int, bytes]
 """Bytes of a file, with their offset."""
@@ -56,6 +70,8 @@ class OutputFile:
     ``pieces``: all other bytes that are known before the leaves are read, in ascending order. If
     the leaves have checksums, ``build_leaf_header`` returns the header of a leaf, given its number
     and CRC-32, and ``build_directory`` returns the end of the file, given the CRC-32 of each leaf.
+    ``crc_at``: the offset, in the first piece, of the digits of the file's own CRC-32.
+    ``build_text`` returns the whole file, given the CRC-32 of the files before it, by name.
     """
 
     name: str
@@ -65,9 +81,13 @@ class OutputFile:
     pieces: tuple[Piece, ...]
     build_leaf_header: Callable[[int, int], Piece] | None = None
     build_directory: Callable[[Sequence[int]], Piece] | None = None
+    crc_at: int | None = None
+    build_text: Callable[[Mapping[str, int]], bytes] | None = None
 
 
-def plan_safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputFile:
+def plan_safetensors_file(
+    name: str, tensors: Sequence[OutputTensor], record: Record = None
+) -> OutputFile:
     """Plan a safetensors file. Larger elements come first, so that all tensors are aligned.
 
     Raises ``Unsupported`` if there are so many tensors that the library would refuse the header.
@@ -81,26 +101,58 @@ def plan_safetensors_file(name: str, tensors: Sequence[OutputTensor]) -> OutputF
             shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
         rows.append((tensor.name, code, shape, at, at + tensor.nbytes))
         at += tensor.nbytes
-    header = build_header(rows)
+    metadata = {} if record is None else {CRC: NO_CRC, RECORD: encode_record(record)}
+    header = build_header(rows, metadata)
     offsets = tuple(len(header) + row[3] for row in rows)
     keys = tuple(t.key for t in ordered)
-    return OutputFile(name, len(header) + at, keys, offsets, ((0, header),))
+    crc_at = None if record is None else find_crc(header)
+    return OutputFile(name, len(header) + at, keys, offsets, ((0, header),), crc_at=crc_at)
 
 
-def plan_hf_files(tensors: Sequence[OutputTensor], max_shard_size: int) -> list[OutputFile]:
+def plan_hf_files(
+    tensors: Sequence[OutputTensor], max_shard_size: int, record: Record = None
+) -> list[OutputFile]:
     """Plan the files of a Hugging Face checkpoint; if there are several, the index comes last."""
     shards = list(_split_into_files(tensors, max_shard_size))
     if len(shards) == 1:
-        return [plan_safetensors_file(SINGLE_FILE, shards[0])]
+        return [plan_safetensors_file(SINGLE_FILE, shards[0], record)]
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     file_of = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
-    index = {
-        "metadata": {"total_size": sum(t.nbytes for t in tensors)},
-        "weight_map": {t.name: file_of[t.name] for t in tensors},
-    }
-    raw = (json.dumps(index, indent=2) + "\n").encode()
-    files = [plan_safetensors_file(name, shard) for name, shard in zip(names, shards, strict=True)]
-    return [*files, OutputFile(INDEX_FILE, len(raw), (), (), ((0, raw),))]
+    metadata = {"total_size": sum(t.nbytes for t in tensors)}
+    weight_map = {t.name: file_of[t.name] for t in tensors}
+
+    def build_index(crcs: Mapping[str, int]) -> bytes:
+        index = {"metadata": metadata | _record_members(record, names, crcs)}
+        return seal_text(_to_text({**index, "weight_map": weight_map}))
+
+    files = [plan_safetensors_file(name, shard, record) for name, shard in zip(names, shards)]
+    return [*files, _text_file(INDEX_FILE, build_index)]
+
+
+def plan_sidecar(file: OutputFile, record: Mapping[str, Any]) -> OutputFile:
+    """Plan the file with the record of a file for ``torch.load``, next to it."""
+    return _text_file(
+        file.name + SIDECAR_SUFFIX,
+        lambda crcs: seal_text(_to_text(_record_members(record, [file.name], crcs))),
+    )
+
+
+def _record_members(
+    record: Record, names: Sequence[str], crcs: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the members with a record that also has the CRC-32 of other files."""
+    if record is None:
+        return {}
+    files = {name: format_crc(crcs.get(name, 0)) for name in names}
+    return {CRC: NO_CRC, RECORD: {**json.loads(encode_record(record)), "files": files}}
+
+
+def _to_text(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _text_file(name: str, build: Callable[[Mapping[str, int]], bytes]) -> OutputFile:
+    return OutputFile(name, len(build({})), (), (), (), build_text=build)
 
 
 def _split_into_files(

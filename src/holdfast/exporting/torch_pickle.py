@@ -97,6 +97,18 @@ class TorchPickle:
     refused: dict[str, str] = field(default_factory=dict)
     value: Any = None
 
+    def remove_prefix(self, prefix: str) -> None:
+        """Remove a prefix of the names of the root's members, also from the module's metadata."""
+        members, level = self.value, prefix.removesuffix(".")
+        renamed = type(members)((n.removeprefix(prefix), v) for n, v in members.items())
+        if hasattr(members, "_metadata"):
+            renamed._metadata = type(members._metadata)(
+                (name.removeprefix(level).removeprefix("."), value)
+                for name, value in members._metadata.items()
+                if name.startswith(level)
+            )
+        self.value = renamed
+
     def to_bytes(self) -> bytes:
         """Return the content of the record ``data.pkl``."""
         out = io.BytesIO()
@@ -158,8 +170,11 @@ class TorchPickle:
         return value
 
 
-def build_torch_pickle(snapshot: Snapshot, node: Any, key: str) -> TorchPickle:
-    """Convert the tree below ``node``. Raises ``HoldfastError`` if torch is not installed."""
+def build_torch_pickle(snapshot: Snapshot, node: Any, key: str, prefix: str = "") -> TorchPickle:
+    """Convert the tree below ``node``. Raises ``HoldfastError`` if torch is not installed.
+
+    ``prefix``: that of the names of an averaged model, which is removed.
+    """
     try:
         import torch
     except ImportError as e:
@@ -169,6 +184,8 @@ def build_torch_pickle(snapshot: Snapshot, node: Any, key: str) -> TorchPickle:
         ) from e
     pickled = TorchPickle(snapshot, torch)
     pickled.value = pickled.build(node, key)
+    if prefix:
+        pickled.remove_prefix(prefix)
     return pickled
 
 

@@ -1,0 +1,231 @@
+"""``holdfast.export``: write a version, or the average of several, for other libraries.
+
+1. Open the snapshot, and the versions to average with it.
+2. Plan the files. Everything that cannot be exported is refused now.
+3. Write the files. Each one records where it is from, and its checksum.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from holdfast.engine.snapshot.location import Location, Url
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import HoldfastError
+from holdfast.exporting.average import (
+    AveragedLeaves,
+    check_versions,
+    find_statistics,
+    find_versions,
+)
+from holdfast.exporting.companions import find_companions
+from holdfast.exporting.plan import (
+    MAX_SHARD_SIZE,
+    SUFFIXES,
+    ExportPlan,
+    locate_export,
+    plan_export,
+)
+from holdfast.exporting.write import refuse_existing, write_export
+from holdfast.format.names import parse_version
+from holdfast.format.validate import LeafSpecs
+from holdfast.interop.mmap_files import Advance
+from holdfast.run.address import open_version
+from holdfast.run.evaluations.metrics import select_numbers
+from holdfast.run.run import Run
+from holdfast.text import format_list, warn_user
+from holdfast.threads import no_op
+from holdfast.version import __version__
+
+_MAX_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was exported.
+
+    ``snapshot``: the URL of the version; ``averaged``: the names of the versions whose average it
+    is, oldest first, or none. ``files``: the URLs of the files, with their bytes. ``tensors`` and
+    ``nbytes``: the number of tensors and the bytes of their elements. ``left_out``: the number of
+    plain values that the format cannot represent.
+    """
+
+    snapshot: str
+    averaged: tuple[str, ...]
+    files: tuple[tuple[str, int], ...]
+    tensors: int
+    nbytes: int
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedExport:
+    """An export that can be written. ``versions``: the versions to average, the newest one last.
+
+    ``warnings``: what the user should know about the result.
+    """
+
+    versions: tuple[Snapshot, ...]
+    plan: ExportPlan
+    location: Location
+    warnings: tuple[str, ...]
+
+    def write(self, advance: Advance = no_op) -> ExportResult:
+        """Write the files: see ``write_export``. ``plan.nbytes`` bytes are advanced in total."""
+        snapshot, plan = self.versions[-1], self.plan
+        if len(self.versions) == 1:
+            write_export(snapshot, plan, self.location, advance)
+        else:
+            with AveragedLeaves(self.versions) as average:
+                write_export(snapshot, plan, self.location, advance, average.stream)
+        sizes = [(c.name, c.file.length) for c in plan.companions]
+        sizes += [(file.name, file.length) for file in plan.files]
+        url = self.location.url.rstrip("/")
+        return ExportResult(
+            snapshot.url,
+            tuple(v.location.folder for v in self.versions) if self.versions[1:] else (),
+            tuple((f"{url}/{name}", nbytes) for name, nbytes in sizes),
+            plan.tensor_count,
+            plan.nbytes,
+            plan.left_out,
+        )
+
+
+def export(
+    snapshot: Url | Snapshot,
+    path: str | os.PathLike[str],
+    to: Literal["hf", "safetensors", "torch"] = "hf",
+    *,
+    root: str | None = None,
+    keys: str | Sequence[str] = (),
+    average: int = 1,
+    like: str | os.PathLike[str] | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> ExportResult:
+    """Write the tensors of a snapshot into the folder ``path``, in a format of another library.
+
+    ``snapshot``: a ``Snapshot``, or an address as for ``holdfast.open``, such as ``"runs/a@best"``.
+    ``to``: ``"hf"`` writes the files of Hugging Face, of at most ``max_shard_size`` bytes of
+    tensors each; ``"safetensors"`` one file; ``"torch"`` one file for ``torch.load``. ``path`` may
+    be the name of that one file, and a URL.
+
+    ``root`` exports what is below that key, and removes it from the names (default: ``"model"`` if
+    there is one, everything for ``"torch"`` or if ``keys`` are given; ``"/"``: everything).
+    ``keys``: only leaves that match, as for ``holdfast.load``. The state of an ``AveragedModel``
+    gets the names of the model's own parameters.
+
+    ``average=5`` exports the average of the last five versions up to this one, computed in float64;
+    integers are those of the newest. ``like``: the folder of a Hugging Face model whose
+    configuration and tokenizer are copied, with ``to="hf"``.
+
+    Every byte is checked. No file is overwritten, and if this function raises, none of its files
+    remains. Raises ``NotFound``, ``AlreadyExists``, ``FormatError`` for damage, ``PlanError`` for
+    what cannot be exported or averaged, ``StoreError``, and ``HoldfastError`` for other arguments.
+    """
+    opened = snapshot if isinstance(snapshot, Snapshot) else open_version(snapshot)
+    prepared = prepare_export(
+        opened,
+        path,
+        to,
+        root=root,
+        keys=[keys] if isinstance(keys, str) else keys,
+        average=average,
+        like=like,
+        max_shard_size=max_shard_size,
+    )
+    for message in prepared.warnings:
+        warn_user(message, UserWarning)
+    return prepared.write()
+
+
+def prepare_export(
+    snapshot: Snapshot,
+    path: str | os.PathLike[str],
+    to: str,
+    *,
+    root: str | None = None,
+    keys: Sequence[str] = (),
+    average: int = 1,
+    like: str | os.PathLike[str] | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> PreparedExport:
+    """Check and plan an export, as ``export`` does, before anything is written."""
+    if to not in SUFFIXES:
+        raise HoldfastError(
+            "Invalid value for to=", expected=" or ".join(map(repr, SUFFIXES)), found=repr(to)[:80]
+        )
+    if like is not None and to != "hf":
+        raise HoldfastError(
+            "Configuration and tokenizer are copied only into a folder of Hugging Face",
+            expected="--to hf (to='hf') together with --like (like=)",
+            found=f"--to {to}",
+        )
+    location, name = locate_export(os.fspath(path), to)
+    companions = [] if like is None else find_companions(like, location)
+    versions = find_versions(snapshot, average)
+    plan_one = partial(
+        plan_export,
+        kind=to,
+        root=root,
+        keys=keys,
+        max_shard_size=max_shard_size,
+        file_name=name,
+        companions=companions,
+    )
+    plan = plan_one(snapshot, record=_make_record(versions))
+    warnings: tuple[str, ...] = ()
+    if versions[1:]:
+        plans = [*map(plan_one, versions[:-1]), plan]
+        leaves = [_leaves(v, p) for v, p in zip(versions, plans, strict=True)]
+        check_versions(versions, leaves)
+        warnings = _statistics_warning(find_statistics(leaves[-1]))
+    refuse_existing(location, plan)
+    return PreparedExport(tuple(versions), plan, location, warnings)
+
+
+def _leaves(snapshot: Snapshot, plan: ExportPlan) -> LeafSpecs:
+    return {key: snapshot.leaves[key] for file in plan.files for key in file.keys}
+
+
+def _statistics_warning(keys: Sequence[str]) -> tuple[str, ...]:
+    if not keys:
+        return ()
+    return (
+        "The average contains statistics of BatchNorm, which do not fit averaged weights:"
+        f" {format_list(keys, _MAX_LISTED)}. Before you use the model, compute them again with"
+        " torch.optim.swa_utils.update_bn(loader, model)",
+    )
+
+
+def _make_record(versions: Sequence[Snapshot]) -> dict[str, Any]:
+    """Return what the exported files say about their origin. It has no host and no full path."""
+    snapshot = versions[-1]
+    folder = snapshot.location.folder
+    is_version = parse_version(folder) is not None
+    metrics = select_numbers(snapshot.metadata.get("metrics"))
+    if is_version:
+        metrics = Run(snapshot.location.store).metrics(snapshot)
+    record: dict[str, Any] = {
+        "writer": f"holdfast {__version__}",
+        "run": _last_name(snapshot.location.store.url) if is_version else None,
+        "version": folder.rpartition("/")[2] or _last_name(snapshot.url),
+        "step": snapshot.step,
+        "manifest": snapshot.digest,
+        "metrics": metrics,
+    }
+    if versions[1:]:
+        record["averaged"] = [
+            {"version": v.location.folder, "manifest": v.digest} for v in versions
+        ]
+    return record
+
+
+def _last_name(url: str) -> str | None:
+    """Return the last level of a URL's path, or None if the URL has only a host."""
+    _, separator, path = url.rstrip("/").rpartition("://")
+    above, _, name = path.rpartition("/")
+    return name if above or not separator else None

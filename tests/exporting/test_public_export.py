@@ -1,0 +1,388 @@
+"""``holdfast.export``: what other libraries read, the record of an export, and its checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch as st
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import holdfast
+from holdfast.errors import (
+    AlreadyExists,
+    DigestMismatch,
+    FormatError,
+    HoldfastError,
+    MissingLeaf,
+    NotFound,
+)
+from holdfast.interop.export_record import check_export
+from holdfast.run.policy import EverySteps, KeepBest, KeepLast
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
+from tests.cli.invoke import run_cli
+
+KINDS = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "model.safetensors"}
+
+
+def flip_bit(file: Path, place: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[place] ^= 1
+    file.write_bytes(raw)
+
+
+def make_run(folder: Path) -> nn.Module:
+    """Train three versions with the metric ``val/loss``; the second one is the best."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    state = {"model": model, "progress": holdfast.Progress()}
+    options = {"save": EverySteps(1), "keep": KeepLast(9) | KeepBest(1, "val/loss")}
+    with holdfast.Checkpointer(folder, state, **options) as ckpt:
+        for loss in (3.0, 1.0, float("nan")):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.1
+            ckpt.step({"val/loss": loss})
+    return model
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    make_run(tmp_path / "a")
+    return tmp_path / "a"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read an export with the library that it is for."""
+    if path.suffix == ".safetensors":
+        return st.load_file(path)
+    loaded: dict[str, Any] = torch.load(path, weights_only=True)
+    return loaded
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        raw = path.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        return json.loads(header["__metadata__"]["holdfast"])
+    return json.loads(Path(f"{path}.holdfast.json").read_text())["holdfast"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_best_version_is_exported_with_a_record(run: Path, kind: Any, tmp_path: Path) -> None:
+    result = holdfast.export(f"{run}@best", tmp_path / "out", kind, root="model")
+    best = holdfast.open(f"{run}@2")
+    file = tmp_path / "out" / KINDS[kind]
+    expected = holdfast.load(best.url)["model"]
+    found = read(file)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[k], expected[k]) for k in expected)
+    make_run(tmp_path / "other").load_state_dict(found)
+    record = read_record(file)
+    assert {k: record[k] for k in ("run", "version", "step", "manifest", "metrics")} == {
+        "run": "a", "version": "version_2", "step": 2, "manifest": best.digest,
+        "metrics": {"val/loss": 1.0},
+    }  # fmt: skip
+    assert str(tmp_path) not in json.dumps(record)
+    assert {url: os.path.getsize(url) for url, _ in result.files} == dict(result.files)
+    assert sorted(url.rpartition("/")[2] for url, _ in result.files) == sorted(
+        os.listdir(tmp_path / "out")
+    )
+    assert (result.snapshot, result.tensors, result.averaged) == (best.url, len(expected), ())
+    assert run_cli("verify", tmp_path / "out").code == 0
+    assert run_cli("verify", file).code == 0
+
+
+def test_metrics_that_json_lacks_and_later_evaluations_are_recorded(
+    run: Path, tmp_path: Path
+) -> None:
+    holdfast.Run(run).add_metrics(3, {"acc": 0.5})
+    holdfast.export(f"{run}@3", tmp_path / "x.safetensors", "safetensors")
+    assert read_record(tmp_path / "x.safetensors")["metrics"] == {"val/loss": "nan", "acc": 0.5}
+
+
+def test_a_plain_snapshot_and_a_store_of_a_server(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "plain", {"model": {"w": torch.ones(3)}}, step=7)
+    holdfast.export(holdfast.open(tmp_path / "plain"), tmp_path / "out")
+    record = read_record(tmp_path / "out" / "model.safetensors")
+    assert (record["run"], record["version"], record["step"]) == (None, "plain", 7)
+    holdfast.save("memory://secret-host/version_1", {"w": torch.ones(3)})
+    holdfast.export("memory://secret-host@1", tmp_path / "m.pt", "torch")
+    assert "secret-host" not in (tmp_path / "m.pt.holdfast.json").read_text()
+
+
+def test_the_checksum_is_the_crc32_of_the_file_with_zeros_in_its_place(
+    run: Path, tmp_path: Path
+) -> None:
+    holdfast.export(f"{run}@1", tmp_path / "x.safetensors", "safetensors")
+    raw = (tmp_path / "x.safetensors").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    crc = header["__metadata__"]["holdfast.crc32"]
+    assert raw.count(crc.encode()) == 1
+    assert zlib.crc32(raw.replace(crc.encode(), b"0" * 8)) == int(crc, 16)
+    holdfast.export(f"{run}@1", tmp_path / "x.pt", "torch")
+    crc = zlib.crc32((tmp_path / "x.pt").read_bytes())
+    assert read_record(tmp_path / "x.pt")["files"] == {"x.pt": f"{crc:08x}"}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf"])
+def test_every_flipped_bit_is_found(run: Path, kind: Any, tmp_path: Path) -> None:
+    """Bits all over each file, in the headers and in the tensors."""
+    holdfast.export(f"{run}@1", tmp_path / "out", kind, root="model", max_shard_size=60)
+    for file in sorted((tmp_path / "out").iterdir()):
+        raw = file.read_bytes()
+        places = {*range(0, len(raw), max(1, len(raw) // 60)), len(raw) - 1}
+        for place in sorted(places):
+            damaged = bytearray(raw)
+            damaged[place] ^= 1 << place % 8
+            file.write_bytes(damaged)
+            try:
+                checks = check_export(str(tmp_path / "out"))
+            except FormatError:
+                continue  # the header is not JSON any more
+            named = [c for c in checks if c.name == file.name]
+            assert any(c.error for c in checks) or not named, (file, place)
+        file.write_bytes(raw)
+    assert not any(c.error for c in check_export(str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verify_and_import_refuse_a_flipped_bit(run: Path, kind: Any, tmp_path: Path) -> None:
+    holdfast.export(f"{run}@1", tmp_path / "out", kind, root="model")
+    file = tmp_path / "out" / KINDS[kind]
+    assert run_cli("import", file, tmp_path / "imported", "--step", 1).code == 0
+    flip_bit(file, -3)
+    for place in (tmp_path / "out", file):
+        result = run_cli("verify", place, "--json")
+        assert result.code == 3
+        problems = [p for v in result.json["versions"] for p in v["problems"]]
+        assert [p["kind"] for p in problems] == ["DigestMismatch"]
+    for place in (file, *((tmp_path / "out",) if kind != "torch" else ())):
+        result = run_cli("import", place, tmp_path / "imported", "--step", 2)
+        assert result.code == 3
+        assert "differs from what was exported" in result.err
+
+
+def test_a_part_that_is_missing_or_of_another_export(run: Path, tmp_path: Path) -> None:
+    for step in (1, 2):
+        holdfast.export(f"{run}@{step}", tmp_path / f"{step}", "hf", max_shard_size=60)
+    parts = sorted((tmp_path / "1").glob("model-*"))
+    assert len(parts) > 1
+    assert run_cli("verify", tmp_path / "1" / "model.safetensors.index.json").code == 0
+    assert run_cli("verify", parts[0]).code == 0
+    parts[0].rename(tmp_path / "kept")
+    result = run_cli("verify", tmp_path / "1")
+    assert result.code == 3
+    assert "is missing" in result.out
+    (tmp_path / "2" / parts[0].name).rename(parts[0])
+    result = run_cli("verify", tmp_path / "1")
+    assert result.code == 3
+    with pytest.raises(DigestMismatch):
+        raise next(c.error for c in check_export(str(tmp_path / "1")) if c.error)
+
+
+def test_files_without_a_record_are_not_exports(tmp_path: Path) -> None:
+    st.save_file({'"holdfast.crc32":"00000000"': torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"\x10" + bytes(7) + b"{ not JSON     }")
+    assert check_export(str(tmp_path)) == []
+    assert run_cli("verify", tmp_path).code == 4
+    assert run_cli("verify", tmp_path / "missing").code == 4
+    result = run_cli("import", tmp_path / "model.safetensors", tmp_path / "run", "--step", 1)
+    assert result.code == 0
+
+
+def test_a_changed_file_that_another_library_wrote_again(run: Path, tmp_path: Path) -> None:
+    holdfast.export(f"{run}@1", tmp_path / "x.safetensors", "safetensors")
+    with st.safe_open(tmp_path / "x.safetensors", "pt") as file:
+        metadata = file.metadata()
+    st.save_file(st.load_file(tmp_path / "x.safetensors"), tmp_path / "y.safetensors", metadata)
+    assert run_cli("verify", tmp_path / "y.safetensors").code == 3
+    st.save_file(st.load_file(tmp_path / "x.safetensors"), tmp_path / "z.safetensors")
+    assert run_cli("verify", tmp_path / "z.safetensors").code == 4
+
+
+class OrderedStore(MemoryStore):
+    """A store that only appends."""
+
+    @property
+    def traits(self) -> Any:
+        traits = super().traits
+        return type(traits)(**{f: getattr(traits, f) for f in traits.__slots__} | {"ordered": True})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_store_that_only_appends_gets_the_same_files(
+    run: Path, kind: Any, tmp_path: Path
+) -> None:
+    holdfast.export(f"{run}@1", tmp_path / "out", kind, max_shard_size=60)
+    name = f"ordered-{kind}"
+    store = open_store(f"memory://{name}")
+    store.__class__ = OrderedStore
+    holdfast.export(f"{run}@1", f"memory://{name}/out", kind, max_shard_size=60)
+    for file in (tmp_path / "out").iterdir():
+        assert store.get(f"out/{file.name}", 1 << 30) == file.read_bytes()
+    checks = check_export(f"memory://{name}/out")
+    assert checks
+    assert not any(c.error for c in checks)
+    assert run_cli("verify", f"memory://{name}/out").code == 0
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for expected, kind, options in (
+        ("Invalid value for to=", "onnx", {}),
+        ("only into a folder of Hugging Face", "torch", {"like": tmp_path}),
+        ("Invalid number of versions", "hf", {"average": 0}),
+        ("Invalid number of versions", "hf", {"average": True}),
+    ):
+        with pytest.raises(HoldfastError, match=expected):
+            holdfast.export(f"{run}@1", out, kind, **options)
+    with pytest.raises(MissingLeaf):
+        holdfast.export(f"{run}@1", out, root="ema")
+    with pytest.raises(NotFound):
+        holdfast.export(f"{run}@9", out)
+    assert not out.exists()
+
+
+def test_an_existing_target_is_not_changed(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.pt.holdfast.json").write_text("mine")
+    with pytest.raises(AlreadyExists):
+        holdfast.export(f"{run}@1", tmp_path / "out", "torch")
+    assert os.listdir(tmp_path / "out") == ["model.pt.holdfast.json"]
+    with pytest.raises(AlreadyExists):
+        holdfast.export(f"{run}@1", run, "hf")
+
+
+# -- configuration and tokenizer -----------------------------------------------------------------
+
+COPIED = ["chat_template.jinja", "config.json", "merges.txt", "tokenizer.json", "tokenizer.model"]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for name in (*COPIED, "model.safetensors", "pytorch_model.bin", "modeling.py", "README.md"):
+        (folder / name).write_text(f"{name} of the base\n" * 3)
+    (folder / "vocab.json").mkdir()
+    return folder
+
+
+def test_configuration_and_tokenizer_are_copied_but_never_weights(
+    run: Path, base: Path, tmp_path: Path
+) -> None:
+    result = run_cli("export", f"{run}@best", "--to", "hf", tmp_path / "out", "--like", base)
+    assert result.code == 0
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*COPIED, "model.safetensors"])
+    for name in COPIED:
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    assert "config.json" in result.out
+    for file in base.iterdir():
+        if file.is_file():
+            open_store("memory://bases").put_if_absent(f"b/{file.name}", file.read_bytes())
+    holdfast.export(f"{run}@1", tmp_path / "second", like="memory://bases/b")
+    assert sorted(os.listdir(tmp_path / "second")) == sorted([*COPIED, "model.safetensors"])
+
+
+def test_a_folder_without_a_configuration_is_refused(run: Path, base: Path, tmp_path: Path) -> None:
+    (base / "config.json").unlink()
+    for like in (base, tmp_path / "missing", "memory://nothing/here"):
+        result = run_cli("export", f"{run}@1", "--to", "hf", tmp_path / "out", "--like", like)
+        assert result.code == 4
+        assert "is not the folder of a Hugging Face model" in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_target_itself_is_refused(run: Path, base: Path) -> None:
+    (base / "model.safetensors").unlink()
+    os.symlink(base, base.parent / "link")
+    for like in (base, f"{base}/", base.parent / "link", f"file://{base}"):
+        result = run_cli("export", f"{run}@1", "--to", "hf", base, "--like", like)
+        assert result.code == 1
+        assert "onto themselves" in result.err
+    assert not (base / "model.safetensors").exists()
+
+
+def test_a_companion_that_exists_is_not_overwritten(run: Path, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "merges.txt").write_text("mine")
+    result = run_cli("export", f"{run}@1", "--to", "hf", tmp_path / "out", "--like", base)
+    assert result.code == 8
+    assert os.listdir(tmp_path / "out") == ["merges.txt"]
+
+
+def test_a_failed_export_removes_the_copies(run: Path, base: Path, tmp_path: Path) -> None:
+    flip_bit(next((run / "version_1").glob("shard-*.safetensors")), -5)
+    result = run_cli("export", f"{run}@1", "--to", "hf", tmp_path / "out", "--like", base)
+    assert result.code == 3
+    assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+
+
+# -- averages of weights during training ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_ema_is_exported_under_the_names_of_the_model(
+    kind: Any, is_wrapped: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    wrapped = nn.DataParallel(model) if is_wrapped else model
+    ema = AveragedModel(wrapped, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    for _ in range(3):
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        ema.update_parameters(wrapped)
+    state = {"model": model, "ema": ema}
+    holdfast.save(tmp_path / "a" / "version_1", state)
+    holdfast.export(f"{tmp_path}/a@1", tmp_path / "out", kind, root="ema")
+    exported = read(tmp_path / "out" / KINDS[kind])
+    fresh = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    fresh.load_state_dict(exported)
+    source = ema.module.module if is_wrapped else ema.module
+    for name, value in source.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value), name
+    assert not torch.equal(fresh[0].weight, model[0].weight)
+    # a restart continues the average
+    with torch.no_grad():
+        source[0].weight.zero_()
+    ema.n_averaged.zero_()
+    holdfast.load(f"{tmp_path}/a@1", into=state)
+    assert ema.n_averaged == 3
+    assert torch.equal(source[0].weight, fresh[0].weight)
+
+
+def test_a_selection_of_an_ema_and_a_module_of_that_name(tmp_path: Path) -> None:
+    ema = {"n_averaged": torch.tensor(3), "module.w": torch.ones(2), "module.b": torch.ones(1)}
+    plain = {"module.w": torch.ones(2)}
+    mixed = {**ema, "scale": torch.ones(1)}
+    holdfast.save(tmp_path / "a" / "version_1", {"ema": ema, "plain": plain, "mixed": mixed})
+    for root, keys, names in (
+        ("ema", (), ["b", "w"]),
+        ("ema", ("ema/module.w",), ["w"]),
+        ("plain", (), ["module.w"]),
+        ("mixed", (), ["module.b", "module.w", "n_averaged", "scale"]),
+    ):
+        file = tmp_path / f"{root}{len(keys)}.safetensors"
+        holdfast.export(f"{tmp_path}/a@1", file, "safetensors", root=root, keys=keys)
+        assert sorted(st.load_file(file)) == names
+    holdfast.export(f"{tmp_path}/a@1", tmp_path / "all.pt", "torch")
+    assert torch.load(tmp_path / "all.pt", weights_only=True)["ema"].keys() == ema.keys()
+
+
+def test_arrays_of_numpy_are_exported(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "a" / "version_1", {"model": {"w": np.arange(3.0)}})
+    holdfast.export(f"{tmp_path}/a@latest", tmp_path / "out")
+    assert st.load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [0.0, 1.0, 2.0]
