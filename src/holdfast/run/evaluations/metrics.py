@@ -126,7 +126,7 @@ def put_about_version(
     ``HoldfastError`` for an invalid name or a content that is too long, and ``StoreError``.
     """
     file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
-    if names.parse_evaluation(str(file)) is None:
+    if names.parse_evaluation(str(file)) != file._replace(kind=""):
         raise HoldfastError(
             f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
             expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
