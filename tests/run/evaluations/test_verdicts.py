@@ -130,7 +130,7 @@ def test_trust_attested_accepts_only_versions_with_a_positive_verdict(
     run = Run(store)
     with pytest.raises(NoSnapshot) as caught:
         latest(store, "attested")
-    assert "version_60: it has no verdict; version_40: it has no verdict; version_20" in str(
+    assert "version_60: It has no verdict; version_40: It has no verdict; version_20" in str(
         caught.value
     )
     assert "holdfast attest RUN STEP --ok" in str(caught.value)
@@ -180,7 +180,7 @@ def test_a_verdict_with_a_flipped_bit_is_never_a_positive_one(
     assert trust(store, 60) == "distrusted"
     assert latest(store) == latest_after_more_verdicts(store) == 40
     assert file in [key for key, _ in skipped]
-    assert f"a verdict of sdc on it cannot be read ({file})" in skipped[-1][1]
+    assert f"A verdict of sdc on it cannot be read ({file})" in skipped[-1][1]
     store.delete(file)
     assert latest(store) == 60
     assert trust(store, 60) == "attested"

@@ -48,13 +48,13 @@ def find_distrust(
         keys = [unreadable.key for unreadable in evaluations.unreadable]
         authors = sorted({unreadable.name for unreadable in evaluations.unreadable})
         return NotTrusted(
-            f"a verdict of {format_list(authors, _MAX_AUTHORS)} on it cannot be read"
+            f"A verdict of {format_list(authors, _MAX_AUTHORS)} on it cannot be read"
             f" ({format_list(keys, _MAX_AUTHORS)})",
             todo="It may be a negative one. Record the verdict again with `holdfast attest`, then"
             " delete that file",
         )
     if trust == "attested" and not verdicts:
-        return NotTrusted("it has no verdict", todo="`holdfast attest` records one")
+        return NotTrusted("It has no verdict", todo="`holdfast attest` records one")
     return None
 
 
