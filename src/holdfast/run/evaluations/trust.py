@@ -60,7 +60,7 @@ def find_distrust(
 
 def describe_verdict(verdict: Verdict) -> str:
     """Return ``sdc-replay does not trust it: step 118 differs``, on one line."""
-    note = " ".join(verdict.note.split())
+    note = "".join(c if c.isprintable() else "?" for c in " ".join(verdict.note.split()))
     note = note if len(note) <= _MAX_NOTE else f"{note[:_MAX_NOTE]}..."
     says = "trusts it" if verdict.ok else "does not trust it"
     return f"{verdict.name} {says}{note and ': '}{note}"
