@@ -30,7 +30,8 @@ def test_json_keys_are_stable(run: str) -> None:
     ]  # fmt: skip
     assert list(report["versions"][0]) == [
         "version", "url", "step", "branch", "on_line", "latest", "created", "bytes",
-        "referred_bytes", "reason", "metrics", "pinned", "intact", "problem",
+        "referred_bytes", "reason", "metrics", "pinned", "trust", "verdicts",
+        "intact", "problem",
     ]  # fmt: skip
     assert report["latest"] == "version_60"
     assert [v["step"] for v in report["versions"]] == [20, 40, 60]

@@ -38,7 +38,9 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
     report = result.json
     assert list(report) == ["place", "ok", "bytes", "seconds", "versions", "danger", "stray"]
     assert [v["ok"] for v in report["versions"]] == [True, False, True]
-    assert list(report["versions"][1]) == ["version", "url", "ok", "bytes", "problems"]
+    assert list(report["versions"][1]) == [
+        "version", "url", "ok", "bytes", "trust", "problems",
+    ]  # fmt: skip
     [problem] = report["versions"][1]["problems"]
     assert list(problem) == ["file", "offset", "leaves", "kind", "message", "fields"]
     assert problem["file"] == shard

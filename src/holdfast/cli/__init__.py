@@ -39,10 +39,12 @@ VERBS = (
     "export",
     "evaluate",
     "pin",
+    "attest",
     "sweep",
     "request-save",
     "run",
 )
+_IN_RECORDS = ("pin", "attest")
 
 
 class UsageErrorLine(click.UsageError):
@@ -85,7 +87,8 @@ class VerbGroup(click.Group):
         if cmd_name not in VERBS:
             return None
         module = cmd_name.replace("-", "_") + "_" * iskeyword(cmd_name)
-        command: click.Command = import_module(f"holdfast.cli.verbs.{module}").command
+        package = "holdfast.cli.verbs" + ".records" * (cmd_name in _IN_RECORDS)
+        command: click.Command = import_module(f"{package}.{module}").command
         return command
 
     def resolve_command(

@@ -18,7 +18,7 @@ from holdfast import events
 from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location
 from holdfast.engine.snapshot.spread import SpreadStore
-from holdfast.errors import BrokenLink, FormatError, HoldfastError, NotFound
+from holdfast.errors import BrokenLink, FormatError, HoldfastError, NotFound, NotTrusted
 from holdfast.format import names
 from holdfast.format.manifest import MAX_MANIFEST
 from holdfast.format.names import Version
@@ -31,6 +31,7 @@ from holdfast.format.sealed import sealed_digest
 from holdfast.run.evaluations.lease import LeaseObserver
 from holdfast.run.evaluations.metrics import select_numbers
 from holdfast.run.evaluations.reader import EvaluationReader
+from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, find_distrust
 from holdfast.run.listing import (
     FolderFiles,
     Listing,
@@ -285,9 +286,9 @@ class Catalog:
     def intact_records(
         self, lineage: Iterable[Version], version_records: Mapping[Version, VersionRecord]
     ) -> list[Record]:
-        """Return the intact versions of a lineage with their metrics, oldest first."""
+        """Return the intact versions of a lineage as the input of keep policies, oldest first."""
         return [
-            Record(v, self.metrics(v, version_records[v]))
+            Record(v, self.comparable_metrics(v, version_records[v]))
             for v in lineage
             if v in version_records and self.is_intact(version_records[v])
         ]
@@ -296,6 +297,24 @@ class Catalog:
         """Return the metrics of the save, updated with those of the evaluations, oldest first."""
         evaluations = self.evaluations.read(version, version_record.digest)
         return {**version_record.metrics, **evaluations.metrics()}
+
+    def comparable_metrics(
+        self, version: Version, version_record: VersionRecord
+    ) -> dict[str, float]:
+        """Return the metrics by which versions are compared: a distrusted version has none, so it
+        is never the best one. It is reported, once."""
+        evaluations = self.evaluations.read(version, version_record.digest)
+        if (error := find_distrust(evaluations)) is not None:
+            self._report(str(version), error)
+            return {}
+        return {**version_record.metrics, **evaluations.metrics()}
+
+    def find_distrust(
+        self, version: Version, digest: str | None, trust: Trust = NOT_DISTRUSTED
+    ) -> NotTrusted | None:
+        """Return why ``trust`` does not accept a snapshot, or None if it does. See
+        ``EvaluationReader.read``; only the folder of this version is listed."""
+        return find_distrust(self.evaluations.read(version, digest), trust)
 
     def _report(self, name: str, error: HoldfastError) -> None:
         """Emit the event ``skipped`` for a damaged file, once while it is damaged."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
-from holdfast import events
+from holdfast import events, machine
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import (
+    AlreadyExists,
     Denied,
     FormatError,
     FormatTooNew,
@@ -14,14 +17,20 @@ from holdfast.errors import (
     ManifestInvalid,
     NoSnapshot,
     NotFound,
+    NotTrusted,
     StoreError,
     Unavailable,
 )
 from holdfast.format import names
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
+from holdfast.format.records import Branch, encode_branch
 from holdfast.run.catalog import Catalog
+from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from holdfast.run.listing import Listing
+from holdfast.run.policy import Mode, Record, best_first
+from holdfast.storage.checks import MAX_PUTS, contended_error
+from holdfast.text import format_list
 
 _MAX_LISTINGS = 10
 """Maximum number of further listings made to get two consecutive ones that agree. If none agree,
@@ -30,6 +39,9 @@ because a training saves that fast, the last one is used."""
 MAX_SEARCHES = 100
 """Maximum number of listings that are searched while versions are deleted between the listing and
 the read."""
+
+_MAX_LISTED = 9
+"""Maximum number of versions that an error lists."""
 
 
 def lineage_of(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
@@ -142,13 +154,31 @@ def read_parent(catalog: Catalog, version: Version) -> Parent | None:
         return None
 
 
+def start_branch(catalog: Catalog, snapshot: Snapshot, version: Version, reason: str) -> int:
+    """Durably start a branch at a version and return the number of the branch."""
+    for _ in range(MAX_PUTS):
+        listing = catalog.listing()
+        number = max([0, *listing.branches, *(v.branch for v in listing.folders)]) + 1
+        record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
+        # if another process starts a branch at the same time, try the next number
+        with suppress(AlreadyExists):
+            catalog.store.put_if_absent(names.branch_name(number), encode_branch(record))
+            return number
+    raise contended_error(names.branch_name(number), catalog.store.url)
+
+
 # -- the newest version --------------------------------------------------------------------------
 
 
 def find_newest(
-    catalog: Catalog, use: Callable[[Snapshot], object], at: int | None, branch: int | None
+    catalog: Catalog,
+    use: Callable[[Snapshot], object],
+    at: int | None,
+    branch: int | None,
+    trust: Trust,
 ) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
-    """See ``Run.newest``. Only the versions that are tried are looked at."""
+    """See ``Run.newest``. Only the versions that are tried are looked at, also their verdicts."""
+    is_named = at is not None and trust == NOT_DISTRUSTED  # whoever names a version may look at it
     skipped: dict[Version, HoldfastError] = {}
     deleted: dict[Version, HoldfastError] = {}
     for _ in range(MAX_SEARCHES):
@@ -164,10 +194,12 @@ def find_newest(
             tried.append(version)
             try:
                 snapshot = catalog.open(version)
+                if not is_named and (e := catalog.find_distrust(version, snapshot.digest, trust)):
+                    raise e
                 use(snapshot)
             except (FormatTooNew, Denied, Unavailable):
                 raise
-            except (FormatError, StoreError) as e:
+            except (FormatError, StoreError, NotTrusted) as e:
                 if e.fields.get("file") == names.SPREAD:  # the version is intact
                     raise
                 if isinstance(e, NotFound) and not catalog.listing().exists(version):
@@ -187,6 +219,29 @@ def find_newest(
                 raise error from next(iter(failed.values()), None)
             return None, []
     raise changing_run_error(catalog)
+
+
+def find_best(catalog: Catalog, metric: str, mode: Mode) -> Snapshot | None:
+    """See ``Run.best``."""
+    for _ in range(MAX_SEARCHES):
+        listing = stable_listing(catalog)
+        existing, best = listing.versions, None
+        for version in best_first(find_records(catalog, listing), metric, mode):
+            with suppress(NotFound):
+                best = catalog.open(version)
+                break
+        # an old listing may lack a better version, for which retention deleted a listed one
+        missing = {*listing.folders} - {*existing}
+        if not has_changed(catalog, listing, existing, missing):
+            return best
+    raise changing_run_error(catalog)
+
+
+def find_records(catalog: Catalog, listing: Listing) -> list[Record]:
+    """See ``Run.records``."""
+    version_records = catalog.read_versions(listing)
+    listing = replace(listing, exists=version_records.__contains__)
+    return catalog.intact_records(lineage_of(catalog, listing), version_records)
 
 
 def stable_listing(catalog: Catalog) -> Listing:
@@ -232,6 +287,12 @@ def changing_run_error(catalog: Catalog) -> NotFound:
     )
 
 
+_VERDICT_ADVICE = (
+    "To trust a version, its author records a new verdict: `holdfast attest RUN STEP --ok --by"
+    " AUTHOR`. resume(at=STEP) continues from a version whatever the verdicts say. "
+)
+
+
 def _no_version_error(
     url: str,
     at: int | None,
@@ -246,13 +307,16 @@ def _no_version_error(
     wanted = "version" if at is None else f"version of step {at}"
     if failed:
         state_invalid = any(e.is_state_invalid for e in failed.values())
+        by_verdict = any(isinstance(e, NotTrusted) for e in failed.values())
+        quality = "intact and trusted" if by_verdict else "intact"
         return NoSnapshot(
-            f"{url} has no intact {wanted} on the requested lineage",
-            expected=f"an intact {wanted}",
-            found="; ".join(f"{v}: {e.what}" for v, e in failed.items()),
+            f"{url} has no {quality} {wanted} on the requested lineage",
+            expected=f"an {quality} {wanted}",
+            found=format_list([f"{v}: {e.what}" for v, e in failed.items()], _MAX_LISTED, "; "),
             todo="`holdfast ls RUN` lists all versions, including those of other branches"
-            " (resume(branch=...)). `holdfast verify RUN` shows what is damaged. Copy an intact"
-            " version back, or start again in another folder",
+            " (resume(branch=...)). "
+            + (_VERDICT_ADVICE if by_verdict else "`holdfast verify RUN` shows what is damaged. ")
+            + "Copy an intact version back, or start again in another folder",
             skipped=tuple(map(str, failed)),
             **({"live_state": "not valid"} if state_invalid else {}),
         )

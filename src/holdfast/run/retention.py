@@ -9,12 +9,15 @@ each save, but after so many saves that the cost of one does not depend on the n
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import get_args
 
 from holdfast import events
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format.names import MAX_STEP, Version
 from holdfast.run.catalog import Catalog, VersionRecord
+from holdfast.run.evaluations.trust import Trust
 from holdfast.run.lineage import lineage_of
 from holdfast.run.listing import FolderFiles, Listing
 from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
@@ -94,13 +97,16 @@ def _select(
     versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
     if not _consists_of(policy, KeepLast, KeepEvery):  # the others may use evaluations
-        look_up_each(versions, lambda v: metrics.update({v: catalog.metrics(v, known[v])}))
+        look_up_each(
+            versions, lambda v: metrics.update({v: catalog.comparable_metrics(v, known[v])})
+        )
     records = [Record(v, metrics[v]) for v in versions]
     intact: dict[Version, bool] = {}
     while True:
         records = [r for r in records if intact.get(r.version, True)]
         to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
         candidates = {r.version for r in records if r.version not in to_keep}
+        candidates -= _needed_by_resume(catalog, records, known, candidates)
         deletable, _ = roots.select_deletable(candidates - listing.linked - catalog.linked)
         if not deletable:
             _report_linked(catalog, candidates & (listing.linked | catalog.linked))
@@ -115,6 +121,34 @@ def _select(
         if not linked and all(is_intact for _, is_intact in now.values()):
             _report_linked(catalog, candidates & (listing.linked | catalog.linked))
             return folders
+
+
+def _needed_by_resume(
+    catalog: Catalog,
+    records: Sequence[Record],
+    known: Mapping[Version, VersionRecord],
+    candidates: Collection[Version],
+) -> set[Version]:
+    """Return the candidates that a resume needs: the newest version that is not distrusted, and the
+    newest attested one.
+
+    Only the verdicts of the candidates, and of the newest versions until one qualifies, are read.
+    The deletion of a version relies on such a newer one, which ``_relied_on`` thus returns.
+    """
+
+    @cache
+    def is_accepted(version: Version, trust: Trust) -> bool:
+        return catalog.find_distrust(version, known[version].digest, trust) is None
+
+    newest_first = [r.version for r in reversed(records)]
+    needed = set[Version]()
+    for trust in get_args(Trust):
+        accepted = (v for v in newest_first if v in candidates and is_accepted(v, trust))
+        if (candidate := next(accepted, None)) is not None:
+            newer = newest_first[: newest_first.index(candidate)]
+            if not any(is_accepted(v, trust) for v in newer):
+                needed.add(candidate)
+    return needed
 
 
 def _relied_on(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from holdfast import events, machine
@@ -25,16 +23,16 @@ from holdfast.format.records import (
     Branch,
     Evaluation,
     LastingPin,
-    encode_branch,
+    Verdict,
     encode_lasting_pin,
 )
 from holdfast.run import lineage, retention, sweep
 from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.evaluations.metrics import check_metrics, put_about_version, to_numbers
+from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_trust, check_verdict
 from holdfast.run.listing import Listing, to_int
-from holdfast.run.policy import KeepPolicy, Mode, Record, best_first
+from holdfast.run.policy import KeepPolicy, Mode, Record
 from holdfast.run.sweep import GRACE, SweepResult
-from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.storage.open import open_store
 from holdfast.threads import gc_paused
 
@@ -90,11 +88,12 @@ class Run:
         return snapshots
 
     def latest(self) -> Snapshot | None:
-        """Return the newest intact version, or None if the run is empty or absent.
+        """Return the newest intact version that is not distrusted, or None if the run is empty or
+        absent.
 
         A version is intact if its manifest is valid and all of its files exist with their full
         length. The bytes of the files are checked when they are read. Raises ``NoSnapshot`` if
-        there are versions but none is intact.
+        there are versions but none qualifies.
         """
         return self.newest(lambda snapshot: snapshot.check_files())[0]
 
@@ -103,13 +102,15 @@ class Run:
         use: Callable[[Snapshot], object],
         at: int | None = None,
         branch: int | None = None,
+        trust: Trust = NOT_DISTRUSTED,
     ) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
         """Return the newest version that ``use`` accepts, and the skipped versions with reasons.
 
-        ``use`` rejects a damaged version by raising ``FormatError`` or ``StoreError``. ``at``
-        restricts the search to versions of that step. ``branch`` selects the lineage of that
-        branch instead of the current one. On an empty or absent run the version is None, unless
-        ``at`` is given.
+        ``use`` rejects a damaged version by raising ``FormatError`` or ``StoreError``. Distrusted
+        versions are skipped, and with ``trust="attested"`` also those without a verdict. ``at``
+        restricts the search to versions of that step, and by default also accepts a distrusted one.
+        ``branch`` selects the lineage of that branch instead of the current one. On an empty or
+        absent run the version is None, unless ``at`` is given.
 
         A store that denies access or does not answer (``Denied``, ``Unavailable``) and a version
         of a later format (``FormatTooNew``) are not damage, and the error is raised. To fall back
@@ -119,7 +120,8 @@ class Run:
         """
         at = None if at is None else to_int(at, _STEP)
         branch = None if branch is None else to_int(branch, _BRANCH)
-        return lineage.find_newest(self.catalog, use, at, branch)
+        check_trust(trust)
+        return lineage.find_newest(self.catalog, use, at, branch, trust)
 
     def find(self, step: int, branch: int | None = None) -> Version:
         """Return the version of a step on the current lineage, or on that of ``branch``.
@@ -167,17 +169,9 @@ class Run:
 
     def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
         """Durably start a branch at a version and return the number of the branch."""
-        for _ in range(MAX_PUTS):
-            listing = self.listing()
-            number = max([0, *listing.branches, *(v.branch for v in listing.folders)]) + 1
-            record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
-            # if another process starts a branch at the same time, try the next number
-            with suppress(AlreadyExists):
-                self.store.put_if_absent(names.branch_name(number), encode_branch(record))
-                return number
-        raise contended_error(names.branch_name(number), self.url)
+        return lineage.start_branch(self.catalog, snapshot, version, reason)
 
-    # -- metrics -------------------------------------------------------------------------------
+    # -- metrics and verdicts ------------------------------------------------------------------
 
     def metrics(self, at: Snapshot | Version | int) -> dict[str, float]:
         """Return the metrics of a snapshot, version, or step.
@@ -200,6 +194,27 @@ class Run:
         and ``HoldfastError`` if ``name`` is invalid.
         """
         checked = check_metrics(metrics)
+        self._put_about(Evaluation, name, at, metrics=to_numbers(checked))
+
+    def attest(self, at: Snapshot | Version | int, *, ok: bool, by: str, note: str = "") -> None:
+        """Record the verdict of a check on a snapshot, version, or step.
+
+        ``ok``: whether the version can be trusted. ``by``: the author, such as ``"sdc-replay"``,
+        which becomes a part of the file's name. ``note``: why, for people. A stored verdict never
+        changes. Of each author, the newest one counts.
+
+        ``latest``, ``best``, and ``Checkpointer.resume`` skip a version while the newest verdict
+        of any author is negative. A training that runs is not disturbed. Versions that were saved
+        after this one are not affected; if they are bad as well, attest them too.
+
+        Raises the errors of ``add_metrics``, and ``HoldfastError`` for an invalid argument.
+        """
+        check_verdict(ok, note)
+        self._put_about(Verdict, by, at, ok=ok, note=note)
+
+    def _put_about(
+        self, kind: type[AboutVersion], name: str, at: Snapshot | Version | int, **content: Any
+    ) -> None:
         version, record = self._read_version(at)
         if isinstance(at, Snapshot) and at.digest != record.digest:
             raise FormatError(
@@ -209,54 +224,29 @@ class Run:
                 todo="Evaluate the snapshot that is there now",
                 file=self.location(version).key(names.MANIFEST),
             )
-        self._put_about(Evaluation, name, version, record, metrics=to_numbers(checked))
-
-    def _put_about(
-        self,
-        kind: type[AboutVersion],
-        name: str,
-        version: Version,
-        record: VersionRecord,
-        **content: Any,
-    ) -> None:
         earlier = self.catalog.evaluations.read(version, record.digest).records
         put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
 
     def records(self) -> list[Record]:
         """Return the intact versions on the current lineage with their metrics, oldest first.
 
-        These records are the input of keep policies.
+        These records are the input of keep policies. Those of distrusted versions have no metrics.
         """
-        return self._records(self.listing())
-
-    def _records(self, listing: Listing) -> list[Record]:
-        version_records = self.catalog.read_versions(listing)
-        listing = replace(listing, exists=version_records.__contains__)
-        return self.catalog.intact_records(self.line(listing), version_records)
+        return lineage.find_records(self.catalog, self.listing())
 
     def best(self, metric: str, mode: Mode = "min") -> Snapshot | None:
         """Return the intact version on the current lineage with the best value of ``metric``.
 
         The best value is the smallest with ``mode="min"`` and the largest with ``mode="max"``.
-        NaN is never the best. Of versions with equal values, the newest is returned. The result is
-        None if no version has the metric. Raises ``HoldfastError`` for another ``mode``.
+        NaN is never the best. Of versions with equal values, the newest is returned. Distrusted
+        versions do not count. The result is None if no version has the metric. Raises
+        ``HoldfastError`` for another ``mode``.
         """
         if mode not in ("min", "max"):
             raise HoldfastError(
                 "Invalid argument to Run.best", expected='mode="min" or mode="max"', found=mode
             )
-        for _ in range(lineage.MAX_SEARCHES):
-            listing = lineage.stable_listing(self.catalog)
-            existing, best = listing.versions, None
-            for version in best_first(self._records(listing), metric, mode):
-                with suppress(NotFound):
-                    best = self.open(version)
-                    break
-            # an old listing may lack a better version, for which retention deleted a listed one
-            missing = {*listing.folders} - {*existing}
-            if not lineage.has_changed(self.catalog, listing, existing, missing):
-                return best
-        raise lineage.changing_run_error(self.catalog)
+        return lineage.find_best(self.catalog, metric, mode)
 
     def _resolve_version(self, at: Snapshot | Version | int) -> Version:
         if isinstance(at, Version):
@@ -369,9 +359,9 @@ class Run:
         """Delete the versions that ``policy`` does not keep, and return them, oldest first.
 
         Only intact versions on the current lineage are deleted. The newest intact version is never
-        deleted, and neither is a version that is pinned, that a process is reading, or that a
-        remaining version refers to. Damaged versions and other branches do not change. Raises
-        ``StoreError``; the next call then completes the deletion.
+        deleted, and neither is the newest one that is not distrusted, or a version that is pinned,
+        that a process is reading, or that a remaining version refers to. Damaged versions and other
+        branches do not change. Raises ``StoreError``; the next call then completes the deletion.
         """
         return retention.retain(self.catalog, policy)
 

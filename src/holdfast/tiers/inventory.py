@@ -13,10 +13,11 @@ import msgspec
 
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import FormatError, NotFound, StoreError
+from holdfast.errors import FormatError, NotFound, NotTrusted, StoreError
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
 from holdfast.run.catalog import read_captured_with, read_sessions
+from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from holdfast.run.lineage import branch_origin, newest_version
 from holdfast.run.run import Run
 from holdfast.storage.store import Store
@@ -238,6 +239,7 @@ class CurrentLine:
 
     def __init__(self, run: Run) -> None:
         listing = run.listing()
+        self._catalog = run.catalog
         self.newest = newest_version(run.catalog, listing)
         self.branch = number = run.branch(listing)
         self._last_steps: dict[int, float] = {number: inf}
@@ -254,6 +256,21 @@ class CurrentLine:
                 self.durable = durable
             except FormatError:
                 self._is_damaged = True
+
+    def find_distrust(self, trust: Trust) -> NotTrusted | None:
+        """Return why ``trust`` does not accept the newest version; None if it does, or if there is
+        none.
+
+        If its manifest is damaged, a negative verdict on any snapshot of its name counts, and no
+        positive one does.
+        """
+        if self.newest is None:
+            return None
+        digest = None if self.durable is None else self.durable.digest
+        found = self._catalog.find_distrust(self.newest, digest, trust)
+        if found is None and digest is None and trust != NOT_DISTRUSTED:
+            return NotTrusted("Its manifest is damaged")
+        return found
 
     def is_newer(self, version: Version) -> bool:
         """Return True if a version of this lineage is newer than all that the run has."""

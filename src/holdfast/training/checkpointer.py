@@ -21,6 +21,7 @@ from holdfast.preemption.policy import DEFAULT, Preemption
 from holdfast.preemption.response import PreemptionResponse
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel
 from holdfast.run.evaluations.metrics import check_metrics
+from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
@@ -40,7 +41,7 @@ from holdfast.training.cadence import Cadence
 from holdfast.training.ending import Ending, make_savepoint
 from holdfast.training.lifecycle import Lifecycle, exclusive
 from holdfast.training.resume import resume_run
-from holdfast.training.resume_point import left_state_invalid
+from holdfast.training.resume_point import ResumeRequest, left_state_invalid
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -62,9 +63,8 @@ class Checkpointer:
     ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
     to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
 
-    With ``incremental=True``, a version refers to the chunks that an earlier version already
-    holds. Every ``full_every``-th version is still written in full. ``full_every=None`` never
-    forces a full version, which suits weights that stay frozen.
+    With ``incremental=True``, a version refers to the chunks that an earlier version holds. Every
+    ``full_every``-th version is written in full; with ``full_every=None``, none has to be.
 
     ``overlap=True`` copies the parameters and slots of the optimizers during the next forward and
     backward pass, which suits states on an accelerator. ``optimizer.step`` waits for the
@@ -74,8 +74,7 @@ class Checkpointer:
     default, all ranks save at one step and exit with code 75. None: nothing.
 
     ``tiers``: a ``MemoryTier`` also keeps the newest states in memory, and a ``LocalTier`` saves to
-    a fast local disk first. ``spread=16`` spreads the shards of a new run over 16 prefixes of keys,
-    for thousands of ranks that save to an object store (see ``Run.set_spread``).
+    a fast local disk first. ``spread=16`` spreads the shards over 16 prefixes (``Run.set_spread``).
 
     A save that is due waits for the one in flight (``busy="wait"``), or is skipped (``"skip"``). If
     a save fails in the background, or takes more than ``save_timeout`` seconds, the next call of
@@ -179,6 +178,7 @@ class Checkpointer:
         at: int | None = None,
         *,
         branch: int | None = None,
+        trust: Trust = NOT_DISTRUSTED,
         start: Url | None = None,
         keys: str | Sequence[str] | None = None,
         missing: Literal["error", "keep"] = "error",
@@ -187,15 +187,15 @@ class Checkpointer:
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
-        ``at`` selects the version of that step instead, and ``branch`` the lineage of that branch.
-        If training continues from a version other than the newest one, also because newer ones are
-        damaged, a branch is durably started first. ``SkippedVersion`` warnings name damaged ones.
+        Versions with a negative verdict (``Run.attest``) are skipped; with ``trust="attested"``,
+        also those without a positive one. ``at`` selects the version of that step instead, and
+        ``branch`` the lineage of that branch. If training does not continue from the newest
+        version, a branch is durably started first. ``SkippedVersion`` warnings name the others.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
         ``missing``, ``unexpected``, and ``rename`` (as for ``holdfast.load``) determine how much of
-        it is loaded. A run that has versions ignores these arguments and loads its own version
-        completely and strictly. One script therefore serves the first start and every restart.
+        it is loaded. A run that has versions ignores these arguments and loads its own completely.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
@@ -209,7 +209,8 @@ class Checkpointer:
         self._savepoint.discard()
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
-            point = resume_run(self.run, self.state, self._group, at, branch, *parts)
+            request = ResumeRequest(at, branch, trust)
+            point = resume_run(self.run, self.state, self._group, request, *parts)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:
@@ -326,8 +327,7 @@ class Checkpointer:
         If this step is already saved on this branch, return its snapshot. ``metrics`` are added to
         the metrics of the step. If the step is already saved, they are added as by
         ``Run.add_metrics``. Call this method after ``step``, not between the batches of a step,
-        where the state does not belong to any step. Raises any failure, regardless of
-        ``on_error``.
+        where the state belongs to no step. Raises any failure, regardless of ``on_error``.
         """
         self._lifecycle.check_open()
         added_metrics = check_metrics(metrics)
@@ -349,9 +349,9 @@ class Checkpointer:
         """Wait for the save in flight, and raise its error if it failed. Return the newest version
         that this Checkpointer saved or resumed from, or None."""
         self._lifecycle.check_not_forked()
-        saver = self._saver
         with self._goodput.paused():
-            return saver.wait() if self._lifecycle.is_closed else saver.wait_on_all_ranks()
+            is_closed = self._lifecycle.is_closed
+            return self._saver.wait() if is_closed else self._saver.wait_on_all_ranks()
 
     def statistics(self) -> dict[str, float]:
         """Return statistics since this Checkpointer was created, by name.

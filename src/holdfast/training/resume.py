@@ -14,6 +14,7 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NoSnapshot,
+    NotTrusted,
     PlanError,
     RankFailed,
     SkippedVersion,
@@ -23,6 +24,7 @@ from holdfast.errors import (
 from holdfast.format.names import parse_version
 from holdfast.generators import open_block
 from holdfast.restarts.ladder import Ladder, LadderExhausted
+from holdfast.run.evaluations.trust import check_trust
 from holdfast.run.lineage import newest_version
 from holdfast.run.run import Run
 from holdfast.text import warn_user
@@ -32,12 +34,17 @@ from holdfast.training.arguments import check_not_snapshot, suggest_start
 from holdfast.training.resume_from_tier import (
     continue_from_tier,
     find_leftovers,
+    leave_out_untrusted,
     resume_from_tier,
 )
 from holdfast.training.resume_point import (
     ResumeInstruction,
     ResumePoint,
+    ResumeRequest,
+    Skipped,
     StateLoader,
+    count_skipped,
+    describe_skipped,
     make_resume_point,
 )
 
@@ -46,8 +53,7 @@ def resume_run(
     run: Run,
     state: dict[str, Any],
     group: Group,
-    at: int | None,
-    branch: int | None,
+    request: ResumeRequest,
     acquire_lock: Callable[[], object],
     tiers: Tiers,
     ladder: Ladder,
@@ -56,16 +62,16 @@ def resume_run(
 
     A newer state of a tier is loaded instead, if its files are on hosts that answer.
 
-    ``at`` and ``branch`` are as for ``Run.newest``. Unless the version is the newest one of the
+    ``request`` is as for ``Run.newest``. Unless the version is the newest one of the
     current lineage, a branch is durably started, and ``acquire_lock`` is called before that.
-    Raises ``HoldfastError`` if ``at`` or ``branch`` is not a whole number, and the errors of
+    Raises ``HoldfastError`` if the request is invalid, and the errors of
     ``Run.newest`` and ``holdfast.load``.
 
     Rank 0 chooses the version, and all ranks load it. If the version is damaged for one rank, all
     ranks fall back to an older one together. ``ladder`` leaves out states from which restarts made
     no progress. When it has nothing left, all ranks raise ``NoProgress``.
     """
-    _check_arguments(at, branch)
+    _check_arguments(request)
     tiers.open(run.store, state, is_resumed=True)
     collective = group.collective(f"the resume of {run.url}")
     loader = StateLoader(state, group, tiers)
@@ -73,8 +79,8 @@ def resume_run(
         with collective:
             found = tiers.find(collective)
             if collective.rank == 0:
-                goal = at, branch, acquire_lock
-                point = _choose(run, loader, collective, found, ladder, *goal)
+                rest = ladder, request, acquire_lock
+                point = _choose(run, loader, collective, found, *rest)
             else:
                 point = _follow_coordinator(run, loader, collective)
             if point is None and loader.error is not None:
@@ -88,8 +94,10 @@ def resume_run(
         tiers.resume_from(tier, kept, loader.leftovers)
         for message, kind in ladder.warnings:
             warn_user(message, kind)
-        for message in loader.problems if point is None else point.skipped:
+        for message in describe_skipped(loader.problems if point is None else point.skipped):
             warn_user(message, SkippedVersion)
+        if point is not None and point.distrust is not None:
+            warn_user(_describe_distrusted(point.snapshot, point.distrust), UserWarning)
         return point
     except HoldfastError as e:
         if loader.partially_loaded and not e.is_state_invalid:
@@ -108,7 +116,7 @@ def _require_valid_state(loader: StateLoader, collective: Collective, ladder: La
     if is_invalid:
         if collective.rank == 0 and loader.first_from_tier is not None:
             ladder.record(*loader.first_from_tier)
-        problems = " ".join(loader.problems) or "Rank 0 says which one."
+        problems = " ".join(describe_skipped(loader.problems)) or "Rank 0 says which one."
         raise HoldfastError(
             f"The only state to resume from is damaged. {problems}",
             expected="an intact state in a tier, or a version in the run",
@@ -119,7 +127,16 @@ def _require_valid_state(loader: StateLoader, collective: Collective, ladder: La
         )
 
 
-def _check_arguments(at: int | None, branch: int | None) -> None:
+def _describe_distrusted(snapshot: Snapshot, distrust: NotTrusted) -> str:
+    return (
+        f"Training continues from {snapshot.version}, which was named, although it is not trusted:"
+        f" {distrust.what}. The versions that it saves from now on have no verdict"
+    )
+
+
+def _check_arguments(request: ResumeRequest) -> None:
+    at, branch, trust = request
+    check_trust(trust)
     if not all(
         n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
     ):
@@ -145,25 +162,26 @@ def _choose(
     collective: Collective,
     found: Sequence[Candidate],
     ladder: Ladder,
-    at: int | None,
-    branch: int | None,
+    request: ResumeRequest,
     acquire_lock: Callable[[], object],
 ) -> ResumePoint | str | None:
     """Choose and load a state on rank 0. A string says why all ranks must leave instead."""
-    point, problems, is_requested = None, list[str](), (at, branch) != (None, None)
+    point, problems, is_requested = None, list[Skipped](), request.is_specific
     try:
         line = CurrentLine(run) if found else None
         if line is not None:
             loader.leftovers = find_leftovers(line, loader, found)
             loader.goes_below = is_requested and any(line.is_newer(c.version) for c in found)
+            if not is_requested:
+                found, problems = leave_out_untrusted(run, line, loader, found, request.trust)
         found = ladder.choose(found, is_requested=is_requested)
         if line is not None and not is_requested:
-            parts = acquire_lock, ladder
+            parts = acquire_lock, ladder, problems
             point, problems = resume_from_tier(run, line, loader, collective, found, *parts)
             loader.problems = problems
         if point is None:
             rest = acquire_lock, problems, ladder
-            point = _coordinate(run, loader, collective, at, branch, *rest)
+            point = _coordinate(run, loader, collective, request, *rest)
     except LadderExhausted as e:
         collective.broadcast(ResumeInstruction(True, given_up=str(e)), ResumeInstruction)
         collective.gather(True, bool)  # this rank may host the store through which they hear of it
@@ -175,10 +193,9 @@ def _coordinate(
     run: Run,
     loader: StateLoader,
     collective: Collective,
-    at: int | None,
-    branch: int | None,
+    request: ResumeRequest,
     acquire_lock: Callable[[], object],
-    problems: Sequence[str],
+    problems: Sequence[Skipped],
     ladder: Ladder,
 ) -> ResumePoint | None:
     """``problems``: those of newer states of tiers. Training then continues on a new branch."""
@@ -191,7 +208,7 @@ def _coordinate(
         loader.load(snapshot)
 
     try:
-        snapshot, skipped = run.newest(load, at, branch)
+        snapshot, skipped = run.newest(load, *request)
     except PlanError as e:
         if "missing" not in e.fields:
             raise  # from an object in the state, which gives more specific advice
@@ -211,7 +228,10 @@ def _coordinate(
         ladder.record(None)
         collective.broadcast(ResumeInstruction(True), ResumeInstruction)
         return None
-    version = snapshot.version
+    version, distrust = snapshot.version, None
+    if request.at is not None:
+        distrust = run.catalog.find_distrust(version, snapshot.digest)
+    newer = [*problems, *(Skipped(str(v), e) for v, e in skipped)]
     listing = run.listing()
     is_newest = version == newest_version(run.catalog, listing)
     if is_newest and not (problems or loader.goes_below or ladder.leaves_newer):
@@ -220,16 +240,12 @@ def _coordinate(
     else:
         acquire_lock()  # only the writer of a run may change its current lineage
         ladder.record(snapshot)
-        damaged = len(skipped) + len(problems)
-        reason = f"{damaged} newer damaged" if damaged else "on request"
-        number = run.leave_from(snapshot, version, ladder.branch_reason or reason)
+        reason = ladder.branch_reason or count_skipped(newer) or "on request"
+        number = run.leave_from(snapshot, version, reason)
     collective.broadcast(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
     )
-    # the messages of the errors, without their advice
-    reasons = [(v, HoldfastError(e.what, expected=e.expected, found=e.found)) for v, e in skipped]
-    messages = [*problems, *(f"{v} is skipped. {e}" for v, e in reasons)]
-    return make_resume_point(snapshot, number, messages)
+    return make_resume_point(snapshot, number, newer, distrust)
 
 
 def _follow_coordinator(

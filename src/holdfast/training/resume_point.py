@@ -4,18 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import Denied, HoldfastError, RankFailed, StoreError, Unavailable
+from holdfast.errors import (
+    Denied,
+    HoldfastError,
+    NotTrusted,
+    RankFailed,
+    StoreError,
+    Unavailable,
+)
 from holdfast.format.manifest import Parent
 from holdfast.run.catalog import read_sessions, read_training_metadata
+from holdfast.run.evaluations.trust import Trust
+from holdfast.text import format_list
 from holdfast.tiers.inventory import Candidate, Sources, TierName
 from holdfast.tiers.tiers import Tiers
+
+_MAX_NAMES = 9
+
+
+class ResumeRequest(NamedTuple):
+    """What the caller of ``resume`` asks for: see ``Run.newest``."""
+
+    at: int | None
+    branch: int | None
+    trust: Trust
+
+    @property
+    def is_specific(self) -> bool:
+        """True if a person has named the version or the branch."""
+        return (self.at, self.branch) != (None, None)
+
+
+class Skipped(NamedTuple):
+    """A newer state that is not loaded, and why. ``name``: ``version_70 in memory``."""
+
+    name: str
+    error: HoldfastError
+
+
+def describe_skipped(skipped: Sequence[Skipped]) -> list[str]:
+    """Return a message for each reason, without its advice."""
+    by_reason: dict[str, list[str]] = {}
+    for name, e in skipped:
+        reason = str(HoldfastError(e.what, expected=e.expected, found=e.found))
+        by_reason.setdefault(reason, []).append(name)
+    return [
+        f"{format_list(found, _MAX_NAMES)} {'is' if len(found) == 1 else 'are'} skipped. {reason}"
+        for reason, found in by_reason.items()
+    ]
+
+
+def count_skipped(skipped: Sequence[Skipped]) -> str:
+    """Return the reason for a branch that begins before these states; empty if there are none."""
+    not_trusted = sum(isinstance(s.error, NotTrusted) for s in skipped)
+    counts = (len(skipped) - not_trusted, "damaged"), (not_trusted, "not trusted")
+    return ", ".join(f"{count} newer {kind}" for count, kind in counts if count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +74,10 @@ class ResumePoint:
 
     ``from_own_run`` is True if the version belongs to the run itself. ``note`` is metadata about
     the origin of the run, which later versions store. ``training_metadata`` is the state of early
-    stopping and goodput that the version stores. ``skipped`` holds a message for each newer
-    version that is damaged. ``durable`` is the newest version of the run. ``tier`` is the name of
-    the tier from which the version was loaded, or None if it is a version of the run.
+    stopping and goodput that the version stores. ``skipped`` holds the newer states that were not
+    loaded. ``durable`` is the newest version of the run. ``tier`` is the name of the tier from
+    which the version was loaded, or None if it is a version of the run. ``distrust``: why the
+    version is distrusted, if a person has named it.
     """
 
     snapshot: Snapshot
@@ -35,9 +86,10 @@ class ResumePoint:
     branch: int = 0
     note: Mapping[str, Any] = field(default_factory=dict)
     training_metadata: Mapping[str, Any] = field(default_factory=dict)
-    skipped: Sequence[str] = ()
+    skipped: Sequence[Skipped] = ()
     durable: Snapshot | None = None
     tier: TierName | None = None
+    distrust: NotTrusted | None = None
 
     @property
     def sessions(self) -> list[str]:
@@ -74,7 +126,7 @@ class StateLoader:
     if a failed load has overwritten a part of the state and no load has succeeded since.
     ``first_from_tier``: the first state that was loaded from a tier, which is the newest one, and
     the name of the tier. ``leftovers`` are the versions on local disks that are still to be
-    promoted, and ``problems`` the reasons why newer states of tiers are skipped. ``goes_below``: a
+    promoted, and ``problems`` the newer states of tiers that are skipped. ``goes_below``: a
     newer state is in a tier, but a person has named another version.
     """
 
@@ -85,7 +137,7 @@ class StateLoader:
     partially_loaded: bool = False
     first_from_tier: tuple[Snapshot, TierName | None] | None = None
     leftovers: list[Candidate] = field(default_factory=list)
-    problems: Sequence[str] = ()
+    problems: Sequence[Skipped] = ()
     goes_below: bool = False
 
     def load(self, snapshot: Snapshot) -> None:
@@ -119,7 +171,9 @@ class StateLoader:
         )
 
 
-def make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) -> ResumePoint:
+def make_resume_point(
+    snapshot: Snapshot, branch: int, skipped: Sequence[Skipped], distrust: NotTrusted | None = None
+) -> ResumePoint:
     note = snapshot.metadata.get("note")
     origin = note.get("started_from") if isinstance(note, dict) else None
     return ResumePoint(
@@ -130,6 +184,7 @@ def make_resume_point(snapshot: Snapshot, branch: int, skipped: Sequence[str]) -
         training_metadata=read_training_metadata(snapshot),
         skipped=skipped,
         durable=snapshot,
+        distrust=distrust,
     )
 
 

@@ -22,10 +22,13 @@ from holdfast.cli.console import (
 )
 from holdfast.cli.output import describe_error, json_option, print_result
 from holdfast.cli.resolve import format_count, resolve_run, stray_snapshot_warning
+from holdfast.cli.verdicts import build_verdicts, describe_verdicts
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version
 from holdfast.format.records import Branch
 from holdfast.run.catalog import VersionRecord, make_version_record
+from holdfast.run.evaluations.reader import VersionEvaluations
+from holdfast.run.evaluations.trust import trust_of
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.run.sweep import find_orphans
@@ -57,7 +60,17 @@ class VersionEntry:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     referred_bytes: int = 0
     reason: str | None = None
+    evaluations: VersionEvaluations = VersionEvaluations()  # noqa: RUF009  (frozen)
     is_latest: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        """True if a training could resume from it, or ``RUN@latest`` be this version."""
+        return self.on_lineage and self.problem is None and self.trust != "distrusted"
+
+    @property
+    def trust(self) -> str | None:
+        return trust_of(self.evaluations)
 
     @property
     def status(self) -> str:
@@ -65,6 +78,8 @@ class VersionEntry:
             return "too new"
         if self.problem is not None:
             return "damaged" if isinstance(self.problem, FormatError) else "unreadable"
+        if self.trust == "distrusted":
+            return "distrusted"
         if self.is_latest:
             return "latest"
         return "ok" if self.on_lineage else "abandoned"
@@ -115,9 +130,9 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
         advance(1)
     records = {e.version: e.record for e in entries}
     orphans = [stat for _, stat in find_orphans(files, records)] + [*run.store.partials("")]
-    intact = [e for e in entries if e.on_lineage and e.problem is None]
-    if intact:
-        intact[-1].is_latest = True
+    usable = [e for e in entries if e.is_usable]
+    if usable:
+        usable[-1].is_latest = True
     branches: dict[int, Branch | HoldfastError] = {}
     for number in listing.branches:
         try:
@@ -142,7 +157,7 @@ def _read_entry(
         problem = e
     if snapshot is not None:
         record = make_version_record(snapshot)
-        evaluated = run.catalog.metrics(version, record)
+        evaluations = run.catalog.evaluations.read(version, record.digest)
         return VersionEntry(
             version,
             problem,
@@ -151,9 +166,10 @@ def _read_entry(
             snapshot.nbytes,
             snapshot.created,
             record,
-            {**snapshot.metadata.get("metrics", {}), **evaluated},
+            {**snapshot.metadata.get("metrics", {}), **record.metrics, **evaluations.metrics()},
             snapshot.referred_bytes,
             snapshot.metadata.get("reason"),
+            evaluations,
         )
     modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
     nbytes, created = sum(f.length for f in files), modified.isoformat(timespec="seconds")
@@ -199,6 +215,7 @@ def _build_version_document(run: Run, entry: VersionEntry) -> dict[str, Any]:
         "reason": entry.reason,
         "metrics": entry.metrics,
         "pinned": entry.pinned,
+        **build_verdicts(entry.evaluations),
         "intact": entry.problem is None,
         "problem": None if entry.problem is None else describe_error(entry.problem),
     }
@@ -250,12 +267,16 @@ def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) ->
         styled_text(format_age(entry.created), base),
         styled_text(format_size(entry.nbytes), base),
         *referred,
-        styled_text(
-            entry.status + ", pinned" * entry.pinned, _STATUS_STYLES.get(entry.status, "red")
-        ),
+        styled_text(_describe_state(entry), _STATUS_STYLES.get(entry.status, "red")),
         styled_text(entry.reason or "", base, 12),
         styled_text(format_metrics(entry.metrics), base),
     ]
+
+
+def _describe_state(entry: VersionEntry) -> str:
+    """Return ``latest, attested, pinned``. A damaged version may be distrusted as well."""
+    trust = () if entry.trust in (None, entry.status) else (entry.trust,)
+    return ", ".join((entry.status, *trust, *(("pinned",) if entry.pinned else ())))
 
 
 def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
@@ -263,13 +284,17 @@ def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
     for entry in result.entries:
         if entry.problem is not None:
             yield f"{entry.version}: {format_error_brief(entry.problem)}", "red"
+        if entry.trust == "distrusted":
+            for line in describe_verdicts(entry.evaluations):
+                yield f"{entry.version}: {line}", "red"
     for number, branch in result.branches.items():
         if isinstance(branch, HoldfastError):
             yield f"branch {number}: {format_error_brief(branch)}", "red"
         else:
             yield f"branch {number} starts at {branch.from_version} ({branch.reason})", "dim"
     if result.latest is None:
-        yield "No version on the current lineage is intact.", "red"
+        trusted = " and trusted" * any(e.trust == "distrusted" for e in result.entries)
+        yield f"No version on the current lineage is intact{trusted}.", "red"
     if result.orphans:
         nbytes = format_size(sum(s.length for s in result.orphans))
         yield (

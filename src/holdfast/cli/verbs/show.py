@@ -26,6 +26,7 @@ from holdfast.cli.output import (
 )
 from holdfast.cli.resolve import format_count, resolve_snapshot
 from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
+from holdfast.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations
 from holdfast.engine.planning.select import make_key_filter
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
@@ -128,6 +129,7 @@ def _build_document(
         "reason": metadata.get("reason"),
         "metrics": metadata.get("metrics", {}),
         "note": metadata.get("note", {}),
+        **build_verdicts(read_evaluations(snapshot)),
         "statistics": metadata.get("statistics", {}),
         "shards": [{"name": s.name, "bytes": s.length} for s in manifest.shards],
         "bytes": snapshot.nbytes,
@@ -226,6 +228,8 @@ def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         if value := metadata.get(name):
             text = value if isinstance(value, str) else to_repr(value)
             yield name, format_metrics(value) if isinstance(value, dict) else text
+    for line in describe_verdicts(read_evaluations(snapshot)):
+        yield "verdict", line
     shards = format_count(len(manifest.shards), "shard")
     yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
     if snapshot.bases:

@@ -24,6 +24,7 @@ from holdfast.cli.console import (
 from holdfast.cli.exit_codes import exit_on_errors
 from holdfast.cli.output import describe_error, json_option, print_result
 from holdfast.cli.resolve import format_count, resolve_run_or_snapshot, stray_snapshot_warning
+from holdfast.cli.verdicts import read_evaluations
 from holdfast.engine.snapshot.location import get_bounded
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.snapshot.verify import CheckedChunks, Problem
@@ -52,6 +53,7 @@ from holdfast.format.records import (
 )
 from holdfast.interop.export_record import check_export
 from holdfast.interop.stored_files import size_of_foreign
+from holdfast.run.evaluations.trust import trust_of
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.sinks.wording import format_error_brief
@@ -60,12 +62,14 @@ from holdfast.text import format_list
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The result for one version, one record of the run, or one exported file."""
+    """The result for one version, one record of the run, or one exported file. ``trust``: what the
+    verdicts on the version say, which is no damage."""
 
     name: str
     url: str
     nbytes: int
     problems: tuple[Problem, ...]
+    trust: str | None = None
     is_version: bool = True
 
     @property
@@ -135,7 +139,7 @@ def _verify_snapshot(snapshot: Snapshot, quiet: bool) -> VerifyResult:
     with progress_bar("verifying", bytes_to_read(snapshot), quiet=quiet) as advance:
         report = snapshot.verify(advance)
     name = snapshot.location.folder.rpartition("/")[2] or snapshot.url
-    return VerifyResult(name, snapshot.url, report.nbytes, report.problems)
+    return VerifyResult(name, snapshot.url, report.nbytes, report.problems, _read_trust(snapshot))
 
 
 def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyResult], str | None]:
@@ -166,13 +170,19 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
             with suppress(NotFound):
                 if snapshot is not None:
                     report = snapshot.verify(advance, seen)
-                    results.append(
-                        VerifyResult(str(version), report.url, report.nbytes, report.problems)
-                    )
+                    parts = report.url, report.nbytes, report.problems, _read_trust(snapshot)
+                    results.append(VerifyResult(str(version), *parts))
     order = {str(v): i for i, v in enumerate(listing.versions)}
     results.sort(key=lambda result: order.get(result.name, len(order)))
     newest_result = next((r for r in results if r.name == newest), None)
     return results, _damage_warning(run, newest_result) if is_incremental else None
+
+
+def _read_trust(snapshot: Snapshot) -> str | None:
+    """Return what the verdicts say; None if they cannot be read: this is for people."""
+    with suppress(StoreError):
+        return trust_of(read_evaluations(snapshot))
+    return None
 
 
 def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Snapshot | None:
@@ -252,6 +262,7 @@ def _build_document(
                 "url": r.url,
                 "ok": not r.problems,
                 "bytes": r.nbytes,
+                "trust": r.trust,
                 "problems": [
                     {
                         "file": p.file,
@@ -303,6 +314,8 @@ def render(
             if r.problems
             else styled_text("ok", "green")
         )
+        if r.trust is not None:
+            status.append(f", {r.trust}", "red" if r.trust == "distrusted" else "green")
         versions.add_row(styled_text(r.name), styled_text(format_size(r.nbytes)), status)
     print_table(console, versions)
     for p, others in _group_problems(results):

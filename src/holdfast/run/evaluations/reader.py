@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeVar
+from typing import TypeVar, Union
 
 from holdfast.engine.snapshot.location import get_bounded
 from holdfast.errors import BrokenLink, FormatError, HoldfastError, ManifestInvalid, NotFound
@@ -21,13 +21,27 @@ from holdfast.format.records import (
 from holdfast.storage.store import Entry, Store
 
 _T = TypeVar("_T", bound=AboutVersion)
+_Found = Union[AboutVersion, "UnreadableVerdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableVerdict:
+    """A file with the name of a verdict whose content is not known: it may be a negative one.
+
+    ``name``: its author; ``key``: its key, relative to the run.
+    """
+
+    name: str
+    key: str
+    error: FormatError
 
 
 @dataclass(frozen=True, slots=True)
 class VersionEvaluations:
-    """The records about one snapshot, oldest first."""
+    """The records about one snapshot, oldest first, and the verdicts that cannot be read."""
 
     records: tuple[AboutVersion, ...] = ()
+    unreadable: tuple[UnreadableVerdict, ...] = ()
 
     def of(self, kind: type[_T]) -> list[_T]:
         """Return the records of one kind."""
@@ -67,58 +81,69 @@ class EvaluationReader:
         self._store = store
         self._entries = entries
         self._report = report
-        self._known: dict[Version, dict[tuple[str, str], tuple[AboutVersion, ...]]] = {}
+        self._known: dict[Version, dict[tuple[str, str | None], _Found | None]] = {}
 
-    def read(self, version: Version, digest: str) -> VersionEvaluations:
-        """Return the records about the snapshot whose manifest has ``digest``.
+    def read(self, version: Version, digest: str | None) -> VersionEvaluations:
+        """Return the records about the snapshot whose manifest has ``digest``, or about any
+        snapshot of that version if ``digest`` is None.
 
         The folder of the version is listed, because a record can be added at any time.
         """
-        found: list[AboutVersion] = []
+        records, unreadable = list[AboutVersion](), list[UnreadableVerdict]()
         for entry in self._entries(version):
             file = parse_evaluation(entry.name)
             if file is not None and entry.kind != "folder":
-                found += self._read_cached(version, file, digest)
-        return VersionEvaluations(tuple(in_order(found)))
+                found = self._read_cached(version, file, digest)
+                if isinstance(found, UnreadableVerdict):
+                    unreadable.append(found)
+                elif found is not None:
+                    records.append(found)
+        return VersionEvaluations(tuple(in_order(records)), tuple(unreadable))
 
     def forget(self, version: Version) -> None:
         """Drop what is known of a version that does not exist any more."""
         self._known.pop(version, None)
 
     def _read_cached(
-        self, version: Version, file: EvaluationFile, digest: str
-    ) -> tuple[AboutVersion, ...]:
-        """Return the record in a file as a tuple of one, or an empty tuple if it is missing,
-        damaged, or does not belong there."""
+        self, version: Version, file: EvaluationFile, digest: str | None
+    ) -> _Found | None:
+        """Return what is in a file, or None if it is missing, is damaged and no verdict, or does
+        not belong there."""
         known, key = self._known.setdefault(version, {}), f"{version}/{file}"
-        cached = known.get((key, digest))
-        if cached is None:
-            try:
-                cached = (self._read_record(key, version, file, digest),)
-            except NotFound:
-                return ()
-            except FormatError as e:
-                self._report(key, e)
-                cached = ()
-                if isinstance(e, BrokenLink):
-                    return cached  # until its target is back
-            known[key, digest] = cached
-        return cached
+        if (key, digest) in known:
+            return known[key, digest]
+        found: _Found | None = None
+        try:
+            record = decode_about_version(get_bounded(self._store, key, MAX_RECORD), key, file.kind)
+            error = _find_mismatch(record, key, version, file, digest)
+            found = record if error is None else None
+        except NotFound:
+            return None
+        except FormatError as e:
+            error = e
+            found = UnreadableVerdict(file.name, key, e) if file.kind == Verdict.kind else None
+        if error is not None:
+            self._report(key, error)
+        if not isinstance(error, BrokenLink):  # its target may come back
+            known[key, digest] = found
+        return found
 
-    def _read_record(
-        self, key: str, version: Version, file: EvaluationFile, digest: str
-    ) -> AboutVersion:
-        record = decode_about_version(get_bounded(self._store, key, MAX_RECORD), key, file.kind)
-        found = record.name, record.attempt, record.version, record.manifest_digest
-        expected = file.name, file.attempt, str(version), digest
-        if found != expected:
-            raise ManifestInvalid(
-                f"{key} is about another snapshot, or has the file name of another record",
-                expected=", ".join(expected),
-                found=", ".join(found),
-                file=key,
-            )
-        return record
+
+def _find_mismatch(
+    record: AboutVersion, key: str, version: Version, file: EvaluationFile, digest: str | None
+) -> FormatError | None:
+    """Return why an intact record says nothing about the snapshot, or None if it does."""
+    about = record.manifest_digest
+    found = record.name, record.attempt, record.version, about
+    expected = file.name, file.attempt, str(version), about if digest is None else digest
+    if found == expected:
+        return None
+    return ManifestInvalid(
+        f"{key} is about another snapshot, or has the file name of another record",
+        expected=", ".join(expected),
+        found=", ".join(found),
+        file=key,
+    )
 
 
 def in_order(records: Iterable[AboutVersion]) -> list[AboutVersion]:

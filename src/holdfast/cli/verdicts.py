@@ -1,0 +1,43 @@
+"""What commands show of the verdicts on versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import HoldfastError
+from holdfast.format.names import parse_version
+from holdfast.run.evaluations.reader import VersionEvaluations
+from holdfast.run.evaluations.trust import describe_verdict, find_distrust, trust_of
+from holdfast.run.run import Run
+
+
+def read_evaluations(snapshot: Snapshot) -> VersionEvaluations:
+    """Return what is recorded about a version of a run; nothing about any other snapshot."""
+    version = parse_version(snapshot.location.folder)
+    if version is None:
+        return VersionEvaluations()
+    return Run(snapshot.location.store).catalog.evaluations.read(version, snapshot.digest)
+
+
+def build_verdicts(evaluations: VersionEvaluations) -> dict[str, Any]:
+    """Return the members ``trust`` and ``verdicts`` of a JSON document."""
+    return {
+        "trust": trust_of(evaluations),
+        "verdicts": [
+            {"by": v.name, "ok": v.ok, "note": v.note, "created": v.created}
+            for v in evaluations.verdicts().values()
+        ],
+    }
+
+
+def describe_verdicts(evaluations: VersionEvaluations) -> list[str]:
+    """Return one line for the newest verdict of each author, and one for those that cannot be
+    read."""
+    lines = [describe_verdict(verdict) for verdict in evaluations.verdicts().values()]
+    if evaluations.unreadable:
+        error: HoldfastError | None = find_distrust(
+            VersionEvaluations(unreadable=evaluations.unreadable)
+        )
+        lines.append(str(error))
+    return lines
