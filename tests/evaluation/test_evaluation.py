@@ -254,3 +254,26 @@ def test_workers_end_with_their_evaluator(run: Path) -> None:
             os.kill(pid, 0)
     assert found == [[]]
     assert Run(run).metrics(5) == {}
+
+
+def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: Path) -> None:
+    for step in (1, 2, 3):
+        save_version(run, step)
+    outcomes = evaluation(run, workers=0, skip_none=True, objective=("val/loss", "min")).run()
+    losses = {outcome.version.step: outcome.metrics["val/loss"] for outcome in outcomes}
+    best = min(losses, key=losses.__getitem__)
+    assert holdfast.open(f"{run}@best").step == best
+    assert holdfast.open(f"{run}@best:val/loss").step == best
+    with pytest.raises(NotFound, match="does not record whether"):
+        holdfast.open(f"{run}@best:accuracy")
+    evaluation(run, workers=0, skip_none=True, name="again", objective=("val/loss", "max")).run()
+    with pytest.raises(NotFound, match="does not record whether"):
+        holdfast.open(f"{run}@best:val/loss")
+
+
+def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) -> None:
+    save_version(run, 1)
+    (outcome,) = evaluation(run, workers=0, objective=("loss", "min")).run()
+    assert outcome.state == "FAILED"
+    assert "returns no metric loss" in outcome.cause
+    assert "accuracy, val/loss" in outcome.cause

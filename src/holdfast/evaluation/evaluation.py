@@ -21,12 +21,13 @@ from holdfast.evaluation.functions import FunctionName
 from holdfast.evaluation.inline import InlineWorker
 from holdfast.evaluation.pool import Limits, WorkerHandle, WorkerPool
 from holdfast.evaluation.process import ProcessWorker, WorkerError, WorkerLost
-from holdfast.evaluation.recording import make_objective, record_failure, record_objective
+from holdfast.evaluation.recording import record_failure
 from holdfast.evaluation.schedule import Selection
 from holdfast.evaluation.worker import Functions, Worker, WorkerSpec
 from holdfast.format.names import Version
 from holdfast.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
 from holdfast.run.evaluations.metrics import check_name
+from holdfast.run.evaluations.objectives import make_objective, record_objective
 from holdfast.run.run import Run
 from holdfast.text import to_repr
 from holdfast.threads import no_op
@@ -252,7 +253,7 @@ class Evaluation:
         self._lease.check()
         self._run.add_metrics(snapshot, metrics, self.name)
         if objective is not None:
-            record_objective(self._run, objective)
+            record_objective(self._run.store, objective)
 
 
 def _worker_maker(

@@ -28,7 +28,7 @@ from holdfast.engine.snapshot.location import Url, locate, path_advice, suggest_
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location, open_snapshot
 from holdfast.errors import NotFound
 from holdfast.format.names import Version, split_address
-from holdfast.run.policy import Mode
+from holdfast.run.evaluations.objectives import read_recorded_objectives
 from holdfast.run.run import Run
 from holdfast.storage.open import open_store
 from holdfast.storage.store import within
@@ -105,7 +105,7 @@ def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
 # -- the best version ----------------------------------------------------------------------------
 
 
-def merge_objectives(objectives: Iterable[tuple[str, Mode]]) -> dict[str, str]:
+def merge_objectives(objectives: Iterable[tuple[str, str]]) -> dict[str, str]:
     """Return what a version records of the metrics of policies: see ``read_objectives``."""
     merged: dict[str, str] = {}
     for metric, mode in sorted(objectives):
@@ -127,9 +127,10 @@ def read_objectives(snapshot: Snapshot) -> dict[str, str]:
 def _find_best(run: Run, newest: Snapshot, version: str) -> Snapshot:
     """Return the best version of a run, for ``best`` or ``best:METRIC``.
 
-    The newest version records the mode. Raises ``NotFound``, which says what to write instead.
+    The newest version records the modes of the training, and the run those of evaluations. Raises ``NotFound``, which says what to write instead.
     """
-    objectives = read_objectives(newest)
+    recorded = ((o.metric, o.mode) for o in read_recorded_objectives(run.store))
+    objectives = merge_objectives([*read_objectives(newest).items(), *recorded])
     _, _, metric = version.partition(":")
     if not metric and len(objectives) == 1:
         metric = next(iter(objectives))
