@@ -34,6 +34,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.attacks.test_invalid_files import (
     BRANCH,
+    ENDED,
     EVALUATION,
     FAILURE,
     INDEX_EDITS,
@@ -203,6 +204,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "evaluation": decode_about_version,
     "failure": partial(decode_about_version, kind="failed"),
     "verdict": partial(decode_about_version, kind="verdict"),
+    "ended": partial(decode_about_version, kind="ended"),
     "lease": decode_lease,
     "objective": decode_objective,
     "spread": decode_spread,
@@ -237,6 +239,7 @@ def documents() -> dict[str, Json]:
         "evaluation": json.loads(seal(EVALUATION)),
         "failure": json.loads(seal(FAILURE)),
         "verdict": json.loads(seal(VERDICT)),
+        "ended": json.loads(seal(ENDED)),
         "lease": json.loads(seal(LEASE)),
         "objective": json.loads(seal(OBJECTIVE)),
         "spread": json.loads(seal(SPREAD)),
