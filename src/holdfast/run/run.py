@@ -211,6 +211,11 @@ class Run:
             )
         self._put_about(Evaluation, name, version, record, metrics=to_numbers(checked))
 
+    def ended(self) -> str | None:
+        """Return why the training ended, ``"finished"`` or ``"stopped by"`` and the policy, or None
+        if it has not ended normally with the newest version of the current lineage."""
+        return lineage.find_end(self.catalog)
+
     def _put_about(
         self,
         kind: type[AboutVersion],
@@ -223,10 +228,8 @@ class Run:
         put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
 
     def records(self) -> list[Record]:
-        """Return the intact versions on the current lineage with their metrics, oldest first.
-
-        These records are the input of keep policies.
-        """
+        """Return the input of keep policies: the intact versions on the current lineage with their
+        metrics, oldest first."""
         return self._records(self.listing())
 
     def _records(self, listing: Listing) -> list[Record]:

@@ -26,7 +26,7 @@ METRIC_CHECK_AFTER = 3
 
 
 class VersionChecks:
-    """The checks that warn in the thread of the training.
+    """The checks that warn in the thread of the training, and early stopping.
 
     ``metric`` is made after some saves, and ``stale`` at every save.
     """
@@ -38,6 +38,7 @@ class VersionChecks:
         early_stop: EarlyStop,
         on_unchanged: Literal["raise", "warn"],
     ) -> None:
+        self.early_stop = early_stop
         self.metric = MetricCheck(run, keep, early_stop)
         self.stale = StaleStateCheck(run.url, on_unchanged)
 
