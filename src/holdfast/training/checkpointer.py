@@ -388,7 +388,7 @@ class Checkpointer:
             self._ending.warn_unsaved(error)
         if not self._lifecycle.is_forked:
             if self._group.rank == 0 and self._goodput.counts["saves"]:
-                self._saver.checks.metric.make()
+                self._saver.checks.metric.make(at_end=True)
             self._saver.checks.warn()
 
     def _release(self) -> None:
