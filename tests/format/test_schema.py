@@ -81,7 +81,7 @@ KINDS = {
         "evaluation",
         "ended",
         "spread",
-    )  # fmt: skip
+    )
 }
 ANY = Draft202012Validator(SCHEMA)
 

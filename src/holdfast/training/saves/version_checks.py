@@ -110,9 +110,9 @@ class MetricCheck:
             )
         if awaited is not None and awaited not in available:
             problems.append(
-                f"No step or evaluation of {url} has given {awaited}, which StopWhen waits for. Pass"
-                " it to step() or save(), or let an evaluation record it; until then, training does"
-                " not stop early"
+                f"No step or evaluation of {url} has given {awaited}, which StopWhen waits for."
+                " Pass it to step() or save(), or let an evaluation record it; until then, training"
+                " does not stop early"
             )
         self._message = ". ".join(problems) or None
 
