@@ -33,6 +33,7 @@ class RequestWatcher:
         store: Store,
         interval: float = 2.0,
         wait: Callable[[float], bool] | None = None,
+        *,
         read_more: Callable[[], object] = no_op,
     ) -> None:
         self._store = store
