@@ -314,10 +314,11 @@ class StopState:
 
 @dataclass(frozen=True, slots=True)
 class StopWhen:
-    """Stop when ``patience`` consecutive values of ``metric`` are not better than the best so far.
+    """Stop when ``patience`` values of ``metric`` in a row are not better than the best so far.
 
-    A value is better if it is below the best value (above it with ``mode="max"``) by more than
-    ``min_delta``. NaN is never better. (Keras's ``EarlyStopping``, except for NaN.)
+    The order is that of the steps. A value is better if it is below the best value (above it with
+    ``mode="max"``) by more than ``min_delta``. NaN is never better. (Keras's ``EarlyStopping``,
+    except for NaN.)
     """
 
     metric: str
