@@ -126,7 +126,7 @@ class EarlyStop:
 
         Raises ``StoreError``.
         """
-        if self._stop is None:
+        if self._stop is None or self._is_decided:
             return
         stored, version = read_training_metadata(snapshot).get("stop"), snapshot.version
         self._stored = ScoreHistory.from_plain(self._stop, stored, version.step)
