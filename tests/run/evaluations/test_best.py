@@ -6,7 +6,7 @@ from math import inf, isnan, nan
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.format.names import Version
@@ -29,6 +29,7 @@ def scored_run(given_scores: list[float | None]) -> MemoryStore:
     return store
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(SCORE, SCORE), min_size=1, max_size=6),
     st.sampled_from(["min", "max"]),
