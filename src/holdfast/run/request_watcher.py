@@ -8,7 +8,7 @@ from threading import Lock, Thread
 from weakref import ref
 
 from holdfast import events
-from holdfast.errors import StoreError
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.run.save_request import read_request, remove_request
 from holdfast.storage.store import Store
 from holdfast.threads import Latch, no_op, start_thread
@@ -119,12 +119,12 @@ class RequestWatcher:
     def poll(self) -> None:
         """Poll the run once. The thread calls this method.
 
-        If the store fails, an event reports it and nothing is raised.
+        If the store fails, an event reports it and nothing is raised: the next poll tries again.
         """
         try:
             self._poll_request()
             self._read_more()
-        except StoreError as e:
+        except HoldfastError as e:
             self._report_outage(e)
         else:
             self._outage = False
