@@ -560,6 +560,7 @@ def test_an_invalid_evaluation_is_rejected(field: str, value: Json) -> None:
 ABOUT = {k: v for k, v in EVALUATION.items() if k != "metrics"}
 FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
 VERDICT = {**ABOUT, "ok": False, "note": "step 6 differs"}
+ENDED = {**ABOUT, "reason": "finished"}
 LEASE = {
     "name": "val",
     "attempt": "0" * 12,
@@ -583,12 +584,16 @@ OBJECTIVE = {"metric": "loss", "mode": "min"}
         ("lease", "seconds", 0), ("lease", "seconds", -1.0), ("lease", "seconds", 86_401),
         ("lease", "seconds", "10"), ("lease", "process", "x"), ("lease", "created", "soon"),
         ("lease", "extra", 1), ("objective", "mode", "best"), ("objective", "metric", None),
-        ("objective", "extra", 1),
+        ("objective", "extra", 1), ("ended", "reason", None), ("ended", "reason", 1),
+        ("ended", "reason", "x" * 16_385), ("ended", "extra", 1), ("ended", "metrics", {}),
     ],
-    ids=range(22),
+    ids=range(27),
 )  # fmt: skip
 def test_an_invalid_record_is_rejected(kind: str, field: str, value: Json) -> None:
-    valid = {"failed": FAILURE, "verdict": VERDICT, "lease": LEASE, "objective": OBJECTIVE}[kind]
+    valid = {
+        "failed": FAILURE, "verdict": VERDICT, "ended": ENDED, "lease": LEASE,
+        "objective": OBJECTIVE,
+    }[kind]  # fmt: skip
     decode: Callable[[bytes, str], object] = {
         "lease": decode_lease, "objective": decode_objective,
     }.get(kind, partial(decode_about_version, kind=kind))  # fmt: skip

@@ -82,10 +82,10 @@ def test_abandoned_versions_are_removed_on_request(store: MemoryStore) -> None:
     train_branch(store, start=40, last_step=60)
     assert not run_cli("sweep", store.url, "--grace", "0", "--json").json["removed"]
     out = run_cli("sweep", store.url, "--abandoned", "--dry-run").out
-    assert out.startswith("would remove  version_60 (3 files)\nWould remove 1 version, ")
+    assert out.startswith("would remove  version_60 (4 files)\nWould remove 1 version, ")
     key = orphan(store)
     out = run_cli("sweep", store.url, "--abandoned").out
-    assert out.startswith("removed  version_60 (3 files)\nkept     version_80/shard-")
+    assert out.startswith("removed  version_60 (4 files)\nkept     version_80/shard-")
     assert "\nRemoved 1 version, " in out
     assert out.endswith("; 1 file kept\n")
     store.delete(key)
@@ -116,7 +116,7 @@ def test_pinned_abandoned_versions_are_kept(store: MemoryStore) -> None:
     run_cli("pin", store.url, "60.0", "--remove")
     orphan(store)
     out = run_cli("sweep", store.url, "--abandoned", "--grace", "0").out
-    assert out.startswith("removed  version_60 (3 files)\nremoved  version_80/shard-")
+    assert out.startswith("removed  version_60 (4 files)\nremoved  version_80/shard-")
     assert "\nRemoved 1 version and 1 file, " in out
 
 

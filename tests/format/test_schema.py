@@ -34,6 +34,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.attacks.test_invalid_files import (
     BRANCH,
+    ENDED,
     EVALUATION,
     FAILURE,
     INDEX_EDITS,
@@ -71,7 +72,16 @@ pytestmark = pytest.mark.filterwarnings(
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "format.schema.json").read_text())
 KINDS = {
     kind: Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": SCHEMA["$defs"]})
-    for kind in ("manifest", "index", "branch", "pin", "lasting", "evaluation", "spread")
+    for kind in (
+        "manifest",
+        "index",
+        "branch",
+        "pin",
+        "lasting",
+        "evaluation",
+        "ended",
+        "spread",
+    )
 }
 ANY = Draft202012Validator(SCHEMA)
 
@@ -84,6 +94,7 @@ def kind_of(key: str) -> str | None:
         ("branch", name.startswith("branch-")),
         ("lasting", name.startswith("pin-version_")),
         ("pin", name.startswith("pin-")),
+        ("ended", name.startswith("eval-training.")),
         ("evaluation", name.startswith("eval-")),
         ("spread", name == "spread.json"),
     ):
@@ -136,14 +147,14 @@ def test_a_run_with_branches_and_pins() -> None:
     with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}) as checkpointer:
         checkpointer.resume()
         checkpointer.save()
-    assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation"}
+    assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation", "ended"}
 
 
 def test_a_run_that_is_spread() -> None:
     store = MemoryStore()
     with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}, spread=16) as ckpt:
         ckpt.save()
-    assert check(store) == {"manifest", "index", "spread"}
+    assert check(store) == {"manifest", "index", "ended", "spread"}
 
 
 @settings(derandomize=True, max_examples=40, deadline=None)
@@ -203,6 +214,7 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "evaluation": decode_about_version,
     "failure": partial(decode_about_version, kind="failed"),
     "verdict": partial(decode_about_version, kind="verdict"),
+    "ended": partial(decode_about_version, kind="ended"),
     "lease": decode_lease,
     "objective": decode_objective,
     "spread": decode_spread,
@@ -237,6 +249,7 @@ def documents() -> dict[str, Json]:
         "evaluation": json.loads(seal(EVALUATION)),
         "failure": json.loads(seal(FAILURE)),
         "verdict": json.loads(seal(VERDICT)),
+        "ended": json.loads(seal(ENDED)),
         "lease": json.loads(seal(LEASE)),
         "objective": json.loads(seal(OBJECTIVE)),
         "spread": json.loads(seal(SPREAD)),

@@ -141,4 +141,6 @@ def test_a_spread_run_is_read_and_continued(tmp_path: Path) -> None:
         ckpt.resume()
         ckpt.step()
     assert [v.step for v in run.line()] == [1, 2, 3]
-    assert sorted(p.name for p in (tmp_path / "run" / "version_3").iterdir()) == ["manifest.json"]
+    end, manifest = sorted(p.name for p in (tmp_path / "run" / "version_3").iterdir())
+    assert end.startswith("eval-training.")
+    assert manifest == "manifest.json"

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 import holdfast
-from holdfast.errors import HoldfastError, PlanError, StoreError
+from holdfast.errors import Denied, HoldfastError, PlanError, RankFailed, StoreError
 from holdfast.format import names
 from holdfast.format.records import Pin, encode_pin
 from holdfast.preemption.notice import Notice
@@ -367,6 +367,64 @@ def test_the_patience_of_an_early_stop_is_resumed() -> None:
         assert 11 <= ends.pop() < 200
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_scores_of_a_separate_job_stop_all_ranks_at_one_step(size: int) -> None:
+    """Only rank 0 reads the records. A restarted job stops at once, on all ranks."""
+    with TrainingJob(size) as job:
+        job.before_step = pause
+        evaluator, stop = Run(job.inner), StopWhen("val_loss", patience=3)
+        options = {"save": EverySteps(4), "keep": KeepLast(2), "stop": stop}
+
+        def evaluate(method: str, key: str) -> None:
+            if method == "put_if_absent" and key.endswith("/manifest.json"):
+                step = int(key.partition("/")[0].removeprefix("version_"))
+                evaluator.add_metrics(step, {"val_loss": float(step)})
+
+        job.ranks[0].store.after = evaluate
+        job.train(300, **options)
+        [end] = {trainer.ckpt.current_step for trainer in job.ranks}
+        assert 16 < end < 200
+        assert all(trainer.ckpt.should_stop for trainer in job.ranks)
+        assert Run(job.inner).ended() == f"stopped by {stop}"
+        for trainer in job.ranks[1:]:
+            assert not [key for _, key in trainer.calls if "eval-" in key]
+
+        job.train(300, **options)
+        assert {trainer.ckpt.current_step for trainer in job.ranks} == {job.versions[-1]}
+        assert all(trainer.ckpt.should_stop for trainer in job.ranks)
+
+
+def test_ranks_without_the_policy_stop_with_rank_0_also_after_a_restart() -> None:
+    with TrainingJob(2) as job:
+        job.before_step = pause
+
+        def work(trainer: TrainingRank) -> Any:
+            stop = StopWhen("loss", patience=3) if trainer.rank == 0 else None
+            trainer.train(300, lambda step: {"loss": 1.0}, save=EverySteps(4), stop=stop)
+            return trainer.ckpt.current_step, trainer.ckpt.should_stop
+
+        for _ in range(2):
+            [(step, stopped)] = {*job.run(work)}
+            assert stopped
+            assert step < 300
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.errors.MetricMissing")
+def test_records_that_rank_0_cannot_read_at_the_resume_raise_on_all_ranks() -> None:
+    with TrainingJob(2) as job:
+        stop = StopWhen("val_loss", patience=3)
+        job.train(8, save=EverySteps(4), stop=stop)
+
+        def fail(method: str, key: str) -> None:
+            if method == "list" and key.startswith("version_"):
+                raise Denied(f"Cannot list {key}")
+
+        job.set_before_call(0, fail)
+        outcomes = job.outcomes(lambda trainer: trainer.train(12, save=EverySteps(4), stop=stop))
+        assert isinstance(outcomes[0], Denied)
+        assert isinstance(outcomes[1], RankFailed)
+
+
 # -- save() and wait() ---------------------------------------------------------------------------
 
 
@@ -425,7 +483,7 @@ def test_metrics_that_cannot_be_written_raise_on_all_ranks() -> None:
     with TrainingJob(3) as job:
 
         def refuse(method: str, key: str) -> None:
-            if "/eval" in key:
+            if "/eval-evaluation" in key:
                 raise StoreError("The disk is full")
 
         job.set_before_call(0, refuse)

@@ -92,7 +92,7 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
         ("waiting", "waiting for up to 4.83 min to write manifest.json in s3://b/runs/a: NoSpace: "
                     "No space for shard-0. Expected 4096 bytes, found 1024."),
         ("read_alone", "read runs/a/version_1200 without shared memory: rank 2 cannot map it"),
-        ("request_unseen", "could not check runs/a for save requests: timeout"),
+        ("request_unseen", "could not check runs/a for save requests or scores: timeout"),
         ("not_agreed", "could not agree on save 3, stop: Rank 2 has died"),
         ("notice", "received a notice of SIGTERM: the process must end in 29.8 s"),
         ("preempted", "left after step 1512 because of SIGTERM, with code 76, 3.10 s before the "

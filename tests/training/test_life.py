@@ -976,7 +976,10 @@ BEST, STOP = KeepLast(5) | KeepBest(1, "val_los"), StopWhen("val_los")
     [
         ({"keep": BEST}, r"has val_los.*they have loss.*Run.add_metrics"),
         ({"stop": STOP}, r"given val_los, which StopWhen waits for"),
-        ({"keep": BEST, "stop": STOP}, r"has val_los.*\. No step of .* was given val_los"),
+        (
+            {"keep": BEST, "stop": STOP},
+            r"has val_los.*\. No step or evaluation of .* has given val_los",
+        ),
     ],
 )
 @pytest.mark.parametrize("steps", [1, 2, 3, 10])

@@ -182,7 +182,9 @@ class Evaluation:
             if self._stopping.wait(max(0.0, min(start - time.monotonic(), threading.TIMEOUT_MAX))):
                 return None
             try:
-                if (snapshot := self._find_version()) is not None or not self._follow:
+                # asked first: the training may save its last version, and end, in between
+                is_last = not self._follow or self._run.ended() is not None
+                if (snapshot := self._find_version()) is not None or is_last:
                     return snapshot
                 failures = 0
             except Unavailable:

@@ -80,7 +80,7 @@ class LastingPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AboutVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A record about the snapshot whose manifest has the digest ``manifest_digest``, and no other.
 
-    ``name`` says who made it: the name of an evaluation, or the author of a verdict.
+    ``name`` says who made it: the name of an evaluation, the author of a verdict, or the training.
     """
 
     name: EvaluationName
@@ -124,6 +124,14 @@ class Verdict(AboutVersion, frozen=True, forbid_unknown_fields=True):
     note: Annotated[str, Meta(max_length=MAX_TEXT)]
 
     kind: ClassVar[str] = "verdict"
+
+
+class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
+    """The training ended normally when this was its newest version, and why (``reason``)."""
+
+    reason: Annotated[str, Meta(max_length=MAX_TEXT)]
+
+    kind: ClassVar[str] = "ended"
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,7 +192,7 @@ _LEASE = StrictDecoder(msgspec.json.Decoder(Lease))
 _OBJECTIVE = StrictDecoder(msgspec.json.Decoder(Objective))
 _ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
     kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
-    for kind in (Evaluation, FailedEvaluation, Verdict)
+    for kind in (Evaluation, FailedEvaluation, Verdict, Ended)
 }
 _SPREAD = StrictDecoder(msgspec.json.Decoder(Spread))
 

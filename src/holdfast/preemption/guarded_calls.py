@@ -51,6 +51,11 @@ class GuardedCalls:
         return self._response.has_save_function
 
     @property
+    def is_leaving(self) -> bool:
+        """True if the process leaves although the training has not ended."""
+        return self.must_leave or self._response.has_left
+
+    @property
     def is_running(self) -> bool:
         """True during a call of ``PreemptionGuard.run``."""
         return self._depth > 0

@@ -127,7 +127,8 @@ def read_objectives(snapshot: Snapshot) -> dict[str, str]:
 def _find_best(run: Run, newest: Snapshot, version: str) -> Snapshot:
     """Return the best version of a run, for ``best`` or ``best:METRIC``.
 
-    The newest version records the modes of the training, and the run those of evaluations. Raises ``NotFound``, which says what to write instead.
+    The newest version records the modes of the training, and the run those of evaluations. Raises
+    ``NotFound``, which says what to write instead.
     """
     recorded = ((o.metric, o.mode) for o in read_recorded_objectives(run.store))
     objectives = merge_objectives([*read_objectives(newest).items(), *recorded])

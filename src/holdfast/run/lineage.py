@@ -24,7 +24,7 @@ from holdfast.errors import (
 from holdfast.format import names
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
-from holdfast.format.records import Branch, encode_branch
+from holdfast.format.records import Branch, Ended, encode_branch
 from holdfast.run.catalog import Catalog
 from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from holdfast.run.listing import Listing
@@ -84,6 +84,19 @@ def lineage_folders(catalog: Catalog, listing: Listing, branch: int | None = Non
 def newest_version(catalog: Catalog, listing: Listing) -> Version | None:
     """Return the newest version of the current lineage, intact or not."""
     return next(filter(listing.exists, reversed(lineage_folders(catalog, listing))), None)
+
+
+def find_end(catalog: Catalog) -> str | None:
+    """See ``Run.ended``."""
+    listing = stable_listing(catalog)
+    version = newest_version(catalog, listing)
+    if version is None or version.branch != newest_branch(catalog, listing):
+        return None  # a training has gone back to the version, to continue from there
+    record = catalog.read_version(version, listing)
+    if record is None or not record.digest:
+        return None
+    ends = catalog.evaluations.read(version, record.digest).of(Ended)
+    return ends[-1].reason if ends else None
 
 
 def newest_branch(catalog: Catalog, listing: Listing) -> int:

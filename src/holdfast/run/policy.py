@@ -1,9 +1,8 @@
 """Policies: when to save, what to keep, and when to stop.
 
 Policies are frozen and pure. A policy decides from its arguments alone and never reads a clock, a
-store, or a model. A table of inputs and results therefore tests it. Save policies combine with
-``|``, and so do keep policies. (The design follows Orbax's ``save_decision_policy`` and
-``preservation_policy``.)
+store, or a model. A table of inputs and results therefore tests it. Policies combine with ``|``.
+(The design follows Orbax's ``save_decision_policy`` and ``preservation_policy``.)
 """
 
 from __future__ import annotations
@@ -323,10 +322,11 @@ class StopState:
 
 @dataclass(frozen=True, slots=True)
 class StopWhen:
-    """Stop when ``patience`` consecutive values of ``metric`` are not better than the best so far.
+    """Stop when ``patience`` values of ``metric`` in a row are not better than the best so far.
 
-    A value is better if it is below the best value (above it with ``mode="max"``) by more than
-    ``min_delta``. NaN is never better. (Keras's ``EarlyStopping``, except for NaN.)
+    The order is that of the steps. A value is better if it is below the best value (above it with
+    ``mode="max"``) by more than ``min_delta``. NaN is never better. (Keras's ``EarlyStopping``,
+    except for NaN.)
     """
 
     metric: str

@@ -8,10 +8,10 @@ from threading import Lock, Thread
 from weakref import ref
 
 from holdfast import events
-from holdfast.errors import StoreError
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.run.save_request import read_request, remove_request
 from holdfast.storage.store import Store
-from holdfast.threads import Latch, start_thread
+from holdfast.threads import Latch, no_op, start_thread
 
 
 class RequestWatcher:
@@ -23,14 +23,21 @@ class RequestWatcher:
     forked process. If the store fails, the watcher raises nothing and emits the event
     ``request_unseen`` once per outage.
 
-    ``interval`` is the number of seconds between two polls. Each poll is one small read.
+    ``interval`` is the number of seconds between two polls. Each poll is one small read, and then a
+    call of ``read_more``, which reads what else the training must learn.
     ``wait(seconds)`` returns True when the thread must end; tests replace it.
     """
 
     def __init__(
-        self, store: Store, interval: float = 2.0, wait: Callable[[float], bool] | None = None
+        self,
+        store: Store,
+        interval: float = 2.0,
+        wait: Callable[[float], bool] | None = None,
+        *,
+        read_more: Callable[[], object] = no_op,
     ) -> None:
         self._store = store
+        self._read_more = read_more
         self._interval = interval
         self._closing = Latch()
         self._wait = self._closing.wait if wait is None else wait
@@ -112,15 +119,19 @@ class RequestWatcher:
     def poll(self) -> None:
         """Poll the run once. The thread calls this method.
 
-        If the store fails, an event reports it and nothing is raised.
+        If the store fails, an event reports it and nothing is raised: the next poll tries again.
         """
-        generation = self._generation
         try:
-            request_id = read_request(self._store)
-        except StoreError as e:
+            self._poll_request()
+            self._read_more()
+        except HoldfastError as e:
             self._report_outage(e)
-            return
-        self._outage = False
+        else:
+            self._outage = False
+
+    def _poll_request(self) -> None:
+        generation = self._generation
+        request_id = read_request(self._store)
         with self._lock:
             if generation != self._generation:
                 return

@@ -8,7 +8,7 @@ each save, but after so many saves that the cost of one does not depend on the n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import get_args
 
@@ -33,6 +33,13 @@ VERSIONS_PER_SAVE = 50
 """Number of versions for each of which retention of a training waits for another save."""
 
 
+BeforeDeletion = Callable[
+    [Collection[Version], Mapping[Version, VersionRecord]], Collection[Version]
+]
+"""Called with the versions that are to be deleted, and all versions that exist, after the pins were
+read. Returns the versions that must not be deleted yet."""
+
+
 class TrainingRetention:
     """Applies a keep policy after the saves of a training.
 
@@ -40,9 +47,12 @@ class TrainingRetention:
     versions than the policy keeps therefore exist in the meantime, and none after ``finish``.
     """
 
-    def __init__(self, catalog: Catalog, policy: KeepPolicy) -> None:
+    def __init__(
+        self, catalog: Catalog, policy: KeepPolicy, before_deletion: BeforeDeletion
+    ) -> None:
         self._catalog = catalog
         self._policy = policy
+        self._before_deletion = before_deletion
         self._saves = self._interval = 0
 
     def after_save(self, snapshot: Snapshot) -> None:
@@ -55,14 +65,14 @@ class TrainingRetention:
         self._saves += 1
         if self._saves >= self._interval:
             self._saves = self._interval = 0
-            retain(self._catalog, self._policy)
+            retain(self._catalog, self._policy, self._before_deletion)
             self._interval = self._catalog.version_count // VERSIONS_PER_SAVE
 
     def finish(self) -> None:
         """Apply retention at the end of the training, unless it followed the last save."""
         if self._saves:
             self._saves = 0
-            retain(self._catalog, self._policy)
+            retain(self._catalog, self._policy, self._before_deletion)
 
 
 def undeleted_error(error: HoldfastError, version: object) -> HoldfastError:
@@ -71,14 +81,16 @@ def undeleted_error(error: HoldfastError, version: object) -> HoldfastError:
     return error.with_advice(advice, committed=str(version))
 
 
-def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
+def retain(
+    catalog: Catalog, policy: KeepPolicy, before_deletion: BeforeDeletion = lambda *_: ()
+) -> list[Version]:
     """See ``Run.retain``."""
     if type(policy) is KeepPolicy and not catalog.half_deleted:
         return []
     for _ in range(_MAX_ROUNDS):
         finish_deletions(catalog)
         roots = find_roots(catalog, look_again_from=MAX_STEP, listing=catalog.listing())
-        folders = _select(catalog, policy, roots)
+        folders = _select(catalog, policy, roots, before_deletion)
         if folders is not None:
             if folders:
                 delete_versions(catalog, folders)
@@ -87,7 +99,7 @@ def retain(catalog: Catalog, policy: KeepPolicy) -> list[Version]:
 
 
 def _select(
-    catalog: Catalog, policy: KeepPolicy, roots: Roots
+    catalog: Catalog, policy: KeepPolicy, roots: Roots, before_deletion: BeforeDeletion
 ) -> dict[Version, FolderFiles] | None:
     """Return the versions to delete, with their files.
 
@@ -108,6 +120,10 @@ def _select(
         candidates = {r.version for r in records if r.version not in to_keep}
         candidates -= _needed_by_resume(catalog, records, known, candidates)
         deletable, _ = roots.select_deletable(candidates - listing.linked - catalog.linked)
+        # the pins were read before: what a pin protected until now is complete
+        if unread := before_deletion(deletable, known) if deletable else ():
+            unlinked = candidates - listing.linked - catalog.linked
+            deletable, _ = roots.select_deletable(unlinked.difference(unread))
         if not deletable:
             _report_linked(catalog, candidates & (listing.linked | catalog.linked))
             return {}

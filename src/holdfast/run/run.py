@@ -212,6 +212,11 @@ class Run:
         check_verdict(ok, note)
         self._put_about(Verdict, by, at, ok=ok, note=note)
 
+    def ended(self) -> str | None:
+        """Return why the training ended, ``"finished"`` or ``"stopped by"`` and the policy, or None
+        if it has not ended normally with the newest version of the current lineage."""
+        return lineage.find_end(self.catalog)
+
     def _put_about(
         self, kind: type[AboutVersion], name: str, at: Snapshot | Version | int, **content: Any
     ) -> None:

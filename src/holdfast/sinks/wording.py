@@ -177,7 +177,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f" {text_field(fields, 'reason')}"
         ),
         "request_unseen": (
-            f"could not check {text_field(fields, 'store')} for save requests: {error}"
+            f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
         ),
     }.get(name)
 

@@ -133,7 +133,7 @@ class Checkpointer:
         )
         self.run, self.state = Run(run), state
         self._group = saving_group(group)
-        self._early_stop = EarlyStop(stop, self.run.url, self._group)
+        self._early_stop = EarlyStop(stop, self.run, self._group)
         self._step_counter = StepCounter(state)
         check_can_fire(save, self._step_counter.knows_epochs)
         check_not_version(self.run)
@@ -148,7 +148,7 @@ class Checkpointer:
         self._agreement = make_agreement(LocalGroup(), "training")
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
-        self._watcher = RequestWatcher(self.run.store)
+        self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
         self._savepoint = make_savepoint(state, save, preemption, self._goodput)
         common = self._saver, self._cadence, self._lifecycle, self._step_counter
         self._ending = Ending(save, on_error, *common, self._start_save, self._savepoint)
@@ -168,7 +168,7 @@ class Checkpointer:
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
         after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
-        return self._early_stop.stopped or self._preemption.has_left or self._calls.must_leave
+        return self._early_stop.stopped or self._calls.is_leaving
 
     # -- resuming ------------------------------------------------------------------------------
 
@@ -228,10 +228,10 @@ class Checkpointer:
         self._step_counter.resume_at(point.step, point.from_own_run)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
-        self._early_stop.resume_from(point.training_metadata)
         self._goodput.resume_from(point.training_metadata)
         self._cadence.restart()
         self._tiers.memory.restart(self.current_step, self._step_counter.epochs)
+        self._early_stop.resume_from(point.training_metadata, point.step)
         events.emit("resumed", url=point.snapshot.url, step=self.current_step, branch=self._branch)
         return point.snapshot
 
@@ -381,14 +381,14 @@ class Checkpointer:
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
-            unsaved = self._ending.finish(error, lambda: self._start_save("end"))
+            unsaved = self._ending.finish(error, self._calls.is_leaving)
         finally:
             self._release()
         if unsaved:
             self._ending.warn_unsaved(error)
         if not self._lifecycle.is_forked:
             if self._group.rank == 0 and self._goodput.counts["saves"]:
-                self._saver.checks.metric.make()
+                self._saver.checks.metric.make(at_end=True)
             self._saver.checks.warn()
 
     def _release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any, Literal
 from weakref import finalize
 
@@ -25,12 +26,12 @@ from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
 from holdfast.restarts.ladder import Ladder
 from holdfast.run.policy import Never, SavePolicy
-from holdfast.run.retention import undeleted_error
 from holdfast.threads import no_op
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
 from holdfast.training.lifecycle import Lifecycle, exclusive, is_process_ending
 from holdfast.training.saves.goodput import Goodput
+from holdfast.training.saves.run_end import finish_retention, record_end
 from holdfast.training.saves.save_spec import SaveSpec, version_of
 from holdfast.training.saves.saver import Saver
 from holdfast.training.step_counter import StepCounter
@@ -117,11 +118,12 @@ class Ending:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def finish(self, error: BaseException | None, save_last_step: Callable[[], object]) -> bool:
+    def finish(self, error: BaseException | None, is_leaving: bool) -> bool:
         """Wait for the save in flight, and save the last step with ``AtEnd``.
 
-        ``error`` is the exception that is being handled, or None at a normal end. Return True if
-        steps may remain unsaved that nothing has reported.
+        ``error`` is the exception that is being handled, or None at a normal end. ``is_leaving``:
+        the process leaves, and the training continues in another one. Return True if steps may
+        remain unsaved that nothing has reported.
         """
         could_save = self._lifecycle.can_save
         at_end = could_save and self._policy.at_end and not is_process_ending()
@@ -131,31 +133,25 @@ class Ending:
             self._wait()
         except Exception:
             if at_end and error is None:  # this save may succeed although that one failed
-                self._save(save_last_step)
+                self._save()
             raise
         if at_end and error is None:
-            self._save(save_last_step)
+            self._save()
         if could_save and error is None and not is_process_ending():
-            raise_or_warn(self._finish_retention, self._on_error, self._saver)
+            for follow in (finish_retention,) if is_leaving else (record_end, finish_retention):
+                raise_or_warn(partial(follow, self._saver), self._on_error, self._saver)
         if not self._lifecycle.is_closed:
             self.ladder.end(error)
         return could_save and not (at_end and error is None)
-
-    def _finish_retention(self) -> None:
-        try:
-            self._saver.retention.finish()
-        except HoldfastError as e:
-            newest = self._saver.newest
-            raise undeleted_error(e, newest and newest.location.folder) from e
 
     def _wait(self) -> None:
         if not self._lifecycle.is_forked:
             raise_or_warn(self._saver.wait, self._on_error, self._saver)
 
-    def _save(self, save_last_step: Callable[[], object]) -> None:
+    def _save(self) -> None:
         step = self._step_counter.step
         if must_save_last_step(self._group, step, self._saver.saved_step == step):
-            raise_or_warn(save_last_step, self._on_error, self._saver)
+            raise_or_warn(partial(self._start_save, "end"), self._on_error, self._saver)
             self._wait()
 
     def finish_after(

@@ -45,6 +45,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.records import (
     MAX_RECORD,
+    Ended,
     LastingPin,
     encode_about_version,
     encode_lasting_pin,
@@ -212,7 +213,7 @@ def _copy_records(
         copied = replace(record, manifest_digest=target.digest)
         try:
             target.location.store.put_if_absent(key, encode_about_version(copied))
-            result.evaluations += 1
+            result.evaluations += not isinstance(record, Ended)
         except AlreadyExists as e:  # the other versions are copied all the same
             advice = "If `holdfast verify` says that it is damaged, delete it, and copy again"
             result.damaged.append((key, e.with_advice(advice)))

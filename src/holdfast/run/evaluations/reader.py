@@ -56,8 +56,12 @@ class VersionEvaluations:
 
     def newest(self, name: str) -> Evaluation | FailedEvaluation | None:
         """Return the newest result or failure of the evaluation ``name``, or None."""
-        outcomes = [r for r in self.records if not isinstance(r, Verdict) and r.name == name]
-        return outcomes[-1] if outcomes else None  # type: ignore[return-value]
+        outcomes = [r for r in self.outcomes() if r.name == name]
+        return outcomes[-1] if outcomes else None
+
+    def outcomes(self) -> list[Evaluation | FailedEvaluation]:
+        """Return the results and the failures of evaluations."""
+        return [r for r in self.records if isinstance(r, Evaluation | FailedEvaluation)]
 
     def verdicts(self) -> dict[str, Verdict]:
         """Return the newest verdict of each author, by name."""

@@ -69,7 +69,7 @@ class Saver:
         self.begun_step = 0
         """The step of the last save that did not fail, even if it is still in flight."""
 
-        self.retention = TrainingRetention(run.catalog, keep)
+        self.retention = TrainingRetention(run.catalog, keep, checks.early_stop.before_deletion)
         self.group = tiers.group
         self._goodput = goodput
         self.writer_lock = WriterLock(run.store)
@@ -318,6 +318,7 @@ class Saver:
                 emit_structure_change(self.run.url, self.newest, snapshot)
                 self.checks.after_save(self._goodput.counts["saves"])
                 if spec.deadline is None:
+                    self.checks.early_stop.after_save(snapshot)
                     self.retention.after_save(snapshot)
         except HoldfastError as e:
             self.in_flight.post_commit_error = undeleted_error(e, spec.version)

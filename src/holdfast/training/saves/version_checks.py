@@ -12,7 +12,7 @@ from holdfast.engine.saving.stale_state import Observation, StepCount, Trainable
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import FlatState
 from holdfast.errors import HoldfastError, MetricMissing, PlanError, StateUnchanged
-from holdfast.format.names import Version
+from holdfast.format.names import Version, parse_lease
 from holdfast.lazy_torch import torch_or_none
 from holdfast.run.address import merge_objectives
 from holdfast.run.policy import KeepPolicy
@@ -27,7 +27,7 @@ METRIC_CHECK_AFTER = 3
 
 
 class VersionChecks:
-    """The checks that warn in the thread of the training.
+    """The checks that warn in the thread of the training, and early stopping.
 
     ``metric`` is made after some saves, and ``stale`` at every save. ``objectives``: the metrics of
     the policies, which each version records.
@@ -40,6 +40,7 @@ class VersionChecks:
         early_stop: EarlyStop,
         on_unchanged: Literal["raise", "warn"],
     ) -> None:
+        self.early_stop = early_stop
         self.objectives = merge_objectives(keep.objectives | early_stop.objectives)
         self.metric = MetricCheck(run, keep, early_stop)
         self.stale = StaleStateCheck(run.url, on_unchanged)
@@ -47,7 +48,7 @@ class VersionChecks:
     def after_save(self, saves: int) -> None:
         """Make the check that needs some versions. ``saves``: the saves of this training."""
         if saves == METRIC_CHECK_AFTER:
-            self.metric.make()
+            self.metric.make(at_end=False)
 
     def warn(self) -> None:
         """Issue the warnings, each once, in the thread of the training."""
@@ -87,27 +88,34 @@ class MetricCheck:
         self._was_made = False
         self._message: str | None = None
 
-    def make(self) -> None:
-        """Make the check, after some saves or at the end. The store may be read."""
-        was_made, self._was_made = self._was_made, True
+    def make(self, *, at_end: bool) -> None:
+        """Make the check, after some saves or ``at_end``. The store may be read.
+
+        A separate job may still record the metric. If one has recorded anything, the check after
+        some saves is left to the end, and if one is at work then, nothing is concluded.
+        """
         needed, awaited = self._keep.metrics, self._early_stop.awaited_metric
-        if was_made or not (needed or awaited):
+        if self._was_made or not (needed or awaited):
             return
         try:
             available = {name for record in self._run.records() for name in record.metrics}
+            if _is_being_evaluated(self._run) or (not at_end and _was_evaluated(self._run)):
+                return
         except HoldfastError:
             return  # retention reports the failure of the store
+        self._was_made = True
         missing, problems, url = sorted(needed - available), [], self._run.url
         if missing:
             problems.append(
                 f"No version of {url} has {' or '.join(missing)}, which the keep policy uses; they"
-                f" have {', '.join(sorted(available)) or 'no metrics'}. Pass it to step(), or add"
-                " it with Run.add_metrics; until then, no version is the best"
+                f" have {', '.join(sorted(available)) or 'no metrics'}. Pass it to step(), or let"
+                " an evaluation record it; until then, no version is the best"
             )
-        if awaited is not None:
+        if awaited is not None and awaited not in available:
             problems.append(
-                f"No step of {url} was given {awaited}, which StopWhen waits for. Pass it to step()"
-                " or save(); until then, training does not stop early"
+                f"No step or evaluation of {url} has given {awaited}, which StopWhen waits for."
+                " Pass it to step() or save(), or let an evaluation record it; until then, training"
+                " does not stop early"
             )
         self._message = ". ".join(problems) or None
 
@@ -116,6 +124,19 @@ class MetricCheck:
         message, self._message = self._message, None
         if message is not None:
             warn_user(message, MetricMissing)
+
+
+def _is_being_evaluated(run: Run) -> bool:
+    """Return True if there is a lease of an evaluation."""
+    return any(parse_lease(e.name) is not None for e in run.store.list_unspread("", "lease-"))
+
+
+def _was_evaluated(run: Run) -> bool:
+    """Return True if an evaluation of a version has a result, or has failed."""
+    catalog = run.catalog
+    known = catalog.read_versions(run.listing()).items()
+    digests = ((version, record.digest) for version, record in known if record.digest)
+    return any(catalog.evaluations.read(*snapshot).outcomes() for snapshot in digests)
 
 
 # -- stale states --------------------------------------------------------------------------------

@@ -1,0 +1,157 @@
+"""The scores of early stopping: every order of arrival gives the result of a scan in step order."""
+
+from __future__ import annotations
+
+import json
+from math import inf, nan
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.run.policy import StopState, StopWhen
+from holdfast.training.saves.score_history import MAX_SCORES, ScoreHistory
+
+SCORES = st.sampled_from([nan, -inf, -1, 0.0, 0.25, 0.5, 1, 2.5, inf])
+POLICIES = st.builds(
+    StopWhen,
+    st.just("v"),
+    st.integers(1, 4),
+    st.sampled_from(["min", "max"]),
+    st.sampled_from([0, 0.25, 1]),
+)
+
+
+def scan(stop: StopWhen, scores: dict[int, float]) -> StopState:
+    """Return the result of the scores in the order of the steps, until they stop the training."""
+    state = StopState()
+    for _, score in sorted(scores.items()):
+        if state.stopped:
+            break
+        state = stop.observe(state, score)
+    return state
+
+
+def restart(history: ScoreHistory, stop: StopWhen, step: int = 10**6) -> ScoreHistory:
+    return ScoreHistory.from_plain(stop, history.to_plain(), step)
+
+
+@settings(deadline=None)
+@given(POLICIES, st.dictionaries(st.integers(0, 60), SCORES, max_size=30), st.data())
+def test_every_order_of_arrival_gives_the_result_of_a_scan(
+    stop: StopWhen, scores: dict[int, float], data: st.DataObject
+) -> None:
+    """Also with scores that come twice, with ones that are replaced, and with restarts."""
+    history = ScoreHistory(stop)
+    for step in data.draw(st.permutations(sorted(scores))):
+        if data.draw(st.booleans()):
+            history.give(step, data.draw(SCORES))
+        if data.draw(st.booleans()):
+            history.record(step, data.draw(SCORES))
+        history.record(step, scores[step])
+        history.give(step, data.draw(SCORES))  # the step has a score
+        if data.draw(st.booleans()):
+            history.record(step, scores[step])
+        if data.draw(st.booleans()):
+            history = restart(history, stop)
+    assert history.state == scan(stop, scores)
+    assert restart(history, stop).state == history.state
+    assert stop.from_plain(history.to_plain()) == history.state, "what an earlier release reads"
+    assert all(history.covers(step, score) for step, score in scores.items())
+
+
+@settings(deadline=None)
+@given(POLICIES, st.lists(SCORES, max_size=3 * MAX_SCORES), st.integers(0, MAX_SCORES))
+def test_old_scores_are_folded_and_the_result_stays_exact(
+    stop: StopWhen, scores: list[float], lateness: int
+) -> None:
+    """Scores come in blocks of ``lateness`` steps, each block from the newest to the oldest."""
+    history, size = ScoreHistory(stop), max(1, lateness)
+    for begin in range(0, len(scores), size):
+        block = range(begin, min(begin + size, len(scores)))
+        for step in reversed(block):
+            history.record(step, scores[step])
+        history = restart(history, stop)
+    assert history.state == scan(stop, dict(enumerate(scores)))
+    assert len(history.to_plain().get("scores", [])) <= MAX_SCORES
+
+
+def test_what_a_version_stores_stays_small() -> None:
+    stop = StopWhen("val_loss", patience=50_000)
+    history = ScoreHistory(stop)
+    for step in range(20_000):
+        history.give(1_000_000 + step, 1 / 3 + step)
+    assert history.state == StopState(1 / 3, 19_999)
+    assert len(json.dumps(history.to_plain())) < 40 * MAX_SCORES
+    assert restart(history, stop).state == history.state
+
+
+def test_a_score_before_the_kept_ones_does_not_count() -> None:
+    stop = StopWhen("v", patience=1000)
+    history = ScoreHistory(stop)
+    for step in range(10, 10 + MAX_SCORES + 1):
+        history.record(step, 1.0)
+    before = history.state
+    for step in (5, 10):
+        assert history.covers(step, 0.0)
+        history.record(step, 0.0)
+    assert history.state == before
+    history.record(11, 0.0)
+    assert history.state == StopState(0.0, MAX_SCORES - 1)
+
+
+def test_another_patience_after_a_restart_judges_the_same_scores() -> None:
+    stop = StopWhen("v", patience=2)
+    history = ScoreHistory(stop)
+    for step, score in enumerate([0.9, 0.5, 0.6, 0.7]):
+        history.record(step, score)
+    assert history.state == StopState(0.5, 2, True)
+    assert restart(history, StopWhen("v", 3)).state == StopState(0.5, 2)
+    assert restart(history, StopWhen("v", 1)).state == StopState(0.5, 1, True)
+    for other in (StopWhen("w", 2), StopWhen("v", 2, "max")):
+        assert restart(history, other).state == StopState()
+
+
+def test_what_an_earlier_release_has_stored_is_continued() -> None:
+    stop = StopWhen("v", patience=3)
+    plain = {"metric": "v", "mode": "min", "best": 0.5, "misses": 1}
+    history = ScoreHistory.from_plain(stop, plain, 40)
+    history.record(40, 0.1)  # it may have counted already
+    history.record(41, 0.6)
+    assert history.state == StopState(0.5, 2)
+    assert restart(history, stop).state == history.state
+    nothing = {"metric": "v", "mode": "min", "best": None, "misses": 0}
+    history = ScoreHistory.from_plain(stop, nothing, 40)
+    history.record(30, 0.1)
+    assert history.state == StopState(0.1)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"scores": None}, {"scores": "abc"}, {"scores": [[1]]}, {"scores": [[1, "x"]]},
+        {"scores": [[1, True]]}, {"scores": [[2, 1.0], [1, 1.0]]}, {"scores": [[1, 1], [1, 1]]},
+        {"scores": [[-5, 1.0]]}, {"scores": [[10**30, 1.0]]}, {"scores": [None]}, {"scores": {}},
+        {"before": 7}, {"before": {}}, {"before": {"step": "x"}}, {"before": {"step": True}},
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_damaged_scores_leave_the_state_of_early_stopping(edit: dict[str, Any]) -> None:
+    stop = StopWhen("v", patience=3)
+    history = ScoreHistory(stop)
+    history.record(1, 0.5)
+    history.record(2, 0.6)
+    damaged = ScoreHistory.from_plain(stop, {**history.to_plain(), **edit}, 2)
+    assert damaged.state == StopState(0.5, 1)
+    damaged.record(1, 0.1)
+    damaged.record(3, 0.7)
+    assert damaged.state == StopState(0.5, 2)
+
+
+@pytest.mark.parametrize("plain", [None, 5, "x", [], {}, {"metric": "v"}])
+def test_other_values_give_an_empty_history(plain: object) -> None:
+    history = ScoreHistory.from_plain(StopWhen("v"), plain, 7)
+    assert history.state == StopState()
+    history.record(3, 1.0)
+    assert history.state == StopState(1.0)
