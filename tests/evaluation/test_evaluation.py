@@ -114,6 +114,8 @@ def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(
     assert re.search(cause, record.cause), record.cause
     assert Run(run).metrics(5) == {}
     assert Run(run).best("val/loss") is None
+    (status,) = Run(run).evaluations(5).values()
+    assert (status.state, status.cause) == ("FAILED", record.cause)
     assert evaluation(run).run() == [], "a failure is not retried by itself"
     (again,) = evaluation(run, retry=True).run()
     check(again, run, state)
@@ -206,6 +208,8 @@ def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None
     thread = threading.Thread(target=lambda: own.run(outcomes.append))
     thread.start()
     until(lambda: list_leases(Run(run).store) and len(outcomes) == 1)
+    assert Run(run).evaluations(1)["evaluation"].state == "DONE"
+    assert Run(run).evaluations(5)["evaluation"].state == "PENDING"
     kept = Run(run).retain(KeepLast(1))
     assert all(version.step == 1 for version in kept)
     thread.join(60)

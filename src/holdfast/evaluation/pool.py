@@ -8,7 +8,7 @@ from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
 from holdfast import events
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, JobFailed
 from holdfast.evaluation.metric_states import State
 from holdfast.evaluation.process import WorkerError, WorkerLost
 from holdfast.tasks.job import Job
@@ -100,8 +100,8 @@ class WorkerPool:
     def evaluate(self, url: str, digest: str) -> dict[str, float]:
         """Return the metrics of the version at ``url``, whose manifest has ``digest``.
 
-        Raises ``WorkerError`` if the version has no score, ``TaskError`` with the cause if a task
-        used up its attempts, and ``WorkerLost`` if no worker stays alive.
+        Raises ``WorkerError`` if the version has no score, ``WorkerLost`` if no worker stays alive,
+        and ``TaskError`` if the workers were ended meanwhile.
         """
         queue = Queue(lease_seconds=None, attempts=self._limits.attempts)
         job = queue.add("evaluation", self.records, task_size=self._task_size(), name=url)
@@ -109,7 +109,11 @@ class WorkerPool:
         _run_in_threads(lambda name: self._drive(team, name), self._names)
         if team.error is not None:
             raise team.error
-        return self._compute(team, job.results())
+        try:
+            states = job.results()
+        except JobFailed as e:
+            raise WorkerError(f"{e.fields['cause']} (in {self._limits.attempts} attempts)") from e
+        return self._compute(team, states)
 
     def _task_size(self) -> int:
         batch = self._batch_size or 1

@@ -29,6 +29,7 @@ from holdfast.format.records import (
 from holdfast.run import lineage, retention, sweep
 from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.evaluations.metrics import check_metrics, put_about_version, to_numbers
+from holdfast.run.evaluations.status import EvaluationStatus, find_statuses
 from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_trust, check_verdict
 from holdfast.run.listing import Listing, to_int
 from holdfast.run.policy import KeepPolicy, Mode, Record
@@ -211,6 +212,12 @@ class Run:
         """
         check_verdict(ok, note)
         self._put_about(Verdict, by, at, ok=ok, note=note)
+
+    def evaluations(self, at: Snapshot | Version | int) -> dict[str, EvaluationStatus]:
+        """Return the state of each evaluation of a version: ``DONE``, ``FAILED``, ``PENDING``."""
+        version, record = self._read_version(at)
+        records = self.catalog.evaluations.read(version, record.digest)
+        return find_statuses(version, records, self.catalog.leases.live().values())
 
     def ended(self) -> str | None:
         """Return why the training ended, ``"finished"`` or ``"stopped by"`` and the policy, or None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,10 @@ from holdfast.cli.resolve import format_count, resolve_run, stray_snapshot_warni
 from holdfast.cli.verdicts import build_verdicts, describe_verdicts
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version
-from holdfast.format.records import Branch
+from holdfast.format.records import Branch, Lease
 from holdfast.run.catalog import VersionRecord, make_version_record
 from holdfast.run.evaluations.reader import VersionEvaluations
+from holdfast.run.evaluations.status import find_statuses
 from holdfast.run.evaluations.trust import trust_of
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
@@ -95,6 +96,7 @@ class ListResult:
     branches: dict[int, Branch | HoldfastError]
     orphans: list[Stat]
     stray_warning: str | None = None
+    leases: Sequence[Lease] = ()
 
     @property
     def latest(self) -> VersionEntry | None:
@@ -140,7 +142,13 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
         except (FormatError, NotFound) as e:
             branches[number] = e
     return ListResult(
-        run, entries, run.branch(listing), branches, orphans, stray_snapshot_warning(run)
+        run,
+        entries,
+        run.branch(listing),
+        branches,
+        orphans,
+        stray_snapshot_warning(run),
+        [*run.catalog.leases.live(listing.leases).values()],
     )
 
 
@@ -182,7 +190,7 @@ def _build_document(result: ListResult) -> dict[str, Any]:
         "run": result.run.url,
         "latest": None if latest is None else str(latest.version),
         "branch": result.branch,
-        "versions": [_build_version_document(result.run, e) for e in result.entries],
+        "versions": [_build_version_document(result, e) for e in result.entries],
         "branches": [
             {"number": number, "problem": describe_error(b)}
             if isinstance(b, HoldfastError)
@@ -201,10 +209,11 @@ def _build_document(result: ListResult) -> dict[str, Any]:
     }
 
 
-def _build_version_document(run: Run, entry: VersionEntry) -> dict[str, Any]:
+def _build_version_document(result: ListResult, entry: VersionEntry) -> dict[str, Any]:
+    statuses = find_statuses(entry.version, entry.evaluations, result.leases)
     return {
         "version": str(entry.version),
-        "url": run.location(entry.version).url,
+        "url": result.run.location(entry.version).url,
         "step": entry.version.step,
         "branch": entry.version.branch,
         "on_line": entry.on_lineage,
@@ -214,6 +223,7 @@ def _build_version_document(run: Run, entry: VersionEntry) -> dict[str, Any]:
         "referred_bytes": entry.referred_bytes,
         "reason": entry.reason,
         "metrics": entry.metrics,
+        "evaluations": {name: asdict(status) for name, status in statuses.items()},
         "pinned": entry.pinned,
         **build_verdicts(entry.evaluations),
         "intact": entry.problem is None,
@@ -287,6 +297,12 @@ def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
         if entry.trust == "distrusted":
             for line in describe_verdicts(entry.evaluations):
                 yield f"{entry.version}: {line}", "red"
+        statuses = find_statuses(entry.version, entry.evaluations, result.leases)
+        for name, status in statuses.items():
+            if status.state == "FAILED":
+                yield f"{entry.version}: evaluation {name} failed: {status.cause}", "yellow"
+            elif status.state == "PENDING":
+                yield f"{entry.version}: evaluation {name} is pending ({status.cause})", "dim"
     for number, branch in result.branches.items():
         if isinstance(branch, HoldfastError):
             yield f"branch {number}: {format_error_brief(branch)}", "red"
