@@ -115,8 +115,12 @@ def test_errors_arrive_as_they_were_raised() -> None:
         with pytest.raises(LeaseLost, match="lease of task 1") as caught:
             task.renew()
         assert caught.value.todo is not None
+        queue.add("training", 1, task_size=1, name="t")
+        part = worker.training.get()
+        assert part is not None
+        part.fail("no")
         with pytest.raises(JobFailed, match="attempt: no"):
-            worker.finished("evaluation")
+            worker.finished("training")
         with pytest.raises(HoldfastError, match="Invalid kind"):
             worker.get("neither")  # type: ignore[arg-type]
 
@@ -170,6 +174,11 @@ def test_a_worker_that_sends_something_else_is_lost(
     worker.socket.sendall(line)
     assert worker.reply() is None
     wait_until(lambda: len(queue._jobs.leases) == 0)
+    for i in range(2):
+        queue.evaluation.get(f"v{i}")
+        queue.recover(f"v{i}", "the third attempt")
+    with pytest.raises(JobFailed, match="the third attempt"):
+        queue.job("e").wait(0)
 
 
 def test_half_a_message_has_no_effect(raw: tuple[Queue, RawWorker]) -> None:
@@ -311,6 +320,7 @@ def test_a_long_message_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch
             assert task is not None
             with pytest.raises(TaskError, match=r"too long.*sums and counts"):
                 task.done("x" * 100_000)
+            assert task.release()  # nothing was sent: the connection goes on
         wait_until(lambda: len(queue._jobs.leases) == 0)
         raw = RawWorker(server)
         raw.send(type="Get", number=1, kind="evaluation", lease_seconds=None)
@@ -356,7 +366,7 @@ def test_any_bytes_are_a_message_or_an_error(data: bytes) -> None:
         own.shutdown(socket.SHUT_WR)
         connection = messages.Connection(other, "a worker")
         with pytest.raises(TaskError, match="not a message of a task queue"):
-            while connection.receive_request(5) is not None:
+            while connection.receive_request() is not None:
                 pass
 
 

@@ -26,6 +26,9 @@ from holdfast.tasks.task import Report, Task
 _LONGEST_WAIT = 1.0
 """Seconds after which a wait looks at the clock again, which may not be the real one."""
 
+_LONGEST_CAUSE = 10_000
+"""The number of characters of the cause of a failure that are kept."""
+
 
 class Queue:
     """Tasks for any number of workers, of the two kinds ``"training"`` and ``"evaluation"``.
@@ -128,14 +131,16 @@ class Queue:
     def finished(self, kind: Kind) -> bool:
         """Return True if no task of this kind is open or leased.
 
-        Then, raises the ``JobFailed`` of a failed job for which nobody has waited.
+        Then, raises the ``JobFailed`` of a training job that has failed: otherwise a training would
+        end as if it were complete. That of an evaluation is raised to whoever waits for its job,
+        and not to its workers, which may have more to do.
         """
         check_kind(kind)
         with self._entered():
             if self._jobs.running[kind]:
                 return False
-            for table in self._jobs.failed[kind].values():
-                if table.error is not None:
+            for table in self._jobs.failed.values():
+                if kind == "training" and table.error is not None:
                     raise table.error
             return True
 
@@ -178,13 +183,23 @@ class Queue:
                     return task
                 self._wait(end)
 
-    def recover(self, worker: str) -> int:
-        """Return the tasks of a lost worker to the queue. Returns their number."""
+    def recover(self, worker: str, cause: str = "it has ended") -> int:
+        """Return the tasks of a lost worker to the queue. Returns their number.
+
+        Only the attempt that the worker began first counts as failed, of each kind: it was at work
+        on that task, and had merely read ahead in the others.
+        """
         with self._changing():
-            leases = [x for kind in KINDS for x in self._jobs.leases.of_worker(worker, kind)]
-            for lease in leases:
-                self._jobs.take_back(lease, f"worker {worker!r} was lost")
-            return len(leases)
+            count = 0
+            for kind in KINDS:
+                leases = self._jobs.leases.of_worker(worker, kind)
+                for lease in leases[:1]:
+                    self._jobs.take_back(lease, f"worker {worker!r} was lost: {cause}")
+                for lease in leases[1:]:
+                    if self._jobs.leases.get(lease.attempt) is lease:  # its job has not failed
+                        self._jobs.reopen(lease)
+                count += len(leases)
+            return count
 
     # -- reports of workers, see ``Task`` --------------------------------------------------------
 
@@ -217,7 +232,7 @@ class Queue:
         with self._changing():
             lease = self._jobs.lease_of(report)
             if lease is not None:
-                self._jobs.take_back(lease, cause)
+                self._jobs.take_back(lease, cause[:_LONGEST_CAUSE])
             return lease is not None
 
     def report_released(self, report: Report) -> bool:

@@ -25,6 +25,7 @@ from holdfast.tasks.remote.messages import (
     Renew,
     Reply,
     Request,
+    encode,
 )
 from holdfast.tasks.result import encode_result
 from holdfast.tasks.sides import EvaluationSide, TrainingSide
@@ -52,7 +53,7 @@ class RemoteQueue:
         self._connection = Connection(sock, "the owner of the task queue")
         self._lock = Lock()
         self._number = 0
-        self._is_broken = False
+        self._is_closed = False
         self.training = TrainingSide(self)
         self.evaluation = EvaluationSide(self)
 
@@ -110,7 +111,7 @@ class RemoteQueue:
 
     def close(self) -> None:
         """End the connection. Tasks that this worker holds return to the queue."""
-        self._is_broken = True
+        self._is_closed = True
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -133,18 +134,22 @@ class RemoteQueue:
         return isinstance(answer, Reply) and answer.value
 
     def _request(self, request: Request) -> Leased | Reply:
-        """Send a request, and return its answer. Raises the error that the owner has answered."""
+        """Send a request, and return its answer. Raises the error that the owner has answered.
+
+        If this does not end with an answer, the connection does: half a message may be under way.
+        """
+        line = encode(request)
         with self._lock:
-            if self._is_broken:
+            if self._is_closed:
                 raise self._lost("it was closed")
-            self._is_broken = True  # unless the answer arrives: after half a message, all is over
             try:
-                self._connection.send(request, self._reply_seconds)
+                self._connection.send(line, self._reply_seconds)
                 answer = self._receive(request.number)
-            except OSError as e:
-                self._socket.close()
+            except BaseException as e:
+                self.close()
+                if not isinstance(e, OSError):
+                    raise
                 raise self._lost(f"{type(e).__name__}: {e}") from e
-            self._is_broken = False
         if isinstance(answer, Refused):
             raise answer.to_error()
         return answer
