@@ -652,7 +652,8 @@ def test_a_wait_for_a_job_ends_with_the_job_or_with_the_time() -> None:
         job.wait(0)
     with pytest.raises(TaskError, match="did not end"):
         job.results()
-    for timeout in (-1, float("inf"), float("nan")):
+    bad: list[Any] = [-1, float("inf"), float("nan"), None, "1", True]
+    for timeout in bad:
         with pytest.raises(HoldfastError, match="Invalid timeout"):
             job.wait(timeout)
         with pytest.raises(HoldfastError, match="Invalid timeout"):
@@ -741,7 +742,8 @@ def test_bad_jobs_are_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"lease_seconds": 0}, {"lease_seconds": -1}, {"attempts": 0}, {"attempts": 1.5}]
+    "arguments",
+    [{"lease_seconds": 0}, {"lease_seconds": "1"}, {"attempts": 0}, {"attempts": 1.5}],
 )
 def test_bad_arguments_of_a_queue_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(HoldfastError, match="Invalid"):

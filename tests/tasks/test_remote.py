@@ -238,7 +238,7 @@ def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed() -> None:
     queue = Queue(clock=clock)
     queue.add("training", 10, task_size=2, name="t")
     with remote(queue) as (worker,):
-        with pytest.raises(HoldfastError, match="a finite time"):
+        with pytest.raises(HoldfastError, match=r"Invalid lease_seconds.*finite"):
             list(TaskBatches(worker.training, 3))
         batches = TaskBatches(worker.training, 3, lease_seconds=10)
         found = []
@@ -257,9 +257,9 @@ def test_a_client_waits_for_a_task_and_no_longer_than_told() -> None:
         threading.Timer(0.05, queue.add, ["training", 1], {"task_size": 1, "name": "t"}).start()
         assert worker.get("training", timeout=30) is not None
         for timeout in (-1, float("inf"), float("nan")):
-            with pytest.raises(HoldfastError, match="finite timeout"):
+            with pytest.raises(HoldfastError, match=r"Invalid timeout.*finite"):
                 worker.get("training", timeout=timeout)
-        with pytest.raises(HoldfastError, match="no worker"):
+        with pytest.raises(HoldfastError, match="the queue of one worker"):
             worker.get("training", "me")
 
 

@@ -19,7 +19,15 @@ from holdfast.tasks.job_tables import JobTables, check_position
 from holdfast.tasks.queue_state import check_state, match_tables, to_state
 from holdfast.tasks.result import encode_result
 from holdfast.tasks.sides import EvaluationSide, TrainingSide
-from holdfast.tasks.spec import KINDS, DataSets, Kind, check_kind, is_int, make_spec
+from holdfast.tasks.spec import (
+    KINDS,
+    DataSets,
+    Kind,
+    check_kind,
+    check_seconds,
+    is_int,
+    make_spec,
+)
 from holdfast.tasks.table import TaskTable
 from holdfast.tasks.task import Report, Task
 
@@ -52,7 +60,7 @@ class Queue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lease_seconds = inf if lease_seconds is None else lease_seconds
-        _check_seconds("lease_seconds", self._lease_seconds, self._lease_seconds > 0)
+        check_seconds("lease_seconds", self._lease_seconds, may_be_infinite=True)
         if not is_int(attempts) or attempts < 1:
             raise HoldfastError("Invalid attempts", expected="1 or more", found=repr(attempts))
         self._clock = clock
@@ -168,14 +176,15 @@ class Queue:
         """
         check_kind(kind)
         seconds = self._lease_seconds if lease_seconds is None else lease_seconds
-        _check_seconds("timeout", timeout, 0 <= timeout < inf)
-        _check_seconds("lease_seconds", seconds, seconds > 0)
+        check_seconds("timeout", timeout, may_be_zero=True)
+        check_seconds("lease_seconds", seconds, may_be_infinite=True)
         worker = f"thread {get_ident()}" if worker is None else worker
         with self._entered():
             end = self._clock() + timeout
             if kind == "evaluation":
                 for lease in self._jobs.leases.of_worker(worker, kind):
                     self._jobs.take_back(lease, f"worker {worker!r} asked for another task")
+                    self._changed.notify_all()  # the job may have failed
             while True:
                 now = self._clock()
                 task = self._jobs.lease(kind, worker, now, seconds, self)
@@ -282,7 +291,7 @@ class Queue:
 
     def wait_for_end(self, table: TaskTable, timeout: float) -> None:
         """Wait for at most ``timeout`` seconds until a job has ended."""
-        _check_seconds("timeout", timeout, 0 <= timeout < inf)
+        check_seconds("timeout", timeout, may_be_zero=True)
         with self._entered():
             end = self._clock() + timeout
             while not table.has_ended and self._clock() < end:
@@ -326,8 +335,3 @@ class Queue:
         seconds = min(end, self._jobs.leases.next_end()) - self._clock()
         self._changed.wait(min(max(seconds, 0.0), _LONGEST_WAIT))
         self._take_back_overdue()
-
-
-def _check_seconds(name: str, value: object, is_valid: bool) -> None:
-    if not is_valid:
-        raise HoldfastError(f"Invalid {name}", expected="a number of seconds", found=repr(value))

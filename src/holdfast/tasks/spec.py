@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -125,6 +126,22 @@ def check_kind(kind: str) -> Kind:
     if kind not in KINDS:
         raise _invalid("kind of a task", " or ".join(map(repr, KINDS)), kind)
     return kind
+
+
+def check_seconds(
+    name: str, value: object, *, may_be_zero: bool = False, may_be_infinite: bool = False
+) -> None:
+    """Raise ``HoldfastError`` unless ``value`` is a number of seconds."""
+    is_valid = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (value > 0 or (may_be_zero and value == 0))
+        and (may_be_infinite or value < math.inf)
+    )
+    if not is_valid:
+        expected = "seconds: a number of 0 or more" if may_be_zero else "seconds: more than 0"
+        expected += "" if may_be_infinite else ", and finite"
+        raise HoldfastError(f"Invalid {name}", expected=expected, found=repr(value)[:200])
 
 
 def is_int(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from holdfast.tasks.remote.messages import (
 )
 from holdfast.tasks.result import encode_result
 from holdfast.tasks.sides import EvaluationSide, TrainingSide
-from holdfast.tasks.spec import Kind, check_kind
+from holdfast.tasks.spec import Kind, check_kind, check_seconds
 from holdfast.tasks.task import EvaluationTask, Report, Task, TrainingTask
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
@@ -45,10 +44,7 @@ class RemoteQueue:
     """
 
     def __init__(self, sock: socket.socket, reply_seconds: float = 60.0) -> None:
-        if not 0 < reply_seconds < math.inf:
-            raise HoldfastError(
-                "Invalid reply_seconds", expected="more than 0", found=repr(reply_seconds)
-            )
+        check_seconds("reply_seconds", reply_seconds)
         self._socket, self._reply_seconds = sock, reply_seconds
         self._connection = Connection(sock, "the owner of the task queue")
         self._lock = Lock()
@@ -67,16 +63,12 @@ class RemoteQueue:
         """Lease a task, as ``Queue.get``. Every connection is one worker: ``worker`` must be None.
         ``lease_seconds`` must be finite: this process may be lost."""
         check_kind(kind)
-        if worker is not None or not 0 <= timeout < math.inf:
-            raise HoldfastError(
-                "Invalid arguments for RemoteQueue.get",
-                expected="no worker, and a finite timeout",
-                found=f"worker={worker!r}, timeout={timeout!r}",
-            )
-        if lease_seconds is not None and not 0 < lease_seconds < math.inf:
-            raise HoldfastError(
-                "Invalid lease_seconds", expected="a finite time", found=repr(lease_seconds)
-            )
+        check_seconds("timeout", timeout, may_be_zero=True)
+        if lease_seconds is not None:
+            check_seconds("lease_seconds", lease_seconds)
+        if worker is not None:
+            what = "A RemoteQueue is the queue of one worker"
+            raise HoldfastError(what, expected="worker=None", found=repr(worker)[:200])
         end, pause = time.monotonic() + timeout, _SHORTEST_PAUSE
         while True:
             answer = self._request(Get(self._next_number(), kind, lease_seconds))
