@@ -718,6 +718,8 @@ BAD: list[dict[str, Any]] = [
     {"data": {"f": 1.5}},
     {"data": {3: 1}},
     {"data": True},
+    {"data": {"\udcff": 1}},
+    {"name": "\udcff"},
     {"data": 1 << 70},
     {"data": {"s": None}, "kind": "evaluation"},
     {"task_size": 0},

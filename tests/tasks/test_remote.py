@@ -125,6 +125,38 @@ def test_errors_arrive_as_they_were_raised() -> None:
             worker.get("neither")  # type: ignore[arg-type]
 
 
+def test_texts_that_are_no_utf_8_do_not_end_a_connection() -> None:
+    """Such as the name of a file in the message of an error."""
+    queue = Queue(attempts=2)
+    job = queue.add("evaluation", 1, task_size=1, name="e")
+    end = queue.add("evaluation", 1, task_size=1, name="later")
+    with TaskServer(queue) as server, RemoteQueue(server.connect("\udcff")) as worker:
+
+        def evaluate(task: EvaluationTask) -> list[str]:
+            if task.job == "e":
+                raise FileNotFoundError("\udcff")
+            return ["\udcff"]
+
+        for _ in range(3):
+            assert worker.evaluation.evaluate_one(evaluate)
+        with pytest.raises(JobFailed, match=r"FileNotFoundError: \\udcff"):
+            job.wait(0)
+        assert end.results() == [["\udcff"]]
+
+
+def test_a_worker_that_leaves_while_its_owner_is_gone_still_leaves() -> None:
+    queue = Queue()
+    queue.add("evaluation", 1, task_size=1, name="e")
+    with TaskServer(queue) as server, RemoteQueue(server.connect("w")) as worker:
+
+        def leave(task: EvaluationTask) -> None:
+            server.close()
+            raise SystemExit(75)
+
+        with pytest.raises(SystemExit):
+            worker.evaluation.evaluate_one(leave)
+
+
 def test_a_request_that_arrives_twice_is_done_once(raw: tuple[Queue, RawWorker]) -> None:
     queue, worker = raw
     for _ in range(3):

@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.errors import HoldfastError, JobFailed, LeaseLost, TaskError
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
+from holdfast.tasks.spec import to_text
 from holdfast.tasks.task import Report
 
 MAX_LINE = 64 << 20
@@ -118,8 +119,9 @@ _encoder = msgspec.json.Encoder()
 
 def refuse(number: int, error: HoldfastError) -> Refused:
     """Return the answer that carries an error."""
-    texts = (None if x is None else str(x) for x in (error.expected, error.found, error.todo))
-    return Refused(number, type(error).__name__, error.what, *texts)
+    parts = (error.expected, error.found, error.todo)
+    texts = (None if x is None else to_text(str(x)) for x in parts)
+    return Refused(number, type(error).__name__, to_text(error.what), *texts)
 
 
 def encode(message: Request | Answer) -> bytes:
