@@ -105,7 +105,7 @@ def test_a_pipeline_has_no_way_to_ask_for_evaluation_tasks() -> None:
     assert queue.training.get() is None  # and not the evaluation task
 
 
-def test_what_was_read_ahead_is_not_consumed() -> None:
+def test_52_what_was_read_ahead_is_pending_and_not_consumed() -> None:
     queue = a_queue(20, task_size=6)
     batches = TaskBatches(queue.training, 4)
     ahead = [batch for _, batch in zip(range(4), batches)]
@@ -218,13 +218,14 @@ def test_workers_share_the_tasks_of_one_queue() -> None:
 # -- several ranks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(
     records=st.integers(1, 40),
     task_size=st.integers(1, 9),
     epochs=st.integers(1, 2),
     legs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 5)), max_size=4),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_ranks_get_equally_many_batches_and_all_records_once(
     records: int, task_size: int, epochs: int, legs: list[tuple[int, int, int]]
 ) -> None:
@@ -276,6 +277,15 @@ def test_bad_ranks_are_refused(arguments: Any) -> None:
 def test_bad_batch_sizes_are_refused(size: Any) -> None:
     with pytest.raises(HoldfastError, match="Invalid batch_size"):
         TaskBatches(a_queue().training, size)
+
+
+def test_ranks_are_those_of_torch_distributed_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    batches = TaskBatches(a_queue(9, task_size=5).training, 6)
+    assert numbers(batches) == [[1, 4], [7]]
+    assert batches.padded == 0
 
 
 def test_the_tensors_of_a_loader_are_those_of_the_records() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.errors import HoldfastError
@@ -133,6 +135,34 @@ def test_going_back_within_one_process_reopens_what_came_later() -> None:
         ckpt.resume(at=3)
         task = queue.get("training")
         assert (task.id, task.position) == (2, 3)
+
+
+def test_a_step_that_fails_has_consumed_nothing() -> None:
+    """The version that ``OnException`` saves has what complete steps have consumed, although the
+    step that failed had reported its records, and the loader has read ahead."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    queue, store = Queue(), MemoryStore()
+    queue.add("training", 40, task_size=6, name="t")
+    batches = TaskBatches(queue.training, 4, rank=0, ranks=1)
+    loader = DataLoader(TensorDataset(torch.arange(40.0)), batch_sampler=batches, num_workers=2)
+    state = {"model": model, "optimizer": optimizer, "queue": queue}
+    with (
+        pytest.raises(Crash),
+        holdfast.Checkpointer(store, state, save=holdfast.OnException()) as ckpt,
+    ):
+        for made, (numbers,) in enumerate(loader):
+            model(numbers[:, None]).sum().backward()
+            batches.consumed()
+            if made == 3:
+                raise Crash
+            optimizer.step()
+            ckpt.step()
+    state["queue"] = resumed = Queue()
+    with holdfast.Checkpointer(store, state, save=holdfast.Never()) as ckpt:
+        ckpt.resume()
+        assert ckpt.current_step == 3
+    assert next(iter(TaskBatches(resumed.training, 4, rank=0, ranks=1))) == [12, 13, 14, 15]
 
 
 def lines_of_a_stream() -> Iterator[int]:

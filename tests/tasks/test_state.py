@@ -133,6 +133,19 @@ def test_a_load_drops_jobs_that_did_not_exist_then() -> None:
     assert queue.add("training", 2, task_size=2, name="later").completed == 0
 
 
+def test_a_load_drops_a_loaded_job_that_did_not_exist_then() -> None:
+    queue = Queue()
+    queue.add("training", 4, task_size=2, name="t")
+    before = queue.state_dict()
+    queue.add("training", 4, task_size=2, name="later")
+    for _ in range(3):
+        training(queue).done()
+    restarted = Queue()
+    restarted.load_state_dict(queue.state_dict())
+    restarted.load_state_dict(before)
+    assert restarted.state_dict() == before
+
+
 def test_a_load_refuses_to_lose_a_new_training_job() -> None:
     state = a_queue().state_dict()
     queue = a_queue()

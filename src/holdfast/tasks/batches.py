@@ -142,10 +142,8 @@ class TaskBatches:
         while batch := self._next_batch(timeout):
             timeout = 0.0  # the thread that waits is the one that consumes
             self._pending.append(batch)
-            keys: list[Key] = [
-                (task.data, i) if task.data else i for task, *span in batch for i in range(*span)
-            ]
-            yield keys[rank::ranks] or [keys[rank % len(keys)]]
+            # a rank without a record of its own repeats one
+            yield _part(batch, rank, ranks) or _part(batch, rank % _length(batch), _length(batch))
             if pass_number != self._pass_number:
                 raise TaskError(
                     "This pass over a TaskBatches is no longer the latest",
@@ -218,3 +216,14 @@ class TaskBatches:
 
 def _length(batch: list[_Part]) -> int:
     return sum(stop - start for _, start, stop in batch)
+
+
+def _part(batch: list[_Part], rank: int, ranks: int) -> list[Key]:
+    """Return every ``ranks``-th record of a batch, without a look at the others."""
+    keys: list[Key] = []
+    offset = 0
+    for task, start, stop in batch:
+        numbers = range(start + (rank - offset) % ranks, stop, ranks)
+        keys += [(task.data, i) for i in numbers] if task.data else numbers
+        offset += stop - start
+    return keys

@@ -29,7 +29,7 @@ class JobTables:
         self.by_name: dict[str, TaskTable] = {}
         self.leases = Leases()
         self.running: dict[Kind, dict[str, TaskTable]] = {kind: {} for kind in KINDS}
-        self.failed: dict[Kind, dict[str, TaskTable]] = {kind: {} for kind in KINDS}
+        self.failed: dict[str, TaskTable] = {}  # training jobs
         self._ready: dict[Kind, list[tuple[int, str]]] = {kind: [] for kind in KINDS}
         self._blocked: dict[str, list[TaskTable]] = {}  # by the job for which they wait
 
@@ -53,7 +53,6 @@ class JobTables:
         """Remove a job that has ended."""
         if self.by_name.get(table.spec.name) is table:
             del self.by_name[table.spec.name]
-            self.failed[table.spec.kind].pop(table.spec.name, None)
 
     def replace(self, tables: Iterable[TaskTable], next_id: int) -> None:
         """Replace all jobs. All leases end, and later reports of them are ignored."""
@@ -139,7 +138,9 @@ class JobTables:
                     self.leases.remove(lease)
             table.fail(error)
             kind, name = table.spec.kind, table.spec.name
-            self.failed[kind][name] = self.running[kind].pop(name)
+            del self.running[kind][name]
+            if kind == "training":
+                self.failed[name] = table
             waiting = self._blocked.pop(name, [])
             pending += [(other, _failed_before(other, error)) for other in waiting]
 

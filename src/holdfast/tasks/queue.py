@@ -19,12 +19,23 @@ from holdfast.tasks.job_tables import JobTables, check_position
 from holdfast.tasks.queue_state import check_state, match_tables, to_state
 from holdfast.tasks.result import encode_result
 from holdfast.tasks.sides import EvaluationSide, TrainingSide
-from holdfast.tasks.spec import KINDS, DataSets, Kind, check_kind, is_int, make_spec
+from holdfast.tasks.spec import (
+    KINDS,
+    DataSets,
+    Kind,
+    check_kind,
+    check_seconds,
+    is_int,
+    make_spec,
+)
 from holdfast.tasks.table import TaskTable
 from holdfast.tasks.task import Report, Task
 
 _LONGEST_WAIT = 1.0
 """Seconds after which a wait looks at the clock again, which may not be the real one."""
+
+_LONGEST_CAUSE = 10_000
+"""The number of characters of the cause of a failure that are kept."""
 
 
 class Queue:
@@ -49,7 +60,7 @@ class Queue:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lease_seconds = inf if lease_seconds is None else lease_seconds
-        _check_seconds("lease_seconds", self._lease_seconds, self._lease_seconds > 0)
+        check_seconds("lease_seconds", self._lease_seconds, may_be_infinite=True)
         if not is_int(attempts) or attempts < 1:
             raise HoldfastError("Invalid attempts", expected="1 or more", found=repr(attempts))
         self._clock = clock
@@ -128,14 +139,16 @@ class Queue:
     def finished(self, kind: Kind) -> bool:
         """Return True if no task of this kind is open or leased.
 
-        Then, raises the ``JobFailed`` of a failed job for which nobody has waited.
+        Then, raises the ``JobFailed`` of a training job that has failed: otherwise a training would
+        end as if it were complete. That of an evaluation is raised to whoever waits for its job,
+        and not to its workers, which may have more to do.
         """
         check_kind(kind)
         with self._entered():
             if self._jobs.running[kind]:
                 return False
-            for table in self._jobs.failed[kind].values():
-                if table.error is not None:
+            for table in self._jobs.failed.values():
+                if kind == "training" and table.error is not None:
                     raise table.error
             return True
 
@@ -163,14 +176,15 @@ class Queue:
         """
         check_kind(kind)
         seconds = self._lease_seconds if lease_seconds is None else lease_seconds
-        _check_seconds("timeout", timeout, 0 <= timeout < inf)
-        _check_seconds("lease_seconds", seconds, seconds > 0)
+        check_seconds("timeout", timeout, may_be_zero=True)
+        check_seconds("lease_seconds", seconds, may_be_infinite=True)
         worker = f"thread {get_ident()}" if worker is None else worker
         with self._entered():
             end = self._clock() + timeout
             if kind == "evaluation":
                 for lease in self._jobs.leases.of_worker(worker, kind):
                     self._jobs.take_back(lease, f"worker {worker!r} asked for another task")
+                    self._changed.notify_all()  # the job may have failed
             while True:
                 now = self._clock()
                 task = self._jobs.lease(kind, worker, now, seconds, self)
@@ -178,13 +192,23 @@ class Queue:
                     return task
                 self._wait(end)
 
-    def recover(self, worker: str) -> int:
-        """Return the tasks of a lost worker to the queue. Returns their number."""
+    def recover(self, worker: str, cause: str = "it has ended") -> int:
+        """Return the tasks of a lost worker to the queue. Returns their number.
+
+        Only the attempt that the worker began first counts as failed, of each kind: it was at work
+        on that task, and had merely read ahead in the others.
+        """
         with self._changing():
-            leases = [x for kind in KINDS for x in self._jobs.leases.of_worker(worker, kind)]
-            for lease in leases:
-                self._jobs.take_back(lease, f"worker {worker!r} was lost")
-            return len(leases)
+            count = 0
+            for kind in KINDS:
+                leases = self._jobs.leases.of_worker(worker, kind)
+                for lease in leases[:1]:
+                    self._jobs.take_back(lease, f"worker {worker!r} was lost: {cause}")
+                for lease in leases[1:]:
+                    if self._jobs.leases.get(lease.attempt) is lease:  # its job has not failed
+                        self._jobs.reopen(lease)
+                count += len(leases)
+            return count
 
     # -- reports of workers, see ``Task`` --------------------------------------------------------
 
@@ -217,7 +241,7 @@ class Queue:
         with self._changing():
             lease = self._jobs.lease_of(report)
             if lease is not None:
-                self._jobs.take_back(lease, cause)
+                self._jobs.take_back(lease, cause[:_LONGEST_CAUSE])
             return lease is not None
 
     def report_released(self, report: Report) -> bool:
@@ -267,7 +291,7 @@ class Queue:
 
     def wait_for_end(self, table: TaskTable, timeout: float) -> None:
         """Wait for at most ``timeout`` seconds until a job has ended."""
-        _check_seconds("timeout", timeout, 0 <= timeout < inf)
+        check_seconds("timeout", timeout, may_be_zero=True)
         with self._entered():
             end = self._clock() + timeout
             while not table.has_ended and self._clock() < end:
@@ -311,8 +335,3 @@ class Queue:
         seconds = min(end, self._jobs.leases.next_end()) - self._clock()
         self._changed.wait(min(max(seconds, 0.0), _LONGEST_WAIT))
         self._take_back_overdue()
-
-
-def _check_seconds(name: str, value: object, is_valid: bool) -> None:
-    if not is_valid:
-        raise HoldfastError(f"Invalid {name}", expected="a number of seconds", found=repr(value))

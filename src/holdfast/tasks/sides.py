@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from holdfast.errors import TaskError
 from holdfast.tasks.task import EvaluationTask, Owner, Task, TrainingTask
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class EvaluationSide:
         except Exception as e:  # noqa: BLE001  (the job keeps it)
             task.fail(e)
         except BaseException:
-            task.release()
+            with suppress(TaskError):  # the connection has ended, which also returns the task
+                task.release()
             raise
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -86,8 +87,9 @@ def make_spec(
     kind: str, data: DataSets, task_size: int, epochs: int, name: str, after: str | None
 ) -> JobSpec:
     """Return the specification of a job. Raises ``HoldfastError`` if it is not valid."""
-    if not isinstance(name, str) or not name or not (after is None or isinstance(after, str)):
-        raise _invalid("name of a job", "a text that is not empty", (name, after))
+    for text in (name,) if after is None else (name, after):
+        if not is_text(text) or not text:
+            raise _invalid("name of a job", "a text that is not empty", text)
     for label, value in (("task_size", task_size), ("epochs", epochs)):
         if not is_int(value) or not 1 <= value < _MAX_RECORDS:
             raise _invalid(f"{label} of job {name!r}", "an int of 1 or more", value)
@@ -127,6 +129,32 @@ def check_kind(kind: str) -> Kind:
     return kind
 
 
+def check_seconds(
+    name: str, value: object, *, may_be_zero: bool = False, may_be_infinite: bool = False
+) -> None:
+    """Raise ``HoldfastError`` unless ``value`` is a number of seconds."""
+    is_valid = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (value > 0 or (may_be_zero and value == 0))
+        and (may_be_infinite or value < math.inf)
+    )
+    if not is_valid:
+        expected = "seconds: a number of 0 or more" if may_be_zero else "seconds: more than 0"
+        expected += "" if may_be_infinite else ", and finite"
+        raise HoldfastError(f"Invalid {name}", expected=expected, found=repr(value)[:200])
+
+
+def is_text(value: object) -> bool:
+    """Return True for a str that can be sent: it has no surrogates."""
+    return isinstance(value, str) and value == to_text(value)
+
+
+def to_text(value: str) -> str:
+    """Return a text without surrogates, which names of files that are no UTF-8 have."""
+    return value.encode(errors="backslashreplace").decode()
+
+
 def is_int(value: Any) -> bool:
     """Return True for an int, also one of NumPy, that is no bool."""
     return not isinstance(value, bool) and hasattr(value, "__index__")
@@ -134,7 +162,7 @@ def is_int(value: Any) -> bool:
 
 def _limits(job: str, key: object, value: int | range | None) -> tuple[int, int | None]:
     """Return the first record of a data set, and the end, which is None for a stream."""
-    if not isinstance(key, str):
+    if not is_text(key):
         raise _invalid(f"name of a data set of job {job!r}", "a text", key)
     if value is None:
         return 0, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Sequence
@@ -25,10 +24,11 @@ from holdfast.tasks.remote.messages import (
     Renew,
     Reply,
     Request,
+    encode,
 )
 from holdfast.tasks.result import encode_result
 from holdfast.tasks.sides import EvaluationSide, TrainingSide
-from holdfast.tasks.spec import Kind, check_kind
+from holdfast.tasks.spec import Kind, check_kind, check_seconds
 from holdfast.tasks.task import EvaluationTask, Report, Task, TrainingTask
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
@@ -44,15 +44,12 @@ class RemoteQueue:
     """
 
     def __init__(self, sock: socket.socket, reply_seconds: float = 60.0) -> None:
-        if not 0 < reply_seconds < math.inf:
-            raise HoldfastError(
-                "Invalid reply_seconds", expected="more than 0", found=repr(reply_seconds)
-            )
+        check_seconds("reply_seconds", reply_seconds)
         self._socket, self._reply_seconds = sock, reply_seconds
         self._connection = Connection(sock, "the owner of the task queue")
         self._lock = Lock()
         self._number = 0
-        self._is_broken = False
+        self._is_closed = False
         self.training = TrainingSide(self)
         self.evaluation = EvaluationSide(self)
 
@@ -66,16 +63,12 @@ class RemoteQueue:
         """Lease a task, as ``Queue.get``. Every connection is one worker: ``worker`` must be None.
         ``lease_seconds`` must be finite: this process may be lost."""
         check_kind(kind)
-        if worker is not None or not 0 <= timeout < math.inf:
-            raise HoldfastError(
-                "Invalid arguments for RemoteQueue.get",
-                expected="no worker, and a finite timeout",
-                found=f"worker={worker!r}, timeout={timeout!r}",
-            )
-        if lease_seconds is not None and not 0 < lease_seconds < math.inf:
-            raise HoldfastError(
-                "Invalid lease_seconds", expected="a finite time", found=repr(lease_seconds)
-            )
+        check_seconds("timeout", timeout, may_be_zero=True)
+        if lease_seconds is not None:
+            check_seconds("lease_seconds", lease_seconds)
+        if worker is not None:
+            what = "A RemoteQueue is the queue of one worker"
+            raise HoldfastError(what, expected="worker=None", found=repr(worker)[:200])
         end, pause = time.monotonic() + timeout, _SHORTEST_PAUSE
         while True:
             answer = self._request(Get(self._next_number(), kind, lease_seconds))
@@ -110,7 +103,7 @@ class RemoteQueue:
 
     def close(self) -> None:
         """End the connection. Tasks that this worker holds return to the queue."""
-        self._is_broken = True
+        self._is_closed = True
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -133,18 +126,22 @@ class RemoteQueue:
         return isinstance(answer, Reply) and answer.value
 
     def _request(self, request: Request) -> Leased | Reply:
-        """Send a request, and return its answer. Raises the error that the owner has answered."""
+        """Send a request, and return its answer. Raises the error that the owner has answered.
+
+        If this does not end with an answer, the connection does: half a message may be under way.
+        """
+        line = encode(request)
         with self._lock:
-            if self._is_broken:
+            if self._is_closed:
                 raise self._lost("it was closed")
-            self._is_broken = True  # unless the answer arrives: after half a message, all is over
             try:
-                self._connection.send(request, self._reply_seconds)
+                self._connection.send(line, self._reply_seconds)
                 answer = self._receive(request.number)
-            except OSError as e:
-                self._socket.close()
+            except BaseException as e:
+                self.close()
+                if not isinstance(e, OSError):
+                    raise
                 raise self._lost(f"{type(e).__name__}: {e}") from e
-            self._is_broken = False
         if isinstance(answer, Refused):
             raise answer.to_error()
         return answer

@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.errors import HoldfastError, JobFailed, LeaseLost, TaskError
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
+from holdfast.tasks.spec import to_text
 from holdfast.tasks.task import Report
 
 MAX_LINE = 64 << 20
@@ -118,8 +119,22 @@ _encoder = msgspec.json.Encoder()
 
 def refuse(number: int, error: HoldfastError) -> Refused:
     """Return the answer that carries an error."""
-    texts = (None if x is None else str(x) for x in (error.expected, error.found, error.todo))
-    return Refused(number, type(error).__name__, error.what, *texts)
+    parts = (error.expected, error.found, error.todo)
+    texts = (None if x is None else to_text(str(x)) for x in parts)
+    return Refused(number, type(error).__name__, to_text(error.what), *texts)
+
+
+def encode(message: Request | Answer) -> bytes:
+    """Return a message as a line. Raises ``TaskError`` if it is too long."""
+    line = _encoder.encode(message) + b"\n"
+    if len(line) > MAX_LINE:
+        raise TaskError(
+            "A message of a task queue is too long",
+            expected=f"at most {MAX_LINE} bytes",
+            found=len(line),
+            todo="Return a smaller result: sums and counts instead of one value per record",
+        )
+    return line
 
 
 class Connection:
@@ -130,25 +145,18 @@ class Connection:
         self._buffer = bytearray()
         self._searched = 0  # bytes of the buffer without the end of a line
 
-    def send(self, message: Request | Answer, timeout: float | None) -> None:
-        """Send a message. Raises ``TaskError`` if it is too long, and ``OSError``."""
-        line = _encoder.encode(message) + b"\n"
-        if len(line) > MAX_LINE:
-            raise TaskError(
-                f"A message to {self._peer} is too long",
-                expected=f"at most {MAX_LINE} bytes",
-                found=len(line),
-                todo="Return a smaller result: sums and counts instead of one value per record",
-            )
+    def send(self, line: bytes, timeout: float) -> None:
+        """Send an encoded message within ``timeout`` seconds. Raises ``OSError``."""
         self._socket.settimeout(timeout)
         self._socket.sendall(line)
 
-    def receive_request(self, timeout: float | None) -> Request | None:
-        """Return the next request, or None at the end of the connection."""
-        line = self._receive_line(timeout)
+    def receive_request(self) -> Request | None:
+        """Return the next request, or None at the end of the connection. Waits as long as the
+        worker is connected: it may be at work on a task."""
+        line = self._receive_line(None)
         return None if line is None else self._decode(_REQUESTS, line)
 
-    def receive_answer(self, timeout: float | None) -> Answer | None:
+    def receive_answer(self, timeout: float) -> Answer | None:
         """Return the next answer, or None at the end of the connection."""
         line = self._receive_line(timeout)
         return None if line is None else self._decode(_ANSWERS, line)

@@ -23,6 +23,7 @@ from holdfast.tasks.remote.messages import (
     Renew,
     Reply,
     Request,
+    encode,
     refuse,
 )
 from holdfast.tasks.result import decode_result
@@ -110,16 +111,17 @@ class TaskServer:
         A worker that sends something else, or does not read its replies, is treated as lost.
         """
         connection = Connection(sock, worker)
-        last: Answer | None = None
+        last, cause = (0, b""), "its connection has ended"
         try:
-            with suppress(OSError, TaskError):
-                while (request := connection.receive_request(None)) is not None:
-                    if last is None or request.number != last.number:
-                        last = self._answer(request, worker)
-                    connection.send(last, _SEND_SECONDS)
+            while (request := connection.receive_request()) is not None:
+                if request.number != last[0]:
+                    last = request.number, encode(self._answer(request, worker))
+                connection.send(last[1], _SEND_SECONDS)
+        except (OSError, TaskError) as e:
+            cause = f"{type(e).__name__}: {e}"
         finally:
             sock.close()
-            self._queue.recover(worker)
+            self._queue.recover(worker, cause)
             self._forget(current_thread())
 
     def _forget(self, thread: Thread) -> None:
