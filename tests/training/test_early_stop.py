@@ -490,7 +490,7 @@ def test_the_warning_of_a_missing_metric_waits_for_evaluations(sign: str) -> Non
     messages = warned(caught)
     assert len(messages) == (sign != "lease")
     if messages:
-        assert re.search(r"has val_loss.*let an evaluation record it", messages[0])
+        assert re.search(r"has val_loss.*Run.add_metrics", messages[0])
         assert "No step or evaluation of" in messages[0]
 
 

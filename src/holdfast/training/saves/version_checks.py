@@ -108,13 +108,13 @@ class MetricCheck:
         if missing:
             problems.append(
                 f"No version of {url} has {' or '.join(missing)}, which the keep policy uses; they"
-                f" have {', '.join(sorted(available)) or 'no metrics'}. Pass it to step(), or let"
-                " an evaluation record it; until then, no version is the best"
+                f" have {', '.join(sorted(available)) or 'no metrics'}. Pass it to step(), or add"
+                " it with Run.add_metrics; until then, no version is the best"
             )
         if awaited is not None and awaited not in available:
             problems.append(
                 f"No step or evaluation of {url} has given {awaited}, which StopWhen waits for."
-                " Pass it to step() or save(), or let an evaluation record it; until then, training"
+                " Pass it to step() or save(), or add it with Run.add_metrics; until then, training"
                 " does not stop early"
             )
         self._message = ". ".join(problems) or None
