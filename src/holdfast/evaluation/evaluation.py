@@ -21,10 +21,10 @@ from holdfast.evaluation.functions import FunctionName
 from holdfast.evaluation.inline import InlineWorker
 from holdfast.evaluation.pool import Limits, WorkerHandle, WorkerPool
 from holdfast.evaluation.process import ProcessWorker, WorkerError, WorkerLost
-from holdfast.evaluation.recording import record_failure
 from holdfast.evaluation.schedule import Selection
 from holdfast.evaluation.worker import Functions, Worker, WorkerSpec
 from holdfast.format.names import Version
+from holdfast.format.records import MAX_TEXT, FailedEvaluation
 from holdfast.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
 from holdfast.run.evaluations.metrics import check_name
 from holdfast.run.evaluations.objectives import make_objective, record_objective
@@ -240,7 +240,7 @@ class Evaluation:
 
     def _record_failure(self, snapshot: Snapshot, cause: str) -> Literal["FAILED", "SKIPPED"]:
         try:
-            record_failure(self._run, snapshot, self.name, cause)
+            self._run.put_record(FailedEvaluation, self.name, snapshot, cause=cause[:MAX_TEXT])
         except (NotFound, FormatError):
             return "SKIPPED"
         return "FAILED"

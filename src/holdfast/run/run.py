@@ -195,7 +195,7 @@ class Run:
         and ``HoldfastError`` if ``name`` is invalid.
         """
         checked = check_metrics(metrics)
-        self._put_about(Evaluation, name, at, metrics=to_numbers(checked))
+        self.put_record(Evaluation, name, at, metrics=to_numbers(checked))
 
     def attest(self, at: Snapshot | Version | int, *, ok: bool, by: str, note: str = "") -> None:
         """Record the verdict of a check on a snapshot, version, or step.
@@ -211,7 +211,7 @@ class Run:
         Raises the errors of ``add_metrics``, and ``HoldfastError`` for an invalid argument.
         """
         check_verdict(ok, note)
-        self._put_about(Verdict, by, at, ok=ok, note=note)
+        self.put_record(Verdict, by, at, ok=ok, note=note)
 
     def evaluations(self, at: Snapshot | Version | int) -> dict[str, EvaluationStatus]:
         """Return the state of each evaluation of a version: ``DONE``, ``FAILED``, ``PENDING``."""
@@ -224,9 +224,10 @@ class Run:
         if it has not ended normally with the newest version of the current lineage."""
         return lineage.find_end(self.catalog)
 
-    def _put_about(
+    def put_record(
         self, kind: type[AboutVersion], name: str, at: Snapshot | Version | int, **content: Any
     ) -> None:
+        """Store a record of another kind about a version. Raises as ``add_metrics`` does."""
         version, record = self._read_version(at)
         if isinstance(at, Snapshot) and at.digest != record.digest:
             raise FormatError(

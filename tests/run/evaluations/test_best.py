@@ -66,7 +66,7 @@ def test_a_version_without_a_score_is_never_the_best(kind: Any) -> None:
     if kind == "other":
         run.add_metrics(2, {"other": 0.1})
     elif kind == "failed":
-        run._put_about(FailedEvaluation, "val", *run._read_version(2), cause="it failed")
+        run.put_record(FailedEvaluation, "val", 2, cause="it failed")
     best = run.best("val")
     assert best is not None
     assert best.version == Version(1)
