@@ -358,7 +358,8 @@ def test_the_copy_of_a_save_waits_for_a_buffer_until_its_deadline():
     def check():
         raise Unavailable("the time is over")
 
-    pieces, image = [Piece(0, 1)], SimpleNamespace(length=1)
+    pieces = [Piece(0, 1)]
+    image = SimpleNamespace(length=1, split_by_device=lambda found: ([], found))
     with pytest.raises(Unavailable):
         stage_pieces(image, pieces, Workers(pool, 1, check_time=check))
     assert pieces[0].buffer is None
