@@ -127,8 +127,8 @@ def sections(options: Options) -> list[Section]:
         f"{_RECORDS} records in batches of {_BATCH} through a model of 16 layers of {_WIDTH} x"
         f" {_WIDTH}. The baseline is a loop over the same data in one process with one thread,"
         " which loads each version, too. CPU seconds are those of the evaluator and its workers"
-        f" together. The first of {versions} versions does not count: the workers start before it. Runs"
-        " alternate."
+        f" together. The first of {versions} versions does not count: the workers start before it."
+        " Runs alternate."
     )
     what = "CPU time of 1 worker / (loop + load)"
     target = "speed of 2 workers / 1 worker"

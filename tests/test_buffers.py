@@ -359,7 +359,9 @@ def test_the_copy_of_a_save_waits_for_a_buffer_until_its_deadline():
         raise Unavailable("the time is over")
 
     pieces = [Piece(0, 1)]
-    image = SimpleNamespace(length=1, split_by_device=lambda found: ([], found))
+    image = SimpleNamespace(
+        length=1, split_by_device=lambda found: ([], found), copy_piece=lambda *_: None
+    )
     with pytest.raises(Unavailable):
         stage_pieces(image, pieces, Workers(pool, 1, check_time=check))
     assert pieces[0].buffer is None
