@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import holdfast
+from holdfast.errors import Unavailable
 
 RECORDS = 1000
 
@@ -134,4 +135,20 @@ def evaluate_poison(model: Any, batch: Any) -> dict[str, Any]:
 
 def evaluate_slowly(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     time.sleep(0.05)
+    return evaluate(model, batch)
+
+
+def empty() -> list[Any]:
+    return []
+
+
+def setup_unavailable(snapshot: Any) -> torch.nn.Module:
+    """The store does not answer once."""
+    if _once("unavailable"):
+        raise Unavailable("503")
+    return setup(snapshot)
+
+
+def evaluate_printing(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    print("a batch")
     return evaluate(model, batch)

@@ -145,6 +145,8 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"setup": lambda snapshot: None}, "Another process cannot import the function setup"),
         ({"data": "tests.evaluation.functions:RECORDS"}, "RECORDS is not a function"),
         ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
+        ({"data": functions.empty}, "is empty"),
+        ({"data": functions.empty, "workers": 0}, "is empty"),
         ({"workers": -1}, "Invalid value for workers="),
         ({"batch_size": 0}, "Invalid value for batch_size="),
         ({"objective": ("loss", "best")}, "Invalid value for objective="),
@@ -281,3 +283,54 @@ def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) ->
     assert outcome.state == "FAILED"
     assert "returns no metric loss" in outcome.cause
     assert "accuracy, val/loss" in outcome.cause
+
+
+@pytest.mark.usefixtures("quick_polls")
+def test_a_store_that_does_not_answer_for_a_while_fails_no_version(run: Path) -> None:
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, setup=functions.setup_unavailable, workers=1).run()
+    check(outcome, run, state)
+
+
+def test_what_a_worker_prints_does_not_go_to_stdout(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_version(run, 5)
+    evaluation(run, functions.evaluate_printing, workers=1).run()
+    out, err = capfd.readouterr()
+    assert "a batch" not in out
+    assert "a batch" in err
+
+
+def test_an_evaluation_runs_once(run: Path) -> None:
+    save_version(run, 5)
+    own = evaluation(run, workers=0)
+    own.run()
+    with pytest.raises(HoldfastError, match="has been run"):
+        own.run()
+
+
+def test_an_evaluation_in_this_process_can_be_stopped(run: Path) -> None:
+    save_version(run, 5)
+    own = evaluation(run, functions.evaluate_slowly, workers=0, follow=True)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(own.run()))
+    thread.start()
+    until(lambda: list_leases(Run(run).store))
+    own.stop()
+    thread.join(20)
+    assert found == [[]]
+
+
+def test_only_the_selected_leaves_are_read(run: Path) -> None:
+    """Damage in a part of the version that the evaluation does not need does not matter."""
+    model = make_model(5)
+    state = {"model": model, "optimizer": torch.zeros(4 << 20)}
+    holdfast.save(run / "version_5", state, step=5)
+    (shard,) = (run / "version_5").glob("shard-*.safetensors")
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    assert not holdfast.open(run / "version_5").verify().ok
+    (outcome,) = evaluation(run, workers=0).run()
+    check(outcome, run, {"model": model.state_dict()})

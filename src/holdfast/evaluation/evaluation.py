@@ -119,6 +119,7 @@ class Evaluation:
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
         self._stopping = Event()
         self._started_at = self._ended_at = -inf
+        self._was_run, self._unavailable = False, 0
 
     def __repr__(self) -> str:
         return f"<Evaluation {self.name} of {self._run.url}>"
@@ -142,6 +143,9 @@ class Evaluation:
         one), ``HoldfastError`` if a function cannot be imported, or another process has the name or
         takes it over, and ``StoreError``.
         """
+        if self._was_run:
+            raise HoldfastError(f"{self!r} has been run", todo="Create another Evaluation")
+        self._was_run = True
         self._check_run()
         outcomes: list[Outcome] = []
         try:
@@ -176,7 +180,6 @@ class Evaluation:
         """
         if is_later and not (self._follow or self._skip_none or self._retry):
             return None
-        failures = 0
         while not self._stopping.is_set():
             start = max(self._started_at + self._every_seconds, self._ended_at + self._throttle)
             if self._stopping.wait(max(0.0, min(start - time.monotonic(), threading.TIMEOUT_MAX))):
@@ -186,13 +189,17 @@ class Evaluation:
                 is_last = not self._follow or self._run.ended() is not None
                 if (snapshot := self._find_version()) is not None or is_last:
                     return snapshot
-                failures = 0
-            except Unavailable:
-                failures += 1
-                if failures > _MAX_UNAVAILABLE:
-                    raise
-            self._stopping.wait(POLL_SECONDS)
+                self._stopping.wait(POLL_SECONDS)
+            except Unavailable as e:
+                self._wait_for_store(e)
         return None
+
+    def _wait_for_store(self, error: Unavailable) -> None:
+        """Wait before the store is asked again. Raises the error if it has failed too often."""
+        self._unavailable += 1
+        if self._unavailable > _MAX_UNAVAILABLE:
+            raise error
+        self._stopping.wait(POLL_SECONDS)
 
     def _find_version(self) -> Snapshot | None:
         while (found := self._follower.next()) is not None:
@@ -219,12 +226,13 @@ class Evaluation:
                 return None
             kind = e.fields.get("kind", "")
             if kind == "unavailable":
-                raise Unavailable(e.what, store=self._run.url) from e
+                self._wait_for_store(Unavailable(e.what, store=self._run.url))
+                return None
             state = "SKIPPED" if kind == "gone" or isinstance(e, NotFound) else "FAILED"
             cause = str(e)
             if state == "FAILED":
                 state = self._record_failure(snapshot, cause)
-        self._ended_at = time.monotonic()
+        self._ended_at, self._unavailable = time.monotonic(), 0
         self._follower.finish(version)
         outcome = Outcome(version, state, self._ended_at - began, metrics, cause)
         events.emit(

@@ -105,7 +105,7 @@ class WorkerPool:
         """
         queue = Queue(lease_seconds=None, attempts=self._limits.attempts)
         job = queue.add("evaluation", self.records, task_size=self._task_size(), name=url)
-        team = _Team(queue, job, self._limits, url, digest)
+        team = _Team(queue, job, self._limits, url, digest, self._closing)
         _run_in_threads(lambda name: self._drive(team, name), self._names)
         if team.error is not None:
             raise team.error
@@ -122,10 +122,10 @@ class WorkerPool:
     def _drive(self, team: _Team, name: str) -> None:
         """Let one worker take part until the version is complete. Runs on a thread of its own."""
         restarts = 0
-        while not team.has_ended and not self._closing.is_set():
+        while not team.has_ended:
+            before = team.job.completed
             try:
-                worker, before = self._worker(name), team.job.completed
-                team.work(worker)
+                team.work(self._worker(name))
             except WorkerLost as e:
                 self._discard(name)
                 events.emit("worker_lost", worker=name, error=e)
@@ -159,9 +159,13 @@ class WorkerPool:
             worker = self._make(name)
             with self._lock:
                 self._workers[name] = worker
-            if self._closing.is_set():
-                worker.kill()
-            self.records = worker.start(self._limits.start)
+            try:
+                if self._closing.is_set():
+                    raise WorkerLost("The evaluation has been stopped")
+                self.records = worker.start(self._limits.start)
+            except BaseException:
+                self._discard(name)
+                raise
         return worker
 
     def _discard(self, name: str) -> None:
@@ -175,8 +179,10 @@ class WorkerPool:
 class _Team:
     """The evaluation of one version by several workers."""
 
-    def __init__(self, queue: Queue, job: Job, limits: Limits, url: str, digest: str) -> None:
-        self.job, self.url, self.digest = job, url, digest
+    def __init__(
+        self, queue: Queue, job: Job, limits: Limits, url: str, digest: str, closing: Event
+    ) -> None:
+        self.job, self.url, self.digest, self._closing = job, url, digest, closing
         self.loaded: set[str] = set()
         self.error: HoldfastError | None = None
         self._queue, self._limits = queue, limits
@@ -185,7 +191,8 @@ class _Team:
     @property
     def has_ended(self) -> bool:
         return (
-            self.error is not None
+            self._closing.is_set()
+            or self.error is not None
             or self.job.error is not None
             or self.job.completed == self.job.tasks
         )

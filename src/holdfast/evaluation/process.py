@@ -163,6 +163,7 @@ def _receive_bytes(connection: socket.socket, length: int) -> bytearray:
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the evaluator ends its workers
+    os.dup2(2, 1)  # what the functions print does not belong to the result of the command
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     Thread(target=_read, args=(connection, requests), daemon=True).start()
     hello = requests.get()

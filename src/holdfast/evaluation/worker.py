@@ -77,6 +77,8 @@ class Worker:
                 expected="an object with len() and [index], such as a torch Dataset or a list",
                 found=f"a {type(self._data).__name__}",
             ) from e
+        if not self.records:
+            raise HoldfastError("The data of an evaluation is empty", expected="one record or more")
 
     def load(self, url: str, digest: str) -> None:
         """Load the version at ``url``, whose manifest must have ``digest``."""
