@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -152,3 +153,9 @@ def setup_unavailable(snapshot: Any) -> torch.nn.Module:
 def evaluate_printing(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     print("a batch")
     return evaluate(model, batch)
+
+
+def setup_of_a_deleted_version(snapshot: Any) -> torch.nn.Module:
+    """A person deletes the version while it is loaded."""
+    shutil.rmtree(Path(snapshot.url), ignore_errors=True)
+    return setup(snapshot)

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.engine.snapshot.location import locate
+from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import HoldfastError, NotFound
 from holdfast.evaluation.evaluation import Evaluation, Outcome
 from holdfast.evaluation.pool import Limits
@@ -334,3 +336,29 @@ def test_only_the_selected_leaves_are_read(run: Path) -> None:
     assert not holdfast.open(run / "version_5").verify().ok
     (outcome,) = evaluation(run, workers=0).run()
     check(outcome, run, {"model": model.state_dict()})
+
+
+def test_a_version_that_a_person_deletes_meanwhile_is_skipped(run: Path) -> None:
+    save_version(run, 4)
+    save_version(run, 5)
+    (outcome,) = evaluation(run, setup=functions.setup_of_a_deleted_version).run()
+    assert outcome.state == "SKIPPED"
+    assert "There is no snapshot" in outcome.cause
+    assert sorted(path.name for path in run.iterdir()) == ["version_4"]
+
+
+def test_a_folder_without_a_manifest_is_not_evaluated(run: Path) -> None:
+    state = save_version(run, 4)
+    save_version(run, 5)
+    (run / "version_5" / "manifest.json").unlink()
+    (outcome,) = evaluation(run, workers=0).run()
+    assert outcome.version == Version(4)
+    check(outcome, run, state)
+
+
+def test_a_version_of_any_layout_is_evaluated(run: Path, tmp_path: Path) -> None:
+    state = save_version(tmp_path / "other", 5)
+    reshard(holdfast.open(tmp_path / "other" / "version_5"), locate(run / "version_5"), 3)
+    assert len([*(run / "version_5").glob("shard-*.safetensors")]) == 3
+    (outcome,) = evaluation(run, workers=1).run()
+    check(outcome, run, state)
