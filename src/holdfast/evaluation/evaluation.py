@@ -147,6 +147,8 @@ class Evaluation:
             raise HoldfastError(f"{self!r} has been run", todo="Create another Evaluation")
         self._was_run = True
         self._check_run()
+        if not self._follow and self._follower.next() is None:
+            return []  # the start of workers takes seconds
         outcomes: list[Outcome] = []
         try:
             self._pool.start()
