@@ -30,7 +30,7 @@ def test_json_keys_are_stable(run: str) -> None:
     ]  # fmt: skip
     assert list(report["versions"][0]) == [
         "version", "url", "step", "branch", "on_line", "latest", "created", "bytes",
-        "referred_bytes", "reason", "metrics", "pinned", "trust", "verdicts",
+        "referred_bytes", "reason", "metrics", "evaluations", "pinned", "trust", "verdicts",
         "intact", "problem",
     ]  # fmt: skip
     assert report["latest"] == "version_60"

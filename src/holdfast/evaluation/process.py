@@ -68,7 +68,7 @@ class ProcessWorker:
                 ours.close()
                 raise
         self._socket = ours
-        self._hello = {"path": sys.path, "spec": msgspec.to_builtins(spec)}
+        self._hello = {"path": sys.path, "spec": msgspec.json.encode(spec).decode()}
 
     @property
     def pid(self) -> int:
@@ -179,11 +179,14 @@ def main() -> None:
 _started: list[Worker] = []
 
 
-def _start(plain: Any) -> int:
+_SPEC = msgspec.json.Decoder(WorkerSpec)
+
+
+def _start(spec_text: str) -> int:
     import torch
 
     torch.set_num_threads(1)  # workers share the cores, and their threads would compete
-    spec = msgspec.convert(plain, WorkerSpec)
+    spec = _SPEC.decode(spec_text)
     worker = Worker(Functions.resolve(spec), spec.batch_size, spec.keys, spec.device)
     _started.append(worker)
     return worker.records
