@@ -135,3 +135,14 @@ def evaluate_poison(model: Any, batch: Any) -> dict[str, Any]:
 def evaluate_slowly(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     time.sleep(0.05)
     return evaluate(model, batch)
+
+
+def evaluate_and_tell(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    """Slow; each worker leaves its process id."""
+    Path(os.environ["TEST_FOLDER"], f"pid-{os.getpid()}").touch()
+    return evaluate_slowly(model, batch)
+
+
+def setup_that_finds_nothing(snapshot: Any) -> Any:
+    """As on a machine that does not have the folder of the run."""
+    raise holdfast.errors.NotFound(f"{snapshot.url} has no shard")

@@ -78,6 +78,11 @@ class Worker:
                 found=f"a {type(self._data).__name__}",
             ) from e
 
+    @classmethod
+    def of(cls, spec: WorkerSpec) -> Worker:
+        """Import the functions, and return the worker. Raises ``HoldfastError``, too."""
+        return cls(Functions.resolve(spec), spec.batch_size, spec.keys, spec.device)
+
     def load(self, url: str, digest: str) -> None:
         """Load the version at ``url``, whose manifest must have ``digest``."""
         self._model = None  # not two models at once
