@@ -1,4 +1,4 @@
-"""Evaluations by Ray actors equal a computation in one process. ``test_ray.py`` runs these tests."""
+"""Evaluations by Ray actors equal a computation in one process. ``test_ray.py`` runs this file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,7 +19,13 @@ from holdfast.evaluation.pool import Limits
 from holdfast.run.evaluations.lease import list_leases
 from holdfast.run.run import Run
 from tests.evaluation import functions
-from tests.evaluation.test_evaluation import check, save_version, until
+from tests.evaluation.test_evaluation import (
+    check,
+    check_script,
+    evaluator,
+    save_version,
+    until,
+)
 from tests.evaluation.test_evaluation import evaluation as local_evaluation
 
 
@@ -177,55 +181,17 @@ def test_a_stop_ends_the_actors_and_those_that_wait_for_resources(run: Path) -> 
     assert found == [[]]
 
 
-SCRIPT = """
-import sys, holdfast
-from tests.evaluation.functions import evaluate_and_tell, setup
-
-def evaluate(model, batch):
-    return evaluate_and_tell(model, batch)
-
-def data():
-    from tests.evaluation.functions import data
-    return data()
-
-if __name__ == "__main__":
-    import signal
-    handler = signal.signal(signal.SIGTERM, lambda *_: None) and signal.getsignal(signal.SIGTERM)
-    own = holdfast.Evaluation(
-        sys.argv[1], setup, evaluate, data=data, batch_size=10, workers=2, engine="ray"
-    )
-    assert signal.getsignal(signal.SIGTERM) is handler, "a training may need it"
-    print([outcome.state for outcome in own.run()])
-"""
-
-
-def script(run: Path) -> subprocess.Popen[str]:
-    path = run.parent / "script.py"
-    path.write_text(SCRIPT)
-    return subprocess.Popen(
-        [sys.executable, str(path), str(run)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_the_functions_of_a_script_are_found_and_its_cluster_is_that_of_ray(run: Path) -> None:
-    state = save_version(run, 5)
-    process = script(run)
-    output, errors = process.communicate(timeout=90)
-    assert output.endswith("['DONE']\n"), errors
-    assert Run(run).metrics(5) == pytest.approx(functions.expected(state), rel=1e-6)
+def test_the_functions_of_a_script_are_found_and_its_handlers_stay(run: Path) -> None:
+    check_script(run, "ray")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_actors_end_with_their_evaluator(run: Path, cluster: Path, number: int) -> None:
     save_version(run, 5)
-    process = script(run)
-    until(lambda: len(pids(cluster)) == 2, 60)
-    process.send_signal(number)
-    process.communicate(timeout=30)
+    with evaluator(run.parent, "script.py", str(run), "ray") as process:
+        until(lambda: len(pids(cluster)) == 2, 60)
+        process.send_signal(number)
+        process.communicate(timeout=30)
     assert process.returncode != 0
     for pid in pids(cluster):
         until(lambda pid=pid: not _command(pid))
@@ -234,15 +200,12 @@ def test_actors_end_with_their_evaluator(run: Path, cluster: Path, number: int) 
 
 def test_the_command_evaluates_with_ray(run: Path) -> None:
     save_version(run, 5)
-    (run.parent / "scoring.py").write_text("from tests.evaluation.functions import *\n")
-    command = [sys.executable, "-m", "holdfast", "evaluate", str(run), "--with", "scoring"]
-    done = subprocess.run(
-        [*command, "--data", "scoring:data", "--workers", "2", "--engine", "ray", "--json"],
-        cwd=run.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=90,
+    (run.parent / "scoring.py").write_text(
+        "from tests.evaluation.functions import *\nevaluate = evaluate_and_tell\n"
     )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["versions"][0]["state"] == "DONE"
+    command = ["-m", "holdfast.cli", "evaluate", str(run), "--with", "scoring", "--engine", "ray"]
+    more = ["--data", "scoring:data", "--workers", "2", "--json"]
+    with evaluator(run.parent, *command, *more) as process:
+        output, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert json.loads(output)["versions"][0]["state"] == "DONE", "nothing else is on stdout"

@@ -48,7 +48,8 @@ class RayActor:
         return json.dumps(answer(lambda: getattr(self._worker, method)(*arguments)))
 
     def _start(self, path: list[str], spec: Any) -> int:
-        # Last: the environment that Ray has prepared, such as a runtime_env, has priority.
+        os.dup2(2, 1)  # what the functions print does not belong to the result of the command
+        # last: the environment that Ray has prepared, such as a runtime_env, has priority.
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self._worker = Worker.of(msgspec.convert(spec, WorkerSpec))
         return self._worker.records
