@@ -139,7 +139,7 @@ def test_an_actor_that_never_returns_its_task_is_replaced(run: Path, cluster: Pa
     ("evaluate", "cause"),
     [
         (functions.evaluate_raising, r"records 500 to 520: ZeroDivisionError: one bad shard"),
-        (functions.evaluate_poison, r"records 500 to 520.*ActorDiedError"),
+        (functions.evaluate_poison, r"records 500 to 520.*The actor died unexpectedly"),
     ],
 )
 def test_a_failure_is_recorded_with_its_cause(run: Path, evaluate: Any, cause: str) -> None:
