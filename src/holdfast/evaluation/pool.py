@@ -125,6 +125,7 @@ class WorkerPool:
                 team.work(worker)
             except WorkerLost as e:
                 self._discard(name)
+                team.loaded.discard(name)
                 events.emit("worker_lost", worker=name, error=e)
                 restarts = 0 if team.job.completed > before else restarts + 1
                 if restarts > _MAX_RESTARTS:
