@@ -34,6 +34,8 @@ decides the others, such as its lifetime."""
 _MAX_CAUSE = 500
 """The number of characters of an error of Ray, which can be long, in a message."""
 
+_SPEC = msgspec.json.Decoder(WorkerSpec)
+
 
 class RayActor:
     """The actor: a ``Worker`` in a process that Ray has started."""
@@ -47,11 +49,11 @@ class RayActor:
         method, arguments = json.loads(request)
         return json.dumps(answer(lambda: getattr(self._worker, method)(*arguments)))
 
-    def _start(self, path: list[str], spec: Any) -> int:
+    def _start(self, path: list[str], spec: str) -> int:
         os.dup2(2, 1)  # what the functions print does not belong to the result of the command
         # last: the environment that Ray has prepared, such as a runtime_env, has priority.
         sys.path.extend(entry for entry in path if entry not in sys.path)
-        self._worker = Worker.of(msgspec.convert(spec, WorkerSpec))
+        self._worker = Worker.of(_SPEC.decode(spec))
         return self._worker.records
 
 
@@ -133,7 +135,7 @@ def ray_workers(spec: WorkerSpec, options: Mapping[str, Any]) -> Callable[[str],
             f"Ray refuses ray_options={to_repr(dict(options))[:200]}", found=_describe(e)
         ) from e
     path = [os.path.abspath(entry) for entry in sys.path]
-    hello = json.dumps({"path": path, "spec": msgspec.to_builtins(spec)})
+    hello = json.dumps({"path": path, "spec": msgspec.json.encode(spec).decode()})
     return lambda name: RayWorker(name, ray, actor_class.remote(), hello)
 
 
