@@ -127,6 +127,18 @@ def evaluate_hanging(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     return evaluate(model, batch)
 
 
+def evaluate_and_tell(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    """Slow; each worker prints, and leaves its process id."""
+    print("a batch")
+    Path(os.environ["TEST_FOLDER"], f"pid-{os.getpid()}").touch()
+    return evaluate_slowly(model, batch)
+
+
+def setup_that_finds_nothing(snapshot: Any) -> Any:
+    """As on a machine that does not have the folder of the run."""
+    raise holdfast.errors.NotFound(f"{snapshot.url} has no shard")
+
+
 def evaluate_poison(model: Any, batch: Any) -> dict[str, Any]:
     """One shard kills each worker."""
     if (batch[0] == data().tensors[0][500]).all(1).any():

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,64 @@ def test_the_metrics_equal_those_of_a_computation_in_one_process(run: Path, work
     check(outcome, run, state)
     assert list_leases(Run(run).store) == []
     assert evaluation(run, workers=0).run() == [], "it is not evaluated again"
+
+
+SCRIPT = """
+import signal
+import sys
+
+import holdfast
+from tests.evaluation import functions
+
+
+def evaluate(model, batch):
+    return functions.evaluate_and_tell(model, batch)
+
+
+if __name__ == "__main__":
+    own = holdfast.Evaluation(
+        sys.argv[1],
+        functions.setup,
+        evaluate,
+        data=functions.data,
+        batch_size=10,
+        workers=2,
+        engine=sys.argv[2],
+    )
+    is_same = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    print(is_same, [outcome.state for outcome in own.run()])
+"""
+
+
+@contextmanager
+def evaluator(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process, in which all modules of this one can be imported."""
+    (folder / "script.py").write_text(SCRIPT)
+    with subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def check_script(run: Path, engine: str) -> None:
+    """Functions at the top level of a script are found, and its handlers stay."""
+    state = save_version(run, 5)
+    with evaluator(run.parent, "script.py", str(run), engine) as process:
+        output, errors = process.communicate(timeout=90)
+    assert output.endswith("True ['DONE']\n"), errors
+    assert Run(run).metrics(5) == pytest.approx(expected(state), rel=1e-6)
+
+
+def test_the_functions_of_a_script_are_found(run: Path) -> None:
+    check_script(run, "local")
 
 
 def test_the_result_does_not_depend_on_the_number_of_workers(run: Path) -> None:

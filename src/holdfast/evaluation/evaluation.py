@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from threading import Event
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from holdfast.evaluation.functions import FunctionName
 from holdfast.evaluation.inline import InlineWorker
 from holdfast.evaluation.pool import Limits, WorkerHandle, WorkerPool
 from holdfast.evaluation.process import ProcessWorker, WorkerError, WorkerLost
+from holdfast.evaluation.ray_engine import ray_workers
 from holdfast.evaluation.schedule import Selection
 from holdfast.evaluation.worker import Functions, Worker, WorkerSpec
 from holdfast.format.names import Version
@@ -65,6 +67,10 @@ class Evaluation:
     their names (``"package.module:function"``), must be importable by other processes. With
     ``workers=0``, this process does the work.
 
+    ``engine="ray"``: each worker is an actor of Ray, and the program's connection to a cluster is
+    used, or one to the cluster that Ray finds. ``ray_options`` are those of an actor; by default
+    ``{"num_cpus": 1}``, and one GPU with a ``device`` of ``"cuda"``.
+
     ``name`` names the evaluation: its records, and its lease. Two evaluations of a run at the same
     time need different names. ``objective``, such as ``("val/loss", "min")``, says by which metric
     versions are compared: ``RUN@best`` uses it.
@@ -76,7 +82,7 @@ class Evaluation:
     ``throttle``: at least so many seconds from the start, or from the end, of one evaluation to the
     start of the next.
 
-    Raises ``HoldfastError`` for an invalid argument.
+    Raises ``HoldfastError`` for an invalid argument, or if the engine cannot be used.
     """
 
     def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
@@ -89,6 +95,8 @@ class Evaluation:
         name: str = "evaluation",
         objective: tuple[str, str] | None = None,
         workers: int = 4,
+        engine: Literal["local", "ray"] = "local",
+        ray_options: Mapping[str, Any] | None = None,
         batch_size: int | None = 32,
         collate: Callable[[list[Any]], Any] | str | None = None,
         keys: str | Sequence[str] = (),
@@ -103,6 +111,7 @@ class Evaluation:
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         _check("workers", workers, _is_count(workers, 0), "a whole number, 0 or more")
+        _check_engine(engine, ray_options, workers)
         for what, count in (("batch_size", batch_size), ("every_steps", every_steps)):
             _check(what, count, count is None or _is_count(count, 1), "a whole number, 1 or more")
         for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
@@ -114,7 +123,13 @@ class Evaluation:
         self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
         self._every_seconds, self._throttle = every_seconds, throttle
         keys = (keys,) if isinstance(keys, str) else tuple(keys)
-        make = _worker_maker((setup, evaluate, data, collate), workers, batch_size, keys, device)
+        functions = (setup, evaluate, data, collate)
+        if workers == 0:
+            make = _inline_workers(functions, batch_size, keys, device)
+        elif engine == "ray":
+            make = ray_workers(_spec(functions, batch_size, keys, device), ray_options or {})
+        else:
+            make = partial(ProcessWorker, spec=_spec(functions, batch_size, keys, device))
         self._pool = WorkerPool(make, max(workers, 1), limits, batch_size)
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
         self._stopping = Event()
@@ -226,14 +241,12 @@ class Evaluation:
         except (WorkerError, TaskError, WorkerLost, NotFound, FormatError) as e:
             if self._stopping.is_set():
                 return None
-            kind = e.fields.get("kind", "")
-            if kind == "unavailable":
+            if e.fields.get("kind") == "unavailable":
                 self._wait_for_store(Unavailable(e.what, store=self._run.url))
                 return None
-            state = "SKIPPED" if kind == "gone" or isinstance(e, NotFound) else "FAILED"
             cause = str(e)
-            if state == "FAILED":
-                state = self._record_failure(snapshot, cause)
+            # a worker that does not find the version may be on a machine without its folder
+            state = "SKIPPED" if isinstance(e, NotFound) else self._record_failure(snapshot, cause)
         self._ended_at, self._unavailable = time.monotonic(), 0
         self._follower.finish(version)
         outcome = Outcome(version, state, self._ended_at - began, metrics, cause)
@@ -268,18 +281,22 @@ class Evaluation:
             record_objective(self._run.store, objective)
 
 
-def _worker_maker(
-    functions: tuple[Any, Any, Any, Any],
-    workers: int,
-    batch_size: int | None,
-    keys: tuple[str, ...],
-    device: str | None,
+_FunctionsOfUser = tuple[Any, Any, Any, Any]
+"""setup, evaluate, data, and collate: functions or their names, or None."""
+
+
+def _inline_workers(
+    functions: _FunctionsOfUser, batch_size: int | None, keys: tuple[str, ...], device: str | None
 ) -> Callable[[str], WorkerHandle]:
-    """Return the function that starts a worker. ``functions``: setup, evaluate, data, collate."""
-    if workers == 0:
-        found = (FunctionName.of(f, "").resolve() if isinstance(f, str) else f for f in functions)
-        own = Functions(*found)
-        return lambda name: InlineWorker(name, lambda: Worker(own, batch_size, keys, device))
+    """Return the function that starts a worker in this process."""
+    found = (FunctionName.of(f, "").resolve() if isinstance(f, str) else f for f in functions)
+    own = Functions(*found)
+    return lambda name: InlineWorker(name, lambda: Worker(own, batch_size, keys, device))
+
+
+def _spec(
+    functions: _FunctionsOfUser, batch_size: int | None, keys: tuple[str, ...], device: str | None
+) -> WorkerSpec:
     labels = "setup", "evaluate", "data", "collate"
     names = [
         None if f is None else FunctionName.of(f, label)
@@ -288,8 +305,17 @@ def _worker_maker(
     setup, evaluate, data, collate = names
     if setup is None or evaluate is None or data is None:
         raise HoldfastError("setup, evaluate, and data are required")
-    spec = WorkerSpec(setup, evaluate, data, batch_size, keys, device, collate)
-    return lambda name: ProcessWorker(name, spec)
+    return WorkerSpec(setup, evaluate, data, batch_size, keys, device, collate)
+
+
+def _check_engine(engine: object, ray_options: object, workers: int) -> None:
+    _check("engine", engine, engine in ("local", "ray"), '"local" or "ray"')
+    if engine == "ray":
+        _check("workers", workers, workers > 0, 'with engine="ray", 1 or more')
+        is_valid = ray_options is None or isinstance(ray_options, Mapping)
+        _check("ray_options", ray_options, is_valid, "a dict of the options of an actor")
+    else:
+        _check("ray_options", ray_options, ray_options is None, 'None, without engine="ray"')
 
 
 def _check(what: str, value: object, is_valid: bool, expected: str) -> None:

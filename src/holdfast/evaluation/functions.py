@@ -13,8 +13,9 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.text import to_repr
 
-_MAIN = "__mp_main__"
-"""The name under which a worker runs the script of the evaluator, as ``multiprocessing`` does."""
+_MAIN = "__evaluation_main__"
+"""The name under which a worker runs the script of the evaluator. ``__mp_main__`` is taken: it is
+``__main__`` as soon as something imports ``multiprocessing``, as torch does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,8 @@ class WorkerPool:
         self.records = 0
 
     def start(self) -> None:
-        """Start all workers at once. Raises the first error, and ends those that started."""
+        """Start all workers at once. Raises the first error, unless it is being closed, and ends
+        those that started."""
         failures: list[HoldfastError] = []
 
         def start(name: str) -> None:
@@ -78,7 +79,7 @@ class WorkerPool:
                 failures.append(e)
 
         _run_in_threads(start, self._names)
-        if failures:
+        if failures and not self._closing.is_set():
             self.close()
             raise failures[0]
 
@@ -128,6 +129,7 @@ class WorkerPool:
                 team.work(self._worker(name))
             except WorkerLost as e:
                 self._discard(name)
+                team.loaded.discard(name)
                 events.emit("worker_lost", worker=name, error=e)
                 restarts = 0 if team.job.completed > before else restarts + 1
                 if restarts > _MAX_RESTARTS:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from holdfast.errors import HoldfastError, NotFound, Unavailable
-from holdfast.evaluation.worker import Functions, Worker, WorkerSpec
+from holdfast.errors import HoldfastError, Unavailable
+from holdfast.evaluation.worker import Worker, WorkerSpec
 
 _LENGTH = struct.Struct(">Q")
 _MAX_MESSAGE = 1 << 34
@@ -39,8 +39,7 @@ class WorkerLost(HoldfastError):
 class WorkerError(HoldfastError):
     """A function of the user, or the load of a version, failed in a worker.
 
-    ``kind``: ``gone`` if the version does not exist any more, ``unavailable`` if the store did not
-    answer, otherwise ``failed``.
+    ``kind``: ``unavailable`` if the store did not answer, otherwise ``failed``.
     """
 
 
@@ -186,8 +185,7 @@ def _start(spec_text: str) -> int:
     import torch
 
     torch.set_num_threads(1)  # workers share the cores, and their threads would compete
-    spec = _SPEC.decode(spec_text)
-    worker = Worker(Functions.resolve(spec), spec.batch_size, spec.keys, spec.device)
+    worker = Worker.of(_SPEC.decode(spec_text))
     _started.append(worker)
     return worker.records
 
@@ -206,13 +204,8 @@ def answer(call: Any) -> Reply:
     try:
         return Reply(call(), "", "")
     except Exception as e:  # noqa: BLE001  (sent to the evaluator)
-        return Reply(None, _kind_of(e), describe(e))
-
-
-def _kind_of(error: Exception) -> str:
-    if isinstance(error, NotFound):
-        return "gone"
-    return "unavailable" if isinstance(error, Unavailable) else "failed"
+        kind = "unavailable" if isinstance(e, Unavailable) else "failed"
+        return Reply(None, kind, describe(e))
 
 
 def describe(error: BaseException) -> str:

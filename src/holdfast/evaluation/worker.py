@@ -80,6 +80,11 @@ class Worker:
         if not self.records:
             raise HoldfastError("The data of an evaluation is empty", expected="one record or more")
 
+    @classmethod
+    def of(cls, spec: WorkerSpec) -> Worker:
+        """Import the functions, and return the worker. Raises ``HoldfastError``, too."""
+        return cls(Functions.resolve(spec), spec.batch_size, spec.keys, spec.device)
+
     def load(self, url: str, digest: str) -> None:
         """Load the version at ``url``, whose manifest must have ``digest``."""
         self._model = None  # not two models at once

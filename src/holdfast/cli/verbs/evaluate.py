@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -36,6 +36,13 @@ from holdfast.evaluation.pool import Limits
 @click.option("--metric", metavar="NAME", help="The metric by which versions are compared.")
 @click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less or more is better.")
 @click.option("--workers", default=4, show_default=True, help="0: in this process.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="What runs the workers: processes here, or actors on a Ray cluster.",
+)
 @click.option("--batch-size", default=32, show_default=True, help="0: a record is a batch.")
 @keys_option
 @click.option("--device", help="Where to load the leaves that --keys selects.")
@@ -77,6 +84,7 @@ def command(  # noqa: PLR0913  (one parameter for each option)
     metric: str | None,
     mode: str | None,
     workers: int,
+    engine: Literal["local", "ray"],
     batch_size: int,
     keys: Sequence[str],
     device: str | None,
@@ -107,6 +115,7 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         name=name,
         objective=(metric, mode) if metric is not None and mode is not None else None,
         workers=workers,
+        engine=engine,
         batch_size=batch_size or None,
         keys=keys,
         device=device,

@@ -1,0 +1,211 @@
+"""Evaluations by Ray actors equal a computation in one process. ``test_ray.py`` runs this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.evaluation.pool import Limits
+from holdfast.run.evaluations.lease import list_leases
+from holdfast.run.run import Run
+from tests.evaluation import functions
+from tests.evaluation.test_evaluation import (
+    check,
+    check_script,
+    evaluator,
+    save_version,
+    until,
+)
+from tests.evaluation.test_evaluation import evaluation as local_evaluation
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Path]:
+    """A cluster of two CPUs. Returns a folder of its processes, ``TEST_FOLDER``."""
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as base:
+        os.environ |= {"RAY_AUTH_MODE": "disabled", "TEST_FOLDER": base}
+        import ray
+
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=80 << 20,
+            _temp_dir=f"{base}/ray",
+        )
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        yield Path(base)
+        ray.shutdown()
+
+
+@pytest.fixture
+def run(cluster: Path, tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    until(lambda: not actors())  # whatever the test did, Ray has got everything back
+    for left in ("first", "second", "hang", *map(str, cluster.glob("pid-*"))):
+        (cluster / left).unlink(missing_ok=True)
+
+
+def evaluation(run: Path, evaluate: Any = functions.evaluate, **more: Any) -> Any:
+    return local_evaluation(run, evaluate, **{"engine": "ray", **more})
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def actors() -> list[int]:
+    """The process ids of all actors that are alive."""
+    return [pid for pid in _processes() if b"ray::RayActor" in _command(pid)]
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def start(run: Path, **more: Any) -> tuple[threading.Thread, list[Any], Any]:
+    """Start a slow evaluation in a thread."""
+    own, found = evaluation(run, functions.evaluate_and_tell, **more), []
+    thread = threading.Thread(target=lambda: found.append(own.run()))
+    thread.start()
+    return thread, found, own
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_metrics_equal_those_of_a_computation_in_one_process(run: Path, workers: int) -> None:
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, workers=workers).run()
+    check(outcome, run, state)
+    (local,) = local_evaluation(run, name="local", workers=2).run()
+    assert local.metrics == outcome.metrics
+    assert list_leases(Run(run).store) == []
+
+
+def test_several_versions_are_evaluated_by_the_same_actors(run: Path, cluster: Path) -> None:
+    states = {step: save_version(run, step) for step in (1, 2, 3)}
+    options = {"skip_none": True, "keys": "model/**", "setup": functions.setup_from_dict}
+    outcomes = evaluation(run, functions.evaluate_and_tell, batch_size=250, **options).run()
+    for outcome in outcomes:
+        check(outcome, run, states[outcome.version.step])
+    assert [outcome.version.step for outcome in outcomes] == [1, 2, 3]
+    assert len(pids(cluster)) == 2
+
+
+def test_actors_that_die_in_a_task_change_nothing(run: Path, cluster: Path) -> None:
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, functions.evaluate_dying).run()
+    check(outcome, run, state)
+    assert (cluster / "second").exists()
+
+
+def test_an_actor_that_somebody_kills_through_ray_changes_nothing(run: Path, cluster: Path) -> None:
+    import ray
+
+    state = save_version(run, 5)
+    thread, found, own = start(run)
+    until(lambda: len(pids(cluster)) == 2)
+    ray.kill(own._pool._workers["worker-0"]._actor)
+    thread.join(60)
+    check(found[0][0], run, state)
+    assert len(pids(cluster)) == 3, "another actor took its place"
+
+
+def test_an_actor_that_never_returns_its_task_is_replaced(run: Path, cluster: Path) -> None:
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, functions.evaluate_hanging, limits=Limits(task=1.0)).run()
+    check(outcome, run, state)
+    assert (cluster / "hang").exists()
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "cause"),
+    [
+        (functions.evaluate_raising, r"records 500 to 520: ZeroDivisionError: one bad shard"),
+        (functions.evaluate_poison, r"records 500 to 520.*The actor died unexpectedly"),
+    ],
+)
+def test_a_failure_is_recorded_with_its_cause(run: Path, evaluate: Any, cause: str) -> None:
+    save_version(run, 5)
+    (outcome,) = evaluation(run, evaluate).run()
+    assert outcome.state == "FAILED"
+    assert re.search(cause, outcome.cause), outcome.cause
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"setup": "no.such.module:setup"}, "no.such.module:setup cannot be imported"),
+        ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
+        (
+            {"ray_options": {"resources": {"none": 1}}, "limits": Limits(start=1.0)},
+            r"Expected an answer within 1 s, found none.*ray status",
+        ),
+        ({"ray_options": {"num_cpus": -1}}, r"Ray refuses ray_options=\{'num_cpus': -1\}"),
+    ],
+)
+def test_what_cannot_be_started_is_an_error_of_the_command(
+    run: Path, arguments: dict[str, Any], message: str
+) -> None:
+    save_version(run, 5)
+    with pytest.raises(HoldfastError, match=message):
+        evaluation(run, **arguments).run()
+    assert list_leases(Run(run).store) == []
+
+
+def test_a_stop_ends_the_actors_and_those_that_wait_for_resources(run: Path) -> None:
+    save_version(run, 5)
+    thread, found, own = start(run, workers=3)  # the third one waits for a CPU
+    until(lambda: len(own._pool._workers) == 3 and len(actors()) >= 2)
+    own.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+    until(lambda: not actors())
+    assert found == [[]]
+
+
+def test_the_functions_of_a_script_are_found_and_its_handlers_stay(run: Path) -> None:
+    check_script(run, "ray")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_actors_end_with_their_evaluator(run: Path, cluster: Path, number: int) -> None:
+    save_version(run, 5)
+    with evaluator(run.parent, "script.py", str(run), "ray") as process:
+        until(lambda: len(pids(cluster)) == 2, 60)
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    assert process.returncode != 0
+    for pid in pids(cluster):
+        until(lambda pid=pid: not _command(pid))
+    assert Run(run).metrics(5) == {}
+
+
+def test_the_command_evaluates_with_ray(run: Path) -> None:
+    save_version(run, 5)
+    (run.parent / "scoring.py").write_text(
+        "from tests.evaluation.functions import *\nevaluate = evaluate_and_tell\n"
+    )
+    command = ["-m", "holdfast.cli", "evaluate", str(run), "--with", "scoring", "--engine", "ray"]
+    more = ["--data", "scoring:data", "--workers", "2", "--json"]
+    with evaluator(run.parent, *command, *more) as process:
+        output, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert json.loads(output)["versions"][0]["state"] == "DONE", "nothing else is on stdout"

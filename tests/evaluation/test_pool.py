@@ -1,0 +1,56 @@
+"""The pool of workers, with workers that follow a script instead of processes."""
+
+from __future__ import annotations
+
+import time
+from threading import Event
+from typing import Any
+
+from holdfast.evaluation.pool import Limits, WorkerPool
+from holdfast.evaluation.process import WorkerLost
+
+RECORDS = 4
+
+
+class FakeWorker:
+    """Counts records. ``worker-0`` is lost in its first task; the other one does all of the work,
+    before the pool has finished to replace it."""
+
+    lost, ended = Event(), Event()
+    completed = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._is_loaded = False
+
+    def start(self, timeout: float) -> int:
+        return RECORDS
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        if method == "load":
+            self._is_loaded = True
+            return None
+        assert self._is_loaded, f"{method}() without a version"
+        if method == "compute":
+            return {"records": float(sum(arguments[0]))}
+        if self.name == "worker-0" and not self.lost.is_set():
+            self.lost.set()
+            raise WorkerLost("killed")
+        assert self.lost.wait(10)
+        FakeWorker.completed += 1
+        if self.completed == RECORDS:
+            self.ended.set()
+        return arguments[1] - arguments[0]
+
+    def close(self) -> None: ...
+
+    def kill(self) -> None:
+        assert self.ended.wait(10)
+        time.sleep(0.1)  # until the pool has the last result
+
+
+def test_a_worker_that_is_replaced_when_nothing_is_left_to_do_loads_the_version() -> None:
+    """The pool took it for loaded, and the version failed."""
+    pool = WorkerPool(FakeWorker, 2, Limits(), None)
+    pool.start()
+    assert pool.evaluate("url", "digest") == {"records": RECORDS}

@@ -1,0 +1,86 @@
+"""The Ray engine: the tests of it run in a process of their own, on one small cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.errors import HoldfastError
+from tests.evaluation import functions
+from tests.evaluation.test_evaluation import evaluation
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+def test_the_cases_pass_in_a_process_of_their_own() -> None:
+    """Ray leaves threads and a signal handler behind, and each worker of pytest would start its own
+    cluster. ``ray_cases.py`` has the tests; pytest can also be called with it."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, "tests/evaluation/ray_cases.py"],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_without_ray_the_engine_is_an_error_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(HoldfastError, match=r'needs the package ray.*"holdfast\[ray\]"'):
+        evaluation(tmp_path / "run", engine="ray")
+
+
+def test_nothing_imports_ray_unless_an_evaluation_uses_it() -> None:
+    code = (
+        "import sys, holdfast\n"
+        "holdfast.Evaluation('run', 'm:s', 'm:e', data='m:d')\n"
+        "assert 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engine": "slurm"}, "Invalid value for engine="),
+        ({"engine": "ray", "workers": 0}, "Invalid value for workers="),
+        ({"engine": "ray", "ray_options": 4}, "Invalid value for ray_options="),
+        ({"ray_options": {"num_cpus": 1}}, "Invalid value for ray_options="),
+        (
+            {"engine": "ray", "ray_options": {"lifetime": "detached", 5: 1}},
+            "Invalid ray_options= of Evaluation: 5, lifetime",
+        ),
+        ({"engine": "ray", "setup": lambda snapshot: None}, "cannot import the function setup"),
+    ],
+)
+def test_an_invalid_engine_is_refused_before_ray_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(HoldfastError, match=message):
+        evaluation(tmp_path / "run", **arguments)
+
+
+def test_a_version_that_a_worker_does_not_find_is_a_failure(tmp_path: Path) -> None:
+    """It was skipped as deleted; but a worker on another machine may not have the folder."""
+    holdfast.save(tmp_path / "run" / "version_5", {"model": functions.make_model()}, step=5)
+    (outcome,) = evaluation(
+        tmp_path / "run", setup=functions.setup_that_finds_nothing, workers=0
+    ).run()
+    assert outcome.state == "FAILED"
+    assert "has no shard" in outcome.cause
