@@ -48,12 +48,17 @@ class Cadence:
         """True if a save was skipped since the last save."""
         return self._last_skip is not self._last_save
 
-    def restart(self) -> None:
-        """Count from now on, because a save begins or training resumes from a version."""
+    def restart(self, since: tuple[int, int] | None = None) -> None:
+        """Count from now on, because a save begins or training resumes from a version.
+
+        ``since``: count from this number of steps and of epochs instead.
+        """
         self._save_number += 1
         # the number lets a save that begins before the agreed step answer the proposal too
         self._proposals = f"save {self._save_number}", f"request {self._save_number}"
-        self._last_save = self._last_skip = self._now()
+        step, seconds, epochs = self._now()
+        step, epochs = (step, epochs) if since is None else since
+        self._last_save = self._last_skip = step, seconds, epochs
 
     def save_reason(
         self,
