@@ -118,9 +118,8 @@ def merge_shares(results: Sequence[ShareResult], templates: dict[str, Any]) -> M
     """Merge the results of all ranks, as the first one does. ``templates``: its own."""
     for rank, result in enumerate(results):
         if result.error:
-            return Merged(
-                None, f"rank {rank}, {result.error}" if len(results) > 1 else result.error
-            )
+            on_rank = f"on rank {rank}, " if len(results) > 1 else ""
+            return Merged(None, f"{on_rank}{result.error}")
     if not all(result.is_complete for result in results):
         return Merged(None, "")
     states = [result.state for result in results]
