@@ -31,6 +31,7 @@ from holdfast.engine.planning.select import make_key_filter
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
 from holdfast.format.index_columns import IndexBox
+from holdfast.format.records import InexactEvaluation
 from holdfast.text import to_repr
 
 MAX_TREE_LINES = 40
@@ -228,8 +229,12 @@ def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         if value := metadata.get(name):
             text = value if isinstance(value, str) else to_repr(value)
             yield name, format_metrics(value) if isinstance(value, dict) else text
-    for line in describe_verdicts(read_evaluations(snapshot)):
+    evaluations = read_evaluations(snapshot)
+    for line in describe_verdicts(evaluations):
         yield "verdict", line
+    for record in evaluations.of(InexactEvaluation):
+        steps = f"steps {record.first_step} to {record.last_step}"
+        yield "inexact", f"{format_metrics(record.decoded_metrics())} ({record.name}, {steps})"
     shards = format_count(len(manifest.shards), "shard")
     yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
     if snapshot.bases:
