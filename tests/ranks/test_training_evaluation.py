@@ -14,7 +14,7 @@ import holdfast
 from holdfast.errors import HoldfastError, RankFailed
 from holdfast.format.records import Evaluation, InexactEvaluation
 from holdfast.preemption.notice import Notice
-from holdfast.run.policy import EverySeconds, EverySteps, Never
+from holdfast.run.policy import EverySeconds, EverySteps, Never, StopWhen
 from holdfast.run.run import Run
 from holdfast.training.evaluations.training_evaluation import TrainingEvaluation
 from tests.ranks.test_training import clocks
@@ -51,7 +51,8 @@ class Evaluating:
 def evaluating(trainer: TrainingRank, **options: Any) -> Iterator[Evaluating]:
     save = options.pop("save", Never())
     preemption = options.pop("preemption", None)
-    with trainer.make_checkpointer(save=save, preemption=preemption):
+    stop = options.pop("stop", None)
+    with trainer.make_checkpointer(save=save, preemption=preemption, stop=stop):
         trainer.ckpt.resume()
         part = Evaluating(trainer, **options)
         with part.evaluation:
@@ -94,6 +95,23 @@ def test_ranks_divide_the_data_and_the_result_is_that_of_one_process(size: int, 
         if on == "paused":
             assert job.versions == [5]
             assert Run(job.inner).metrics(5)["mean"] == pytest.approx(11.0)
+
+
+def test_scores_of_a_paused_evaluation_stop_all_ranks_at_one_step() -> None:
+    def work(trainer: TrainingRank) -> int:
+        def worse(model: Any, batch: Any) -> dict[str, Any]:
+            return {"loss": (trainer.ckpt.current_step, 1)}
+
+        stop = StopWhen("loss", patience=2)
+        with evaluating(trainer, evaluate=worse, stop=stop, every=EverySteps(2)) as part:
+            part.train(10_000)
+        return trainer.ckpt.current_step
+
+    with TrainingJob(2) as job:
+        first, second = job.run(work)
+        assert first == second < 10_000
+        assert job.versions[:3] == [2, 4, 6]
+        assert Run(job.inner).ended() == "stopped by " + repr(StopWhen("loss", patience=2))
 
 
 def test_the_clock_of_rank_0_starts_an_evaluation_on_all_ranks_at_one_step() -> None:

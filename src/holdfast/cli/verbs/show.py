@@ -115,7 +115,7 @@ def _build_document(
     snapshot: Snapshot, rows: Sequence[TreeRow], layouts: Layouts | None
 ) -> dict[str, Any]:
     manifest, metadata = snapshot.manifest, snapshot.metadata
-    problem = _find_problem(snapshot)
+    problem, evaluations = _find_problem(snapshot), read_evaluations(snapshot)
     return {
         "snapshot": snapshot.url,
         "step": manifest.step,
@@ -130,7 +130,16 @@ def _build_document(
         "reason": metadata.get("reason"),
         "metrics": metadata.get("metrics", {}),
         "note": metadata.get("note", {}),
-        **build_verdicts(read_evaluations(snapshot)),
+        **build_verdicts(evaluations),
+        "inexact": [
+            {
+                "by": record.name,
+                "first_step": record.first_step,
+                "last_step": record.last_step,
+                "metrics": record.decoded_metrics(),
+            }
+            for record in evaluations.of(InexactEvaluation)
+        ],
         "statistics": metadata.get("statistics", {}),
         "shards": [{"name": s.name, "bytes": s.length} for s in manifest.shards],
         "bytes": snapshot.nbytes,
