@@ -432,6 +432,86 @@ def test_a_resume_does_not_repeat_a_finished_evaluation(on: Any, last_step: int)
         assert again.newest.first_step == 20
 
 
+def test_an_inexact_evaluation_that_is_newer_than_its_version_is_not_repeated() -> None:
+    store = MemoryStore()
+    options = {"on": "current", "batch_size": 20}
+    with pytest.raises(KeyboardInterrupt), training(store) as job, job.evaluating(**options):
+        for _ in range(15):
+            job.step()
+            if job.ckpt.current_step == 12:
+                job.ckpt.save()
+        raise KeyboardInterrupt
+    assert [r[:3] for r in inexact(store)] == [("version_12", 10, 14)]
+    with training(store) as job, job.evaluating(**options) as again:
+        assert job.ckpt.current_step == 12
+        for _ in range(8):
+            job.step()
+        assert again._share is None
+        assert again.newest is None
+
+
+def test_two_evaluations_with_two_names_are_independent() -> None:
+    store = MemoryStore()
+    with training(store) as job:
+        first = job.evaluating(name="first", every=EverySteps(4))
+        with first, job.evaluating(name="second", every=EverySteps(6)) as second:
+            for _ in range(13):
+                first.step()
+                job.step()
+            job.ckpt.save()
+    with training(store) as job:
+        first = job.evaluating(name="first", every=EverySteps(4))
+        with first, job.evaluating(name="second", every=EverySteps(6)) as second:
+            first.step()
+            job.step()
+            assert first.newest is second.newest is None
+    assert [version for version, _ in exact(store)] == [f"version_{n}" for n in (4, 6, 8, 12, 12)]
+
+
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 3, 8, 14, "save", "crash", "end"]), max_size=8),
+    st.sampled_from(["paused", "current"]),
+)
+def test_whatever_ends_the_training_each_evaluation_is_recorded_once(
+    actions: list[Any], on: Any
+) -> None:
+    store, step = MemoryStore(), 0
+    parts = list[list[Any]]([[]])
+    for action in [*actions, "end"]:
+        parts[-1].append(action)
+        if action in ("crash", "end"):
+            parts.append([])
+    for part in parts[:-1]:
+        try:
+            with training(store) as job, job.evaluating(on=on, batch_size=20):
+                for action in part:
+                    if action == "save":
+                        job.ckpt.save()
+                    elif action == "crash":
+                        raise KeyboardInterrupt
+                    for _ in range(action if isinstance(action, int) else 0):
+                        job.step(mini_batches=2)
+                step = job.ckpt.current_step
+                if action == "end":
+                    job.ckpt.save()
+        except KeyboardInterrupt:
+            pass
+    if on == "paused":
+        found = exact(store)
+        for version, metrics in found:
+            assert metrics == {"weight": job.weight(int(version.removeprefix("version_")))}
+        evaluated = [int(version.removeprefix("version_")) for version, _ in found]
+    else:
+        evaluated = [first for _, first, _, _ in inexact(store)]
+        assert exact(store) == []
+        assert all(first <= last < first + 10 for _, first, last, _ in inexact(store))
+    due = [*range(1, step // 10 + 1)]
+    assert {*due} <= {n // 10 for n in evaluated}, "none is missing"
+    if on == "paused" or "crash" not in actions:  # else, steps that were lost are made again
+        assert sorted(n // 10 for n in evaluated) == due, "and none is repeated"
+
+
 def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation() -> None:
     store = HookedStore(MemoryStore())
 

@@ -45,16 +45,16 @@ def _read_last(ckpt: Checkpointer, name: str) -> Steps:
     newest = ckpt._saver.newest
     if newest is None:
         return 0, 0
-    version = version_of(newest)
-    evaluations = ckpt.run.catalog.evaluations.read(version, newest.digest)
-    if any(record.name == name for record in evaluations.of(Evaluation)):
-        # the training ended between this record and the next version
-        return version.step, ckpt._step_counter.epochs
-    stored = read_training_metadata(newest).get(_FIELD)
+    version, stored = version_of(newest), read_training_metadata(newest).get(_FIELD)
     last = stored.get(name) if isinstance(stored, dict) else None
     if not isinstance(last, list) or len(last) != 2 or not all(type(n) is int for n in last):
-        return 0, 0
-    return last[0], last[1]
+        last = [0, 0]
+    # records about this version may be newer than it: the training ended before the next one
+    evaluations = ckpt.run.catalog.evaluations.read(version, newest.digest)
+    recorded = [version.step for r in evaluations.of(Evaluation) if r.name == name]
+    recorded += [r.first_step for r in evaluations.of(InexactEvaluation) if r.name == name]
+    begun = max((step for step in recorded if step <= version.step), default=0)
+    return (begun, ckpt._step_counter.epochs) if begun > last[0] else (last[0], last[1])
 
 
 def record_exact(ckpt: Checkpointer, name: str, metrics: Mapping[str, float], began: Steps) -> str:

@@ -255,6 +255,9 @@ class TrainingEvaluation:
         try:
             if error is None:
                 self._finish()
+        except BaseException as e:
+            error = e
+            raise
         finally:
             self._abandon(f"the training ended with {type(error).__name__}")
             self._agreement.close()
