@@ -552,7 +552,8 @@ def test_going_back_abandons_the_evaluation_in_progress() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "match"),
     [
-        ("every", Never(), "every="), ("every", 10, "every="), ("on", "version", "on="),
+        ("every", Never(), "every="), ("every", 10, "every="),
+        ("every", holdfast.OnException(), "every="), ("on", "version", "on="),
         ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
         ("keep", True, "keep="), ("data", [], "data="), ("data", iter([1]), "map-style"),
         ("name", "a b", "not a valid name"), ("function", "evaluate", "evaluate="),

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from holdfast import events
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement, make_agreement
-from holdfast.engine.distributed.group import all_reduce
+from holdfast.engine.distributed.group import all_reduce, broadcast_from_first
 from holdfast.errors import HoldfastError
 from holdfast.evaluation.worker import count_records
 from holdfast.run.evaluations.metrics import check_name
@@ -98,6 +98,7 @@ class TrainingEvaluation:
         name: str = "validation",
     ) -> None:
         is_policy = isinstance(every, SavePolicy) and not isinstance(every, Never)
+        is_policy = is_policy and not every.on_exception
         _check("every", every, is_policy, "a policy such as holdfast.EverySteps(500)")
         _check("on", on, on in ("current", "paused"), '"current" or "paused"')
         is_batch_size = type(batch_size) is int and batch_size >= 1
@@ -107,7 +108,10 @@ class TrainingEvaluation:
         records = count_records(data)
         _check("data", data, records > 0, "at least one record")
         check_can_fire(every, ckpt._step_counter.knows_epochs)
-        self.name, self.newest = check_name(name), _no_score()
+        self.name = check_name(name)
+        self.newest: Score | None = None
+        """The result of the newest evaluation, or None."""
+
         self._ckpt, self._every, self._is_paused, self._keep = ckpt, every, on == "paused", keep
         self._spec = EvaluationSpec(model, evaluate, data, records, batch_size, collate)
         self._group = ckpt._group
@@ -268,7 +272,11 @@ class TrainingEvaluation:
         if cadence is None:  # no step was made
             return
         self._drain(step)
-        if step != self._began[0] and (self._every.at_end or self._is_due(cadence)):
+        if step == self._began[0]:
+            return
+        operation, is_due = f"the end of the evaluation {self.name}", cadence.is_due_on_this_rank
+        # no step follows on which the ranks could agree
+        if self._every.at_end or broadcast_from_first(self._group, operation, is_due, bool):
             self._begin(step)
             self._drain(step)
 
@@ -281,10 +289,6 @@ class TrainingEvaluation:
         if (share := self._share) is not None:
             self._share = None
             self._report("ABANDONED", (share.first_step, share.last_step), cause=cause)
-
-
-def _no_score() -> Score | None:
-    return None
 
 
 def _check(what: str, value: object, is_valid: bool, expected: str) -> None:
