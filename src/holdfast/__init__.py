@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from holdfast.tiers.local_tier import LocalTier
     from holdfast.tiers.memory_tier import MemoryTier
     from holdfast.training.checkpointer import Checkpointer
+    from holdfast.training.evaluations.training_evaluation import TrainingEvaluation
 
 __all__ = [
     "AtEnd",
@@ -77,6 +78,7 @@ __all__ = [
     "Snapshot",
     "StopWhen",
     "Store",
+    "TrainingEvaluation",
     "attach",
     "errors",
     "export",
@@ -120,6 +122,7 @@ _LAZY_NAMES = {
     "Snapshot": "engine.snapshot.snapshot",
     "StopWhen": "run.policy",
     "Store": "storage.store",
+    "TrainingEvaluation": "training.evaluations.training_evaluation",
     "attach": "events",
     "errors": "errors",
     "export": "exporting.export",

@@ -561,6 +561,7 @@ ABOUT = {k: v for k, v in EVALUATION.items() if k != "metrics"}
 FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
 VERDICT = {**ABOUT, "ok": False, "note": "step 6 differs"}
 ENDED = {**ABOUT, "reason": "finished"}
+INEXACT = {**ABOUT, "metrics": {"loss": 0.5}, "first_step": 7, "last_step": 9}
 LEASE = {
     "name": "val",
     "attempt": "0" * 12,
@@ -586,13 +587,16 @@ OBJECTIVE = {"metric": "loss", "mode": "min"}
         ("lease", "extra", 1), ("objective", "mode", "best"), ("objective", "metric", None),
         ("objective", "extra", 1), ("ended", "reason", None), ("ended", "reason", 1),
         ("ended", "reason", "x" * 16_385), ("ended", "extra", 1), ("ended", "metrics", {}),
+        ("inexact", "metrics", None), ("inexact", "metrics", {"loss": "low"}),
+        ("inexact", "first_step", -1), ("inexact", "last_step", 10**18),
+        ("inexact", "last_step", 1.5), ("inexact", "extra", 1),
     ],
-    ids=range(27),
+    ids=range(33),
 )  # fmt: skip
 def test_an_invalid_record_is_rejected(kind: str, field: str, value: Json) -> None:
     valid = {
-        "failed": FAILURE, "verdict": VERDICT, "ended": ENDED, "lease": LEASE,
-        "objective": OBJECTIVE,
+        "failed": FAILURE, "verdict": VERDICT, "ended": ENDED, "inexact": INEXACT,
+        "lease": LEASE, "objective": OBJECTIVE,
     }[kind]  # fmt: skip
     decode: Callable[[bytes, str], object] = {
         "lease": decode_lease, "objective": decode_objective,

@@ -10,6 +10,7 @@ import pytest
 import holdfast
 from holdfast.errors import NoSnapshot
 from holdfast.format.names import Version
+from holdfast.format.records import InexactEvaluation
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
@@ -172,6 +173,15 @@ def test_show_and_verify_mention_verdicts(store: MemoryStore) -> None:
     assert run_cli("verify", f"{store.url}@60", "--json").json["versions"][0]["trust"] == (
         "distrusted"
     )
+
+
+def test_show_mentions_inexact_evaluations(store: MemoryStore) -> None:
+    content = {"metrics": {"loss": 0.5}, "first_step": 60, "last_step": 67}
+    Run(store)._put_about(InexactEvaluation, "val", 60, **content)
+    assert "loss 0.5 (val, steps 60 to 67)" in run_cli("show", f"{store.url}@60").out
+    report = run_cli("show", f"{store.url}@60", "--json").json
+    assert report["inexact"] == [{"by": "val", **content}]
+    assert report["metrics"] == {"loss": 42.25}, "that of the save"
 
 
 def test_a_snapshot_outside_of_a_run_has_no_verdicts(tmp_path: Path) -> None:

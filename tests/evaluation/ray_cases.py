@@ -58,7 +58,7 @@ def run(cluster: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def evaluation(run: Path, evaluate: Any = functions.evaluate, **more: Any) -> Any:
-    return local_evaluation(run, evaluate, **{"engine": "ray", **more})
+    return local_evaluation(run, evaluate, **{"engine": "ray", "workers": 2, **more})
 
 
 def pids(folder: Path) -> list[int]:

@@ -44,7 +44,8 @@ def blocks(text: str) -> list[Any]:
 
 
 MANIFEST, BRANCH, PIN, LASTING, NODES, INDEX, MANIFEST_2, INDEX_2 = blocks(TEXT)
-EVALUATION, FAILURE, VERDICT, ENDED, LEASE, OBJECTIVE = blocks((DOCS / "records.md").read_text())
+RECORDS = blocks((DOCS / "records.md").read_text())
+EVALUATION, FAILURE, VERDICT, ENDED, INEXACT, LEASE, OBJECTIVE = RECORDS
 SPREAD = json.loads(re.findall(r'`(.*"prefixes".*)`', TEXT)[0])
 
 
@@ -59,7 +60,7 @@ def test_the_schema_accepts_the_examples() -> None:
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
         ("lasting", LASTING), ("evaluation", EVALUATION), ("spread", SPREAD),
         ("failure", FAILURE), ("verdict", VERDICT), ("ended", ENDED), ("lease", LEASE),
-        ("objective", OBJECTIVE),
+        ("inexact", INEXACT), ("objective", OBJECTIVE),
         ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
         validator = Draft202012Validator({"$ref": f"#/$defs/{kind}", "$defs": schema["$defs"]})
@@ -79,6 +80,7 @@ def test_the_decoders_read_the_examples() -> None:
     assert decode_about_version(raw(FAILURE), "f", "failed").cause.endswith("ZeroDivisionError")
     assert decode_about_version(raw(VERDICT), "f", "verdict").ok is False
     assert decode_about_version(raw(ENDED), "f", "ended").reason == "finished"
+    assert decode_about_version(raw(INEXACT), "f", "inexact").last_step == 127
     assert decode_lease(raw(LEASE), "f").versions == ["version_120"]
     assert decode_objective(raw(OBJECTIVE), "f") == Objective("val_loss", "min")
     assert decode_index(raw(INDEX), "f").length == 4120

@@ -183,6 +183,38 @@ class BatchNormNet(nn.Module):
         return self.n(self.l(x))
 
 
+def evaluation_in_training(ranks):
+    """FSDP communicates in ``forward()``, so all ranks must call it equally often: three ranks
+    evaluate four batches."""
+    rows = torch.randn(7, 7, generator=torch.Generator().manual_seed(5))
+
+    def evaluate(model, batch):
+        return {"size": (model(batch).abs().sum(), len(batch))}
+
+    def work(make_model, on):
+        state = {**state_of(make_model()), "progress": holdfast.Progress()}
+        every, url = holdfast.EverySteps(1), ranks.folder / f"{on}-{make_model.__name__}"
+        options = {"data": rows, "batch_size": 2, "every": every, "on": on}
+        model = state["model"]
+        with holdfast.Checkpointer(url, state, save=holdfast.Never()) as ckpt:
+            with holdfast.TrainingEvaluation(ckpt, model, evaluate, **options) as evaluation:
+                for _ in range(2):
+                    evaluation.step()
+                    train(state, steps=1)
+                    ckpt.step()
+            with torch.no_grad():
+                expected = model(rows).abs().sum().item() / len(rows)
+        assert evaluation.newest.metrics["size"] == pytest.approx(expected, rel=1e-5)
+        assert model.training
+
+    def ddp():
+        return nn.parallel.DistributedDataParallel(seeded_net(1), find_unused_parameters=True)
+
+    for make_model in (fsdp, ddp):
+        for on in ("paused", "current"):
+            ranks(3, partial(work, make_model, on))
+
+
 def ddp_with_batch_norm(ranks):
     def make_state(size):
         torch.manual_seed(size)
@@ -445,6 +477,7 @@ SCENARIOS = [
     tensor_parallel_only,
     all_optimizers,
     factored_slots,
+    evaluation_in_training,
     ddp_with_batch_norm,
     pipeline_stages,
     compiled,

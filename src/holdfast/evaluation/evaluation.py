@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -13,10 +13,12 @@ from threading import Event
 from typing import Any, Literal
 
 from holdfast import events
+from holdfast.engine.distributed.group import GroupSpec, saving_group
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.pins import require_manifest
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, HoldfastError, NotFound, TaskError, Unavailable
+from holdfast.evaluation.background import running
 from holdfast.evaluation.follower import Follower
 from holdfast.evaluation.functions import FunctionName
 from holdfast.evaluation.inline import InlineWorker
@@ -116,7 +118,7 @@ class Evaluation:
             _check(what, count, count is None or _is_count(count, 1), "a whole number, 1 or more")
         for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
             _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
-        self.name, self._follow = check_name(name), follow
+        self.name, self._follow, self._workers = check_name(name), follow, workers
         self._objective = None if objective is None else make_objective(*objective)
         self._run = Run(run)
         self._skip_none, self._retry = skip_none, retry
@@ -132,7 +134,7 @@ class Evaluation:
             make = partial(ProcessWorker, spec=_spec(functions, batch_size, keys, device))
         self._pool = WorkerPool(make, max(workers, 1), limits, batch_size)
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
-        self._stopping = Event()
+        self._stopping, self._is_training_over = Event(), Event()
         self._started_at = self._ended_at = -inf
         self._was_run, self._unavailable = False, 0
 
@@ -179,6 +181,36 @@ class Evaluation:
             self._lease.release()
         return outcomes
 
+    @contextmanager
+    def background(self, group: GroupSpec = None) -> Iterator[list[Outcome]]:
+        """Return a context manager that evaluates versions of a training while it runs::
+
+            with evaluation.background(), holdfast.Checkpointer("runs/a", state) as ckpt:
+                train(ckpt)
+
+        It yields a list, which gets the outcomes, each exactly of one version. The worker processes
+        run on the machine of the first rank (of ``group``); on other ranks, this does nothing. The
+        training never waits for them. The end of the block waits until the newest version has been
+        evaluated; after an exception, such as ``Preempted``, it ends the workers at once.
+
+        An error of ``run`` ends only the evaluation: the event ``evaluation_stopped`` reports it,
+        and a normal end of the block raises it. Raises ``HoldfastError`` without ``follow=True``,
+        or with ``workers=0``, which would use the random numbers of the training.
+        """
+        _check("follow", self._follow, self._follow, "True, to run in the background")
+        _check("workers", self._workers, self._workers > 0, "1 or more, to run in the background")
+        outcomes: list[Outcome] = []
+        if saving_group(group).rank:
+            yield outcomes
+            return
+        run = partial(self.run, outcomes.append)
+        with running(run, self._is_training_over.set, self.stop, self._report):
+            yield outcomes
+
+    def _report(self, error: Exception) -> None:
+        if not self._stopping.is_set():
+            events.emit("evaluation_stopped", run=self._run.url, evaluation=self.name, error=error)
+
     def _check_run(self) -> None:
         if self._run.listing().has_version():
             return
@@ -203,7 +235,8 @@ class Evaluation:
                 return None
             try:
                 # asked first: the training may save its last version, and end, in between
-                is_last = not self._follow or self._run.ended() is not None
+                is_over = not self._follow or self._is_training_over.is_set()
+                is_last = is_over or self._run.ended() is not None
                 if (snapshot := self._find_version()) is not None or is_last:
                     return snapshot
                 self._stopping.wait(POLL_SECONDS)

@@ -68,17 +68,7 @@ class Worker:
         self._model: Any = None
         self._templates: dict[str, Any] = {}
         self._data = functions.data()
-        try:
-            self.records = len(self._data)
-            _ = self._data.__getitem__
-        except (TypeError, AttributeError) as e:
-            raise HoldfastError(
-                "The data of an evaluation is not a map-style dataset",
-                expected="an object with len() and [index], such as a torch Dataset or a list",
-                found=f"a {type(self._data).__name__}",
-            ) from e
-        if not self.records:
-            raise HoldfastError("The data of an evaluation is empty", expected="one record or more")
+        self.records = count_records(self._data)
 
     @classmethod
     def of(cls, spec: WorkerSpec) -> Worker:
@@ -105,7 +95,8 @@ class Worker:
         states = MetricStates(self._templates)
         name = getattr(self._functions.evaluate, "__name__", "evaluate")
         with _no_grad():
-            for batch in self._batches(start, stop):
+            collate = self._functions.collate
+            for batch in read_batches(self._data, start, stop, self._batch_size, collate):
                 states.add(self._functions.evaluate(self._model, batch), f"{name}()")
         return states.to_plain()
 
@@ -120,14 +111,36 @@ class Worker:
                     break
         return compute(states, self._templates)
 
-    def _batches(self, start: int, stop: int) -> Iterator[Any]:
-        from torch.utils.data import DataLoader, Subset
 
-        part = Subset(self._data, range(start, stop))
-        loader: DataLoader[Any] = DataLoader(
-            part, batch_size=self._batch_size, collate_fn=self._functions.collate
-        )
-        return iter(loader)
+def count_records(data: Any) -> int:
+    """Return the number of records. Raises ``HoldfastError`` if it is not a map-style dataset."""
+    try:
+        records = len(data)
+        _ = data.__getitem__
+    except (TypeError, AttributeError) as e:
+        raise HoldfastError(
+            "The data of an evaluation is not a map-style dataset",
+            expected="an object with len() and [index], such as a torch Dataset or a list",
+            found=f"a {type(data).__name__}",
+        ) from e
+    if not records:
+        raise HoldfastError("The data of an evaluation is empty", expected="one record or more")
+    return records
+
+
+def read_batches(
+    data: Any,
+    start: int,
+    stop: int,
+    batch_size: int | None,
+    collate: Callable[[list[Any]], Any] | None,
+) -> Iterator[Any]:
+    """Return the batches of the records ``start`` up to ``stop``. See ``WorkerSpec``."""
+    from torch.utils.data import DataLoader, Subset
+
+    part = Subset(data, range(start, stop))
+    loader: DataLoader[Any] = DataLoader(part, batch_size=batch_size, collate_fn=collate)
+    return iter(loader)
 
 
 def _no_grad() -> AbstractContextManager[object]:

@@ -103,10 +103,32 @@ class Evaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
 
     def decoded_metrics(self) -> dict[str, float]:
         """Return the metrics as numbers."""
-        return {
-            name: float(value["float"]) if isinstance(value, dict) else value
-            for name, value in self.metrics.items()
-        }
+        return _decode_metrics(self.metrics)
+
+
+class InexactEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
+    """The result of an evaluation during which the training went on. It is no score of a version.
+
+    Parts of the data were evaluated with the parameters after the steps ``first_step`` up to
+    ``last_step``. The version is the newest one at the end of the evaluation.
+    """
+
+    metrics: Mapping[str, Metric]
+    first_step: Annotated[int, Meta(ge=0, lt=10**18)]
+    last_step: Annotated[int, Meta(ge=0, lt=10**18)]
+
+    kind: ClassVar[str] = "inexact"
+
+    def decoded_metrics(self) -> dict[str, float]:
+        """Return the metrics as numbers."""
+        return _decode_metrics(self.metrics)
+
+
+def _decode_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    return {
+        name: float(value["float"]) if isinstance(value, dict) else value
+        for name, value in metrics.items()
+    }
 
 
 class FailedEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +214,7 @@ _LEASE = StrictDecoder(msgspec.json.Decoder(Lease))
 _OBJECTIVE = StrictDecoder(msgspec.json.Decoder(Objective))
 _ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
     kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
-    for kind in (Evaluation, FailedEvaluation, Verdict, Ended)
+    for kind in (Evaluation, FailedEvaluation, Verdict, Ended, InexactEvaluation)
 }
 _SPREAD = StrictDecoder(msgspec.json.Decoder(Spread))
 
@@ -230,7 +252,7 @@ def decode_lasting_pin(raw: bytes, file: str) -> LastingPin:
 
 def encode_about_version(record: AboutVersion) -> bytes:
     """Return the file content of a record. The metrics of an evaluation are ints and floats."""
-    if isinstance(record, Evaluation):
+    if isinstance(record, Evaluation | InexactEvaluation):
         metrics = {
             name: {"float": repr(v)} if isinstance(v, float) and not isfinite(v) else v
             for name, v in record.metrics.items()

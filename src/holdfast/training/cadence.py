@@ -48,12 +48,17 @@ class Cadence:
         """True if a save was skipped since the last save."""
         return self._last_skip is not self._last_save
 
-    def restart(self) -> None:
-        """Count from now on, because a save begins or training resumes from a version."""
+    def restart(self, since: tuple[int, int] | None = None) -> None:
+        """Count from now on, because a save begins or training resumes from a version.
+
+        ``since``: count from this number of steps and of epochs instead.
+        """
         self._save_number += 1
         # the number lets a save that begins before the agreed step answer the proposal too
         self._proposals = f"save {self._save_number}", f"request {self._save_number}"
-        self._last_save = self._last_skip = self._now()
+        step, seconds, epochs = self._now()
+        step, epochs = (step, epochs) if since is None else since
+        self._last_save = self._last_skip = step, seconds, epochs
 
     def save_reason(
         self,
@@ -70,7 +75,7 @@ class Cadence:
         """
         if self._group.size == 1:
             self._requested = requested
-            due = requested or self._policy.due(PolicyInput(*self._now(), *self._last_save))
+            due = requested or self.is_due_on_this_rank()
         else:
             by_clock, by_request = self._proposals
             self._requested = not {by_clock, by_request}.isdisjoint(agreed_proposals)
@@ -97,7 +102,11 @@ class Cadence:
     def _is_due_by_clock(self, busy: bool) -> bool:
         """Return True if this is rank 0 and a save is due by its clock."""
         may_save = self._group.rank == 0 and not (self._skip_allowed and busy)
-        return may_save and self._policy.due(PolicyInput(*self._now(), *self._last_save))
+        return may_save and self.is_due_on_this_rank()
+
+    def is_due_on_this_rank(self) -> bool:
+        """Return True if a save is due by the counts and the clock of this rank."""
+        return self._policy.due(PolicyInput(*self._now(), *self._last_save))
 
     def skip_if_busy(self, busy: Callable[[], bool], run_url: str, goodput: Goodput) -> bool:
         """Return True if the due save is skipped because a save is in flight on rank 0.

@@ -339,7 +339,7 @@ class Checkpointer:
                 self._start_save("request", {**self._metrics, **added_metrics})
                 newest = self._saver.wait_on_all_ranks()
             else:
-                self._saver.add_metrics(newest, added_metrics)
+                self._saver.add_metrics(newest, added_metrics, "evaluation")
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return newest

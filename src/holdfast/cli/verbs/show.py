@@ -31,6 +31,7 @@ from holdfast.engine.planning.select import make_key_filter
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
 from holdfast.format.index_columns import IndexBox
+from holdfast.format.records import InexactEvaluation
 from holdfast.text import to_repr
 
 MAX_TREE_LINES = 40
@@ -114,7 +115,7 @@ def _build_document(
     snapshot: Snapshot, rows: Sequence[TreeRow], layouts: Layouts | None
 ) -> dict[str, Any]:
     manifest, metadata = snapshot.manifest, snapshot.metadata
-    problem = _find_problem(snapshot)
+    problem, evaluations = _find_problem(snapshot), read_evaluations(snapshot)
     return {
         "snapshot": snapshot.url,
         "step": manifest.step,
@@ -129,7 +130,16 @@ def _build_document(
         "reason": metadata.get("reason"),
         "metrics": metadata.get("metrics", {}),
         "note": metadata.get("note", {}),
-        **build_verdicts(read_evaluations(snapshot)),
+        **build_verdicts(evaluations),
+        "inexact": [
+            {
+                "by": record.name,
+                "first_step": record.first_step,
+                "last_step": record.last_step,
+                "metrics": record.decoded_metrics(),
+            }
+            for record in evaluations.of(InexactEvaluation)
+        ],
         "statistics": metadata.get("statistics", {}),
         "shards": [{"name": s.name, "bytes": s.length} for s in manifest.shards],
         "bytes": snapshot.nbytes,
@@ -228,8 +238,12 @@ def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         if value := metadata.get(name):
             text = value if isinstance(value, str) else to_repr(value)
             yield name, format_metrics(value) if isinstance(value, dict) else text
-    for line in describe_verdicts(read_evaluations(snapshot)):
+    evaluations = read_evaluations(snapshot)
+    for line in describe_verdicts(evaluations):
         yield "verdict", line
+    for record in evaluations.of(InexactEvaluation):
+        steps = f"steps {record.first_step} to {record.last_step}"
+        yield "inexact", f"{format_metrics(record.decoded_metrics())} ({record.name}, {steps})"
     shards = format_count(len(manifest.shards), "shard")
     yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
     if snapshot.bases:

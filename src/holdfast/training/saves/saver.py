@@ -84,8 +84,8 @@ class Saver:
         self.in_flight = SavesInFlight(self.group, run.url)
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds, self._blocked_seconds = 0.0, [0.0]
-        self._closing = False
-        self._is_saving_savepoint = False
+        self._closing = self._is_saving_savepoint = False
+        self.evaluated: dict[str, Any] = {}  # what a ``TrainingEvaluation`` stores in each version
         self._pid = os.getpid()
         self.checks = checks
 
@@ -203,7 +203,7 @@ class Saver:
         finish_in_background(job, finish, register=register)
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
-        training = {**self._session, **self._goodput.to_metadata()}
+        training = {**self._session, **self.evaluated, **self._goodput.to_metadata()}
         if spec.reason == "capture" and self.begun_step == spec.version.step:
             training["captured_with"] = self._attempt  # both are of this call of step()
         return spec.to_metadata(self.newest, training, self.checks.objectives)
@@ -366,12 +366,12 @@ class Saver:
         self.in_flight.wait(deadline)
         return self.newest
 
-    def add_metrics(self, snapshot: Snapshot, metrics: Mapping[str, Any]) -> None:
+    def add_metrics(self, snapshot: Snapshot, metrics: Mapping[str, Any], name: str) -> None:
         """Add the metrics of rank 0 to a version. If that fails, all ranks raise."""
 
         def add() -> bool:
             if metrics:
-                self.run.add_metrics(snapshot, metrics)
+                self.run.add_metrics(snapshot, metrics, name)
             return True
 
         broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)

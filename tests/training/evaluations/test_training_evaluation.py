@@ -1,0 +1,581 @@
+"""Evaluation inside the training: exact or marked as inexact, once, and without a trace in the
+training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.errors import HoldfastError, Preempted, Unavailable
+from holdfast.format.records import Evaluation, InexactEvaluation
+from holdfast.preemption.notice import Notice
+from holdfast.run.policy import (
+    AtEnd,
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepLast,
+    Never,
+    StopWhen,
+)
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.training.evaluations.training_evaluation import TrainingEvaluation
+from tests.engine.unreliable_stores import HookedStore
+from tests.evaluation.functions import data, evaluate, expected, make_model
+
+BATCHES = 20
+DATA = torch.utils.data.Subset(data(), range(100))
+PER_BATCH = 5  # 20 batches
+
+
+def mean_weight(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    """The sum of a parameter, once per record, so that the result shows which were used."""
+    value = float(next(model.parameters()).sum())
+    return {"weight": (value * len(batch[0]), len(batch[0]))}
+
+
+class Training:
+    """A training whose steps add 1 to each parameter, so that the step can be seen in it."""
+
+    def __init__(self, store: Any, **options: Any) -> None:
+        self.store = store
+        self.model = make_model()
+        self.state = {
+            "model": self.model, "progress": holdfast.Progress(), "rng": holdfast.RNG()
+        }  # fmt: skip
+        options = {"save": Never(), **options}
+        self.ckpt = holdfast.Checkpointer(store, self.state, **options)
+        self.evaluation: TrainingEvaluation = None  # type: ignore[assignment]
+
+    def evaluating(self, function: Any = mean_weight, **options: Any) -> TrainingEvaluation:
+        options = {"data": DATA, "batch_size": PER_BATCH, "every": EverySteps(10), **options}
+        options.setdefault("name", "val")
+        self.evaluation = TrainingEvaluation(self.ckpt, self.model, function, **options)
+        return self.evaluation
+
+    def step(self, *, mini_batches: int = 1) -> None:
+        for _ in range(mini_batches):
+            self.evaluation.step()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(self.ckpt.current_step + 1)
+        self.ckpt.step()
+        self.ckpt.wait()
+
+    def weight(self, step: float) -> float:
+        """What ``mean_weight`` returns for the parameters after a step."""
+        return step * next(self.model.parameters()).numel()
+
+
+@contextmanager
+def training(store: Any = None, **options: Any) -> Iterator[Training]:
+    job = Training(MemoryStore() if store is None else store, **options)
+    with job.ckpt:
+        job.ckpt.resume()
+        yield job
+
+
+def inexact(store: Any) -> list[tuple[str, int, int, dict[str, float]]]:
+    """The inexact records of a run: version, first and last step, and metrics."""
+    run = Run(store)
+    found = []
+    for snapshot in run.snapshots():
+        records = run.catalog.evaluations.read(snapshot.version, snapshot.digest)
+        for r in records.of(InexactEvaluation):
+            found.append((r.version, r.first_step, r.last_step, r.decoded_metrics()))
+    return found
+
+
+def exact(store: Any) -> list[tuple[str, dict[str, float]]]:
+    """The exact records of a run: version and metrics."""
+    run = Run(store)
+    return [
+        (record.version, record.decoded_metrics())
+        for snapshot in run.snapshots()
+        for record in run.catalog.evaluations.read(snapshot.version, snapshot.digest).of(Evaluation)
+    ]
+
+
+@contextmanager
+def ends() -> Iterator[list[dict[str, Any]]]:
+    """Record the fields of the event that reports how an evaluation ended."""
+    found: list[dict[str, Any]] = []
+
+    def add(name: str, fields: dict[str, Any]) -> None:
+        if name == "training_evaluated":
+            found.append(fields)
+
+    with holdfast.attach(add):
+        yield found
+
+
+# -- with updates paused ---------------------------------------------------------------------------
+
+
+def test_paused_metrics_are_exactly_those_of_the_version_of_the_step() -> None:
+    with training() as job, job.evaluating(evaluate, data=data(), batch_size=30) as evaluation:
+        for _ in range(11):
+            job.step()
+        (snapshot,) = Run(job.store).snapshots()
+        state = holdfast.load(job.store.at("version_10"))
+        wanted = expected({"model": state["model"]})
+        assert snapshot.step == 10
+        assert Run(job.store).metrics(10) == pytest.approx(wanted, rel=1e-6)
+        assert evaluation.newest is not None
+        assert (evaluation.newest.version, evaluation.newest.is_exact) == ("version_10", True)
+
+
+@settings(derandomize=True, max_examples=30, deadline=None)
+@given(records=st.integers(1, 40), batch_size=st.none() | st.integers(1, 45))
+def test_metrics_of_batches_equal_those_of_the_whole(records: int, batch_size: int | None) -> None:
+    """B 46 and B 51, whatever the sizes of the batches."""
+    values = torch.arange(records, dtype=torch.float64) / 7
+
+    def mean(model: Any, batch: Any) -> dict[str, Any]:
+        return {"mean": (batch[0].sum(), batch[0].numel())}
+
+    with (
+        training() as job,
+        job.evaluating(
+            mean, data=TensorDataset(values), batch_size=batch_size, every=EverySteps(1)
+        ) as evaluation,
+    ):
+        job.step()
+    assert evaluation.newest is not None
+    assert evaluation.newest.metrics["mean"] == pytest.approx(float(values.mean()), rel=1e-12)
+
+
+def test_a_version_that_is_saved_already_gets_the_record() -> None:
+    with training(save=EverySteps(10)) as job, job.evaluating():
+        for _ in range(11):
+            job.step()
+    assert exact(job.store) == [("version_10", {"weight": job.weight(10)})]
+
+
+def test_keep_best_stop_when_and_best_see_exact_scores() -> None:
+    scores = iter([3.0, 1.0, 2.0, 4.0, 5.0])
+
+    def loss(model: Any, batch: Any) -> dict[str, Any]:
+        return {"loss": (next(scores) * 100, 100)}
+
+    keep, stop = KeepBest(1, "loss", mode="min"), StopWhen("loss", patience=2)
+    with (
+        training(keep=keep | KeepLast(1), stop=stop) as job,
+        job.evaluating(loss, batch_size=100, every=EverySteps(2)),
+    ):
+        while not job.ckpt.should_stop:
+            job.step()
+            assert job.ckpt.current_step < 20
+        assert job.ckpt.current_step == 9, "the step after the fourth score"
+        best = Run(job.store).best("loss")
+        assert best is not None
+        assert best.step == 4
+
+
+def test_random_numbers_and_modes_of_the_training_do_not_change() -> None:
+    def draw(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        return {"x": (torch.rand(()), 1)}
+
+    with training() as job, job.evaluating(draw, every=EverySteps(1)) as evaluation:
+        job.step()
+        job.model.train()
+        job.model[1].eval()  # type: ignore[index]
+        modes = [module.training for module in job.model.modules()]
+        torch.manual_seed(1)
+        evaluation.step()
+        assert evaluation.newest is not None
+        drawn = torch.rand(())
+        assert [module.training for module in job.model.modules()] == modes
+        assert torch.is_grad_enabled()
+    torch.manual_seed(1)
+    assert drawn == torch.rand(())
+
+
+# -- on the current parameters ---------------------------------------------------------------------
+
+
+def test_current_parameters_are_evaluated_one_batch_before_each_mini_batch() -> None:
+    steps = []
+
+    def record(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        steps.append(job.ckpt.current_step)
+        return mean_weight(model, batch)
+
+    with (
+        training(save=EverySteps(7)) as job,
+        job.evaluating(record, on="current", batch_size=20) as evaluation,
+    ):
+        for _ in range(16):
+            job.step()
+        assert steps == [10, 11, 12, 13, 14]
+        mean = job.weight(sum(steps) / 5)
+        assert inexact(job.store) == [("version_14", 10, 14, {"weight": pytest.approx(mean)})]
+        assert evaluation.newest is not None
+        assert not evaluation.newest.is_exact
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.errors.MetricMissing")
+def test_an_inexact_score_never_makes_a_version_the_best_and_never_stops() -> None:
+    stop = StopWhen("weight", patience=1)
+    with training(save=EverySteps(5), stop=stop) as job, job.evaluating(on="current"):
+        for _ in range(100):
+            job.step()
+        job.ckpt.wait()
+        run = Run(job.store)
+        assert len(inexact(job.store)) >= 3
+        assert not job.ckpt.should_stop
+        assert run.best("weight") is None
+        assert all("weight" not in run.metrics(s.version) for s in run.snapshots())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_state_is_kept_on_request_and_if_there_is_no_version(keep: bool) -> None:
+    with training() as job, job.evaluating(on="current", keep=keep, batch_size=20):
+        for _ in range(30):
+            job.step()
+    weights = [[float(s["model/0.weight"][0, 0][()])] for s in Run(job.store).snapshots()]
+    if keep:
+        assert [r[:3] for r in inexact(job.store)] == [
+            ("version_14", 10, 14), ("version_24", 20, 24), ("version_30", 30, 30)
+        ]  # fmt: skip
+        assert weights == [[14.0], [24.0], [30.0]], "the parameters of the last batch"
+    else:
+        found = [r[:3] for r in inexact(job.store)]
+        assert found == [("version_14", 10, 14), ("version_14", 20, 24), ("version_14", 30, 30)]
+
+
+# -- when ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["current", "paused"])
+def test_a_step_is_evaluated_once_with_any_number_of_mini_batches(on: Any) -> None:
+    """B 50: version 10 starts, and 10 again is ignored."""
+    calls: list[int] = []
+
+    def count(model: Any, batch: Any) -> dict[str, Any]:
+        calls.append(job.ckpt.current_step)
+        return {"n": (1, 1)}
+
+    with training() as job, job.evaluating(count, on=on, batch_size=50):
+        for _ in range(25):
+            job.step(mini_batches=3)
+    assert calls == [10, 10, 20, 20]
+
+
+def test_what_is_due_while_an_evaluation_runs_follows_and_becomes_one() -> None:
+    """B 50 and C8: 20 and 30 wait for the evaluation of 10, and stale ones coalesce."""
+    with training(save=EverySteps(1)) as job, job.evaluating(on="current"):
+        for _ in range(60):
+            job.step()
+    steps = [(first, last) for _, first, last, _ in inexact(job.store)]
+    assert steps == [(10, 29), (30, 49), (50, 60), (60, 60)], "20 batches each"
+
+
+def test_seconds_start_an_evaluation() -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    with (
+        mock.patch("holdfast.training.cadence.time", clock),
+        training() as job,
+        job.evaluating(every=EverySeconds(60)),
+    ):
+        for _ in range(8):
+            job.step()
+            now[0] += 25
+    assert [version for version, _ in exact(job.store)] == ["version_3", "version_6"]
+
+
+def test_the_last_step_is_evaluated_if_it_is_due() -> None:
+    with training() as job, job.evaluating():
+        for _ in range(20):
+            job.step()
+    assert [version for version, _ in exact(job.store)] == ["version_10", "version_20"]
+
+
+def test_at_end_evaluates_the_last_step_once() -> None:
+    with training() as job, job.evaluating(every=AtEnd()) as evaluation:
+        for _ in range(3):
+            job.step()
+        evaluation.step()
+    assert exact(job.store) == [("version_3", {"weight": job.weight(3)})]
+
+
+def test_a_loader_that_reads_ahead_does_not_evaluate() -> None:
+    """The cause that seeds/003 names: only the step asks for evaluation tasks."""
+    calls = []
+
+    def count(model: Any, batch: Any) -> dict[str, Any]:
+        calls.append(job.ckpt.current_step)
+        return {"n": (1, 1)}
+
+    loader = DataLoader(DATA, batch_size=5, num_workers=1, prefetch_factor=8)
+    with training() as job, job.evaluating(count, on="current", every=EverySteps(2)):
+        for _ in loader:
+            before = len(calls)
+            job.step()
+            assert len(calls) - before <= 1
+    assert calls[:19] == [*range(2, 20), 20][:19]
+
+
+# -- interruptions ---------------------------------------------------------------------------------
+
+
+def test_a_pending_evaluation_is_completed_when_the_training_ends() -> None:
+    with training() as job, job.evaluating(on="current"):
+        for _ in range(15):
+            job.step()
+        assert inexact(job.store) == []
+    ((version, first, last, _),) = inexact(job.store)
+    assert (version, first, last) == ("version_15", 10, 15)
+
+
+@pytest.mark.parametrize("on", ["current", "paused"])
+def test_an_error_records_nothing_and_names_the_records_and_the_step(on: Any) -> None:
+    def fail(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        if batch[0][0].equal(DATA[40][0]):
+            raise ZeroDivisionError("one bad batch")
+        return mean_weight(model, batch)
+
+    with ends() as ended, training() as job, job.evaluating(fail, on=on):
+        job.model.train()
+        with pytest.raises(HoldfastError, match=r"records 40 to 44 at step 1[08].*one bad") as e:
+            for _ in range(30):
+                job.step()
+        assert isinstance(e.value.__cause__, ZeroDivisionError)
+        assert all(module.training for module in job.model.modules())
+        assert torch.is_grad_enabled()
+        job.step()
+        assert job.ckpt.current_step == (11 if on == "paused" else 20) - (on == "current")
+    assert [e["state"] for e in ended] == ["FAILED"]
+    assert inexact(job.store) == exact(job.store) == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda m, b: None, lambda m, b: {}, lambda m, b: {"x": "y"}, lambda m, b: {"x": (0.0, 0)}],
+)
+def test_a_function_that_returns_no_metrics_is_an_error(function: Callable[..., Any]) -> None:
+    with training() as job, job.evaluating(function, every=EverySteps(1)):
+        job.step()
+        with pytest.raises(HoldfastError, match="evaluation val at step 1 failed"):
+            job.step()
+        job.evaluation._every = EverySteps(100)
+    assert exact(job.store) == []
+
+
+@pytest.mark.parametrize("on", ["current", "paused"])
+def test_a_notice_leaves_nothing_half_recorded_and_the_resume_evaluates_again(on: Any) -> None:
+    store, calls = MemoryStore(), list[int]()
+
+    def interrupted(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        calls.append(job.ckpt.current_step)
+        if len(calls) == 2:
+            job.ckpt._preemption.on_notice(Notice("test"))
+        return mean_weight(model, batch)
+
+    options = {"preemption": holdfast.Preemption(notices=[]), "save": EverySteps(10**9)}
+    with (
+        ends() as ended,
+        pytest.raises(Preempted),
+        training(store, **options) as job,
+        job.evaluating(interrupted, on=on, batch_size=20),
+    ):
+        for _ in range(30):
+            job.step()
+    assert [(e["state"], e["first_step"]) for e in ended] == [("ABANDONED", 10)]
+    assert len(calls) <= 3
+    assert inexact(store) == exact(store) == []
+    last = Run(store).snapshots()[-1].step
+    assert last is not None
+    with training(store) as job, job.evaluating(on=on, batch_size=20) as evaluation:
+        for _ in range(8):
+            job.step()
+        assert evaluation.newest is not None
+        assert evaluation.newest.first_step == last
+
+
+@pytest.mark.parametrize("on", ["current", "paused"])
+@pytest.mark.parametrize("last_step", [10, 11, 14, 16, 19])
+def test_a_resume_does_not_repeat_a_finished_evaluation(on: Any, last_step: int) -> None:
+    store = MemoryStore()
+    finished = last_step >= 14 or (on == "paused" and last_step >= 10)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        training(store, keep=KeepLast(1)) as job,
+        job.evaluating(on=on, batch_size=20) as evaluation,
+    ):
+        while job.ckpt.current_step < last_step:
+            job.step()
+        evaluation.step()
+        job.ckpt.save()
+        raise KeyboardInterrupt
+    with training(store, keep=KeepLast(1)) as job, job.evaluating(on=on, batch_size=20) as again:
+        assert job.ckpt.current_step == last_step
+        again.step()
+        assert (again._share is None and again.newest is None) == finished
+        while job.ckpt.current_step < 26:
+            job.step()
+        assert again.newest is not None
+        assert again.newest.first_step == 20
+
+
+def test_an_inexact_evaluation_that_is_newer_than_its_version_is_not_repeated() -> None:
+    store = MemoryStore()
+    options = {"on": "current", "batch_size": 20}
+    with pytest.raises(KeyboardInterrupt), training(store) as job, job.evaluating(**options):
+        for _ in range(15):
+            job.step()
+            if job.ckpt.current_step == 12:
+                job.ckpt.save()
+        raise KeyboardInterrupt
+    assert [r[:3] for r in inexact(store)] == [("version_12", 10, 14)]
+    with training(store) as job, job.evaluating(**options) as again:
+        assert job.ckpt.current_step == 12
+        for _ in range(8):
+            job.step()
+        assert again._share is None
+        assert again.newest is None
+
+
+def test_two_evaluations_with_two_names_are_independent() -> None:
+    store = MemoryStore()
+    with training(store) as job:
+        first = job.evaluating(name="first", every=EverySteps(4))
+        with first, job.evaluating(name="second", every=EverySteps(6)) as second:
+            for _ in range(13):
+                first.step()
+                job.step()
+            job.ckpt.save()
+    with training(store) as job:
+        first = job.evaluating(name="first", every=EverySteps(4))
+        with first, job.evaluating(name="second", every=EverySteps(6)) as second:
+            first.step()
+            job.step()
+            assert first.newest is second.newest is None
+    assert [version for version, _ in exact(store)] == [f"version_{n}" for n in (4, 6, 8, 12, 12)]
+
+
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 3, 8, 14, "save", "crash", "end"]), max_size=8),
+    st.sampled_from(["paused", "current"]),
+)
+def test_whatever_ends_the_training_each_evaluation_is_recorded_once(
+    actions: list[Any], on: Any
+) -> None:
+    store, step = MemoryStore(), 0
+    parts = list[list[Any]]([[]])
+    for action in [*actions, "end"]:
+        parts[-1].append(action)
+        if action in ("crash", "end"):
+            parts.append([])
+    for part in parts[:-1]:
+        try:
+            with training(store) as job, job.evaluating(on=on, batch_size=20):
+                for action in part:
+                    if action == "save":
+                        job.ckpt.save()
+                    elif action == "crash":
+                        raise KeyboardInterrupt
+                    for _ in range(action if isinstance(action, int) else 0):
+                        job.step(mini_batches=2)
+                step = job.ckpt.current_step
+                if action == "end":
+                    job.ckpt.save()
+        except KeyboardInterrupt:
+            pass
+    if on == "paused":
+        found = exact(store)
+        for version, metrics in found:
+            assert metrics == {"weight": job.weight(int(version.removeprefix("version_")))}
+        evaluated = [int(version.removeprefix("version_")) for version, _ in found]
+    else:
+        evaluated = [first for _, first, _, _ in inexact(store)]
+        assert exact(store) == []
+        assert all(first <= last < first + 10 for _, first, last, _ in inexact(store))
+    due = [*range(1, step // 10 + 1)]
+    assert {*due} <= {n // 10 for n in evaluated}, "none is missing"
+    if on == "paused" or "crash" not in actions:  # else, steps that were lost are made again
+        assert sorted(n // 10 for n in evaluated) == due, "and none is repeated"
+
+
+def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation() -> None:
+    store = HookedStore(MemoryStore())
+
+    def fail(method: str, key: str) -> None:
+        if "eval-val" in key and method == "put_if_absent":
+            raise Unavailable("no answer")
+
+    store.before = fail
+    with pytest.raises(Unavailable), training(store) as job, job.evaluating():
+        for _ in range(11):
+            job.step()
+    store.before = lambda method, key: None
+    assert [s.step for s in Run(store).snapshots()] == [10]
+    assert exact(store) == []
+    with training(store) as job, job.evaluating():
+        job.step()
+    assert exact(store) == [("version_10", {"weight": job.weight(10)})]
+
+
+def test_going_back_abandons_the_evaluation_in_progress() -> None:
+    with (
+        ends() as ended,
+        training(save=EverySteps(5)) as job,
+        job.evaluating(on="current"),
+    ):
+        for _ in range(15):
+            job.step()
+        job.ckpt.resume(at=5)
+        job.step()
+        job.step()
+        assert job.evaluation._share is None
+    assert [e["state"] for e in ended] == ["ABANDONED"]
+
+
+# -- invalid use -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "match"),
+    [
+        ("every", Never(), "every="), ("every", 10, "every="),
+        ("every", holdfast.OnException(), "every="), ("on", "version", "on="),
+        ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
+        ("keep", True, "keep="), ("data", [], "data="), ("data", iter([1]), "map-style"),
+        ("name", "a b", "not a valid name"), ("function", "evaluate", "evaluate="),
+        ("every", holdfast.EveryEpoch(), "can never fire"),
+    ],
+)  # fmt: skip
+def test_an_invalid_argument_is_an_error(option: str, value: Any, match: str) -> None:
+    with training() as job, pytest.raises(HoldfastError, match=match):
+        job.evaluating(**{option: value})
+
+
+def test_it_must_be_entered_and_the_checkpointer_open() -> None:
+    with training() as job:
+        job.evaluating()
+        with pytest.raises(HoldfastError, match="outside of its `with` block"):
+            job.step()
+        with job.evaluation as evaluation:
+            job.step()
+        with pytest.raises(HoldfastError, match="outside of its `with` block"):
+            evaluation.step()
+        with pytest.raises(HoldfastError, match="used before"), evaluation:
+            pass
+        late = job.evaluating()
+    with late, pytest.raises(HoldfastError, match="closed"):
+        late.step()
