@@ -555,7 +555,7 @@ def test_going_back_abandons_the_evaluation_in_progress() -> None:
         ("every", Never(), "every="), ("every", 10, "every="),
         ("every", holdfast.OnException(), "every="), ("on", "version", "on="),
         ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
-        ("keep", True, "keep="), ("data", [], "data="), ("data", iter([1]), "map-style"),
+        ("keep", True, "keep="), ("data", [], "is empty"), ("data", iter([1]), "map-style"),
         ("name", "a b", "not a valid name"), ("function", "evaluate", "evaluate="),
         ("every", holdfast.EveryEpoch(), "can never fire"),
     ],
