@@ -51,7 +51,7 @@ class RayActor:
 
     def _start(self, path: list[str], spec: str) -> int:
         os.dup2(2, 1)  # what the functions print does not belong to the result of the command
-        # last: the environment that Ray has prepared, such as a runtime_env, has priority.
+        # at the end: what Ray has prepared, such as a runtime_env, has priority
         sys.path.extend(entry for entry in path if entry not in sys.path)
         self._worker = Worker.of(_SPEC.decode(spec))
         return self._worker.records
