@@ -106,7 +106,6 @@ class TrainingEvaluation:
         _check("keep", keep, not keep or on == "current", 'False, except with on="current"')
         _check("evaluate", evaluate, callable(evaluate), "a function")
         records = count_records(data)
-        _check("data", data, records > 0, "at least one record")
         check_can_fire(every, ckpt._step_counter.knows_epochs)
         self.name = check_name(name)
         self.newest: Score | None = None
