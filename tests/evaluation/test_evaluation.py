@@ -424,3 +424,19 @@ def test_a_version_of_any_layout_is_evaluated(run: Path, tmp_path: Path) -> None
     assert len([*(run / "version_5").glob("shard-*.safetensors")]) == 3
     (outcome,) = evaluation(run, workers=1).run()
     check(outcome, run, state)
+
+
+@pytest.mark.parametrize("option", ["throttle", "every_seconds"])
+def test_evaluations_keep_their_distance(run: Path, option: str) -> None:
+    for step in (1, 2, 3):
+        save_version(run, step)
+    times: list[tuple[float, float]] = []
+
+    def note(outcome: Outcome) -> None:
+        now = time.monotonic()
+        times.append((now - outcome.seconds, now))
+
+    evaluation(run, workers=0, skip_none=True, **{option: 0.5}).run(note)
+    (first, end), (second, _), (third, _) = times
+    assert second - (end if option == "throttle" else first) >= 0.49
+    assert third - first >= 0.99
