@@ -177,7 +177,7 @@ def test_show_and_verify_mention_verdicts(store: MemoryStore) -> None:
 
 def test_show_mentions_inexact_evaluations(store: MemoryStore) -> None:
     content = {"metrics": {"loss": 0.5}, "first_step": 60, "last_step": 67}
-    Run(store)._put_about(InexactEvaluation, "val", 60, **content)
+    Run(store).put_record(InexactEvaluation, "val", 60, **content)
     assert "loss 0.5 (val, steps 60 to 67)" in run_cli("show", f"{store.url}@60").out
     report = run_cli("show", f"{store.url}@60", "--json").json
     assert report["inexact"] == [{"by": "val", **content}]

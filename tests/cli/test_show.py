@@ -32,7 +32,8 @@ def test_json_keys_are_stable(run: str) -> None:
     report = run_cli("show", f"{run}/version_40", "--json", "--layout").json
     assert list(report) == [
         "snapshot", "step", "branch", "created", "writer", "attempt", "digest", "parent", "reason",
-        "metrics", "note", "trust", "verdicts", "statistics", "shards", "bytes", "referred_bytes",
+        "metrics", "note", "trust", "verdicts", "inexact", "statistics", "shards", "bytes",
+        "referred_bytes",
         "bases", "chain", "intact", "problem", "bytes_checked", "leaves", "values",
     ]  # fmt: skip
     weights = next(leaf for leaf in report["leaves"] if leaf["key"] == "weights")

@@ -84,6 +84,8 @@ def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
             return open_snapshot(address)
         except NotFound as e:
             if version is None:
+                if "versions" in e.fields:  # a run: the error names one of its versions
+                    raise
                 raise e.with_advice(ADDRESS_FORMS) from e
     url, version = resolve_address(text)
     run = Run(url if deadline is None else within(open_store(url), deadline))

@@ -30,7 +30,7 @@ from holdfast.format.records import (
 from holdfast.format.sealed import sealed_digest
 from holdfast.run.evaluations.lease import LeaseObserver
 from holdfast.run.evaluations.metrics import select_numbers
-from holdfast.run.evaluations.reader import EvaluationReader
+from holdfast.run.evaluations.reader import EvaluationReader, VersionEvaluations
 from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, find_distrust
 from holdfast.run.listing import (
     FolderFiles,
@@ -299,11 +299,15 @@ class Catalog:
         return {**version_record.metrics, **evaluations.metrics()}
 
     def comparable_metrics(
-        self, version: Version, version_record: VersionRecord
+        self,
+        version: Version,
+        version_record: VersionRecord,
+        evaluations: VersionEvaluations | None = None,
     ) -> dict[str, float]:
         """Return the metrics by which versions are compared: a distrusted version has none, so it
-        is never the best one. It is reported, once."""
-        evaluations = self.evaluations.read(version, version_record.digest)
+        is never the best one. It is reported, once. ``evaluations``: if they have been read."""
+        if evaluations is None:
+            evaluations = self.evaluations.read(version, version_record.digest)
         if (error := find_distrust(evaluations)) is not None:
             self._report(str(version), error)
             return {}

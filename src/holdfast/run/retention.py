@@ -17,7 +17,8 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format.names import MAX_STEP, Version
 from holdfast.run.catalog import Catalog, VersionRecord
-from holdfast.run.evaluations.trust import Trust
+from holdfast.run.evaluations.reader import VersionEvaluations
+from holdfast.run.evaluations.trust import Trust, find_distrust
 from holdfast.run.lineage import lineage_of
 from holdfast.run.listing import FolderFiles, Listing
 from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
@@ -108,17 +109,23 @@ def _select(
     listing, known = roots.listing, roots.version_records
     versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
+
+    @cache  # each folder is listed once
+    def read(version: Version) -> VersionEvaluations:
+        return catalog.evaluations.read(version, known[version].digest)
+
+    def add_metrics(version: Version) -> None:
+        metrics[version] = catalog.comparable_metrics(version, known[version], read(version))
+
     if not _consists_of(policy, KeepLast, KeepEvery):  # the others may use evaluations
-        look_up_each(
-            versions, lambda v: metrics.update({v: catalog.comparable_metrics(v, known[v])})
-        )
+        look_up_each(versions, add_metrics)
     records = [Record(v, metrics[v]) for v in versions]
     intact: dict[Version, bool] = {}
     while True:
         records = [r for r in records if intact.get(r.version, True)]
         to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
         candidates = {r.version for r in records if r.version not in to_keep}
-        candidates -= _needed_by_resume(catalog, records, known, candidates)
+        candidates -= _needed_by_resume(records, candidates, read)
         deletable, _ = roots.select_deletable(candidates - listing.linked - catalog.linked)
         # the pins were read before: what a pin protected until now is complete
         if unread := before_deletion(deletable, known) if deletable else ():
@@ -140,10 +147,9 @@ def _select(
 
 
 def _needed_by_resume(
-    catalog: Catalog,
     records: Sequence[Record],
-    known: Mapping[Version, VersionRecord],
     candidates: Collection[Version],
+    read: Callable[[Version], VersionEvaluations],
 ) -> set[Version]:
     """Return the candidates that a resume needs: the newest version that is not distrusted, and the
     newest attested one.
@@ -152,9 +158,8 @@ def _needed_by_resume(
     The deletion of a version relies on such a newer one, which ``_relied_on`` thus returns.
     """
 
-    @cache
     def is_accepted(version: Version, trust: Trust) -> bool:
-        return catalog.find_distrust(version, known[version].digest, trust) is None
+        return find_distrust(read(version), trust) is None
 
     newest_first = [r.version for r in reversed(records)]
     needed = set[Version]()

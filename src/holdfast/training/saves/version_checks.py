@@ -99,12 +99,15 @@ class MetricCheck:
             return
         try:
             available = {name for record in self._run.records() for name in record.metrics}
-            if _is_being_evaluated(self._run) or (not at_end and _was_evaluated(self._run)):
+            missing = sorted(needed - available)
+            if (missing or awaited not in (None, *available)) and (
+                _is_being_evaluated(self._run) or (not at_end and _was_evaluated(self._run))
+            ):
                 return
         except HoldfastError:
             return  # retention reports the failure of the store
         self._was_made = True
-        missing, problems, url = sorted(needed - available), [], self._run.url
+        problems, url = list[str](), self._run.url
         if missing:
             problems.append(
                 f"No version of {url} has {' or '.join(missing)}, which the keep policy uses; they"
