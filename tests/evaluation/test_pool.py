@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
+
+import pytest
 
 from holdfast.evaluation.pool import Limits, WorkerPool
 from holdfast.evaluation.process import WorkerLost
@@ -54,3 +56,30 @@ def test_a_worker_that_is_replaced_when_nothing_is_left_to_do_loads_the_version(
     pool = WorkerPool(FakeWorker, 2, Limits(), None)
     pool.start()
     assert pool.evaluate("url", "digest") == {"records": RECORDS}
+
+
+class Unstable(FakeWorker):
+    """A worker that is lost in each load, if its name is in ``unstable``."""
+
+    unstable: ClassVar[set[str]] = set()
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        if method == "load" and self.name in self.unstable:
+            raise WorkerLost("out of memory")
+        if method == "evaluate":
+            return arguments[1] - arguments[0]
+        return {"records": float(sum(arguments[0]))} if method == "compute" else None
+
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize("unstable", [{"worker-0"}, {"worker-0", "worker-1"}])
+def test_the_others_go_on_without_a_worker_that_never_stays_alive(unstable: set[str]) -> None:
+    Unstable.unstable = unstable
+    pool = WorkerPool(Unstable, 2, Limits(), None)
+    pool.start()
+    if len(unstable) == 1:
+        assert pool.evaluate("url", "digest") == {"records": RECORDS}
+    else:
+        with pytest.raises(WorkerLost, match="out of memory"):
+            pool.evaluate("url", "digest")

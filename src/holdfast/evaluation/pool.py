@@ -106,7 +106,7 @@ class WorkerPool:
         """
         queue = Queue(lease_seconds=None, attempts=self._limits.attempts)
         job = queue.add("evaluation", self.records, task_size=self._task_size(), name=url)
-        team = _Team(queue, job, self._limits, url, digest, self._closing)
+        team = _Team(queue, job, len(self._names), self._limits, url, digest, self._closing)
         _run_in_threads(lambda name: self._drive(team, name), self._names)
         if team.error is not None:
             raise team.error
@@ -182,9 +182,17 @@ class _Team:
     """The evaluation of one version by several workers."""
 
     def __init__(
-        self, queue: Queue, job: Job, limits: Limits, url: str, digest: str, closing: Event
+        self,
+        queue: Queue,
+        job: Job,
+        size: int,
+        limits: Limits,
+        url: str,
+        digest: str,
+        closing: Event,
     ) -> None:
-        self.job, self.url, self.digest, self._closing = job, url, digest, closing
+        self.job, self._size, self.url, self.digest = job, size, url, digest
+        self._closing = closing
         self.loaded: set[str] = set()
         self.error: HoldfastError | None = None
         self._queue, self._limits = queue, limits
@@ -204,7 +212,12 @@ class _Team:
         with self._lock:
             self.error = self.error or error
 
-    give_up = stop
+    def give_up(self, error: HoldfastError) -> None:
+        """Go on without one of the workers. Without the last one, end the evaluation."""
+        with self._lock:
+            self._size -= 1
+            if self._size == 0:
+                self.error = self.error or error
 
     def work(self, worker: WorkerHandle) -> None:
         """Load the version and evaluate tasks until the job has ended. Raises ``WorkerLost``."""
