@@ -114,7 +114,7 @@ def test_an_export_that_was_killed_is_repeated(s3, proxy, source, request_name):
     assert result.code == 0, result
     loaded = holdfast.load(f"{s3}/imported/version_1")["model"]
     assert np.array_equal(loaded["w"], STATE["w"])
-    assert [stat.key for stat in store.list("")] == ["m.pt"]
+    assert [stat.key for stat in store.list("")] == ["m.pt", "m.pt.holdfast.json"]
 
 
 def test_copies_to_s3_within_s3_and_back(s3, tmp_path):

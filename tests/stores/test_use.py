@@ -110,6 +110,13 @@ def test_a_training_and_every_command(server_url, tmp_path):
     for step in steps:
         succeed("diff", f"{url}@{step}", f"{backup}@{step}")
     succeed("verify", backup)
+    own = "--with", "tests.evaluation.trivial", "--data", "tests.evaluation.trivial:data"
+    succeed("evaluate", backup, *own, "--workers", 1)
+    newest = holdfast.Run(backup).latest()
+    assert holdfast.Run(backup).metrics(newest)["leaves"] == len(newest.keys())
+    assert [k for k in keys(holdfast.open_store(backup)) if k.startswith("lease-")] == []
+    succeed("attest", backup, newest.step, "--not-ok", "--by", "me")
+    assert holdfast.Run(backup).latest().step < newest.step
 
     succeed("reshard", f"{url}@6", f"{server_url}/c/version_6", "--shards", 3)
     check_values(f"{server_url}/c/version_6", 6)
