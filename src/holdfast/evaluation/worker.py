@@ -135,12 +135,20 @@ def read_batches(
     batch_size: int | None,
     collate: Callable[[list[Any]], Any] | None,
 ) -> Iterator[Any]:
-    """Return the batches of the records ``start`` up to ``stop``. See ``WorkerSpec``."""
-    from torch.utils.data import DataLoader, Subset
+    """Yield the batches of the records ``start`` up to ``stop``, as a ``DataLoader`` without worker
+    processes does; to create one for each task would take longer. See ``WorkerSpec``."""
+    from torch.utils.data import default_collate, default_convert
 
-    part = Subset(data, range(start, stop))
-    loader: DataLoader[Any] = DataLoader(part, batch_size=batch_size, collate_fn=collate)
-    return iter(loader)
+    if batch_size is None:
+        convert = collate or default_convert
+        for number in range(start, stop):
+            yield convert(data[number])
+        return
+    read_many = getattr(data, "__getitems__", None)
+    for first in range(start, stop, batch_size):
+        numbers = [*range(first, min(first + batch_size, stop))]
+        records = read_many(numbers) if read_many else [data[number] for number in numbers]
+        yield (collate or default_collate)(records)
 
 
 def _no_grad() -> AbstractContextManager[object]:
