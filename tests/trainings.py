@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,3 +92,10 @@ def shard_of(store: Store, folder: str) -> str:
     """Return the key of the only shard of a version."""
     [key] = [s.key for s in store.list(folder) if s.key.endswith(".safetensors")]
     return key
+
+
+def threads_of_trainings() -> list[threading.Thread]:
+    """Return the threads of Holdfast in this process, without those that an earlier test with
+    several ranks may have left: a training of one process starts none of that name."""
+    threads = (t for t in threading.enumerate() if t.name.startswith("holdfast"))
+    return [t for t in threads if t.name != "holdfast-ranks"]

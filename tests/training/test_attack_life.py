@@ -33,7 +33,7 @@ from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from holdfast.threads import Workers
 from holdfast.training.checkpointer import Checkpointer
-from tests.trainings import initial_state, state_after, train_step
+from tests.trainings import initial_state, state_after, threads_of_trainings, train_step
 
 Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]
 """A state, a step, and what happens before the exception."""
@@ -344,7 +344,7 @@ def interrupt_at_line(at: int, overlap: bool) -> int:
             finally:
                 sys.settrace(before)
             seen[state["progress"].step] = now
-    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+    assert not threads_of_trainings()
     assert not state["optimizer"]._optimizer_step_pre_hooks
     assert not [s.key for s in store.list("") if "/" not in s.key]  # no pin remains
     assert ckpt.statistics()["saves"] == len(Run(store).snapshots()) >= 3

@@ -24,7 +24,15 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.training import lifecycle
 from holdfast.training.checkpointer import Checkpointer
 from tests.interrupts import InterruptOpcode
-from tests.trainings import initial_state, state_after, states_equal, train, train_step, training
+from tests.trainings import (
+    initial_state,
+    state_after,
+    states_equal,
+    threads_of_trainings,
+    train,
+    train_step,
+    training,
+)
 
 SOURCE = str(Path(holdfast.__file__).parent)
 METHODS: dict[str, Callable[[Checkpointer], object]] = {
@@ -149,7 +157,7 @@ def test_a_real_signal_during_steps_changes_nothing(seed: int) -> None:
         ckpt.save()
         last = ckpt.current_step
     deadline = time.monotonic() + 20
-    while ours := [t for t in threading.enumerate() if t.name.startswith("holdfast")]:
+    while ours := threads_of_trainings():
         assert time.monotonic() < deadline, ours
         time.sleep(0.001)
     assert Run(store).snapshots()[-1].step == last

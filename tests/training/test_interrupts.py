@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from types import FrameType
 from typing import Any
 
@@ -20,6 +19,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.training import checkpointer
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.training.saves import in_flight, saver
+from tests.trainings import threads_of_trainings
 
 FILES = {m.__file__ for m in (pending, saver, in_flight, checkpointer)}
 START = finish_in_background.__code__
@@ -88,7 +88,7 @@ class Training:
             ckpt.save()
 
     def check(self, error: BaseException | None) -> None:
-        assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+        assert not threads_of_trainings()
         assert not self.optimizer._optimizer_step_pre_hooks
         snapshots = Run(self.store).snapshots()
         last = self.state["progress"].step

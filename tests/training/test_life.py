@@ -59,6 +59,7 @@ from tests.trainings import (
     initial_state,
     state_after,
     states_equal,
+    threads_of_trainings,
     train,
     train_step,
     trained_run,
@@ -744,7 +745,7 @@ def test_a_request_from_outside_is_saved_at_the_next_step(tmp_path: Any, poll_of
     [snapshot] = Run(url).snapshots()
     assert answers[0].version == snapshot.version
     assert snapshot.metadata["reason"] == "request"
-    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+    assert not threads_of_trainings()
 
 
 def test_a_request_whose_save_fails_is_answered_by_a_later_one(
