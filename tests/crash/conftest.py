@@ -23,6 +23,11 @@ class PoolTracker:
 
     def __init__(self) -> None:
         self.pools: list[BufferPool] = []
+        self._earlier_threads = {*threading.enumerate()}  # an earlier test may have left some
+
+    def threads(self) -> list[str]:
+        """Return the names of the threads that were started since then, and still run."""
+        return [t.name for t in threading.enumerate() if t not in self._earlier_threads]
 
     def make_pool(self, budget: int, on_create: object = None) -> BufferPool:
         self.pools.append(BufferPool(min(budget, 1 << 30), PAGE))
@@ -31,8 +36,7 @@ class PoolTracker:
     def assert_all_freed(self) -> None:
         """Assert that all buffers are released and that no Holdfast thread is running."""
         assert [p for p in self.pools if p.allocated_bytes != p.free_bytes] == []
-        threads = [t.name for t in threading.enumerate() if t.name.startswith("holdfast")]
-        assert threads == []
+        assert [name for name in self.threads() if name.startswith("holdfast")] == []
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ Save = Callable[[ThreadedJob, int, int], Any]
 def assert_nothing_left(trial_stores: PoolTracker) -> None:
     """Check that all buffers are released and that no thread of a rank is running."""
     trial_stores.assert_all_freed()
-    assert [t.name for t in threading.enumerate() if t.name.startswith(("rank", "holdf"))] == []
+    assert [name for name in trial_stores.threads() if name.startswith(("rank", "holdf"))] == []
 
 
 def assert_uncertain_only_at_commit(trials: list[Trial]) -> None:
