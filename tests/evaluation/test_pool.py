@@ -83,3 +83,15 @@ def test_the_others_go_on_without_a_worker_that_never_stays_alive(unstable: set[
     else:
         with pytest.raises(WorkerLost, match="out of memory"):
             pool.evaluate("url", "digest")
+
+
+class Broken(Unstable):
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        raise TypeError("a defect")
+
+
+def test_an_unexpected_error_of_a_thread_reaches_the_caller() -> None:
+    pool = WorkerPool(Broken, 2, Limits(), None)
+    pool.start()
+    with pytest.raises(TypeError, match="a defect"):
+        pool.evaluate("url", "digest")

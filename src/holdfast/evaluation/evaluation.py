@@ -18,6 +18,7 @@ from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.pins import require_manifest
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, HoldfastError, NotFound, TaskError, Unavailable
+from holdfast.evaluation.arguments import check_argument, is_count
 from holdfast.evaluation.background import running
 from holdfast.evaluation.follower import Follower
 from holdfast.evaluation.functions import FunctionName
@@ -33,8 +34,9 @@ from holdfast.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
 from holdfast.run.evaluations.metrics import check_name
 from holdfast.run.evaluations.objectives import make_objective, record_objective
 from holdfast.run.run import Run
-from holdfast.text import to_repr
 from holdfast.threads import no_op
+
+_check = partial(check_argument, "Evaluation")
 
 POLL_SECONDS = 2.0
 """Seconds between two looks at a run that is followed."""
@@ -112,10 +114,10 @@ class Evaluation:
         limits: Limits = Limits(),  # noqa: B008  (frozen)
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        _check("workers", workers, _is_count(workers, 0), "a whole number, 0 or more")
+        _check("workers", workers, is_count(workers, 0), "a whole number, 0 or more")
         _check_engine(engine, ray_options, workers)
         for what, count in (("batch_size", batch_size), ("every_steps", every_steps)):
-            _check(what, count, count is None or _is_count(count, 1), "a whole number, 1 or more")
+            _check(what, count, count is None or is_count(count, 1), "a whole number, 1 or more")
         for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
             _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
         self.name, self._follow, self._workers = check_name(name), follow, workers
@@ -314,15 +316,20 @@ class Evaluation:
             record_objective(self._run.store, objective)
 
 
+_LABELS = "setup", "evaluate", "data", "collate"
+
 _FunctionsOfUser = tuple[Any, Any, Any, Any]
-"""setup, evaluate, data, and collate: functions or their names, or None."""
+"""Functions or their names, as in ``_LABELS``. The last one may be None."""
 
 
 def _inline_workers(
     functions: _FunctionsOfUser, batch_size: int | None, keys: tuple[str, ...], device: str | None
 ) -> Callable[[str], WorkerHandle]:
     """Return the function that starts a worker in this process."""
-    found = (FunctionName.of(f, "").resolve() if isinstance(f, str) else f for f in functions)
+    found = [
+        FunctionName.of(f, label).resolve() if isinstance(f, str) else f
+        for f, label in zip(functions, _LABELS, strict=True)
+    ]
     own = Functions(*found)
     return lambda name: InlineWorker(name, lambda: Worker(own, batch_size, keys, device))
 
@@ -330,10 +337,9 @@ def _inline_workers(
 def _spec(
     functions: _FunctionsOfUser, batch_size: int | None, keys: tuple[str, ...], device: str | None
 ) -> WorkerSpec:
-    labels = "setup", "evaluate", "data", "collate"
     names = [
         None if f is None else FunctionName.of(f, label)
-        for f, label in zip(functions, labels, strict=True)
+        for f, label in zip(functions, _LABELS, strict=True)
     ]
     setup, evaluate, data, collate = names
     if setup is None or evaluate is None or data is None:
@@ -349,16 +355,3 @@ def _check_engine(engine: object, ray_options: object, workers: int) -> None:
         _check("ray_options", ray_options, is_valid, "a dict of the options of an actor")
     else:
         _check("ray_options", ray_options, ray_options is None, 'None, without engine="ray"')
-
-
-def _check(what: str, value: object, is_valid: bool, expected: str) -> None:
-    if not is_valid:
-        raise HoldfastError(
-            f"Invalid value for {what}= of Evaluation",
-            expected=expected,
-            found=to_repr(value)[:200],
-        )
-
-
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -21,6 +21,7 @@ class Follower:
 
     def __init__(self, run: Run, name: str, selection: Selection) -> None:
         self._run, self._name, self._selection = run, name, selection
+        self._looked_up: set[Version] = set()
         self._done: set[Version] = set()
         self._failed: set[Version] = set()
         self._unreadable: set[Version] = set()
@@ -52,7 +53,7 @@ class Follower:
         if not (self._selection.skip_none or self._selection.retry):
             wanted = wanted[-1:]
         for version in wanted:
-            if version in self._done or version in self._failed:
+            if version in self._looked_up:  # the lease lets nobody else evaluate under this name
                 continue
             try:
                 digest = self._run.open(version).digest
@@ -60,6 +61,7 @@ class Follower:
                 self._pass_over(version, e)
                 continue
             newest = self._run.catalog.evaluations.read(version, digest).newest(self._name)
+            self._looked_up.add(version)
             if isinstance(newest, Evaluation):
                 self._done.add(version)
             elif isinstance(newest, FailedEvaluation):

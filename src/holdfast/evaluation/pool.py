@@ -70,18 +70,12 @@ class WorkerPool:
     def start(self) -> None:
         """Start all workers at once. Raises the first error, unless it is being closed, and ends
         those that started."""
-        failures: list[HoldfastError] = []
-
-        def start(name: str) -> None:
-            try:
-                self._worker(name)
-            except HoldfastError as e:
-                failures.append(e)
-
-        _run_in_threads(start, self._names)
-        if failures and not self._closing.is_set():
-            self.close()
-            raise failures[0]
+        try:
+            _run_in_threads(self._worker, self._names)
+        except HoldfastError:
+            if not self._closing.is_set():
+                self.close()
+                raise
 
     def close(self) -> None:
         """End all workers. Calls that are in progress raise ``WorkerLost``."""
@@ -243,16 +237,27 @@ class _Team:
 
 
 def _run_in_threads(work: Callable[[Any], object], items: Sequence[Any]) -> None:
-    """Call ``work`` on every item, each on a thread of its own, and wait. With one item, no thread
-    is started."""
+    """Call ``work`` on every item, each on a thread of its own. Raises the first error when all
+    have ended. An interrupt does not wait for them, unlike in ``in_parallel``: whoever gets it ends
+    the workers. With one item, no thread is started."""
     if len(items) == 1:
         work(items[0])
         return
+    failures: list[BaseException] = []
+
+    def run(item: Any) -> None:
+        try:
+            work(item)
+        except BaseException as e:  # noqa: BLE001  (the caller raises it)
+            failures.append(e)
+
     threads = [
-        Thread(target=work, args=(item,), name="holdfast-evaluation", daemon=True) for item in items
+        Thread(target=run, args=(item,), name="holdfast-evaluation", daemon=True) for item in items
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         while thread.is_alive():  # in parts, so that an interrupt is noticed
             thread.join(_POLL)
+    if failures:
+        raise failures[0]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from holdfast.format.names import Version
+from holdfast.run.policy import KeepEvery, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,8 @@ class Selection:
         """Return the versions that are evaluated at all. ``versions``: those of the lineage."""
         if self.every_steps is None:
             return list(versions)
-        first: dict[int, Version] = {}
-        for version in versions:
-            first.setdefault(version.step // self.every_steps, version)
-        first.pop(0, None)
-        return list(first.values())
+        kept = KeepEvery(self.every_steps).keep([Record(version) for version in versions])
+        return [version for version in versions if version in kept]
 
     def next(
         self,

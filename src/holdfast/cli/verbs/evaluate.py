@@ -15,6 +15,7 @@ from holdfast.cli.output import json_option, keys_option, parse_duration, print_
 from holdfast.cli.resolve import resolve_run
 from holdfast.evaluation.evaluation import Evaluation, Outcome
 from holdfast.evaluation.pool import Limits
+from holdfast.threads import no_op
 
 
 @click.command("evaluate", short_help="Evaluate the versions of a run with several workers.")
@@ -127,16 +128,13 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         throttle=throttle,
         limits=Limits(task=task_time),
     )
-    outcomes = evaluation.run(_ignore if as_json else _print_outcome)
+    outcomes = evaluation.run(no_op if as_json else _print_outcome)
     if as_json:
         print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
     elif not outcomes:
         print_line(make_console(), f"Nothing to evaluate: {name} has a record of each version")
     if any(outcome.state == "FAILED" for outcome in outcomes):
         ctx.exit(EVALUATION_FAILED)
-
-
-def _ignore(outcome: Outcome) -> None: ...
 
 
 def _print_outcome(outcome: Outcome) -> None:

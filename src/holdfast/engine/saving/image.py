@@ -203,6 +203,9 @@ def copy_bytes(source: Any, start: int, stop: int, buffer: Buffer, buffer_offset
 
 def cuda_devices(sources: Iterable[Any]) -> set[Any]:
     """Return the CUDA devices that hold sources."""
+    torch = torch_or_none()
+    if torch is None or not torch.cuda.is_initialized():  # no tensor can be on a device
+        return set()
     return {s.device for s in sources if getattr(s, "is_cuda", False)}
 
 

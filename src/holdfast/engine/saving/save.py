@@ -162,8 +162,7 @@ def begin_save(
         metadata_node = metadata.to_node()
         flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
         sources = [leaf.source for leaf in flat.leaves]
-        if any(getattr(source, "is_cuda", False) for source in sources):
-            synchronize_streams(sources)
+        synchronize_streams(sources)
         partition = partition_state(collective, group, flat, workers)
         cache = group.cache if stage_now else None  # a synchronous save is not one of many
         image = make_image(partition.sources, partition.leaf_boxes, cache=cache)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Self
 
 from holdfast import events
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement, make_agreement
 from holdfast.engine.distributed.group import all_reduce, broadcast_from_first
 from holdfast.errors import HoldfastError
+from holdfast.evaluation.arguments import check_argument
 from holdfast.evaluation.worker import count_records
 from holdfast.run.evaluations.metrics import check_name
 from holdfast.run.policy import Never, SavePolicy
-from holdfast.text import to_repr
 from holdfast.training.arguments import check_can_fire
 from holdfast.training.cadence import Cadence
 from holdfast.training.checkpointer import Checkpointer
@@ -25,6 +26,8 @@ from holdfast.training.evaluations.share import (
     ShareResult,
     merge_shares,
 )
+
+_check = partial(check_argument, "TrainingEvaluation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,12 +291,3 @@ class TrainingEvaluation:
         if (share := self._share) is not None:
             self._share = None
             self._report("ABANDONED", (share.first_step, share.last_step), cause=cause)
-
-
-def _check(what: str, value: object, is_valid: bool, expected: str) -> None:
-    if not is_valid:
-        raise HoldfastError(
-            f"Invalid value for {what}= of TrainingEvaluation",
-            expected=expected,
-            found=to_repr(value)[:200],
-        )

@@ -1,0 +1,19 @@
+"""Checks of the arguments of evaluations."""
+
+from __future__ import annotations
+
+from holdfast.errors import HoldfastError
+from holdfast.text import to_repr
+
+
+def check_argument(owner: str, name: str, value: object, is_valid: bool, expected: str) -> None:
+    """Raise ``HoldfastError`` unless the argument ``name`` of ``owner`` is valid."""
+    if not is_valid:
+        raise HoldfastError(
+            f"Invalid value for {name}= of {owner}", expected=expected, found=to_repr(value)[:200]
+        )
+
+
+def is_count(value: object, least: int) -> bool:
+    """Return True for an int of at least ``least`` that is no bool."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
