@@ -90,7 +90,7 @@ def test_the_first_error_is_reported_when_another_rank_hangs() -> None:
                     wait_for_value(job, b"did not join")
                     return
                 if trainer.rank == 1:
-                    wait_for_value(job, b"NaN in the loss")
+                    wait_for_value(job, b"NaN in the loss", 2)
                 raise connection_error() if trainer.rank == 1 else nan_error()
 
         errors_by_rank = job.outcomes(work)
