@@ -133,7 +133,7 @@ def test_there_is_no_import_cycle_even_for_type_checking(graph: grimp.ImportGrap
 def test_the_folders_of_tests_mirror_the_packages() -> None:
     mirrored = {"data", "engine", "format", "interop", "run", "sinks", "storage", "training"}
     mirrored |= {"cli", "exporting", "integrations", "preemption", "restarts", "tasks", "testing"}
-    mirrored |= {"evaluation", "tiers"}
+    mirrored |= {"connections", "evaluation", "tiers"}
     assert mirrored == {p.name for p in PACKAGES if p.parent == ROOT}
     for package in PACKAGES:
         if package.parent in (ROOT, ROOT / "engine"):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,26 +26,6 @@ from tests.evaluation.test_evaluation import (
     until,
 )
 from tests.evaluation.test_evaluation import evaluation as local_evaluation
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Path]:
-    """A cluster of two CPUs. Returns a folder of its processes, ``TEST_FOLDER``."""
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as base:
-        os.environ |= {"RAY_AUTH_MODE": "disabled", "TEST_FOLDER": base}
-        import ray
-
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=80 << 20,
-            _temp_dir=f"{base}/ray",
-        )
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        yield Path(base)
-        ray.shutdown()
 
 
 @pytest.fixture

@@ -16,16 +16,17 @@ from tests.evaluation import functions
 from tests.evaluation.test_evaluation import evaluation
 
 ROOT = Path(__file__).parents[2]
+CASES = "tests/evaluation/ray_cases.py", "tests/tasks/ray_cases.py"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 def test_the_cases_pass_in_a_process_of_their_own() -> None:
     """Ray leaves threads and a signal handler behind, and each worker of pytest would start its own
-    cluster. ``ray_cases.py`` has the tests; pytest can also be called with it."""
+    cluster. The files ``CASES`` have the tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "tests/evaluation/ray_cases.py"],
+        [*command, "-p", "tests.ray_cluster", *CASES],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
         stdout=subprocess.PIPE,

@@ -1,4 +1,5 @@
-"""A worker process of the tests: ``python -m tests.tasks.worker FD MODE``.
+"""A worker process of the tests: ``python -m tests.tasks.worker FD MODE``,
+or with an address instead of ``FD``.
 
 It evaluates tasks: the sum and the number of the squares of the records. Modes: ``work`` until the
 owner has no task for it; ``hang`` with the first task until it is killed; ``train``: consume tasks
@@ -25,8 +26,14 @@ def hang(report: str) -> None:
         signal.pause()
 
 
-def main(fd: int, mode: str) -> None:
-    with RemoteQueue(socket.socket(fileno=fd)) as queue:
+def connect(to: str) -> RemoteQueue:
+    if to.isdigit():
+        return RemoteQueue(socket.socket(fileno=int(to)))
+    return RemoteQueue.connect(to)
+
+
+def main(to: str, mode: str) -> None:
+    with connect(to) as queue:
         if mode == "work":
             print("ready", flush=True)
             while not queue.finished("evaluation"):
@@ -45,4 +52,4 @@ def main(fd: int, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], sys.argv[2])

@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
+from holdfast.connections.auth import make_secret
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.tmpfs.store import TmpfsStore
 from holdfast.tiers.peers.accounts import PeerLimits
 from holdfast.tiers.peers.addresses import PeerAddress
-from holdfast.tiers.peers.auth import make_secret
 from holdfast.tiers.peers.client import PeerConnection
 from holdfast.tiers.peers.server import PeerServer
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.connections.listener import HandshakeLimits
 from holdfast.errors import HoldfastError, Unavailable
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -27,7 +28,9 @@ from tests.tiers.peers import (
 )
 
 SIZE = 4 << 20
-SHORT_LIMITS = replace(LIMITS, idle_seconds=2, part_seconds=2, handshake_seconds=2)
+SHORT_LIMITS = replace(
+    LIMITS, idle_seconds=2, part_seconds=2, handshakes=HandshakeLimits(seconds=2)
+)
 
 SERVER = """
 import sys

@@ -12,6 +12,9 @@ from threading import Event, Thread, Timer
 
 import pytest
 
+from holdfast.connections import listener
+from holdfast.connections.auth import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, make_secret
+from holdfast.connections.listener import HandshakeLimits
 from holdfast.deadline import Deadline
 from holdfast.errors import (
     AlreadyExists,
@@ -32,7 +35,6 @@ from holdfast.testing.contract import keys, partial_keys, put, random_bytes
 from holdfast.testing.faults import Fault, FaultFs
 from holdfast.tiers.peers import files
 from holdfast.tiers.peers import server as peer_server
-from holdfast.tiers.peers.auth import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, make_secret
 from holdfast.tiers.peers.messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready, Refused
 from tests.tiers.peers import (
     LIMITS,
@@ -177,7 +179,9 @@ def test_every_changed_byte_of_the_messages_is_detected(folder):
     with serving(folder) as server, Proxy(server, count) as proxy, connect(proxy) as peer:
         peer.send_file(source, "v1/a")
     LocalStore(folder).delete("v1/a")
-    limits = replace(LIMITS, idle_seconds=0.2, part_seconds=0.2, handshake_seconds=0.2)
+    limits = replace(
+        LIMITS, idle_seconds=0.2, part_seconds=0.2, handshakes=HandshakeLimits(seconds=0.2)
+    )
     with serving(folder, limits) as server:
         for way, length in lengths.items():
             for at in range(0, length, 3):
@@ -295,7 +299,7 @@ def test_a_reflected_challenge_is_refused(folder):
 
 
 def test_many_strangers_take_neither_threads_nor_the_place_of_peers(folder, source):
-    limits = replace(LIMITS, handshakes=8)
+    limits = replace(LIMITS, handshakes=HandshakeLimits(8))
     with serving(folder, limits) as server:
         strangers = [raw(server) for _ in range(60)]
         for stranger in strangers[::2]:
@@ -310,7 +314,7 @@ def test_many_strangers_take_neither_threads_nor_the_place_of_peers(folder, sour
 
 def test_a_silent_stranger_is_dropped(folder):
     with (
-        serving(folder, replace(LIMITS, handshake_seconds=0.05)) as server,
+        serving(folder, replace(LIMITS, handshakes=HandshakeLimits(seconds=0.05))) as server,
         raw(server) as stranger,
     ):
         assert stranger.recv(1) == b""
@@ -636,7 +640,7 @@ def test_a_server_listens_at_one_address_of_this_host(folder, host):
 
 
 def test_no_thread_can_be_started(folder, monkeypatch):
-    monkeypatch.setattr(peer_server, "start_thread", lambda thread: False)
+    monkeypatch.setattr(listener, "start_thread", lambda thread: False)
     with pytest.raises(StoreError, match="no thread can be started"):
         peer_server.PeerServer(TmpfsStore(folder), "127.0.0.1", SECRET, LIMITS)
 

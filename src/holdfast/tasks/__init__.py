@@ -2,7 +2,8 @@
 
 Terms: a *task* is a range of records; a *lease* is the assignment of a task to a worker, for a
 limited time; an *attempt* is one lease of a task; a *job* is a set of tasks that end together.
-May import: the root modules, ``format``, and ``tasks``. It knows neither snapshots nor stores.
+May import: the root modules, ``format``, ``connections``, and ``tasks``. It knows neither
+snapshots nor stores.
 
 Each public name is imported on first use, as in ``holdfast``.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -9,7 +10,10 @@ from threading import Lock
 from types import TracebackType
 from typing import Any, Self
 
+from holdfast.connections.auth import Session
+from holdfast.connections.sockets import close_when_forked
 from holdfast.errors import HoldfastError, TaskError
+from holdfast.tasks.remote.address import connect_to
 from holdfast.tasks.remote.messages import (
     Answer,
     Connection,
@@ -18,6 +22,7 @@ from holdfast.tasks.remote.messages import (
     Failed,
     Finished,
     Get,
+    Hello,
     Leased,
     Refused,
     Released,
@@ -28,8 +33,10 @@ from holdfast.tasks.remote.messages import (
 )
 from holdfast.tasks.result import encode_result
 from holdfast.tasks.sides import EvaluationSide, TrainingSide
-from holdfast.tasks.spec import Kind, check_kind, check_seconds
+from holdfast.tasks.spec import Kind, check_kind, check_seconds, to_text
 from holdfast.tasks.task import EvaluationTask, Report, Task, TrainingTask
+
+_CONNECT_SECONDS = 10.0
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
 """Seconds between two requests of a worker that waits for a task."""
@@ -40,18 +47,39 @@ class RemoteQueue:
 
     ``reply_seconds``: how long a reply may take. All methods may be called from any thread, one
     request at a time. Each raises ``TaskError`` if the owner has ended or does not reply in time.
-    Then the connection is over, and the owner gives the tasks to other workers.
+    Then the connection is over, and the owner gives the tasks to other workers. A process that is
+    forked has no access to it.
     """
 
-    def __init__(self, sock: socket.socket, reply_seconds: float = 60.0) -> None:
+    def __init__(
+        self, sock: socket.socket, reply_seconds: float = 60.0, session: Session | None = None
+    ) -> None:
         check_seconds("reply_seconds", reply_seconds)
         self._socket, self._reply_seconds = sock, reply_seconds
-        self._connection = Connection(sock, "the owner of the task queue")
+        self._connection = Connection(sock, "the owner of the task queue", session)
+        close_when_forked(sock)
         self._lock = Lock()
         self._number = 0
         self._is_closed = False
         self.training = TrainingSide(self)
         self.evaluation = EvaluationSide(self)
+
+    @classmethod
+    def connect(
+        cls, address: str, worker: str | None = None, reply_seconds: float = 60.0
+    ) -> RemoteQueue:
+        """Connect to an address that ``TaskServer.listen`` has returned, on any host.
+
+        ``worker``: the name of this worker in messages (by default, its process and host). Each
+        connection is a worker of its own. Raises ``TaskError`` if the queue cannot be reached
+        within 10 s, and ``Denied`` if another program has the address now.
+        """
+        check_seconds("reply_seconds", reply_seconds)
+        name = f"process {os.getpid()} on {socket.gethostname()}" if worker is None else worker
+        sock, session = connect_to(address, min(reply_seconds, _CONNECT_SECONDS))
+        queue = cls(sock, reply_seconds, session)
+        queue._ask(Hello(queue._next_number(), to_text(name)))
+        return queue
 
     def get(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.connections.auth import PROOF_BYTES, Session
 from holdfast.errors import HoldfastError, JobFailed, LeaseLost, TaskError
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
 from holdfast.tasks.spec import to_text
@@ -22,10 +23,17 @@ MAX_LINE = 64 << 20
 
 _ERRORS = {kind.__name__: kind for kind in (TaskError, LeaseLost, JobFailed)}
 _RECEIVE_BYTES = 1 << 16
+_CODE_LENGTH = 2 * PROOF_BYTES
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     number: int
+
+
+class Hello(_Message, frozen=True):
+    """The first message of a worker that has connected to an address: its name."""
+
+    worker: str
 
 
 class Get(_Message, frozen=True):
@@ -73,7 +81,7 @@ class Renew(_Message, frozen=True):
     report: Report
 
 
-Request = Get | Finished | Consumed | Done | Failed | Released | Renew
+Request = Hello | Get | Finished | Consumed | Done | Failed | Released | Renew
 
 
 class Leased(_Message, frozen=True):
@@ -138,17 +146,21 @@ def encode(message: Request | Answer) -> bytes:
 
 
 class Connection:
-    """One end of a socket that carries messages. Not thread-safe."""
+    """One end of a socket that carries messages. Not thread-safe.
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
-        self._socket, self._peer = sock, peer
+    With a ``session``, each line begins with the code that authenticates it, as hexadecimal text.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, session: Session | None = None) -> None:
+        self._socket, self._peer, self._session = sock, peer, session
         self._buffer = bytearray()
         self._searched = 0  # bytes of the buffer without the end of a line
 
     def send(self, line: bytes, timeout: float) -> None:
         """Send an encoded message within ``timeout`` seconds. Raises ``OSError``."""
+        code = self._session.sign(line).hex().encode() if self._session else b""
         self._socket.settimeout(timeout)
-        self._socket.sendall(line)
+        self._socket.sendall(code + line)
 
     def receive_request(self) -> Request | None:
         """Return the next request, or None at the end of the connection. Waits as long as the
@@ -169,7 +181,7 @@ class Connection:
         end = None if timeout is None else time.monotonic() + timeout
         while (stop := self._buffer.find(b"\n", self._searched)) < 0:
             self._searched = len(self._buffer)
-            if self._searched > MAX_LINE:
+            if self._searched > MAX_LINE + _CODE_LENGTH:
                 raise self._invalid(f"a line of at most {MAX_LINE} bytes", "a longer one")
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
@@ -185,6 +197,9 @@ class Connection:
         return line
 
     def _decode(self, decoder: StrictDecoder[Any], line: bytes) -> Any:
+        if self._session:
+            code, line = line[:_CODE_LENGTH], line[_CODE_LENGTH:]
+            self._session.verify(line + b"\n", _to_bytes(code), self._peer)
         try:
             return decoder.decode(line)
         except DECODE_ERRORS as e:
@@ -197,3 +212,11 @@ class Connection:
             found=found,
             todo="Use one version of Holdfast for the owner and its workers",
         )
+
+
+def _to_bytes(code: bytes) -> bytes:
+    """Return a code from its hexadecimal text, or one that is wrong if it is none."""
+    try:
+        return bytes.fromhex(code.decode())
+    except ValueError:
+        return b""

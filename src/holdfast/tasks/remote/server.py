@@ -8,8 +8,12 @@ from threading import Lock, Thread, current_thread
 from types import TracebackType
 from typing import Self
 
-from holdfast.errors import HoldfastError, TaskError
+from holdfast.connections.auth import Session, make_secret
+from holdfast.connections.listener import Listener
+from holdfast.connections.sockets import close_when_forked, keep_alive
+from holdfast.errors import Denied, HoldfastError, StoreError, TaskError
 from holdfast.tasks.queue import Queue
+from holdfast.tasks.remote.address import format_address
 from holdfast.tasks.remote.messages import (
     Answer,
     Connection,
@@ -18,6 +22,7 @@ from holdfast.tasks.remote.messages import (
     Failed,
     Finished,
     Get,
+    Hello,
     Leased,
     Released,
     Renew,
@@ -38,24 +43,27 @@ _CLOSE_SECONDS = 5.0
 
 
 class TaskServer:
-    """Gives worker processes access to a queue of this process.
+    """Gives worker processes access to a queue of this process, on this host or on others.
 
     ::
 
         with TaskServer(queue) as server:
             with server.connect("worker 0") as end:
                 process = subprocess.Popen([...], pass_fds=[end.fileno()])
+            address = server.listen("10.0.0.5")  # for RemoteQueue.connect(address) on any host
             job.wait(timeout=600)
 
     In the worker, ``RemoteQueue(socket.socket(fileno=...))`` is the queue. When a connection ends,
     because the worker died or closed it, its tasks return to the queue at once. A worker that hangs
-    keeps its connection: its leases end after their time.
+    keeps its connection: its leases end after their time. If its host is gone, the connection ends
+    after about 30 s.
     """
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
         self._lock = Lock()
         self._connections: dict[Thread, socket.socket] = {}
+        self._listeners: list[Listener] = []
         self._count = 0
         self._is_closed = False
 
@@ -67,15 +75,7 @@ class TaskServer:
         with one name. Raises ``TaskError`` if the server is closed or no thread can be started.
         """
         own, other = socket.socketpair()
-        with self._lock:
-            self._count += 1
-            name = f"{worker} (connection {self._count})"
-            thread = Thread(target=self._serve, args=(own, name), daemon=True, name="holdfast-task")
-            if not self._is_closed:
-                self._connections[thread] = own
-        if thread not in self._connections or not start_thread(thread):
-            self._forget(thread)
-            own.close()
+        if not self._start(own, worker):
             other.close()
             raise TaskError(
                 f"Cannot connect worker {worker!r}",
@@ -84,10 +84,34 @@ class TaskServer:
             )
         return other
 
+    def listen(self, host: str = "127.0.0.1") -> str:
+        """Accept workers over TCP. Return the address for ``RemoteQueue.connect``.
+
+        ``host``: an IP address of this host that the workers can reach. The address contains a new
+        secret, as a password does: whoever has it can take tasks and return results. Messages are
+        authenticated, not encrypted. Any number of workers may connect, also again and again, such
+        as an actor that Ray restarts. Raises ``TaskError`` if this host does not have the address.
+        """
+        secret = make_secret()
+        try:
+            listener = Listener(host, secret, "serve tasks", self._accept)
+        except StoreError as e:
+            raise TaskError(e.what, expected=e.expected, found=e.found, todo=e.todo) from e
+        with self._lock:
+            is_closed = self._is_closed
+            self._listeners.append(listener)
+        if is_closed:
+            listener.close()
+            raise TaskError("Cannot accept workers", expected="an open TaskServer", found="closed")
+        return format_address(listener.address, listener.port, secret)
+
     def close(self) -> None:
-        """End all connections: the tasks of the workers return to the queue."""
+        """End all connections, and accept no more: the tasks of the workers return to the queue."""
         with self._lock:
             self._is_closed = True
+        for listener in self._listeners:
+            listener.close()
+        with self._lock:
             connections = list(self._connections.items())
         for _, sock in connections:
             with suppress(OSError):  # the thread has closed it meanwhile
@@ -105,19 +129,49 @@ class TaskServer:
 
     # -- implementation --------------------------------------------------------------------------
 
-    def _serve(self, sock: socket.socket, worker: str) -> None:
+    def _accept(self, sock: socket.socket, session: Session) -> None:
+        """Serve a worker that has connected to an address."""
+        try:
+            host, port = sock.getpeername()[:2]
+            keep_alive(sock)
+        except OSError:  # the worker has gone meanwhile
+            sock.close()
+            return
+        self._start(sock, f"{host}:{port}", session)
+
+    def _start(self, sock: socket.socket, worker: str, session: Session | None = None) -> bool:
+        """Serve a connection in a thread of its own. Returns False, and closes it, if that is not
+        possible."""
+        close_when_forked(sock)
+        with self._lock:
+            self._count += 1
+            name = f"{worker} (connection {self._count})"
+            arguments = sock, name, session
+            thread = Thread(target=self._serve, args=arguments, daemon=True, name="holdfast-task")
+            is_open = not self._is_closed
+            if is_open:
+                self._connections[thread] = sock
+        if is_open and start_thread(thread):
+            return True
+        self._forget(thread)
+        sock.close()
+        return False
+
+    def _serve(self, sock: socket.socket, worker: str, session: Session | None) -> None:
         """Answer the requests of a worker until its connection ends, and recover its tasks.
 
         A worker that sends something else, or does not read its replies, is treated as lost.
         """
-        connection = Connection(sock, worker)
+        connection = Connection(sock, worker, session)
         last, cause = (0, b""), "its connection has ended"
         try:
             while (request := connection.receive_request()) is not None:
+                if isinstance(request, Hello):
+                    worker = f"{request.worker} at {worker}"
                 if request.number != last[0]:
                     last = request.number, encode(self._answer(request, worker))
                 connection.send(last[1], _SEND_SECONDS)
-        except (OSError, TaskError) as e:
+        except (OSError, TaskError, Denied) as e:
             cause = f"{type(e).__name__}: {e}"
         finally:
             sock.close()
@@ -137,6 +191,8 @@ class TaskServer:
     def _do(self, request: Request, worker: str) -> Answer:
         queue, number, value = self._queue, request.number, True
         match request:
+            case Hello():
+                pass
             case Get(_, kind, lease_seconds):
                 task = queue.get(check_kind(kind), worker, 0.0, lease_seconds)
                 if task is not None:

@@ -1,5 +1,5 @@
 """Copies of files between the memory of hosts: a server and a client on each rank.
 
 Terms: a *peer* is a rank that holds a copy of another rank.
-May import: the root modules, ``format``, ``storage``, ``engine``, and ``tiers``.
+May import: the root modules, ``format``, ``connections``, ``storage``, ``engine``, and ``tiers``.
 """

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
+from holdfast.connections.listener import HandshakeLimits
 from holdfast.errors import NoSpace, NotFound
 from holdfast.storage.store import Store
 
@@ -17,19 +18,17 @@ class PeerLimits:
 
     ``file_bytes``: the longest file that it stores; ``peer_bytes``: the bytes of all files that one
     rank may have here at once; ``total_bytes``: those of all ranks. ``connections``: the largest
-    number of authenticated connections, each of which has a thread; ``handshakes``: that of
-    connections that have not proved that they know the secret, which have none.
-    ``handshake_seconds``: the time for that proof; ``part_seconds``: the time for the answer to a
-    request, and for each ``PART_BYTES`` of a file; ``idle_seconds``: the time without a byte,
-    between two requests and within a file.
+    number of authenticated connections, each of which has a thread; ``handshakes``: the limits of
+    connections that have not proved yet that they know the secret, which have none.
+    ``part_seconds``: the time for the answer to a request, and for each ``PART_BYTES`` of a file;
+    ``idle_seconds``: the time without a byte, between two requests and within a file.
     """
 
     file_bytes: int
     peer_bytes: int
     total_bytes: int
     connections: int = 32
-    handshakes: int = 64
-    handshake_seconds: float = 5.0
+    handshakes: HandshakeLimits = field(default_factory=HandshakeLimits)
     part_seconds: float = 120.0
     idle_seconds: float = 60.0
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from holdfast.connections.auth import make_secret
 from holdfast.engine.distributed.kv import KVClient
 from holdfast.errors import StoreError
-from holdfast.tiers.peers.auth import make_secret
 
 _SIOCGIFADDR = 0x8915
 

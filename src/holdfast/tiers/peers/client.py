@@ -7,12 +7,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from holdfast.connections.auth import CHALLENGE_BYTES, ClientHandshake
 from holdfast.deadline import Deadline
 from holdfast.errors import AlreadyExists, StoreError, Unavailable
 from holdfast.storage.store import Store
 from holdfast.threads import no_op
 from holdfast.tiers.peers.addresses import PeerAddress
-from holdfast.tiers.peers.auth import CHALLENGE_BYTES, ClientHandshake
 from holdfast.tiers.peers.files import digest_file, receive_content, send_content
 from holdfast.tiers.peers.messages import (
     Channel,

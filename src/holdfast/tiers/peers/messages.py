@@ -8,10 +8,8 @@ then an ``End`` with their digest.
 from __future__ import annotations
 
 import math
-import os
 import socket
 import struct
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,10 +19,11 @@ import msgspec
 from msgspec import Meta
 
 from holdfast import errors
+from holdfast.connections.auth import PROOF_BYTES, Session
+from holdfast.connections.sockets import close_when_forked
 from holdfast.deadline import Deadline
 from holdfast.errors import FormatError, HoldfastError, StoreError, Unavailable
 from holdfast.format.digest import Digest
-from holdfast.tiers.peers.auth import PROOF_BYTES, Session
 from holdfast.types import MIB
 
 MAX_FRAME_BYTES = MIB
@@ -277,20 +276,3 @@ class Channel:
             found=found,
             todo="Use the same version of Holdfast on all hosts",
         )
-
-
-_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def close_when_forked(connection: socket.socket) -> None:
-    """Close a socket in a forked process. Otherwise, a connection would seem to be alive as long as
-    a worker of a data loader lives."""
-    _open_sockets.add(connection)
-
-
-def _close_sockets() -> None:
-    for connection in list(_open_sockets):
-        connection.close()
-
-
-os.register_at_fork(after_in_child=_close_sockets)

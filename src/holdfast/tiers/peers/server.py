@@ -1,20 +1,17 @@
 """A server that stores copies of files for peers, and sends files to them.
 
-One thread accepts connections and makes the handshakes of all of them, without waiting for any. A
-connection gets its own thread only after its peer has proved that it knows the secret of the job.
-Strangers can therefore occupy neither threads nor memory; at most they displace one another.
+A connection gets its own thread after its peer has proved that it knows the secret of the job.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import selectors
 import socket
-import time
 from contextlib import suppress
 from dataclasses import replace
 from threading import Lock, Thread
 
+from holdfast.connections.auth import Session
+from holdfast.connections.listener import Listener
 from holdfast.deadline import Deadline
 from holdfast.errors import (
     AlreadyExists,
@@ -28,7 +25,6 @@ from holdfast.format.names import MANIFEST
 from holdfast.storage.store import Store, check_key
 from holdfast.threads import start_thread
 from holdfast.tiers.peers.accounts import PeerAccounts, PeerLimits
-from holdfast.tiers.peers.auth import HELLO_BYTES, PROOF_BYTES, ServerHandshake, Session
 from holdfast.tiers.peers.files import begin_copy, digest_file, receive_content, send_content
 from holdfast.tiers.peers.messages import (
     Channel,
@@ -39,11 +35,7 @@ from holdfast.tiers.peers.messages import (
     Ready,
     Refused,
     Stored,
-    close_when_forked,
 )
-
-_POLL_SECONDS = 0.2
-"""Seconds after which the times of the handshakes are checked."""
 
 
 class PeerServer:
@@ -55,34 +47,18 @@ class PeerServer:
     """
 
     def __init__(self, store: Store, address: str, secret: str, limits: PeerLimits) -> None:
-        self._store, self._secret = store, secret
+        self._store = store
         self._accounts = PeerAccounts(store, limits)
         self._lock = Lock()
         self._threads: dict[Channel, Thread] = {}
-        self._closed = False
-        self._listener = _listen(address)
-        self.address, self.port = self._listener.getsockname()[:2]
-        self._wake, self._woken = socket.socketpair()
-        for connection in (self._listener, self._wake, self._woken):
-            close_when_forked(connection)
-        self._thread = Thread(target=self._run, name="holdfast-peers", daemon=True)
-        if not start_thread(self._thread):
-            for connection in (self._listener, self._wake, self._woken):
-                connection.close()
-            raise StoreError(
-                f"Cannot serve copies at {address}: no thread can be started",
-                todo="Raise the limit on processes and threads (ulimit -u)",
-            )
+        self._listener = Listener(
+            address, secret, "serve copies", self._start, lambda: self.limits.handshakes
+        )
+        self.address, self.port = self._listener.address, self._listener.port
 
     def close(self) -> None:
         """Stop accepting connections, and end those that exist. What is half received is gone."""
-        if self._closed:
-            return
-        self._closed = True
-        self._wake.send(b"\0")
-        self._thread.join()  # from now on, no connection is added, and each thread has been started
-        for connection in (self._wake, self._woken):
-            connection.close()
+        self._listener.close()  # now, no connection is added, and each thread has been started
         with self._lock:
             threads = dict(self._threads)
         for channel in threads:
@@ -105,45 +81,7 @@ class PeerServer:
     def limits(self, limits: PeerLimits) -> None:
         self._accounts.limits = limits
 
-    # -- the thread that accepts -----------------------------------------------------------------
-
-    def _run(self) -> None:
-        pending: dict[socket.socket, _Pending] = {}  # oldest first
-        with selectors.DefaultSelector() as selector:
-            for listening in (self._listener, self._woken):
-                selector.register(listening, selectors.EVENT_READ)
-            while not self._closed:
-                ready = {key.fileobj for key, _ in selector.select(_POLL_SECONDS)}
-                surplus = len(pending) - self.limits.handshakes
-                for number, (connection, handshake) in enumerate(list(pending.items())):
-                    session = handshake.advance() if connection in ready else None
-                    is_late = number < surplus or not handshake.deadline.seconds_left
-                    if session is not None or handshake.has_failed or is_late:
-                        selector.unregister(connection)
-                        del pending[connection]
-                    if session is not None:
-                        self._start(connection, session)
-                    elif connection not in pending:
-                        connection.close()
-                if self._listener in ready and (accepted := self._accept()) is not None:
-                    pending[accepted.connection] = accepted
-                    selector.register(accepted.connection, selectors.EVENT_READ)
-        for connection in (*pending, self._listener):
-            connection.close()
-
-    def _accept(self) -> _Pending | None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return None  # the peer has gone
-        except OSError:  # no descriptor is left: the connections that exist go on
-            time.sleep(_POLL_SECONDS)
-            return None
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        close_when_forked(connection)
-        deadline = Deadline.after(self.limits.handshake_seconds, "the handshake with a peer")
-        return _Pending(connection, self._secret, deadline)
+    # -- the threads of the connections ---------------------------------------------------------
 
     def _start(self, connection: socket.socket, session: Session) -> None:
         """Serve a connection in a new thread, unless there are too many."""
@@ -165,8 +103,6 @@ class PeerServer:
         with self._lock:
             self._threads.pop(channel, None)
         channel.close()
-
-    # -- the thread of a connection --------------------------------------------------------------
 
     def _serve(self, channel: Channel) -> None:
         """Answer the requests of a peer, until it closes the connection or one of them fails."""
@@ -235,62 +171,3 @@ class PeerServer:
         """Return what is stored under a key. Raises ``NotFound``."""
         length = self._store.stat(key).length
         return Stored(length, digest_file(self._store, key, length, channel.check_time))
-
-
-class _Pending:
-    """A connection whose peer has not proved yet that it knows the secret. It never waits."""
-
-    def __init__(self, connection: socket.socket, secret: str, deadline: Deadline) -> None:
-        self.connection = connection
-        self.deadline = deadline
-        self.has_failed = False
-        self._handshake = ServerHandshake(secret)
-        self._received = b""
-        self._is_challenged = False
-
-    def advance(self) -> Session | None:
-        """Read what has arrived. Return the session once the peer has proved itself."""
-        wanted = PROOF_BYTES if self._is_challenged else HELLO_BYTES
-        try:
-            data = self.connection.recv(wanted - len(self._received))
-        except BlockingIOError:
-            return None
-        except OSError:
-            data = b""
-        self._received += data
-        self.has_failed = not data
-        if len(self._received) < wanted:
-            return None
-        received, self._received = self._received, b""
-        if self._is_challenged:
-            session = self._handshake.accept(received)
-            self.has_failed = session is None
-            return session
-        self._is_challenged = True
-        challenge = self._handshake.challenge(received)
-        try:
-            # the first bytes of a connection: there is space for them
-            is_sent = challenge is not None and self.connection.send(challenge) == len(challenge)
-        except OSError:
-            is_sent = False
-        self.has_failed = not is_sent
-        return None
-
-
-def _listen(address: str) -> socket.socket:
-    """Return a socket that listens at a free port of one address, and never of all."""
-    try:
-        ip = ipaddress.ip_address(address)
-        if ip.is_unspecified or ip.is_multicast:
-            raise ValueError(f"{address} means every address of this host")
-        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=128)
-    except (ValueError, OSError) as e:
-        raise StoreError(
-            f"Cannot serve copies at {address}",
-            expected="the IP address of one interface of this host",
-            found=str(e),
-            todo="Name the interface of the network between the hosts: interface=",
-        ) from e
-    listener.setblocking(False)
-    return listener

@@ -3,7 +3,7 @@
 Everything before the proof has a fixed size, and nothing in it is interpreted. The secret never
 travels, and no message of an earlier handshake is of use, because both sides choose a new random
 number. The connection is authenticated, not encrypted: whoever can read the packets of the network
-can read the copies.
+can read what is sent.
 
 ::
 
@@ -64,7 +64,7 @@ class Session:
         if not hmac.compare_digest(expected, code):
             raise Denied(
                 f"A message from {peer} was changed on its way",
-                todo="Find out what changes packets in this network, then send the copy again",
+                todo="Find out what changes packets in this network, then send it again",
             )
 
     def _code(self, from_client: bool, number: int, payload: bytes) -> bytes:
@@ -90,8 +90,8 @@ class ClientHandshake:
         if not hmac.compare_digest(_proof(self._secret, b"server", nonces), proof):
             raise Denied(
                 f"{peer} does not know the secret of this job; nothing was sent to it",
-                expected="a rank of this job",
-                todo="Another job may use the address now: look up the address of the rank again",
+                expected="a process of this job",
+                todo="Another job may use the address now: look up the address again",
             )
         session = Session(_proof(self._secret, b"session", nonces), True)
         return _proof(self._secret, b"client", nonces), session

@@ -1,0 +1,144 @@
+"""A listener hands over connections with the secret, and nothing that strangers do ends it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from holdfast.connections.auth import (
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    ClientHandshake,
+    Session,
+    make_secret,
+)
+from holdfast.connections.listener import HandshakeLimits, Listener
+from holdfast.errors import Denied, StoreError
+from tests.tiers.peers import eventually
+
+SECRET = make_secret()
+Accepted = list[tuple[socket.socket, Session]]
+
+
+@contextmanager
+def listening(
+    address: str = "127.0.0.1", limits: Callable[[], HandshakeLimits] = HandshakeLimits
+) -> Iterator[tuple[Listener, Accepted]]:
+    accepted: Accepted = []
+
+    def accept(connection: socket.socket, session: Session) -> None:
+        accepted.append((connection, session))
+
+    listener = Listener(address, SECRET, "serve tests", accept, limits)
+    try:
+        yield listener, accepted
+    finally:
+        listener.close()
+        for connection, _ in accepted:
+            connection.close()
+
+
+def shake(listener: Listener, secret: str = SECRET) -> tuple[socket.socket, Session]:
+    """Connect, and make the handshake."""
+    connection = socket.create_connection((listener.address, listener.port), 20)
+    try:
+        handshake = ClientHandshake(secret)
+        connection.sendall(handshake.hello)
+        challenge = connection.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        proof, session = handshake.answer(challenge, "the listener")
+        connection.sendall(proof)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, session
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_both_sides_get_one_session(address: str) -> None:
+    if address == "::1":
+        try:
+            socket.create_server((address, 0), family=socket.AF_INET6).close()
+        except OSError as e:
+            pytest.skip(f"no IPv6: {e}")
+    with listening(address) as (listener, accepted):
+        connection, session = shake(listener)
+        with connection:
+            eventually(lambda: accepted)
+            own = accepted[0][1]
+            for payload in (b"a", b"", b"a"):
+                own.verify(payload, session.sign(payload), "the client")
+                session.verify(payload, own.sign(payload), "the listener")
+
+
+@pytest.mark.parametrize("change", ["again", "left out", "other payload", "own direction"])
+def test_a_message_has_one_place(change: str) -> None:
+    with listening() as (listener, accepted):
+        connection, session = shake(listener)
+        with connection:
+            eventually(lambda: accepted)
+            own = accepted[0][1]
+            first, second = session.sign(b"x"), session.sign(b"x")
+            if change == "again":
+                own.verify(b"x", first, "the client")
+                second = first
+            elif change == "other payload":
+                own.verify(b"x", first, "the client")
+            elif change == "own direction":
+                second = own.sign(b"x")
+            with pytest.raises(Denied, match="was changed on its way"):
+                own.verify(b"y" if change == "other payload" else b"x", second, "the client")
+
+
+def test_strangers_get_no_session_and_end_nothing() -> None:
+    with listening(limits=lambda: HandshakeLimits(connections=4)) as (listener, accepted):
+        with pytest.raises(Denied, match="does not know the secret"):
+            shake(listener, make_secret())
+        strangers = [
+            socket.create_connection((listener.address, listener.port), 20) for _ in range(20)
+        ]
+        for number, stranger in enumerate(strangers):
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * number)
+        before = threading.active_count()
+        for _ in range(3):
+            connection, _ = shake(listener)
+            connection.close()
+        eventually(lambda: len(accepted) == 3)
+        assert threading.active_count() == before
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_wrong_proof_ends_the_connection() -> None:
+    with listening() as (listener, accepted):
+        with socket.create_connection((listener.address, listener.port), 20) as stranger:
+            stranger.sendall(ClientHandshake(SECRET).hello)
+            stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+            stranger.sendall(bytes(PROOF_BYTES))
+            assert stranger.recv(1) == b""
+        assert accepted == []
+
+
+def test_a_closed_listener_ends_handshakes_and_leaves_accepted_connections() -> None:
+    with listening() as (listener, accepted):
+        connection, _ = shake(listener)
+        with (
+            connection,
+            socket.create_connection((listener.address, listener.port), 20) as pending,
+        ):
+            eventually(lambda: accepted)
+            listener.close()
+            assert pending.recv(1) == b""
+            accepted[0][0].sendall(b"x")
+            assert connection.recv(1) == b"x"
+        with pytest.raises(OSError):
+            socket.create_connection((listener.address, listener.port), 20)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "224.0.0.1", "192.0.2.1", "localhost", ""])
+def test_it_listens_at_one_address_of_this_host(address: str) -> None:
+    with pytest.raises(StoreError, match="Cannot serve tests at"), listening(address):
+        pass

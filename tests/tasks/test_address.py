@@ -1,0 +1,249 @@
+"""Workers that connect to the address of a queue over TCP."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from holdfast.connections import auth, listener
+from holdfast.errors import Denied, HoldfastError, JobFailed, TaskError
+from holdfast.tasks import Queue, RemoteQueue, TaskServer
+from tests.tasks.test_processes import ROOT, expected_results
+from tests.tasks.test_remote import wait_until
+from tests.tasks.worker import evaluate
+from tests.tiers.peers import Proxy
+
+
+@contextmanager
+def worker(address: str, mode: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a worker process that connects to an address, and kill it at the end."""
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.tasks.worker", address, mode],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def port_of(address: str) -> int:
+    found = re.fullmatch(r"tcp://.*:(\d+)/[0-9a-f]{64}", address)
+    assert found is not None
+    return int(found[1])
+
+
+def test_workers_share_a_queue_at_an_address() -> None:
+    queue = Queue(lease_seconds=None)
+    job = queue.add("evaluation", 40, task_size=10, name="e")
+    queue.add("training", 30, task_size=10, name="t")
+    with TaskServer(queue) as server:
+        address = server.listen()
+        with RemoteQueue.connect(address) as a, RemoteQueue.connect(address) as b:
+            while a.evaluation.evaluate_one(evaluate) or b.evaluation.evaluate_one(evaluate):
+                pass
+            assert job.results() == expected_results(40, 10)
+            first, second = a.training.get(), b.training.get()
+            assert first is not None
+            assert second is not None
+            assert (first.start, second.start) == (0, 10)
+            first.consumed(4)
+            a.close()
+            wait_until(lambda: len(queue._jobs.leases) == 1)
+            again = b.training.get()
+            assert again is not None
+            assert (again.id, again.position) == (first.id, 4)
+        with RemoteQueue.connect(address) as c:  # as a worker that Ray has restarted
+            wait_until(lambda: len(queue._jobs.leases) == 0)
+            third = c.training.get()
+            assert third is not None
+            assert third.position == 4
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_change_no_result() -> None:
+    queue = Queue(lease_seconds=None)
+    job = queue.add("evaluation", 103, task_size=10, name="e")
+    with TaskServer(queue) as server:
+        address = server.listen()
+        with worker(address, "hang") as a:
+            assert a.stdout is not None
+            assert a.stdout.readline() == "1\n"  # it has this task
+            with worker(address, "work") as b:
+                a.send_signal(signal.SIGKILL)
+                job.wait(60)
+                assert job.results() == expected_results(103, 10)
+                assert b.wait(30) == 0
+
+
+def test_the_name_of_a_worker_is_in_the_error_of_its_job() -> None:
+    queue = Queue(lease_seconds=None, attempts=1)
+    job = queue.add("evaluation", 1, task_size=1, name="e")
+    with TaskServer(queue) as server:
+        with RemoteQueue.connect(server.listen(), "actor 7 \udcff") as remote:
+            assert remote.evaluation.get() is not None
+        with pytest.raises(JobFailed, match=r"actor 7 \\\\udcff at 127.0.0.1:\d+ \(connection 1\)"):
+            job.wait(30)
+
+
+def test_another_secret_is_refused() -> None:
+    with TaskServer(Queue()) as server:
+        address = server.listen()
+        other = address[:-64] + auth.make_secret()
+        with pytest.raises(Denied, match=r"the owner of the task queue at 127\.0\.0\.1:"):
+            RemoteQueue.connect(other)
+        RemoteQueue.connect(address).close()
+        second = server.listen()
+        assert second[-64:] != address[-64:]
+        RemoteQueue.connect(second).close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "tcp://127.0.0.1:80",
+        "tcp://127.0.0.1:80/secret",
+        "tcp://user@127.0.0.1:80/" + "a" * 64,
+        "tcp://127.0.0.1/" + "a" * 64,
+        "http://127.0.0.1:80/" + "a" * 64,
+        "tcp://127.0.0.1:80/" + "a" * 64 + "\n",
+        b"tcp://127.0.0.1:80/" + b"a" * 64,
+        None,
+    ],
+)
+def test_an_invalid_address_is_refused_without_showing_its_secret(address: object) -> None:
+    with pytest.raises(HoldfastError, match="Invalid address of a task queue") as caught:
+        RemoteQueue.connect(address)  # type: ignore[arg-type]
+    assert "aaaa" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "localhost"])
+def test_a_server_listens_at_one_address_of_this_host(host: str) -> None:
+    with TaskServer(Queue()) as server, pytest.raises(TaskError, match="Cannot serve tasks at"):
+        server.listen(host)
+
+
+def test_a_closed_server_accepts_nobody() -> None:
+    with TaskServer(Queue()) as server:
+        address = server.listen()
+        remote = RemoteQueue.connect(address)
+    with pytest.raises(TaskError, match="connection to the owner of the task queue is over"):
+        remote.evaluation.get()
+    with pytest.raises(TaskError, match=r"Cannot connect to the owner .*ConnectionRefusedError"):
+        RemoteQueue.connect(address)
+    with pytest.raises(TaskError, match="Cannot accept workers"):
+        server.listen()
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_an_owner_that_does_not_answer_is_an_error_in_time(answers: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = f"tcp://127.0.0.1:{stopped.getsockname()[1]}/{'a' * 64}"
+        if answers:
+
+            def answer() -> None:
+                connection, _ = stopped.accept()
+                with connection:
+                    hello = connection.recv(auth.HELLO_BYTES, socket.MSG_WAITALL)
+                    challenge = auth.ServerHandshake("a" * 64).challenge(hello)
+                    assert challenge is not None
+                    connection.sendall(challenge)
+                    connection.recv(1 << 16)
+                    done.wait(20)
+
+            done = threading.Event()
+            thread = threading.Thread(target=answer)
+            thread.start()
+        try:
+            with pytest.raises(TaskError, match="TimeoutError"):
+                RemoteQueue.connect(address, reply_seconds=0.2)
+        finally:
+            if answers:
+                done.set()
+                thread.join()
+
+
+class Flip:
+    """Changes one bit of the byte ``at`` in one direction."""
+
+    def __init__(self, direction: str, at: int) -> None:
+        self.direction, self.at, self.is_done = direction, at, False
+
+    def __call__(self, direction: str, offset: int, data: bytes) -> bytes:
+        place = self.at - offset
+        if direction != self.direction or not 0 <= place < len(data):
+            return data
+        self.is_done = True
+        return data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_bit_that_flips_on_the_way_is_detected(direction: str) -> None:
+    """No changed byte of the handshake, a task, or a result is taken for another meaning."""
+    assert sum(flip_a_bit(direction, at) for at in range(0, 900, 23)) > 8
+
+
+def flip_a_bit(direction: str, at: int) -> bool:
+    """Evaluate one task while a bit flips, then the rest without. Return whether one flipped."""
+    queue = Queue(lease_seconds=None, attempts=10)
+    job = queue.add("evaluation", 1, task_size=1, name="e")
+    flip = Flip(direction, at)
+    with TaskServer(queue) as server:
+        address = server.listen()
+        owner = SimpleNamespace(address="127.0.0.1", port=port_of(address))
+        with Proxy(owner, flip) as proxy:
+            changed = re.sub(r":\d+/", f":{proxy.port}/", address)
+            raised: Exception | None = None
+            try:
+                with RemoteQueue.connect(changed, reply_seconds=5) as remote:
+                    assert remote.evaluation.evaluate_one(lambda task: [task.stop])
+                    remote.finished("evaluation")
+            except (TaskError, Denied) as e:
+                raised = e
+        assert (raised is not None) == flip.is_done, (at, raised)
+        wait_until(lambda: not queue._jobs.leases)
+        with RemoteQueue.connect(address) as remote:
+            while remote.evaluation.evaluate_one(lambda task: [task.stop]):
+                pass
+        assert job.results() == [[1]]
+    return flip.is_done
+
+
+def test_a_forked_process_keeps_no_connection_alive() -> None:
+    queue = Queue(lease_seconds=None)
+    queue.add("evaluation", 1, task_size=1, name="e")
+    with TaskServer(queue) as server:
+        remote = RemoteQueue.connect(server.listen())
+        assert remote.evaluation.get() is not None
+        ready, begun = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(begun)
+            os.read(ready, 1)  # lives until the parent closes the pipe
+            os._exit(0)
+        remote.close()
+        wait_until(lambda: not queue._jobs.leases)
+        os.close(begun)
+        os.waitpid(child, 0)
+        os.close(ready)
+
+
+def test_without_a_thread_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "start_thread", lambda thread: False)
+    with TaskServer(Queue()) as server, pytest.raises(TaskError, match="no thread can be started"):
+        server.listen()
