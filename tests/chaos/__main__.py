@@ -62,7 +62,7 @@ def run_chaos(
         if supervisor.failures:
             return supervisor.failures
         share = print_time(console, supervisor, wall)
-        problems = verify_run(supervisor)
+        problems = verify_run(supervisor) + supervisor.evaluator.finish(supervisor.flipped)
         if every >= EFFECTIVE_EVERY and share < LEAST_EFFECTIVE:
             problems.append(f"the effective training time is {share:.3f}, not {LEAST_EFFECTIVE}")
         undisturbed = train_undisturbed(folder, last_step, dropout)

@@ -26,7 +26,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.run = str(folder / "disk" / "run")
-        self._closing = ExitStack()
+        self.closing = ExitStack()
         self.has_mounts = False
         self.memory: dict[str, str] = {}
         self.disks: dict[str, str] = {}
@@ -38,7 +38,7 @@ class Cluster:
         folders = [disk]
         for host in "ab":
             memory = tempfile.mkdtemp(prefix=f"holdfast-chaos-{host}-", dir="/dev/shm")
-            self._closing.callback(shutil.rmtree, memory, ignore_errors=True)
+            self.closing.callback(shutil.rmtree, memory, ignore_errors=True)
             self.memory[host] = memory
             self.disks[host] = str(self.folder / f"nvme-{host}")
             os.makedirs(self.disks[host])
@@ -49,7 +49,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.close()
+        self.closing.close()
 
     def _mount(self, folder: Path) -> bool:
         """Mount a file system of its own, which can be filled. Return False if that is refused."""
@@ -57,12 +57,12 @@ class Cluster:
         command = ["mount", "-t", "tmpfs", *options]
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode == 0:
-            self._closing.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
+            self.closing.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
         return done.returncode == 0
 
     def renew_clouds(self, host: str) -> None:
         """A machine that was announced to be stopped is replaced by another one."""
-        self.clouds[host] = self._closing.enter_context(Clouds())
+        self.clouds[host] = self.closing.enter_context(Clouds())
 
     def lose(self, host: str) -> None:
         """Delete the memory and the disk of a host. Another host takes its place."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.chaos.clouds import AWS, AZURE, CLOUDS, GCP, POD
 from tests.chaos.cluster import HOSTS, Cluster
+from tests.chaos.evaluator import Evaluator
 from tests.chaos.ranks import Ranks, wait_until
 from tests.chaos.row import Row
 from tests.chaos.schedule import Kind
@@ -32,8 +33,8 @@ CLOUD_OF = {
 class Disturbance:
     """Lets one event happen to running ranks. ``row`` says afterward what it hit."""
 
-    def __init__(self, cluster: Cluster, ranks: Ranks, row: Row) -> None:
-        self.cluster, self.ranks, self.row = cluster, ranks, row
+    def __init__(self, cluster: Cluster, ranks: Ranks, row: Row, evaluator: Evaluator) -> None:
+        self.cluster, self.ranks, self.row, self.evaluator = cluster, ranks, row, evaluator
 
     def happen(self, rank: int) -> None:
         kind = self.row.event.kind
@@ -44,6 +45,9 @@ class Disturbance:
             self.ranks.send(rank, signal.SIGKILL)
         elif kind == Kind.PAUSE:
             self._pause(rank)
+        elif kind == Kind.EVALUATOR:
+            self.row.restarted = False
+            self.row.target = self.evaluator.disturb(self.row.event.draw)
         elif kind == Kind.HANG:
             self._stop(rank)
             self.ranks.send(rank, signal.SIGKILL)
@@ -58,6 +62,7 @@ class Disturbance:
         elif kind == Kind.FULL_MEMORY:
             self._fill(f"the memory of host {hosts[rank]}", self.cluster.memory[hosts[rank]])
         elif kind == Kind.FULL_DISK:
+            self.evaluator.can_fail = True
             self._fill("the disk of the run", str(self.cluster.folder / "disk"))
         else:  # a bit flips in what is left of a training that was killed
             for victim in self.ranks.alive:

@@ -31,6 +31,7 @@ class Kind(StrEnum):
     FLIP_DURABLE = "bit flip on disk"
     FULL_MEMORY = "full memory"
     FULL_DISK = "full disk"
+    EVALUATOR = "end of an evaluator"
 
 
 NEEDS_ROOT = {Kind.FULL_MEMORY, Kind.FULL_DISK}

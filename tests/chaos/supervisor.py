@@ -17,6 +17,7 @@ from holdfast.run.run import Run
 from holdfast.tiers.flush import MemoryRecord, flush_states
 from tests.chaos.cluster import HOSTS, Cluster, flip_bit
 from tests.chaos.disturbance import LEAVE_SECONDS, STEP_SECONDS, Disturbance
+from tests.chaos.evaluator import Evaluator
 from tests.chaos.ranks import Hang, Ranks, wait_until
 from tests.chaos.row import INTERRUPTED, Row
 from tests.chaos.schedule import DIES, EXPECTED_CODES, Event, Kind
@@ -59,6 +60,8 @@ class Supervisor:
         self.flipped: set[str] = set()
         self.began = time.monotonic()
         self._has_launcher_store = False
+        self.evaluator = Evaluator(cluster.run, cluster.folder / "evaluator.output")
+        cluster.closing.callback(self.evaluator.kill)
 
     def train(
         self, events: Iterator[Event], seconds: float, least_events: int, last_steps: int
@@ -114,6 +117,7 @@ class Supervisor:
             save_every=LONG_SAVE_EVERY if self.every else SAVE_EVERY,
             has_launcher_store=self._has_launcher_store,
         )  # fmt: skip
+        self.evaluator.keep_running()
         ranks = Ranks(start)
         self.starts.append(ranks)
         return ranks
@@ -188,7 +192,7 @@ class Supervisor:
         )
         self.rows.append(row)
         at = time.monotonic()
-        Disturbance(self.cluster, ranks, row).happen(rank)
+        Disturbance(self.cluster, ranks, row, self.evaluator).happen(rank)
         if not row.restarted:
             row.tier, row.detection = "not restarted", time.monotonic() - at
             return ranks, size
