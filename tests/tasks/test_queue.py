@@ -450,6 +450,45 @@ def test_a_late_done_that_overlaps_with_no_other_work_counts() -> None:
     assert queue.finished("training")
 
 
+def test_45_48_a_job_ends_with_the_last_of_its_tasks_and_not_before() -> None:
+    queue = Queue()
+    job = queue.add("evaluation", 64, task_size=8, name="e")
+    assert job.tasks == 8
+    for completed in range(8):
+        assert not queue.finished("evaluation")
+        with pytest.raises(TaskError, match=f"found {completed}, and 0 at work"):
+            job.wait(0)
+        assert evaluation(queue, "w").done(completed)
+    job.wait(0)
+    assert job.results() == [*range(8)]
+    assert queue.evaluation.get("w") is None
+
+
+def test_47_metrics_without_a_job_are_refused() -> None:
+    """A report names a job, so no metrics of another time can reach the next one."""
+    queue, other = Queue(), Queue()
+    job = queue.add("evaluation", 1, task_size=1, name="e")
+    task = evaluation(queue, "w")
+    with pytest.raises(TaskError, match="never made"):
+        other.report_done(task.report, {"loss": [9.0, 1]})
+    assert task.done({"loss": [1.0, 1]})
+    assert not queue.report_done(task.report, {"loss": [9.0, 1]})
+    assert job.results() == [{"loss": [1.0, 1]}]
+    assert not queue.report_done(task.report, {"loss": [9.0, 1]}), "the job has left the queue"
+    assert job.results() == [{"loss": [1.0, 1]}]
+
+
+def test_49_a_queue_of_evaluations_alone_is_finished_and_keeps_its_results() -> None:
+    queue = Queue()
+    job = queue.add("evaluation", {"v": 4}, task_size=2, name="e")
+    assert queue.finished("training"), "there is none"
+    assert [evaluation(queue, "w").done(i) for i in range(2)] == [True, True]
+    assert queue.finished("evaluation")
+    assert queue.job("e").completed == 2, "the job stays until somebody has waited for it"
+    assert job.results() == job.results() == [0, 1]
+    assert queue.finished("evaluation")
+
+
 def test_late_results_of_a_failed_or_collected_job_are_ignored() -> None:
     queue = Queue(attempts=1)
     bad = queue.add("evaluation", 2, task_size=1, name="e")
