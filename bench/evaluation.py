@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -120,6 +121,18 @@ def measure_evaluation(folder: str, workers: int) -> dict[str, list[float]]:
     }
 
 
+def measure_two_loops(folder: str, versions: int) -> float:
+    """Return the CPU seconds per version of a bare loop while another one runs beside it."""
+    with ThreadPoolExecutor(2) as pool:
+        loops = pool.map(
+            lambda _: fresh_process.call(
+                "bench.evaluation:measure_loop", folder=folder, versions=versions
+            ),
+            range(2),
+        )
+        return median(median(loop["loop"]) for loop in loops)
+
+
 def sections(options: Options) -> list[Section]:
     versions = 3 if options.quick else _VERSIONS
     title = "Evaluation of versions: CPU time and scaling"
@@ -128,7 +141,8 @@ def sections(options: Options) -> list[Section]:
         f" {_WIDTH}. The baseline is a loop over the same data in one process with one thread,"
         " which loads each version, too. CPU seconds are those of the evaluator and its workers"
         f" together. The first of {versions} versions does not count: the workers start before it."
-        " Runs alternate."
+        " Two loops at once, in two processes, show what two workers lose because they share the"
+        " caches and the memory of the processor. Runs alternate."
     )
     what = "CPU time of 1 worker / (loop + load)"
     target = "speed of 2 workers / 1 worker"
@@ -146,12 +160,14 @@ def sections(options: Options) -> list[Section]:
                 )
                 for workers in (1, 2)
             )
+            beside = measure_two_loops(str(folder), versions)
             for path in folder.glob("version_*/eval-*.json"):
                 path.unlink()
             per_loop, load = median(loop["loop"]), median(loop["load"])
             for name, value in (
                 ("one", median(one["cpu"]) / (per_loop + load)),
                 ("two", median(two["cpu"]) / (per_loop + 2 * load)),
+                ("beside", beside / per_loop),
                 ("scaling", median(one["wall"]) / median(two["wall"])),
                 ("against loop", median(loop["wall"]) / median(one["wall"])),
                 ("loop", per_loop),
@@ -167,6 +183,7 @@ def sections(options: Options) -> list[Section]:
     verdicts = [
         judge(what, found["one"], most=1.05),
         judge("CPU time of 2 workers / (loop + 2 loads)", found["two"], most=1.05),
+        judge("CPU time of a loop beside another loop / alone", found["beside"]),
         judge(target, found["scaling"]),
         judge("speed of 1 worker / the loop", found["against loop"]),
         judge("CPU time of the loop", found["loop"], unit="s"),
