@@ -52,6 +52,11 @@ def to_repr(value: object) -> str:
         return _long_repr.repr(value)
 
 
+def without_surrogates(text: str) -> str:
+    """Return a text that can be encoded: names of files that are no UTF-8 have surrogates."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 # A user with a port after it, as in ``hdfs://host:8020/run@120``, is a host. A user may be an
 # e-mail address, and a password may contain "@". Only a password may contain a slash.
 _USER = re.compile(r"(://)(?:(?![^\s/]*:\d+/)[^\s/:]*:[^\s@]*(?:@[^\s@/]*)*@|[^\s/]*@)")

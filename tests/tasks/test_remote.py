@@ -247,7 +247,7 @@ def test_a_wrong_request_is_refused_and_the_connection_goes_on(
     before = queue.state_dict()
     worker.send(number=3, **fields)
     answer = worker.reply()
-    assert (answer["type"], answer["error"]) == ("Refused", error)
+    assert (answer["type"], answer["error"]["error_class"]) == ("Refused", error)
     assert queue.state_dict() == before
     worker.send(type="Renew", number=4, report=["e", 1, 1, 0])
     assert worker.reply() == {"type": "Reply", "number": 4, "value": True}

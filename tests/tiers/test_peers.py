@@ -35,7 +35,7 @@ from holdfast.testing.contract import keys, partial_keys, put, random_bytes
 from holdfast.testing.faults import Fault, FaultFs
 from holdfast.tiers.peers import files
 from holdfast.tiers.peers import server as peer_server
-from holdfast.tiers.peers.messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready, Refused
+from holdfast.tiers.peers.messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready
 from tests.tiers.peers import (
     LIMITS,
     SECRET,
@@ -662,16 +662,19 @@ def test_a_forked_process_keeps_no_connection_alive(folder, source):
         os.close(ready)
 
 
-def test_an_error_keeps_its_class_and_parts():
-    error = NoSpace("No room", expected="5", found=3, todo="Buy some")
-    found = Refused.from_error(error).to_error("rank 1")
-    assert (type(found), str(found)) == (NoSpace, str(error))
-    strange = replace_class(Refused.from_error(error), "SystemExit")
-    assert type(strange.to_error("rank 1")) is StoreError
+@pytest.mark.parametrize("text", ["No room", "no such file: \udcff"])
+def test_an_error_of_the_server_keeps_its_class_and_says_who_reports_it(folder, monkeypatch, text):
+    """Also if its text has surrogates, such as the name of a file that is no UTF-8."""
 
+    def answer(self, channel, rank, request):
+        raise NoSpace(text, expected="5", found=3, todo="Buy some")
 
-def replace_class(refused, name):
-    return Refused(name, refused.what, refused.expected, refused.found, refused.todo)
+    monkeypatch.setattr(peer_server.PeerServer, "_answer", answer)
+    with serving(folder) as server, connect(server) as peer:
+        with pytest.raises(NoSpace, match=r"Expected 5, found 3\. Buy some") as caught:
+            ask(peer)
+        assert text.rpartition("\udcff")[0] in str(caught.value)
+        assert caught.value.__notes__ == [f"Reported by rank 1 at 127.0.0.1:{server.port}"]
 
 
 def test_transfers_in_both_directions_at_once(folder, source):

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from holdfast.errors import HoldfastError, PlanError
+from holdfast.text import without_surrogates
 
 Kind = Literal["training", "evaluation"]
 KINDS: tuple[Kind, ...] = ("training", "evaluation")
@@ -147,12 +148,7 @@ def check_seconds(
 
 def is_text(value: object) -> bool:
     """Return True for a str that can be sent: it has no surrogates."""
-    return isinstance(value, str) and value == to_text(value)
-
-
-def to_text(value: str) -> str:
-    """Return a text without surrogates, which names of files that are no UTF-8 have."""
-    return value.encode(errors="backslashreplace").decode()
+    return isinstance(value, str) and value == without_surrogates(value)
 
 
 def is_int(value: Any) -> bool:

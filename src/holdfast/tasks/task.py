@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from holdfast.errors import TaskError
-from holdfast.tasks.spec import is_int, to_text
+from holdfast.tasks.spec import is_int
+from holdfast.text import without_surrogates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +64,7 @@ class Task:
         """Report that the attempt failed. The task returns to the queue, or fails its job if it has
         no attempt left. Returns whether the report counts: one of an older attempt does not."""
         cause = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        return self.owner.report_failed(self.report, to_text(cause))
+        return self.owner.report_failed(self.report, without_surrogates(cause))
 
     def release(self) -> bool:
         """Return the task to the queue because the worker leaves; it does not count as a failure.

@@ -33,8 +33,9 @@ from holdfast.tasks.remote.messages import (
 )
 from holdfast.tasks.result import encode_result
 from holdfast.tasks.sides import EvaluationSide, TrainingSide
-from holdfast.tasks.spec import Kind, check_kind, check_seconds, to_text
+from holdfast.tasks.spec import Kind, check_kind, check_seconds
 from holdfast.tasks.task import EvaluationTask, Report, Task, TrainingTask
+from holdfast.text import without_surrogates
 
 _CONNECT_SECONDS = 10.0
 
@@ -78,7 +79,7 @@ class RemoteQueue:
         name = f"process {os.getpid()} on {socket.gethostname()}" if worker is None else worker
         sock, session = connect_to(address, min(reply_seconds, _CONNECT_SECONDS))
         queue = cls(sock, reply_seconds, session)
-        queue._ask(Hello(queue._next_number(), to_text(name)))
+        queue._ask(Hello(queue._next_number(), without_surrogates(name)))
         return queue
 
     def get(
@@ -171,7 +172,7 @@ class RemoteQueue:
                     raise
                 raise self._lost(f"{type(e).__name__}: {e}") from e
         if isinstance(answer, Refused):
-            raise answer.to_error()
+            raise answer.error.to_error()
         return answer
 
     def _receive(self, number: int) -> Answer:

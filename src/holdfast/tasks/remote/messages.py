@@ -13,15 +13,14 @@ from typing import Any
 import msgspec
 
 from holdfast.connections.auth import PROOF_BYTES, Session
-from holdfast.errors import HoldfastError, JobFailed, LeaseLost, TaskError
+from holdfast.connections.error_parts import ErrorParts
+from holdfast.errors import TaskError
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
-from holdfast.tasks.spec import to_text
 from holdfast.tasks.task import Report
 
 MAX_LINE = 64 << 20
 """The most bytes of a message: a result may contain the state of a metric."""
 
-_ERRORS = {kind.__name__: kind for kind in (TaskError, LeaseLost, JobFailed)}
 _RECEIVE_BYTES = 1 << 16
 _CODE_LENGTH = 2 * PROOF_BYTES
 
@@ -107,15 +106,7 @@ class Reply(_Message, frozen=True):
 class Refused(_Message, frozen=True):
     """The error that a request has raised."""
 
-    error: str
-    what: str
-    expected: str | None
-    found: str | None
-    todo: str | None
-
-    def to_error(self) -> HoldfastError:
-        kind = _ERRORS.get(self.error, HoldfastError)
-        return kind(self.what, expected=self.expected, found=self.found, todo=self.todo)
+    error: ErrorParts
 
 
 Answer = Leased | Reply | Refused
@@ -123,13 +114,6 @@ Answer = Leased | Reply | Refused
 _REQUESTS: StrictDecoder[Request] = StrictDecoder(msgspec.json.Decoder(Request))
 _ANSWERS: StrictDecoder[Answer] = StrictDecoder(msgspec.json.Decoder(Answer))
 _encoder = msgspec.json.Encoder()
-
-
-def refuse(number: int, error: HoldfastError) -> Refused:
-    """Return the answer that carries an error."""
-    parts = (error.expected, error.found, error.todo)
-    texts = (None if x is None else to_text(str(x)) for x in parts)
-    return Refused(number, type(error).__name__, to_text(error.what), *texts)
 
 
 def encode(message: Request | Answer) -> bytes:

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.connections.auth import Session, make_secret
+from holdfast.connections.error_parts import ErrorParts
 from holdfast.connections.listener import Listener
 from holdfast.connections.sockets import close_when_forked, keep_alive
 from holdfast.errors import Denied, HoldfastError, StoreError, TaskError
@@ -24,12 +25,12 @@ from holdfast.tasks.remote.messages import (
     Get,
     Hello,
     Leased,
+    Refused,
     Released,
     Renew,
     Reply,
     Request,
     encode,
-    refuse,
 )
 from holdfast.tasks.result import decode_result
 from holdfast.tasks.spec import check_kind
@@ -186,7 +187,7 @@ class TaskServer:
         try:
             return self._do(request, worker)
         except HoldfastError as e:
-            return refuse(request.number, e)
+            return Refused(request.number, ErrorParts.of(e))
 
     def _do(self, request: Request, worker: str) -> Answer:
         queue, number, value = self._queue, request.number, True

@@ -18,11 +18,11 @@ from typing import Annotated, TypeVar, overload
 import msgspec
 from msgspec import Meta
 
-from holdfast import errors
 from holdfast.connections.auth import PROOF_BYTES, Session
+from holdfast.connections.error_parts import ErrorParts
 from holdfast.connections.sockets import close_when_forked
 from holdfast.deadline import Deadline
-from holdfast.errors import FormatError, HoldfastError, StoreError, Unavailable
+from holdfast.errors import FormatError, Unavailable
 from holdfast.format.digest import Digest
 from holdfast.types import MIB
 
@@ -40,7 +40,6 @@ _LENGTH = struct.Struct(">I")
 
 Length = Annotated[int, Meta(ge=0, le=1 << 60)]
 Key = Annotated[str, Meta(max_length=900)]
-Text = Annotated[str, Meta(max_length=8000)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -94,28 +93,9 @@ class Stored(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """The error with which the server refuses a request, by the name of its class."""
+    """The error with which the server refuses a request."""
 
-    error_class: Annotated[str, Meta(max_length=100)]
-    what: Text
-    expected: Text | None
-    found: Text | None
-    todo: Text | None
-
-    @classmethod
-    def from_error(cls, error: HoldfastError) -> Refused:
-        parts = (error.what, error.expected, error.found, error.todo)
-        what, *others = (None if part is None else str(part)[:4000] for part in parts)
-        return cls(type(error).__name__, what or "", *others)
-
-    def to_error(self, peer: str) -> HoldfastError:
-        """Return the error to raise on this side."""
-        error_class = getattr(errors, self.error_class, None)
-        if not (isinstance(error_class, type) and issubclass(error_class, HoldfastError)):
-            error_class = StoreError
-        found = error_class(self.what, expected=self.expected, found=self.found, todo=self.todo)
-        found.add_note(f"Reported by {peer}")
-        return found
+    error: ErrorParts
 
 
 Message = Hello | Offer | Ready | Fetch | Coming | End | Stored | Refused
@@ -206,7 +186,9 @@ class Channel:
         if isinstance(message, kinds):
             return message
         if isinstance(message, Refused):
-            raise message.to_error(self.peer)
+            error = message.error.to_error()
+            error.add_note(f"Reported by {self.peer}")
+            raise error
         raise self._invalid(type(message).__name__)
 
     def renew(self, nbytes: int = 0) -> None:

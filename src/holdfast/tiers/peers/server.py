@@ -11,6 +11,7 @@ from dataclasses import replace
 from threading import Lock, Thread
 
 from holdfast.connections.auth import Session
+from holdfast.connections.error_parts import ErrorParts
 from holdfast.connections.listener import Listener
 from holdfast.deadline import Deadline
 from holdfast.errors import (
@@ -119,11 +120,11 @@ class PeerServer:
             return  # the connection has ended
         except HoldfastError as e:
             with suppress(HoldfastError):
-                channel.send(Refused.from_error(e))
+                channel.send(Refused(ErrorParts.of(e)))
         except BaseException as e:  # noqa: BLE001  (top of a thread: the peer raises it)
             error = StoreError(f"The server of {self._store.url} failed: {type(e).__name__}: {e}")
             with suppress(HoldfastError):
-                channel.send(Refused.from_error(error))
+                channel.send(Refused(ErrorParts.of(error)))
         finally:
             self._forget(channel)
 

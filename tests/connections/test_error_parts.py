@@ -1,0 +1,43 @@
+"""An error crosses a connection with its class and its parts."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from holdfast import errors
+from holdfast.connections.error_parts import ErrorParts
+from holdfast.errors import HoldfastError, JobFailed, NoSpace
+
+KINDS = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, HoldfastError)]
+
+
+def send(parts: ErrorParts) -> HoldfastError:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=ErrorParts).to_error()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_class_of_holdfast_arrives(kind: type[HoldfastError]) -> None:
+    error = kind("No room", expected="5", found=3, todo="Buy some")
+    found = send(ErrorParts.of(error))
+    assert (type(found), str(found)) == (kind, str(error))
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "ValueError", "Any", "annotations", "", "nothing"])
+def test_no_other_class_is_raised(name: str) -> None:
+    parts = msgspec.structs.replace(ErrorParts.of(NoSpace("x")), error_class=name)
+    assert type(send(parts)) is HoldfastError
+
+
+def test_a_class_of_the_user_arrives_as_a_holdfast_error() -> None:
+    class Own(JobFailed):
+        pass
+
+    found = send(ErrorParts.of(Own("x")))
+    assert (type(found), found.what) == (HoldfastError, "x")
+
+
+def test_a_text_may_have_surrogates_and_any_length() -> None:
+    found = send(ErrorParts.of(NoSpace("\udcff" * 10_000, found="\udcff")))
+    assert found.what == r"\udcff" * 4000
+    assert found.found == r"\udcff"
