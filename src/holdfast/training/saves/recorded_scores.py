@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format.names import Version
 from holdfast.run.catalog import VersionRecord
+from holdfast.run.evaluations.trust import find_distrust
 from holdfast.run.lineage import lineage_of
 from holdfast.run.run import Run
 from holdfast.threads import look_up_each
@@ -21,11 +22,13 @@ VERSIONS_PER_POLL = 8
 
 @dataclass(slots=True)
 class _Lineage:
-    """The newest versions of a lineage, oldest first, each with the digest of its manifest, and the
-    scores that were found. Threads read and write it without a lock, one operation at a time."""
+    """The newest versions of a lineage, oldest first, each with the digest of its manifest, the
+    scores that were found, and the steps of versions that are distrusted. Threads read and write it
+    without a lock, one operation at a time."""
 
     digests: dict[Version, str]
     scores: dict[Version, float] = field(default_factory=dict)
+    distrusted: dict[int, bool] = field(default_factory=dict)
     has_changed: bool = False
 
 
@@ -93,8 +96,12 @@ class RecordedScores:
 
         def look(version: Version) -> None:
             records = self._run.catalog.evaluations.read(version, digests[version])
+            is_distrusted = find_distrust(records) is not None
+            if lineage.distrusted.get(version.step, False) != is_distrusted:
+                lineage.distrusted[version.step] = is_distrusted
+                lineage.has_changed = True
             score = records.metrics().get(self._metric)
-            if score is None:
+            if score is None or is_distrusted:
                 return
             found[version] = score
             if lineage.scores.get(version) != score:
@@ -104,10 +111,12 @@ class RecordedScores:
         look_up_each([*digests], look)
         return found
 
-    def take(self) -> Mapping[Version, float]:
-        """Return all scores if there is a new one since the last call, for the training thread."""
+    def take(self) -> tuple[Mapping[Version, float], Set[int]] | None:
+        """Return all scores, and the steps whose scores do not count because their versions are
+        distrusted, or None if nothing is new since the last call. For the training thread."""
         lineage = self._lineage
         if not lineage.has_changed:
-            return {}
-        lineage.has_changed = False  # before the copy: a score that comes meanwhile is taken again
-        return lineage.scores.copy()
+            return None
+        lineage.has_changed = False  # before the copies: what comes meanwhile is taken again
+        distrusted = {step for step, is_true in lineage.distrusted.copy().items() if is_true}
+        return lineage.scores.copy(), distrusted
