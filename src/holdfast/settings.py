@@ -188,3 +188,9 @@ def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
             found=repr(text),
         )
     return seconds
+
+
+def ray_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the address of the Ray cluster that the environment names, or None."""
+    environ = os.environ if environ is None else environ
+    return environ.get("RAY_ADDRESS") or None

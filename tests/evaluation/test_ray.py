@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +45,19 @@ def test_without_ray_the_engine_is_an_error_that_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(HoldfastError, match=r'needs the package ray.*"holdfast\[ray\]"'):
+        evaluation(tmp_path / "run", engine="ray")
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_an_address_at_which_nothing_listens_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Ray itself tries for more than six minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = form.format(closed.getsockname()[1])
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    with pytest.raises(HoldfastError, match=f"one that listens at {address}, the RAY_ADDRESS"):
         evaluation(tmp_path / "run", engine="ray")
 
 

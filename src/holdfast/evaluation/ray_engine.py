@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ import msgspec
 from holdfast.errors import HoldfastError
 from holdfast.evaluation.process import Reply, WorkerError, WorkerLost, answer
 from holdfast.evaluation.worker import Worker, WorkerSpec
+from holdfast.settings import ray_address
 from holdfast.text import to_repr
 
 _OPTIONS = (
@@ -33,6 +35,8 @@ decides the others, such as its lifetime."""
 
 _MAX_CAUSE = 500
 """The number of characters of an error of Ray, which can be long, in a message."""
+
+_CONNECT_SECONDS = 10.0
 
 _SPEC = msgspec.json.Decoder(WorkerSpec)
 
@@ -148,6 +152,7 @@ def _connect() -> Any:
             'engine="ray" needs the package ray', todo='Install it: pip install "holdfast[ray]"'
         ) from e
     if not ray.is_initialized():
+        _require_listener(ray_address())
         try:
             with _same_sigterm_handler():
                 ray.init(address="auto")
@@ -158,6 +163,22 @@ def _connect() -> Any:
                 todo="Start one (ray start --head), set RAY_ADDRESS, or call ray.init() before",
             ) from e
     return ray
+
+
+def _require_listener(address: str | None) -> None:
+    """Raise ``HoldfastError`` unless something listens at an address: Ray would try for minutes."""
+    host, colon, port = (address or "").rpartition("://")[2].rpartition(":")
+    if not (colon and port.isdigit()):  # such as "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as e:
+        raise HoldfastError(
+            "There is no Ray cluster to evaluate on",
+            expected=f"one that listens at {address}, the RAY_ADDRESS",
+            found=_describe(e),
+            todo="Start it (ray start --head), correct RAY_ADDRESS, or unset it",
+        ) from e
 
 
 @contextmanager
