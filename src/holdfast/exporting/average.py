@@ -151,7 +151,7 @@ class AveragedLeaves:
         newest = self._versions[-1]
         floats = [n for n, key in enumerate(keys) if _is_float(newest.leaves[key][0])]
         averaged = [n for n in floats if _nbytes(newest, keys[n])]
-        others = [n for n in range(len(keys)) if n not in {*averaged}]
+        others = sorted({*range(len(keys))}.difference(averaged))
         if others:
             stream_leaves(
                 newest,
