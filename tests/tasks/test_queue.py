@@ -615,6 +615,13 @@ def test_a_result_that_is_not_plain_is_refused(result: Any) -> None:
         job.results()
 
 
+def test_a_result_with_more_digits_than_python_writes_is_refused() -> None:
+    queue = Queue(attempts=1)
+    queue.add("evaluation", 1, task_size=1, name="e")
+    with pytest.raises(TaskError, match="so many digits"):
+        evaluation(queue, "w").done({"a": 10**5000})
+
+
 def test_results_keep_their_values_exactly() -> None:
     nan, results = float("nan"), [None, True, 1 << 80, -0.0, 0.1, "ü\n", [[], {"a": {}}], [1e308]]
     queue = Queue()
@@ -724,6 +731,7 @@ BAD: list[dict[str, Any]] = [
     {"data": {"\udcff": 1}},
     {"name": "\udcff"},
     {"data": 1 << 70},
+    {"data": 1 << 40, "epochs": 1 << 40},
     {"data": {"s": None}, "kind": "evaluation"},
     {"task_size": 0},
     {"task_size": 1.0},
