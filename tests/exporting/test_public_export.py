@@ -281,6 +281,10 @@ def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
         ("only into a folder of Hugging Face", "torch", {"like": tmp_path}),
         ("Invalid number of versions", "hf", {"average": 0}),
         ("Invalid number of versions", "hf", {"average": True}),
+        *(
+            ("Invalid value for max_shard_size=", "hf", {"max_shard_size": size})
+            for size in ("5GB", 0, -1, True, None, float("nan"))
+        ),
     ):
         with pytest.raises(HoldfastError, match=expected):
             holdfast.export(f"{run}@1", out, kind, **options)

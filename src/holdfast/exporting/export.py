@@ -104,7 +104,7 @@ def export(
     keys: str | Sequence[str] = (),
     average: int = 1,
     like: str | os.PathLike[str] | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: float = MAX_SHARD_SIZE,
 ) -> ExportResult:
     """Write the tensors of a snapshot into the folder ``path``, in a format of another library.
 
@@ -151,12 +151,19 @@ def prepare_export(
     keys: Sequence[str] = (),
     average: int = 1,
     like: str | os.PathLike[str] | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: float = MAX_SHARD_SIZE,
 ) -> PreparedExport:
     """Check and plan an export, as ``export`` does, before anything is written."""
     if to not in SUFFIXES:
         raise HoldfastError(
             "Invalid value for to=", expected=" or ".join(map(repr, SUFFIXES)), found=repr(to)[:80]
+        )
+    is_number = isinstance(max_shard_size, int | float) and not isinstance(max_shard_size, bool)
+    if not is_number or not max_shard_size >= 1:
+        raise HoldfastError(
+            "Invalid value for max_shard_size=",
+            expected="a number of bytes, 1 or more, such as 5e9",
+            found=repr(max_shard_size)[:80],
         )
     if like is not None and to != "hf":
         raise HoldfastError(
