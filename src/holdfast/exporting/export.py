@@ -19,6 +19,7 @@ from holdfast.errors import HoldfastError
 from holdfast.exporting.average import (
     AveragedLeaves,
     check_versions,
+    find_distrusted,
     find_statistics,
     find_versions,
 )
@@ -189,13 +190,24 @@ def prepare_export(
         plans = [*map(plan_one, versions[:-1]), plan]
         leaves = [_leaves(v, p) for v, p in zip(versions, plans, strict=True)]
         check_versions(versions, leaves)
-        warnings = _statistics_warning(find_statistics(leaves[-1]))
+        warnings = (
+            *_distrust_warning(find_distrusted(versions)),
+            *_statistics_warning(find_statistics(leaves[-1])),
+        )
     refuse_existing(location, plan)
     return PreparedExport(tuple(versions), plan, location, warnings)
 
 
 def _leaves(snapshot: Snapshot, plan: ExportPlan) -> LeafSpecs:
     return {key: snapshot.leaves[key] for file in plan.files for key in file.keys}
+
+
+def _distrust_warning(reasons: Sequence[str]) -> tuple[str, ...]:
+    if not reasons:
+        return ()
+    return (
+        f"The average contains versions that are not trusted. {format_list(reasons, _MAX_LISTED)}",
+    )
 
 
 def _statistics_warning(keys: Sequence[str]) -> tuple[str, ...]:
