@@ -539,6 +539,19 @@ def test_records_of_several_tasks_are_consumed_together_or_not_at_all() -> None:
     assert a.position == 1
 
 
+@pytest.mark.parametrize("records", [1, 2])
+def test_a_step_cannot_report_one_task_twice(records: int) -> None:
+    """Positions are absolute: the second report would replace the first, or complete a task that is
+    complete, and the job would count a task that nobody has processed."""
+    queue = Queue()
+    queue.add("training", 4, task_size=2, name="t")
+    task: Any = queue.get("training")
+    before = queue.state_dict()
+    with pytest.raises(TaskError, match="one task twice"):
+        queue.training.consume([(task, records), (task, records)])
+    assert (queue.state_dict(), task.position) == (before, 0)
+
+
 def test_a_report_that_arrives_twice_has_the_effect_of_one() -> None:
     queue = Queue()
     queue.add("training", 5, task_size=5, name="t")
