@@ -118,7 +118,7 @@ def test_invalid_arguments(folder: Path) -> None:
         export("runs/a@1", "--to", "hf", "out", "--keys", "x/*"), 6, "selection contains nothing"
     )
     check_error_line(export("runs/a@1", "--to", "hf", ""), 5, "does not name a folder")
-    check_error_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a snapshot or a run")
+    check_error_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a version, or a run")
     check_error_line(
         export("runs/a@1", "--to", "hf", "ftp://bucket/x"), 5, "Unsupported kind of store"
     )
