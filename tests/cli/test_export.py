@@ -49,6 +49,14 @@ def test_any_address_names_a_model(folder: Path, address: str) -> None:
     assert os.listdir("out") == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("to", ["runs/a@latest", "runs/a@2", "runs/a@best:x"])
+def test_the_address_of_a_version_is_no_folder_to_export_to(folder: Path, to: str) -> None:
+    """A folder of that name would hide the version."""
+    result = run_cli("export", "runs/a@1", "--to", "hf", to)
+    check_error_line(result, 8, "is the address of a version")
+    assert not Path(to).exists()
+
+
 def test_omitted_values_are_reported(folder: Path) -> None:
     result = run_cli("export", "runs/a@1", "out", "--to", "safetensors", "--root", "/")
     check_error_line(result, 0, "2 plain values omitted: safetensors files contain only tensors")
@@ -110,7 +118,7 @@ def test_invalid_arguments(folder: Path) -> None:
         export("runs/a@1", "--to", "hf", "out", "--keys", "x/*"), 6, "selection contains nothing"
     )
     check_error_line(export("runs/a@1", "--to", "hf", ""), 5, "does not name a folder")
-    check_error_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a snapshot or a run")
+    check_error_line(export("runs/a@1", "--to", "hf", "runs/a"), 8, "a version, or a run")
     check_error_line(
         export("runs/a@1", "--to", "hf", "ftp://bucket/x"), 5, "Unsupported kind of store"
     )

@@ -48,15 +48,19 @@ def test_missing_versions_and_runs_are_reported(store: MemoryStore, empty_url: s
         assert "one snapshot, not a run" in result.err
 
 
-def test_an_existing_path_takes_precedence(tmp_path: Path) -> None:
-    hf.save(tmp_path / "a" / "version_5", {"n": 1})
-    assert "version_5" in run_cli("show", tmp_path / "a@5").out
-    hf.save(tmp_path / "a@5", {"n": 2})
-    assert run_cli("show", tmp_path / "a@5", "--json").json["snapshot"] == str(tmp_path / "a@5")
-    hf.save(tmp_path / "b" / "version_5", {"n": 1})
-    hf.save(tmp_path / "b@5" / "version_7", {"n": 1})  # a run with that name
-    assert run_cli("show", tmp_path / "b@5").code == 4
-    assert run_cli("verify", tmp_path / "b@5", "--json").json["place"] == str(tmp_path / "b@5")
+@pytest.mark.parametrize("is_local", [True, False])
+def test_an_existing_path_takes_precedence(
+    is_local: bool, tmp_path: Path, store: MemoryStore
+) -> None:
+    root = str(tmp_path) if is_local else store.url
+    hf.save(f"{root}/a/version_5", {"n": 1})
+    assert "version_5" in run_cli("show", f"{root}/a@5").out
+    hf.save(f"{root}/a@5", {"n": 2})
+    assert run_cli("show", f"{root}/a@5", "--json").json["snapshot"] == f"{root}/a@5"
+    hf.save(f"{root}/b/version_5", {"n": 1})
+    hf.save(f"{root}/b@5/version_7", {"n": 1})  # a run with that name
+    assert run_cli("show", f"{root}/b@5").code == 4
+    assert run_cli("verify", f"{root}/b@5", "--json").json["place"] == f"{root}/b@5"
 
 
 def test_a_snapshot_cannot_be_copied_to_a_run(run: str) -> None:

@@ -626,9 +626,11 @@ def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.M
 def test_existing_files_are_not_changed(tmp_path: Path) -> None:
     at = tmp_path / "run" / "version_1"
     snapshot = holdfast.save(at, {"model": {"w": torch.ones(2), "v": torch.ones(2)}})
-    for to in (at, tmp_path / "run", at / "x.safetensors", tmp_path / "run" / "x.safetensors"):
-        with pytest.raises(AlreadyExists, match="a snapshot or a run"):
+    run = tmp_path / "run"
+    for to in (at, run, at / "x.safetensors", run / "x.safetensors", run / "version_2"):
+        with pytest.raises(AlreadyExists, match="a snapshot, a version, or a run"):
             export(snapshot, "safetensors", to)
+    export(snapshot, "safetensors", tmp_path / "exports" / "version_1")  # there is no run
     for name, kind in [
         ("model.safetensors", "safetensors"),
         ("model.pt", "torch"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,41 @@ def test_a_part_that_is_missing_or_of_another_export(run: Path, tmp_path: Path) 
         raise next(c.error for c in check_export(str(tmp_path / "1")) if c.error)
 
 
+def test_the_parts_of_a_killed_export_are_not_a_complete_one(run: Path, tmp_path: Path) -> None:
+    """The index is written last."""
+    holdfast.export(f"{run}@1", tmp_path / "out", "hf", max_shard_size=60)
+    index = tmp_path / "out" / "model.safetensors.index.json"
+    index.unlink()
+    for place in (tmp_path / "out", index):
+        result = run_cli("verify", place)
+        assert result.code == 3
+        assert "model.safetensors.index.json" in result.out
+    (next((tmp_path / "out").iterdir())).unlink()
+    assert run_cli("verify", tmp_path / "out").code == 3
+    assert run_cli("verify", next((tmp_path / "out").iterdir())).code == 0  # a part is intact
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf"])
+@pytest.mark.parametrize(
+    ("text", "damaged"),
+    [
+        (rb'"holdfast\.crc32"', rb'"holdfasT.crc32"'),
+        (rb'"holdfast\.crc32"', rb'Zholdfast.crc32"'),
+        (rb'(crc32": ?".{7}).', rb"\1G"),
+        (rb'"(_*)metadata', rb'"\1metadatA'),
+    ],
+)
+def test_a_record_without_a_checksum_is_damaged(
+    run: Path, kind: Any, text: bytes, damaged: bytes, tmp_path: Path
+) -> None:
+    """Such as by a flipped bit in the name or in the digits of the checksum."""
+    holdfast.export(f"{run}@1", tmp_path / "out", kind, max_shard_size=60)
+    file = max((tmp_path / "out").iterdir(), key=lambda f: f.name.endswith(".json"))
+    raw, found = re.subn(text, damaged, file.read_bytes(), count=1)
+    file.write_bytes(raw)
+    assert run_cli("verify", tmp_path / "out").code == (3 if found else 0)
+
+
 def test_files_without_a_record_are_not_exports(tmp_path: Path) -> None:
     st.save_file({'"holdfast.crc32":"00000000"': torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"\x10" + bytes(7) + b"{ not JSON     }")
@@ -245,6 +281,10 @@ def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
         ("only into a folder of Hugging Face", "torch", {"like": tmp_path}),
         ("Invalid number of versions", "hf", {"average": 0}),
         ("Invalid number of versions", "hf", {"average": True}),
+        *(
+            ("Invalid value for max_shard_size=", "hf", {"max_shard_size": size})
+            for size in ("5GB", 0, -1, True, None, float("nan"))
+        ),
     ):
         with pytest.raises(HoldfastError, match=expected):
             holdfast.export(f"{run}@1", out, kind, **options)

@@ -460,6 +460,25 @@ def test_failure_of_one_rank_fails_all_ranks_and_the_next_save_works(
     assert [p.name for p in tmp_path.iterdir()] == ["version_1"], "no pin is left"
 
 
+def load_different_versions(folder: str) -> Any:
+    """Each rank resolves the address, and the run changes meanwhile."""
+    address = f"{folder}@{'latest' if dist.get_rank() else '1'}"
+    state = distributed_state()
+    with pytest.raises(CheckpointException) as caught:
+        load(state, address)
+    assert state["a"].to_local().equal(distributed_state()["a"].to_local())
+    return failures_by_rank(caught)
+
+
+def test_ranks_that_open_different_versions_are_refused(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        holdfast.save(tmp_path / f"version_{step}", {"a": arange(8, 2) * step, "n": step})
+    for report in world.run(load_different_versions, str(tmp_path)):
+        assert "different versions" in report[0]
+
+
 def save_to_unshared_folders(folder: str) -> Any:
     host_folder = f"{folder}/{dist.get_rank() // 2}/version_1"
     with pytest.raises(CheckpointException) as caught:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,8 @@ from holdfast.format.names import split_address
 from holdfast.run import address as address_module
 from holdfast.run.address import merge_objectives, open_version, read_objectives
 from holdfast.run.policy import EverySteps, KeepBest, KeepLast, KeepPolicy, StopWhen
+from holdfast.storage.memory import MemoryStore
+from holdfast.storage.open import open_store
 from tests.cli.invoke import run_cli
 from tests.fakegroup import FakeGroup
 
@@ -23,7 +27,7 @@ LOSS = {1: 3.0, 2: float("nan"), 3: 2.0, 4: 1.0, 5: 1.5}
 
 
 def train(
-    url: Path, keep: KeepPolicy | None = None, stop: StopWhen | None = None, last: int = 5
+    url: Path | str, keep: KeepPolicy | None = None, stop: StopWhen | None = None, last: int = 5
 ) -> None:
     """Save versions 1 to ``last`` with the metrics ``acc`` and ``val/loss``."""
     state = {"x": [0.0], "progress": holdfast.Progress()}
@@ -212,6 +216,30 @@ def test_a_load_by_address_ends_in_time(tmp_path: Path) -> None:
     assert holdfast.load(f"{tmp_path}/a@best", timeout=60)["x"] == [1.0]
     with pytest.raises(holdfast.errors.HoldfastError, match="Invalid deadline"):
         holdfast.load(f"{tmp_path}/a@best", timeout=0)
+
+
+class SilentStore(MemoryStore):
+    """Answers only with a time limit."""
+
+    def get(self, key: str, limit: int) -> bytes:
+        raise AssertionError(f"{key} is read without a time limit")
+
+    def list_level(self, folder: str, prefix: str = "") -> Any:
+        raise AssertionError(f"{folder} is listed without a time limit")
+
+    def within(self, deadline: Deadline) -> MemoryStore:
+        view = copy(self)
+        view.__class__ = MemoryStore
+        return view
+
+
+def test_the_time_limit_of_a_load_also_covers_literal_paths() -> None:
+    train("memory://silent/a", BEST_LOSS, last=1)
+    open_store("memory://silent").__class__ = SilentStore
+    for address in ("a@latest", "a@best:val/loss", "a@1"):
+        assert holdfast.load(f"memory://silent/{address}", timeout=60)["x"] == [1.0]
+    with pytest.raises(NotFound):  # it may be a metric or a run
+        holdfast.load("memory://silent/a@best:b@1", timeout=60)
 
 
 def test_all_ranks_load_the_version_that_rank_0_has_found(

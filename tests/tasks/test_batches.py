@@ -153,6 +153,25 @@ def test_a_stream_is_refused() -> None:
     assert queue.training.get() is not None
 
 
+def test_a_pass_that_ends_within_a_batch_loses_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as by Ctrl-C while it waits for the second task of a batch."""
+    queue = a_queue(5, task_size=3)
+    batches = TaskBatches(queue.training, 5)
+    get, calls = queue.get, [0]
+
+    def interrupted(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        return get(*args)
+
+    monkeypatch.setattr(queue, "get", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(batches)
+    assert numbers(batches) == [[0, 1, 2, 3, 4]]
+    assert queue.finished("training")
+
+
 def test_after_a_load_a_step_of_the_old_pass_is_refused() -> None:
     queue = a_queue()
     batches = TaskBatches(queue.training, 4)

@@ -578,6 +578,19 @@ def test_records_of_several_tasks_are_consumed_together_or_not_at_all() -> None:
     assert a.position == 1
 
 
+@pytest.mark.parametrize("records", [1, 2])
+def test_a_step_cannot_report_one_task_twice(records: int) -> None:
+    """Positions are absolute: the second report would replace the first, or complete a task that is
+    complete, and the job would count a task that nobody has processed."""
+    queue = Queue()
+    queue.add("training", 4, task_size=2, name="t")
+    task: Any = queue.get("training")
+    before = queue.state_dict()
+    with pytest.raises(TaskError, match="one task twice"):
+        queue.training.consume([(task, records), (task, records)])
+    assert (queue.state_dict(), task.position) == (before, 0)
+
+
 def test_a_report_that_arrives_twice_has_the_effect_of_one() -> None:
     queue = Queue()
     queue.add("training", 5, task_size=5, name="t")
@@ -652,6 +665,13 @@ def test_a_result_that_is_not_plain_is_refused(result: Any) -> None:
     queue.evaluation.evaluate_one(lambda _: result)
     with pytest.raises(JobFailed, match="texts as keys"):
         job.results()
+
+
+def test_a_result_with_more_digits_than_python_writes_is_refused() -> None:
+    queue = Queue(attempts=1)
+    queue.add("evaluation", 1, task_size=1, name="e")
+    with pytest.raises(TaskError, match="so many digits"):
+        evaluation(queue, "w").done({"a": 10**5000})
 
 
 def test_results_keep_their_values_exactly() -> None:
@@ -763,6 +783,7 @@ BAD: list[dict[str, Any]] = [
     {"data": {"\udcff": 1}},
     {"name": "\udcff"},
     {"data": 1 << 70},
+    {"data": 1 << 40, "epochs": 1 << 40},
     {"data": {"s": None}, "kind": "evaluation"},
     {"task_size": 0},
     {"task_size": 1.0},

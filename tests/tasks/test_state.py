@@ -237,6 +237,17 @@ def test_damaged_states_are_refused(change: Any) -> None:
     assert queue.state_dict() == Queue().state_dict()
 
 
+def test_a_state_with_more_tasks_than_a_job_can_have_is_refused() -> None:
+    queue = Queue()
+    queue.add("training", {"f": 1 << 60}, task_size=1, name="t")
+    state = queue.state_dict()
+    state["jobs"][0]["spec"] = f'["training", "t", [["f", 0, {1 << 60}]], 1, {1 << 60}, null]'
+    state["jobs"][0]["completed"] = [[0, 1 << 99]]
+    state["next_id"] = 1 << 130
+    with pytest.raises(PlanError, match="a job that does not exist"):
+        Queue().load_state_dict(state)
+
+
 @pytest.mark.parametrize("state", [None, [], 3, {}, "x"])
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(PlanError, match="not the state of a task queue"):

@@ -162,7 +162,7 @@ def _is_address(url: str) -> bool:
     if resolve_address(url)[1] is None or _is_snapshot(url):
         return False
     path = _local_path(url)
-    return path is None or not os.path.lexists(path)
+    return _names_in(url) is None if path is None else not os.path.lexists(path)
 
 
 def _is_bucket_address(url: str) -> bool:

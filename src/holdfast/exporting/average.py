@@ -125,6 +125,13 @@ def find_statistics(leaves: LeafSpecs) -> list[str]:
     return [key for key in leaves if key.endswith(_STATISTICS)]
 
 
+def find_distrusted(versions: Sequence[Snapshot]) -> list[str]:
+    """Return the names of the versions with a negative verdict, each with the reason."""
+    catalog = Run(versions[-1].location.store).catalog
+    reasons = [(v.version, catalog.find_distrust(v.version, v.digest)) for v in versions]
+    return [f"{version}: {reason}" for version, reason in reasons if reason is not None]
+
+
 class AveragedLeaves:
     """Streams the average of several versions, oldest first. In a ``with`` block, they are pinned.
 
@@ -151,7 +158,7 @@ class AveragedLeaves:
         newest = self._versions[-1]
         floats = [n for n, key in enumerate(keys) if _is_float(newest.leaves[key][0])]
         averaged = [n for n in floats if _nbytes(newest, keys[n])]
-        others = [n for n in range(len(keys)) if n not in {*averaged}]
+        others = sorted({*range(len(keys))}.difference(averaged))
         if others:
             stream_leaves(
                 newest,

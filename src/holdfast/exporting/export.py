@@ -19,6 +19,7 @@ from holdfast.errors import HoldfastError
 from holdfast.exporting.average import (
     AveragedLeaves,
     check_versions,
+    find_distrusted,
     find_statistics,
     find_versions,
 )
@@ -104,7 +105,7 @@ def export(
     keys: str | Sequence[str] = (),
     average: int = 1,
     like: str | os.PathLike[str] | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: float = MAX_SHARD_SIZE,
 ) -> ExportResult:
     """Write the tensors of a snapshot into the folder ``path``, in a format of another library.
 
@@ -151,12 +152,19 @@ def prepare_export(
     keys: Sequence[str] = (),
     average: int = 1,
     like: str | os.PathLike[str] | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: float = MAX_SHARD_SIZE,
 ) -> PreparedExport:
     """Check and plan an export, as ``export`` does, before anything is written."""
     if to not in SUFFIXES:
         raise HoldfastError(
             "Invalid value for to=", expected=" or ".join(map(repr, SUFFIXES)), found=repr(to)[:80]
+        )
+    is_number = isinstance(max_shard_size, int | float) and not isinstance(max_shard_size, bool)
+    if not is_number or not max_shard_size >= 1:
+        raise HoldfastError(
+            "Invalid value for max_shard_size=",
+            expected="a number of bytes, 1 or more, such as 5e9",
+            found=repr(max_shard_size)[:80],
         )
     if like is not None and to != "hf":
         raise HoldfastError(
@@ -182,13 +190,24 @@ def prepare_export(
         plans = [*map(plan_one, versions[:-1]), plan]
         leaves = [_leaves(v, p) for v, p in zip(versions, plans, strict=True)]
         check_versions(versions, leaves)
-        warnings = _statistics_warning(find_statistics(leaves[-1]))
+        warnings = (
+            *_distrust_warning(find_distrusted(versions)),
+            *_statistics_warning(find_statistics(leaves[-1])),
+        )
     refuse_existing(location, plan)
     return PreparedExport(tuple(versions), plan, location, warnings)
 
 
 def _leaves(snapshot: Snapshot, plan: ExportPlan) -> LeafSpecs:
     return {key: snapshot.leaves[key] for file in plan.files for key in file.keys}
+
+
+def _distrust_warning(reasons: Sequence[str]) -> tuple[str, ...]:
+    if not reasons:
+        return ()
+    return (
+        f"The average contains versions that are not trusted. {format_list(reasons, _MAX_LISTED)}",
+    )
 
 
 def _statistics_warning(keys: Sequence[str]) -> tuple[str, ...]:

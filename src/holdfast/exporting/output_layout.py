@@ -110,7 +110,7 @@ def plan_safetensors_file(
 
 
 def plan_hf_files(
-    tensors: Sequence[OutputTensor], max_shard_size: int, record: Record = None
+    tensors: Sequence[OutputTensor], max_shard_size: float, record: Record = None
 ) -> list[OutputFile]:
     """Plan the files of a Hugging Face checkpoint; if there are several, the index comes last."""
     shards = list(_split_into_files(tensors, max_shard_size))
@@ -156,7 +156,7 @@ def _text_file(name: str, build: Callable[[Mapping[str, int]], bytes]) -> Output
 
 
 def _split_into_files(
-    tensors: Sequence[OutputTensor], max_shard_size: int
+    tensors: Sequence[OutputTensor], max_shard_size: float
 ) -> Iterator[list[OutputTensor]]:
     """Split tensors into files, in the order of the state, as ``huggingface_hub`` does.
 

@@ -76,7 +76,7 @@ def plan_export(
     *,
     root: str | None = None,
     keys: Sequence[str] = (),
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: float = MAX_SHARD_SIZE,
     file_name: str | None = None,
     record: Record = None,
     companions: Sequence[Companion] = (),

@@ -19,9 +19,11 @@ from holdfast.exporting.companions import copy_companion
 from holdfast.exporting.output_layout import INDEX_FILE, SINGLE_FILE, OutputFile
 from holdfast.exporting.plan import ExportPlan
 from holdfast.exporting.stream import WriteLeafBytes, stream_leaves
+from holdfast.format.names import parse_version
 from holdfast.format.torchzip import combine_crc32
 from holdfast.interop.export_record import insert_crc
 from holdfast.interop.mmap_files import Advance
+from holdfast.run.run import Run
 from holdfast.storage.store import Upload
 from holdfast.threads import no_op
 from holdfast.types import MIB
@@ -78,9 +80,11 @@ def _write_text(text: bytes, name: str, location: Location) -> None:
 
 def refuse_existing(location: Location, plan: ExportPlan) -> None:
     """Raise ``AlreadyExists`` before anything is written."""
-    if is_snapshot(location) or versions_in(location):
+    # of a version that is saved later, retention deletes the whole folder
+    is_in_run = parse_version(location.folder) and Run(location.store).listing().has_version()
+    if is_in_run or is_snapshot(location) or versions_in(location):
         raise AlreadyExists(
-            f"{location.url} is a snapshot or a run; nothing was exported into it",
+            f"{location.url} is a snapshot, a version, or a run; nothing was exported into it",
             todo="Export to another folder",
             key=location.folder,
             store=location.store.url,

@@ -25,7 +25,7 @@ from holdfast.format.safetensors import decode_entries
 from holdfast.format.strict_json import DECODE_ERRORS
 from holdfast.format.torchzip import combine_crc32
 from holdfast.interop.mmap_files import Advance
-from holdfast.interop.read_safetensors import INDEX_SUFFIX
+from holdfast.interop.read_safetensors import INDEX_SUFFIX, SAFE_WEIGHTS_NAME
 from holdfast.interop.stored_files import ForeignFile, ForeignFolder, is_safetensors, locate_foreign
 from holdfast.threads import Workers, no_op
 from holdfast.types import BLOCK_SIZE
@@ -36,6 +36,7 @@ RECORD, CRC = "holdfast", "holdfast.crc32"
 NO_CRC = "00000000"
 SIDECAR_SUFFIX = ".holdfast.json"
 _CRC = re.compile(rb'"holdfast\.crc32": ?"([0-9a-f]{8})"')
+_PART = re.compile(r"-[0-9]{5,}-of-[0-9]{5,}\.safetensors\Z")
 _MAX_TEXT = 1 << 28
 
 
@@ -152,7 +153,21 @@ def _check_folder(folder: ForeignFolder, only: str | None, advance: Advance) -> 
     checks = [_check(folder, name, expected.get(name), texts, advance) for name in texts]
     rest = [name for name in expected if name not in texts and only in (None, name)]
     checks += [_check(folder, name, expected[name], texts, advance) for name in rest]
+    has_index = any(name.endswith(INDEX_SUFFIX) for name in names)
+    if only is None and not has_index and any(map(_PART.search, texts)):
+        checks.append(_missing_index(folder))
     return sorted(checks, key=lambda check: check.name)
+
+
+def _missing_index(folder: ForeignFolder) -> ExportCheck:
+    """Return the result for parts of an export that was killed: the index is written last."""
+    name = SAFE_WEIGHTS_NAME + INDEX_SUFFIX
+    error = FormatError(
+        f"{folder.join(name)} is missing, so the parts in this folder are not all of the export",
+        todo="Delete them, and export the version again",
+        file=name,
+    )
+    return ExportCheck(name, folder.join(name), 0, error)
 
 
 def _check(
@@ -215,35 +230,39 @@ def _check_weight_map(
 def _read_text(file: ForeignFile, name: str) -> _Text | None:
     """Return the header or the JSON text of a file if it has a record, else None.
 
-    Raises ``FormatError`` if the text cannot be decoded although the bytes of a record are in it.
+    Raises ``FormatError`` if the record has no CRC-32, and if the text cannot be decoded although
+    it seems to have a record.
     """
     if is_safetensors(file):
         size = int.from_bytes(file.read(0, 8), "little")
-        raw = file.read(0, 8 + size)
-        has_record = find_crc(raw) is not None
-        try:
-            entries, metadata = decode_entries(raw[8:])
-            members = {**metadata, "tensors": list(entries)}
-            if CRC not in metadata:
-                return None
-            members[RECORD] = json.loads(metadata.get(RECORD, "{}"))
-        except (*DECODE_ERRORS, ValueError) as e:
-            if has_record:
-                raise file.format_error("a safetensors header", str(e)[:200]) from e
-            return None
-        return _Text(raw, members)
-    if not name.endswith((INDEX_SUFFIX, SIDECAR_SUFFIX)) or file.length > _MAX_TEXT:
-        return None
-    raw = file.read(0, file.length)
-    if find_crc(raw) is None:
+        raw, decode = file.read(0, 8 + size), _decode_header
+    elif name.endswith((INDEX_SUFFIX, SIDECAR_SUFFIX)) and file.length <= _MAX_TEXT:
+        raw, decode = file.read(0, file.length), _decode_json
+    else:
         return None
     try:
-        decoded = json.loads(raw)
-        inner = decoded.get("metadata", decoded)
-        members = {**inner, "weight_map": decoded.get("weight_map")}
-    except (ValueError, AttributeError, TypeError, RecursionError) as e:
-        raise file.format_error("the JSON of an export", str(e)[:200]) from e
+        members = decode(raw)
+    except (*DECODE_ERRORS, ValueError, AttributeError, TypeError, RecursionError) as e:
+        if f'"{RECORD}'.encode() in raw:
+            raise file.format_error("the header or the JSON of an export", str(e)[:200]) from e
+        return None
+    has_digits = find_crc(raw) is not None
+    if not has_digits and members.keys().isdisjoint((RECORD, CRC)):
+        return None
+    if not has_digits or CRC not in members:
+        raise file.format_error(f"{CRC}, eight digits", "none in its place")
     return _Text(raw, members)
+
+
+def _decode_header(raw: bytes) -> dict[str, Any]:
+    entries, metadata = decode_entries(raw[8:])
+    record = {RECORD: json.loads(metadata[RECORD])} if RECORD in metadata else {}
+    return {**metadata, "tensors": list(entries), **record}
+
+
+def _decode_json(raw: bytes) -> dict[str, Any]:
+    decoded = json.loads(raw)
+    return {**decoded.get("metadata", decoded), "weight_map": decoded.get("weight_map")}
 
 
 def _read_crc(file: ForeignFile, at: int | None, advance: Advance) -> int:

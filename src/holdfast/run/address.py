@@ -51,17 +51,22 @@ def is_bucket(url: str) -> bool:
     return _BUCKET.fullmatch(url) is not None
 
 
-def resolve_address(text: str) -> tuple[str, str | None]:
+def resolve_address(text: str, deadline: Deadline | None = None) -> tuple[str, str | None]:
     """Split an address into the URL of the run and the text after ``@``; None: not an address.
 
-    If ``RUN@best:NAME@120`` may be split in two places, the longer run counts if it exists.
+    If ``RUN@best:NAME@120`` may be split in two places, the longer run counts if it exists. The
+    store must answer by the ``deadline``.
     """
     url, version = split_address(text)
     longer, step = split_address(text, by_metric=False)
     is_ambiguous = step is not None and len(longer) > len(url) and not is_bucket(url)
-    if is_ambiguous and Run(longer).listing().has_version():
+    if is_ambiguous and _open_run(longer, deadline).listing().has_version():
         return longer, step
     return url, version
+
+
+def _open_run(url: str, deadline: Deadline | None) -> Run:
+    return Run(url if deadline is None else within(open_store(url), deadline))
 
 
 def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
@@ -71,7 +76,7 @@ def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
     1), ``RUN@latest`` (the newest intact version), ``RUN@best`` or ``RUN@best:METRIC`` (the version
     with the best value of the metric, by the mode that the run records), the URL of a snapshot, or
     a ``Store`` with the snapshot at its root. If a snapshot exists at the literal address, that
-    snapshot is opened. ``deadline``: the time by which the run must have answered.
+    snapshot is opened. ``deadline``: the time by which the store must have answered.
 
     Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``.
     """
@@ -81,14 +86,14 @@ def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
     url, version = split_address(text)
     if version is None or not is_bucket(url):
         try:
-            return open_snapshot(address)
+            return open_location(locate(address).limit("load", None, deadline))
         except NotFound as e:
             if version is None:
                 if "versions" in e.fields:  # a run: the error names one of its versions
                     raise
                 raise e.with_advice(ADDRESS_FORMS) from e
-    url, version = resolve_address(text)
-    run = Run(url if deadline is None else within(open_store(url), deadline))
+    url, version = resolve_address(text, deadline)
+    run = _open_run(url, deadline)
     if version is None or not version[0].isdecimal():
         newest = run.latest()
         if newest is not None:

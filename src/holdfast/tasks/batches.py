@@ -97,6 +97,7 @@ class TaskBatches:
 
         self._pass_number = 0
         self._pending: deque[list[_Part]] = deque()  # yielded, but not consumed
+        self._next: list[_Part] = []  # the batch that is put together
         self._task: TrainingTask | None = None  # the one that is read
         self._position = 0  # up to which it was read
         self._idle_passes = 0  # in a row, of which no step has consumed a batch
@@ -142,6 +143,7 @@ class TaskBatches:
         while batch := self._next_batch(timeout):
             timeout = 0.0  # the thread that waits is the one that consumes
             self._pending.append(batch)
+            self._next = []
             # a rank without a record of its own repeats one
             yield _part(batch, rank, ranks) or _part(batch, rank % _length(batch), _length(batch))
             if pass_number != self._pass_number:
@@ -167,18 +169,19 @@ class TaskBatches:
         for task in self._held():
             task.release()
         self._pending.clear()
+        self._next = []
         self._task = None
 
     def _held(self) -> list[TrainingTask]:
         """Return the tasks of which records were read, or will be, and not all were consumed."""
-        held = {task: None for batch in self._pending for task, _, _ in batch}
+        held = {task: None for batch in (*self._pending, self._next) for task, _, _ in batch}
         if self._task is not None:
             held[self._task] = None
         return list(held)
 
     def _next_batch(self, timeout: float) -> list[_Part]:
         """Return the records of the next batch of all ranks; empty if no task is open."""
-        batch: list[_Part] = []
+        batch = self._next  # what raises below loses no task: the next pass returns them
         need = self._batch_size
         while need:
             task = self._task

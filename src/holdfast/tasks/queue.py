@@ -213,7 +213,13 @@ class Queue:
     # -- reports of workers, see ``Task`` --------------------------------------------------------
 
     def report_consumed(self, reports: Sequence[Report]) -> None:
-        """Set the positions of tasks, all or none. See ``TrainingTask.consumed``."""
+        """Set the positions of different tasks, all or none. See ``TrainingTask.consumed``."""
+        if len({report.attempt for report in reports}) < len(reports):
+            raise TaskError(
+                "A step reports the records of one task twice",
+                found=repr(reports)[:300],
+                todo="Add up the records of each task",
+            )
         with self._changing():
             leases = [self._jobs.held(report) for report in reports]
             for lease, report in zip(leases, reports):

@@ -13,7 +13,10 @@ _MAX_DEPTH = 64
 def encode_result(result: Any) -> str:
     """Return a result as JSON, with NaN and infinities. Raises ``TaskError`` if it is not plain."""
     _check(result, "the result", 0)
-    return json.dumps(result)
+    try:
+        return json.dumps(result)
+    except ValueError as e:
+        raise TaskError("A task cannot return an int of so many digits", found=str(e)) from e
 
 
 def decode_result(text: str) -> Any:

@@ -101,6 +101,8 @@ def make_spec(
     spec = JobSpec(check_kind(kind), name, ranges, int(task_size), int(epochs), after)
     if not ranges:
         raise _invalid(f"data of job {name!r}", "at least one record", "none")
+    if spec.tasks >= _MAX_RECORDS:
+        raise _invalid(f"number of tasks of job {name!r}", f"less than {_MAX_RECORDS}", spec.tasks)
     if kind == "evaluation" and any(stop is None for _, _, stop in ranges):
         raise _invalid(f"data of job {name!r}", "an end of each data set of an evaluation", "None")
     return spec

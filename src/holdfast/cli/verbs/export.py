@@ -17,7 +17,7 @@ from holdfast.cli.console import (
     progress_bar,
 )
 from holdfast.cli.output import json_option, keys_option, print_result
-from holdfast.cli.resolve import format_count, resolve_snapshot
+from holdfast.cli.resolve import format_count, refuse_address, resolve_snapshot
 from holdfast.exporting.export import ExportResult, PreparedExport, prepare_export
 from holdfast.exporting.plan import SUFFIXES
 
@@ -99,6 +99,7 @@ def command(  # noqa: PLR0913  (one for each option)
         like=like,
         max_shard_size=max_shard_size,
     )
+    refuse_address(prepared.location.url)
     if not as_json:
         for warning in prepared.warnings:
             click.echo(f"holdfast: {warning}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -96,7 +97,18 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
         if self._snapshot is None:
             self.read_metadata()
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=None if self._snapshot is None else self._snapshot.digest)
+
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raise ``PlanError`` if the ranks have found different versions at an address."""
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise PlanError(
+                f"The ranks have opened different versions at {self.checkpoint_id}",
+                expected="one version",
+                found="another one on some ranks, because the run has changed meanwhile",
+                todo="Name the version by its step, such as RUN@120",
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
