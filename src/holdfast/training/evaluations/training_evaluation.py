@@ -215,7 +215,7 @@ class TrainingEvaluation:
             raise HoldfastError(
                 f"The evaluation {self.name} at step {share.first_step} failed",
                 expected="metrics for all of the data",
-                found=merged.error,
+                found=merged.error.rstrip("."),
                 todo="Nothing was recorded, and the state has not changed: correct evaluate(), or"
                 " catch the error and go on",
             ) from share.error
