@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import events
 from holdfast.engine.snapshot.location import locate
 from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import HoldfastError, NotFound
@@ -230,9 +231,11 @@ def test_a_run_that_does_not_exist_is_an_error_without_follow(run: Path) -> None
         evaluation(run).run()
 
 
-def follow(run: Path, **more: Any) -> tuple[threading.Thread, list[Outcome], Evaluation]:
+def follow(
+    run: Path, workers: int = 1, **more: Any
+) -> tuple[threading.Thread, list[Outcome], Evaluation]:
     outcomes: list[Outcome] = []
-    own = evaluation(run, follow=True, workers=1, **more)
+    own = evaluation(run, follow=True, workers=workers, **more)
     thread = threading.Thread(target=lambda: own.run(outcomes.append))
     thread.start()
     return thread, outcomes, own
@@ -339,6 +342,37 @@ def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: 
     evaluation(run, workers=0, skip_none=True, name="again", objective=("val/loss", "max")).run()
     with pytest.raises(NotFound, match="does not record whether"):
         holdfast.open(f"{run}@best:val/loss")
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.usefixtures("quick_polls")
+def test_an_objective_that_is_given_after_the_evaluation_is_recorded(
+    run: Path, follow: bool
+) -> None:
+    save_version(run, 1)
+    evaluation(run, workers=0).run()
+    own = evaluation(run, workers=0, follow=follow, objective=("val/loss", "min"))
+    with events.attach(lambda name, fields: own.stop() if name == "evaluation_waits" else None):
+        assert own.run() == []
+    assert holdfast.open(f"{run}@best").step == 1
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.usefixtures("quick_polls")
+def test_one_event_says_that_a_follower_waits(run: Path, saved: bool) -> None:
+    waits: list[str] = []
+    if saved:
+        save_version(run, 1)
+        evaluation(run, workers=0).run()
+    with events.attach(lambda name, _: waits.append(name) if "waits" in name else None):
+        thread, outcomes, own = follow(run, workers=0)
+        until(lambda: waits)
+        save_version(run, 2)
+        until(lambda: outcomes)
+        time.sleep(0.2)
+        own.stop()
+        thread.join(20)
+    assert waits == ["evaluation_waits"]
 
 
 def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,6 +139,7 @@ class Evaluation:
         self._stopping, self._is_training_over = Event(), Event()
         self._started_at = self._ended_at = -inf
         self._was_run, self._unavailable = False, 0
+        self._has_recorded_objective = self._has_waited = False
 
     def __repr__(self) -> str:
         return f"<Evaluation {self.name} of {self._run.url}>"
@@ -146,6 +147,12 @@ class Evaluation:
     @property
     def url(self) -> str:
         return self._run.url
+
+    @property
+    def failed(self) -> list[Version]:
+        """The versions that have failed under this name, as far as ``run`` has looked them up.
+        Only ``retry`` evaluates them again."""
+        return self._follower.failed
 
     def stop(self) -> None:
         """Let ``run`` return at once; the version that is being evaluated gets no record.
@@ -167,6 +174,7 @@ class Evaluation:
         self._was_run = True
         self._check_run()
         if not self._follow and self._follower.next() is None:
+            self._record_objective(self._follower.metrics)
             return []  # the start of workers takes seconds
         outcomes: list[Outcome] = []
         try:
@@ -222,7 +230,6 @@ class Evaluation:
                 todo="To wait until a training saves one, follow the run",
                 store=self._run.url,
             )
-        events.emit("evaluation_waits", run=self._run.url)
 
     def _wait_for_version(self, is_later: bool) -> Snapshot | None:
         """Return the next version, protected by the lease; None if the evaluation has ended.
@@ -239,8 +246,13 @@ class Evaluation:
                 # asked first: the training may save its last version, and end, in between
                 is_over = not self._follow or self._is_training_over.is_set()
                 is_last = is_over or self._run.ended() is not None
-                if (snapshot := self._find_version()) is not None or is_last:
+                snapshot = self._find_version()
+                self._record_objective(self._follower.metrics)
+                if snapshot is not None or is_last:
                     return snapshot
+                if not is_later and not self._has_waited:
+                    events.emit("evaluation_waits", run=self._run.url)
+                self._has_waited = True
                 self._stopping.wait(POLL_SECONDS)
             except Unavailable as e:
                 self._wait_for_store(e)
@@ -312,8 +324,15 @@ class Evaluation:
             )
         self._lease.check()
         self._run.add_metrics(snapshot, metrics, self.name)
-        if objective is not None:
-            record_objective(self._run.store, objective)
+        self._record_objective(metrics)
+
+    def _record_objective(self, metrics: Collection[str]) -> None:
+        """Record the objective, once, as soon as a version has a result with its metric."""
+        if self._objective is None or self._has_recorded_objective:
+            return
+        if self._objective.metric in metrics:
+            record_objective(self._run.store, self._objective)
+            self._has_recorded_objective = True
 
 
 _LABELS = "setup", "evaluate", "data", "collate"
