@@ -337,7 +337,7 @@ def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: 
     best = min(losses, key=losses.__getitem__)
     assert holdfast.open(f"{run}@best").step == best
     assert holdfast.open(f"{run}@best:val/loss").step == best
-    with pytest.raises(NotFound, match="does not record whether"):
+    with pytest.raises(NotFound, match=r"does not record whether.*holdfast evaluate RUN --metric"):
         holdfast.open(f"{run}@best:accuracy")
     evaluation(run, workers=0, skip_none=True, name="again", objective=("val/loss", "max")).run()
     with pytest.raises(NotFound, match="does not record whether"):
