@@ -215,6 +215,16 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"workers": -1}, "Invalid value for workers="),
         ({"batch_size": 0}, "Invalid value for batch_size="),
         ({"objective": ("loss", "best")}, "Invalid value for objective="),
+        ({"objective": "loss"}, "Invalid value for objective="),
+        ({"objective": ("loss", "min", "max")}, "Invalid value for objective="),
+        ({"keys": None}, "Invalid value for keys="),
+        ({"keys": ["model/**", 3]}, "Invalid value for keys="),
+        ({"data": [1, 2]}, "Invalid value for data=.*not dataset"),
+        ({"data": [1, 2], "workers": 0}, "Invalid value for data=.*not dataset"),
+        ({"collate": 3, "workers": 0}, "Invalid value for collate="),
+        ({"lease_seconds": 0}, "Invalid value for lease_seconds="),
+        ({"lease_seconds": "x"}, "Invalid value for lease_seconds="),
+        ({"limits": 60}, "Invalid value for limits="),
     ],
 )
 def test_a_function_that_cannot_be_used_is_an_error_of_the_command(

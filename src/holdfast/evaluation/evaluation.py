@@ -120,14 +120,18 @@ class Evaluation:
             _check(what, count, count is None or is_count(count, 1), "a whole number, 1 or more")
         for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
             _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
+        is_time = isinstance(lease_seconds, int | float) and 0 < lease_seconds < inf
+        _check("lease_seconds", lease_seconds, is_time, "more than 0")
+        _check("limits", limits, isinstance(limits, Limits), "Limits(...)")
         self.name, self._follow, self._workers = check_name(name), follow, workers
-        self._objective = None if objective is None else make_objective(*objective)
+        self._objective = None if objective is None else make_objective(objective)
         self._run = Run(run)
         self._skip_none, self._retry = skip_none, retry
         self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
         self._every_seconds, self._throttle = every_seconds, throttle
-        keys = (keys,) if isinstance(keys, str) else tuple(keys)
+        keys = _check_keys(keys)
         functions = (setup, evaluate, data, collate)
+        _check_functions(functions)
         if workers == 0:
             make = _inline_workers(functions, batch_size, keys, device)
         elif engine == "ray":
@@ -364,6 +368,20 @@ def _spec(
     if setup is None or evaluate is None or data is None:
         raise HoldfastError("setup, evaluate, and data are required")
     return WorkerSpec(setup, evaluate, data, batch_size, keys, device, collate)
+
+
+def _check_functions(functions: _FunctionsOfUser) -> None:
+    for label, function in zip(_LABELS, functions, strict=True):
+        is_missing = function is None and label == "collate"
+        is_valid = callable(function) or isinstance(function, str) or is_missing
+        _check(label, function, is_valid, "a function: dataset, not dataset()")
+
+
+def _check_keys(keys: str | Sequence[str]) -> tuple[str, ...]:
+    found = (keys,) if isinstance(keys, str) else keys
+    is_valid = isinstance(found, Sequence) and all(isinstance(key, str) for key in found)
+    _check("keys", keys, is_valid, "a pattern, or a list of patterns")
+    return tuple(found)
 
 
 def _check_engine(engine: object, ray_options: object, workers: int) -> None:
