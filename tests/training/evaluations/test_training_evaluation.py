@@ -342,6 +342,17 @@ def test_a_pending_evaluation_is_completed_when_the_training_ends() -> None:
     assert (version, first, last) == ("version_15", 10, 15)
 
 
+def test_a_loop_that_never_calls_step_is_warned_about_and_one_without_steps_is_not() -> None:
+    with training() as job, job.evaluating(every=AtEnd()):
+        pass
+    match = r"evaluation\.step\(\) was never called"
+    with (
+        pytest.warns(UserWarning, match=match), training() as job, job.evaluating(every=AtEnd())
+    ):  # fmt: skip
+        job.ckpt.step()
+    assert exact(job.store) == []
+
+
 def test_a_result_that_is_no_metric_is_named_once_with_its_records() -> None:
     with training() as job, job.evaluating(lambda model, batch: 0.5, on="paused"):
         with pytest.raises(HoldfastError) as e:
