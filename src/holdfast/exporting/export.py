@@ -158,6 +158,12 @@ def prepare_export(
         raise HoldfastError(
             "Invalid value for to=", expected=" or ".join(map(repr, SUFFIXES)), found=repr(to)[:80]
         )
+    if type(max_shard_size) is not int or max_shard_size < 1:
+        raise HoldfastError(
+            "Invalid value for max_shard_size=",
+            expected="a number of bytes, such as 5 * 10**9",
+            found=repr(max_shard_size)[:80],
+        )
     if like is not None and to != "hf":
         raise HoldfastError(
             "Configuration and tokenizer are copied only into a folder of Hugging Face",
