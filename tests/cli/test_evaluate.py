@@ -92,6 +92,17 @@ def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder: Path) -> No
     assert "it failed on version_10 (--retry" in " ".join(again.stdout.split())
 
 
+def test_a_version_that_cannot_be_evaluated_at_all_is_named(folder: Path) -> None:
+    for step in (10, 20):
+        save(folder, step)
+    (folder / "run" / "version_20" / "manifest.json").write_text("garbage")
+    done = evaluate(folder)
+    assert done.stderr.startswith(
+        "holdfast: skipped version_20: version_20/manifest.json is damaged"
+    )
+    assert done.stdout.startswith("version_10")
+
+
 def test_a_command_that_waits_for_a_run_says_so(folder: Path) -> None:
     with (folder / "errors").open("w") as errors:
         own = subprocess.Popen(command("--follow"), cwd=folder, stderr=errors)

@@ -308,6 +308,17 @@ def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run:
     assert "damaged" in outcome.cause
 
 
+def test_a_version_whose_manifest_is_damaged_is_reported_once_and_passed_over(run: Path) -> None:
+    for step in (1, 2):
+        save_version(run, step)
+    (run / "version_2" / "manifest.json").write_text("garbage")
+    skipped: list[str] = []
+    with events.attach(lambda name, f: skipped.append(f["version"]) if name == "skipped" else None):
+        outcomes = evaluation(run, workers=0, skip_none=True).run()
+    assert [outcome.version.step for outcome in outcomes] == [1]
+    assert skipped == ["version_2"]
+
+
 def test_two_evaluations_with_one_name_do_not_run_at_once(run: Path) -> None:
     save_version(run, 5)
     slow = evaluation(run, functions.evaluate_slowly, workers=1)

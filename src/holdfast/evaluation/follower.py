@@ -45,6 +45,8 @@ class Follower:
             version, waiting = self._selection.next(versions, self._done, self._failed)
             if version is None:
                 return None
+            if version in self._unreadable:  # as of now
+                continue
             try:
                 return self._run.open(version), waiting
             except (FormatError, NotFound) as e:

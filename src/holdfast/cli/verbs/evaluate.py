@@ -17,6 +17,7 @@ from holdfast.cli.resolve import resolve_run
 from holdfast.evaluation.evaluation import Evaluation, Outcome
 from holdfast.evaluation.pool import Limits
 from holdfast.format.names import Version
+from holdfast.sinks.wording import format_error_brief
 from holdfast.text import format_list
 from holdfast.threads import no_op
 
@@ -131,7 +132,7 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         throttle=throttle,
         limits=Limits(task=task_time),
     )
-    with events.attach(no_op if as_json else _print_wait):
+    with events.attach(no_op if as_json else _print_event):
         outcomes = evaluation.run(no_op if as_json else _print_outcome)
     if as_json:
         print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
@@ -148,10 +149,14 @@ def _print_outcome(outcome: Outcome) -> None:
     print_line(make_console(), f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
 
 
-def _print_wait(name: str, fields: dict[str, Any]) -> None:
+def _print_event(name: str, fields: dict[str, Any]) -> None:
     if name == "evaluation_waits":
-        text = f"holdfast: waiting for a new version of {fields['run']} (Ctrl-C stops it)"
-        click.echo(text, err=True)
+        text = f"waiting for a new version of {fields['run']} (Ctrl-C stops it)"
+    elif name == "skipped":
+        text = f"skipped {fields['version']}: {format_error_brief(fields['error'])}"
+    else:
+        return
+    click.echo(f"holdfast: {text}", err=True)
 
 
 def _describe_nothing(name: str, failed: Sequence[Version]) -> str:
