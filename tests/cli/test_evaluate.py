@@ -87,6 +87,33 @@ def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder: Path) -> No
     assert "FAILED" in done.stdout
     assert "NameError: name 'missing' is not defined" in " ".join(done.stdout.split())
     assert "Traceback" not in done.stderr + done.stdout
+    again = evaluate(folder, module="failing")
+    assert "Nothing to evaluate" in again.stdout
+    assert "it failed on version_10 (--retry" in " ".join(again.stdout.split())
+
+
+def test_a_version_that_cannot_be_evaluated_at_all_is_named(folder: Path) -> None:
+    for step in (10, 20):
+        save(folder, step)
+    (folder / "run" / "version_20" / "manifest.json").write_text("garbage")
+    done = evaluate(folder)
+    assert done.stderr.startswith(
+        "holdfast: skipped version_20: version_20/manifest.json is damaged"
+    )
+    assert done.stdout.startswith("version_10")
+
+
+def test_a_command_that_waits_for_a_run_says_so(folder: Path) -> None:
+    with (folder / "errors").open("w") as errors:
+        own = subprocess.Popen(command("--follow"), cwd=folder, stderr=errors)
+    end = time.monotonic() + 60
+    while "waiting" not in (folder / "errors").read_text() and time.monotonic() < end:
+        time.sleep(0.05)
+    own.send_signal(signal.SIGINT)
+    own.wait(30)
+    lines = (folder / "errors").read_text().splitlines()
+    waiting = "holdfast: waiting for a new version of run (Ctrl-C stops it)"
+    assert lines == [waiting, "holdfast: interrupted"]
 
 
 def test_bad_input_is_one_line(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from rich.console import Console
 import holdfast as hf
 from holdfast.cli.tree_rows import iter_tree_rows
 from holdfast.cli.verbs.show import fitting_depth, render
+from holdfast.format.names import Version
+from holdfast.format.records import FailedEvaluation
+from holdfast.run.evaluations.lease import LeaseHolder
+from holdfast.run.run import Run
 from tests.cli.invoke import run_cli
 from tests.forging import small_state
 
@@ -32,9 +37,9 @@ def test_json_keys_are_stable(run: str) -> None:
     report = run_cli("show", f"{run}/version_40", "--json", "--layout").json
     assert list(report) == [
         "snapshot", "step", "branch", "created", "writer", "attempt", "digest", "parent", "reason",
-        "metrics", "note", "trust", "verdicts", "inexact", "statistics", "shards", "bytes",
-        "referred_bytes",
-        "bases", "chain", "intact", "problem", "bytes_checked", "leaves", "values",
+        "metrics", "note", "evaluations", "trust", "verdicts", "inexact", "statistics", "shards",
+        "bytes", "referred_bytes", "bases", "chain", "intact", "problem",
+        "bytes_checked", "leaves", "values",
     ]  # fmt: skip
     weights = next(leaf for leaf in report["leaves"] if leaf["key"] == "weights")
     assert weights["boxes"][0].pop("at") > 0
@@ -49,6 +54,27 @@ def test_json_keys_are_stable(run: str) -> None:
     }
     assert {"key": "progress/step", "value": 40} in report["values"]
     assert report["parent"]["version"] == "version_20"
+
+
+def test_each_evaluation_is_shown_with_its_state(run: str) -> None:
+    opened = Run(run)
+    opened.add_metrics(40, {"accuracy": 0.75}, "val")
+    opened.put_record(FailedEvaluation, "robust", 40, cause="records 0 to 31: no data")
+    lease = LeaseHolder(opened.store, "slow")
+    lease.acquire()
+    lease.protect([Version(40)])
+    result = run_cli("show", f"{run}/version_40")
+    document = run_cli("show", f"{run}/version_40", "--json").json
+    listed = run_cli("ls", run, "--json").json["versions"]
+    lease.release()
+    for line in (
+        "evaluation  accuracy 0.75 (val)",
+        "evaluation  FAILED: records 0 to 31: no data (robust)",
+        f"evaluation  PENDING: process {os.getpid()} on ",
+    ):
+        assert line in result.out
+    (entry,) = (v for v in listed if v["version"] == "version_40")
+    assert document["evaluations"] == entry["evaluations"]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")

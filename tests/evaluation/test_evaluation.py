@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import events
 from holdfast.engine.snapshot.location import locate
 from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import HoldfastError, NotFound
@@ -160,8 +161,8 @@ def test_a_worker_that_never_returns_its_task_is_replaced(run: Path) -> None:
     ("evaluate", "cause"),
     [
         (functions.evaluate_nothing, r"evaluate_nothing\(\) did not return metrics.*nothing"),
-        (functions.evaluate_raising, r"records 500 to 520.*ZeroDivisionError: one bad shard"),
-        (functions.evaluate_poison, r"records 500 to 520.*SIGKILL"),
+        (functions.evaluate_raising, r"records 500 to 519.*ZeroDivisionError: one bad shard"),
+        (functions.evaluate_poison, r"records 500 to 519.*SIGKILL"),
         (functions.evaluate_vector, r"MulticlassConfusionMatrix.compute\(\) returned something"),
     ],
 )  # fmt: skip
@@ -214,6 +215,16 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"workers": -1}, "Invalid value for workers="),
         ({"batch_size": 0}, "Invalid value for batch_size="),
         ({"objective": ("loss", "best")}, "Invalid value for objective="),
+        ({"objective": "loss"}, "Invalid value for objective="),
+        ({"objective": ("loss", "min", "max")}, "Invalid value for objective="),
+        ({"keys": None}, "Invalid value for keys="),
+        ({"keys": ["model/**", 3]}, "Invalid value for keys="),
+        ({"data": [1, 2]}, "Invalid value for data=.*not dataset"),
+        ({"data": [1, 2], "workers": 0}, "Invalid value for data=.*not dataset"),
+        ({"collate": 3, "workers": 0}, "Invalid value for collate="),
+        ({"lease_seconds": 0}, "Invalid value for lease_seconds="),
+        ({"lease_seconds": "x"}, "Invalid value for lease_seconds="),
+        ({"limits": 60}, "Invalid value for limits="),
     ],
 )
 def test_a_function_that_cannot_be_used_is_an_error_of_the_command(
@@ -230,9 +241,11 @@ def test_a_run_that_does_not_exist_is_an_error_without_follow(run: Path) -> None
         evaluation(run).run()
 
 
-def follow(run: Path, **more: Any) -> tuple[threading.Thread, list[Outcome], Evaluation]:
+def follow(
+    run: Path, workers: int = 1, **more: Any
+) -> tuple[threading.Thread, list[Outcome], Evaluation]:
     outcomes: list[Outcome] = []
-    own = evaluation(run, follow=True, workers=1, **more)
+    own = evaluation(run, follow=True, workers=workers, **more)
     thread = threading.Thread(target=lambda: own.run(outcomes.append))
     thread.start()
     return thread, outcomes, own
@@ -295,6 +308,17 @@ def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run:
     assert "damaged" in outcome.cause
 
 
+def test_a_version_whose_manifest_is_damaged_is_reported_once_and_passed_over(run: Path) -> None:
+    for step in (1, 2):
+        save_version(run, step)
+    (run / "version_2" / "manifest.json").write_text("garbage")
+    skipped: list[str] = []
+    with events.attach(lambda name, f: skipped.append(f["version"]) if name == "skipped" else None):
+        outcomes = evaluation(run, workers=0, skip_none=True).run()
+    assert [outcome.version.step for outcome in outcomes] == [1]
+    assert skipped == ["version_2"]
+
+
 def test_two_evaluations_with_one_name_do_not_run_at_once(run: Path) -> None:
     save_version(run, 5)
     slow = evaluation(run, functions.evaluate_slowly, workers=1)
@@ -334,11 +358,42 @@ def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: 
     best = min(losses, key=losses.__getitem__)
     assert holdfast.open(f"{run}@best").step == best
     assert holdfast.open(f"{run}@best:val/loss").step == best
-    with pytest.raises(NotFound, match="does not record whether"):
+    with pytest.raises(NotFound, match=r"does not record whether.*holdfast evaluate RUN --metric"):
         holdfast.open(f"{run}@best:accuracy")
     evaluation(run, workers=0, skip_none=True, name="again", objective=("val/loss", "max")).run()
     with pytest.raises(NotFound, match="does not record whether"):
         holdfast.open(f"{run}@best:val/loss")
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.usefixtures("quick_polls")
+def test_an_objective_that_is_given_after_the_evaluation_is_recorded(
+    run: Path, follow: bool
+) -> None:
+    save_version(run, 1)
+    evaluation(run, workers=0).run()
+    own = evaluation(run, workers=0, follow=follow, objective=("val/loss", "min"))
+    with events.attach(lambda name, fields: own.stop() if name == "evaluation_waits" else None):
+        assert own.run() == []
+    assert holdfast.open(f"{run}@best").step == 1
+
+
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.usefixtures("quick_polls")
+def test_one_event_says_that_a_follower_waits(run: Path, saved: bool) -> None:
+    waits: list[str] = []
+    if saved:
+        save_version(run, 1)
+        evaluation(run, workers=0).run()
+    with events.attach(lambda name, _: waits.append(name) if "waits" in name else None):
+        thread, outcomes, own = follow(run, workers=0)
+        until(lambda: waits)
+        save_version(run, 2)
+        until(lambda: outcomes)
+        time.sleep(0.2)
+        own.stop()
+        thread.join(20)
+    assert waits == ["evaluation_waits"]
 
 
 def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) -> None:

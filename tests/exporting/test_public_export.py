@@ -279,6 +279,8 @@ def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
     for expected, kind, options in (
         ("Invalid value for to=", "onnx", {}),
         ("only into a folder of Hugging Face", "torch", {"like": tmp_path}),
+        ("Invalid value for max_shard_size=", "hf", {"max_shard_size": "5GB"}),
+        ("Invalid value for max_shard_size=", "hf", {"max_shard_size": 0}),
         ("Invalid number of versions", "hf", {"average": 0}),
         ("Invalid number of versions", "hf", {"average": True}),
         *(

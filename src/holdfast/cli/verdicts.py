@@ -1,4 +1,4 @@
-"""What commands show of the verdicts on versions."""
+"""What commands show of the verdicts on versions, and of their evaluations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format.names import parse_version
 from holdfast.run.evaluations.reader import VersionEvaluations
+from holdfast.run.evaluations.status import EvaluationStatus, find_statuses
 from holdfast.run.evaluations.trust import describe_verdict, find_distrust, trust_of
 from holdfast.run.run import Run
 
@@ -18,6 +19,17 @@ def read_evaluations(snapshot: Snapshot) -> VersionEvaluations:
     if version is None:
         return VersionEvaluations()
     return Run(snapshot.location.store).catalog.evaluations.read(version, snapshot.digest)
+
+
+def read_statuses(
+    snapshot: Snapshot, evaluations: VersionEvaluations
+) -> dict[str, EvaluationStatus]:
+    """Return the state of each evaluation of a version of a run; of any other snapshot, none."""
+    version = parse_version(snapshot.location.folder)
+    if version is None:
+        return {}
+    leases = Run(snapshot.location.store).catalog.leases.live()
+    return find_statuses(version, evaluations, leases.values())
 
 
 def build_verdicts(evaluations: VersionEvaluations) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,14 +120,18 @@ class Evaluation:
             _check(what, count, count is None or is_count(count, 1), "a whole number, 1 or more")
         for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
             _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
+        is_time = isinstance(lease_seconds, int | float) and 0 < lease_seconds < inf
+        _check("lease_seconds", lease_seconds, is_time, "more than 0")
+        _check("limits", limits, isinstance(limits, Limits), "Limits(...)")
         self.name, self._follow, self._workers = check_name(name), follow, workers
-        self._objective = None if objective is None else make_objective(*objective)
+        self._objective = None if objective is None else make_objective(objective)
         self._run = Run(run)
         self._skip_none, self._retry = skip_none, retry
         self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
         self._every_seconds, self._throttle = every_seconds, throttle
-        keys = (keys,) if isinstance(keys, str) else tuple(keys)
+        keys = _check_keys(keys)
         functions = (setup, evaluate, data, collate)
+        _check_functions(functions)
         if workers == 0:
             make = _inline_workers(functions, batch_size, keys, device)
         elif engine == "ray":
@@ -139,6 +143,7 @@ class Evaluation:
         self._stopping, self._is_training_over = Event(), Event()
         self._started_at = self._ended_at = -inf
         self._was_run, self._unavailable = False, 0
+        self._has_recorded_objective = self._has_waited = False
 
     def __repr__(self) -> str:
         return f"<Evaluation {self.name} of {self._run.url}>"
@@ -146,6 +151,12 @@ class Evaluation:
     @property
     def url(self) -> str:
         return self._run.url
+
+    @property
+    def failed(self) -> list[Version]:
+        """The versions that have failed under this name, as far as ``run`` has looked them up.
+        Only ``retry`` evaluates them again."""
+        return self._follower.failed
 
     def stop(self) -> None:
         """Let ``run`` return at once; the version that is being evaluated gets no record.
@@ -167,6 +178,7 @@ class Evaluation:
         self._was_run = True
         self._check_run()
         if not self._follow and self._follower.next() is None:
+            self._record_objective(self._follower.metrics)
             return []  # the start of workers takes seconds
         outcomes: list[Outcome] = []
         try:
@@ -222,7 +234,6 @@ class Evaluation:
                 todo="To wait until a training saves one, follow the run",
                 store=self._run.url,
             )
-        events.emit("evaluation_waits", run=self._run.url)
 
     def _wait_for_version(self, is_later: bool) -> Snapshot | None:
         """Return the next version, protected by the lease; None if the evaluation has ended.
@@ -239,8 +250,13 @@ class Evaluation:
                 # asked first: the training may save its last version, and end, in between
                 is_over = not self._follow or self._is_training_over.is_set()
                 is_last = is_over or self._run.ended() is not None
-                if (snapshot := self._find_version()) is not None or is_last:
+                snapshot = self._find_version()
+                self._record_objective(self._follower.metrics)
+                if snapshot is not None or is_last:
                     return snapshot
+                if not is_later and not self._has_waited:
+                    events.emit("evaluation_waits", run=self._run.url)
+                self._has_waited = True
                 self._stopping.wait(POLL_SECONDS)
             except Unavailable as e:
                 self._wait_for_store(e)
@@ -312,8 +328,15 @@ class Evaluation:
             )
         self._lease.check()
         self._run.add_metrics(snapshot, metrics, self.name)
-        if objective is not None:
-            record_objective(self._run.store, objective)
+        self._record_objective(metrics)
+
+    def _record_objective(self, metrics: Collection[str]) -> None:
+        """Record the objective, once, as soon as a version has a result with its metric."""
+        if self._objective is None or self._has_recorded_objective:
+            return
+        if self._objective.metric in metrics:
+            record_objective(self._run.store, self._objective)
+            self._has_recorded_objective = True
 
 
 _LABELS = "setup", "evaluate", "data", "collate"
@@ -345,6 +368,20 @@ def _spec(
     if setup is None or evaluate is None or data is None:
         raise HoldfastError("setup, evaluate, and data are required")
     return WorkerSpec(setup, evaluate, data, batch_size, keys, device, collate)
+
+
+def _check_functions(functions: _FunctionsOfUser) -> None:
+    for label, function in zip(_LABELS, functions, strict=True):
+        is_missing = function is None and label == "collate"
+        is_valid = callable(function) or isinstance(function, str) or is_missing
+        _check(label, function, is_valid, "a function: dataset, not dataset()")
+
+
+def _check_keys(keys: str | Sequence[str]) -> tuple[str, ...]:
+    found = (keys,) if isinstance(keys, str) else keys
+    is_valid = isinstance(found, Sequence) and all(isinstance(key, str) for key in found)
+    _check("keys", keys, is_valid, "a pattern, or a list of patterns")
+    return tuple(found)
 
 
 def _check_engine(engine: object, ray_options: object, workers: int) -> None:

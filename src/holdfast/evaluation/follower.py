@@ -17,6 +17,8 @@ class Follower:
     """Finds versions of a run that the evaluation ``name`` has not evaluated yet.
 
     Each record is read once. A look at a run in which nothing is new costs one listing.
+    ``metrics``: the names of those in the results that were recorded earlier, as far as they were
+    looked up.
     """
 
     def __init__(self, run: Run, name: str, selection: Selection) -> None:
@@ -25,6 +27,12 @@ class Follower:
         self._done: set[Version] = set()
         self._failed: set[Version] = set()
         self._unreadable: set[Version] = set()
+        self.metrics: set[str] = set()
+
+    @property
+    def failed(self) -> list[Version]:
+        """The versions whose evaluation has failed, and is not tried again."""
+        return sorted(self._failed)
 
     def next(self) -> tuple[Snapshot, Sequence[Version]] | None:
         """Return the snapshot to evaluate next, and the versions that wait behind it.
@@ -37,6 +45,8 @@ class Follower:
             version, waiting = self._selection.next(versions, self._done, self._failed)
             if version is None:
                 return None
+            if version in self._unreadable:  # as of now
+                continue
             try:
                 return self._run.open(version), waiting
             except (FormatError, NotFound) as e:
@@ -64,6 +74,7 @@ class Follower:
             self._looked_up.add(version)
             if isinstance(newest, Evaluation):
                 self._done.add(version)
+                self.metrics.update(newest.metrics)
             elif isinstance(newest, FailedEvaluation):
                 self._failed.add(version)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -42,9 +44,12 @@ class FunctionName:
                 )
             return cls(module, name)
         module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+        if module == _MAIN:
+            raise HoldfastError(f"the script starts an evaluation with the function {what}")
         script = getattr(sys.modules.get("__main__"), "__file__", None)
         is_reachable = bool(name) and "<" not in name and (module != "__main__" or script)
-        if not is_reachable or not callable(function):
+        is_bound = inspect.ismethod(function) and not inspect.isclass(function.__self__)
+        if not is_reachable or is_bound or not callable(function):
             raise HoldfastError(
                 f"Another process cannot import the function {what}",
                 expected="a function at the top level of a module or script",
@@ -64,12 +69,28 @@ class FunctionName:
             raise HoldfastError(
                 f"{self} cannot be imported",
                 expected="a module on the path of Python with this function",
-                found=f"{type(e).__name__}: {e}",
-                todo="Start the command in the folder of the module, or set PYTHONPATH",
+                found=e.what if isinstance(e, HoldfastError) else f"{type(e).__name__}: {e}",
+                todo=self._advise(e, is_imported=value is not None),
             ) from e
         if not callable(value):
             raise HoldfastError(f"{self} is not a function", found=to_repr(value)[:200])
         return value  # type: ignore[no-any-return]
+
+    def _advise(self, error: BaseException, *, is_imported: bool) -> str:
+        """Return what to do about an error of the import."""
+        if is_imported:
+            return "Check the name of the function, which must be at the top level"
+        if self.script is not None:
+            return (
+                "Each worker imports the script: put all but imports and definitions under"
+                ' `if __name__ == "__main__":`'
+            )
+        if self.module.endswith(".py") or os.sep in self.module:
+            return "Write the module as in an import statement: scoring, not ./scoring.py"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{self.module}.".startswith(f"{missing}."):
+            return "Start the command in the folder of the module, or set PYTHONPATH"
+        return "The module was found, but it fails: correct it, or install what it needs"
 
     def _import_module(self) -> Any:
         if self.script is None:

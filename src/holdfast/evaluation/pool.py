@@ -107,7 +107,8 @@ class WorkerPool:
         try:
             states = job.results()
         except JobFailed as e:
-            raise WorkerError(f"{e.fields['cause']} (in {self._limits.attempts} attempts)") from e
+            cause = e.fields["cause"].rstrip(".")
+            raise WorkerError(f"{cause} (in {self._limits.attempts} attempts)") from e
         return self._compute(team, states)
 
     def _task_size(self) -> int:
@@ -230,9 +231,9 @@ class _Team:
                 start, stop = task.start, task.stop
                 task.done(worker.call("evaluate", start, stop, timeout=self._limits.task))
             except WorkerError as e:
-                task.fail(f"records {start} to {stop}: {e.what}")
+                task.fail(f"records {start} to {stop - 1}: {e.what}")
             except BaseException as e:
-                task.fail(f"records {start} to {stop}: {e}")
+                task.fail(f"records {start} to {stop - 1}: {e}")
                 raise
 
 

@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import traceback
 from contextlib import suppress
 from functools import partial
@@ -208,12 +209,23 @@ def answer(call: Any) -> Reply:
         return Reply(None, kind, describe(e))
 
 
+_LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    os.path.dirname(os.path.dirname(__file__)),
+    "<frozen ",
+)
+
+
 def describe(error: BaseException) -> str:
-    """Return the type, the message, and where the error was raised, on one line."""
+    """Return the type, the message, and where the error was raised, on one line: the last line of
+    the user's code, and the line that raised it."""
+    if isinstance(error, HoldfastError):
+        return " ".join(str(error).split())[:4000]
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
-    text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:4000] + ("" if isinstance(error, HoldfastError) else where)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    places = [f"{os.path.basename(f.filename)}:{f.lineno}" for f in (*own[-1:], *frames[-1:])]
+    where = f" ({', '.join(dict.fromkeys(places))})" if places else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:4000] + where
 
 
 if __name__ == "__main__":

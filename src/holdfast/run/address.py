@@ -156,7 +156,8 @@ def _find_best(run: Run, newest: Snapshot, version: str) -> Snapshot:
             + (" other than NaN" if metric in available else ""),
             found=f"these metrics: {format_list(sorted(available), _MAX_LISTED) or 'none'}",
             todo="Check the name; pass the metric to step() or save(), or add it with"
-            " Run.add_metrics",
+            " `holdfast evaluate` or Run.add_metrics. `holdfast ls RUN` shows evaluations that have"
+            " failed or are in progress",
             key=run.url,
             store=run.url,
         )
@@ -172,7 +173,8 @@ def _find_best(run: Run, newest: Snapshot, version: str) -> Snapshot:
 
 _BEST_IN_PYTHON = (
     "Get the version in Python with holdfast.Run({!r}).best({}, mode=...), and name it by its step."
-    " A Checkpointer with KeepBest or StopWhen records the mode in the versions that it saves"
+    " To record the mode: `holdfast evaluate RUN --metric METRIC --mode min|max`, or a Checkpointer"
+    " with KeepBest or StopWhen, in the versions that it saves"
 )
 
 
@@ -183,7 +185,7 @@ def _ambiguous_error(run: Run, newest: Snapshot, objectives: Mapping[str, str]) 
         f"{newest.url} records several metrics, so {run.url}@best may mean several versions"
         if objectives
         else f"{newest.url} does not record which metric makes a version the best",
-        expected="one metric that KeepBest or StopWhen uses",
+        expected="one metric that KeepBest, StopWhen, or an evaluation records",
         found=_describe(objectives) or "none",
         todo=f"Write {format_list(choices, 5, ' or ')}"
         if objectives

@@ -217,9 +217,10 @@ def check_position(lease: Lease, report: Report) -> None:
 def _failed(table: TaskTable, number: int, attempts: int, cause: str) -> JobFailed:
     data, start, stop, epoch = table.spec.range_of(number)
     name, task = table.spec.name, table.first_id + number
+    records = f"record {start} on" if stop is None else f"records {start} to {stop - 1}"
+    records += f" of data set {data!r}" if data else ""
     return JobFailed(
-        f"Job {name!r} failed at task {task}, records {start} to {stop} of data set {data!r} in"
-        f" epoch {epoch}",
+        f"Job {name!r} failed at task {task}, {records} in epoch {epoch}",
         expected=f"a result, or progress, within {attempts} attempts",
         found=f"in the last attempt: {cause}",
         todo="Find out why these records cannot be processed. Then "

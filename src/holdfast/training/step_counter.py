@@ -43,6 +43,11 @@ class StepCounter:
         return self._progress.step
 
     @property
+    def has_counted(self) -> bool:
+        """True if a step has ended since the start of the process, or the last resume."""
+        return self._expected_step is not None
+
+    @property
     def knows_epochs(self) -> bool:
         """True if it is known at each step whether the step completes an epoch."""
         return bool(self._samplers)

@@ -157,6 +157,16 @@ def test_another_process_takes_over_within_the_time_of_the_lease(
     ]
 
 
+def test_the_error_of_a_lease_whose_run_was_moved_names_no_other_process() -> None:
+    store = MemoryStore()
+    held = holder(store, Clock())
+    held.acquire()
+    for key in list_leases(store):
+        store.delete(key)
+    with pytest.raises(HoldfastError, match=r"no file of this lease.*may have been moved"):
+        held.protect([V1])
+
+
 def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere: Callable[[], Any]) -> None:
     store = MemoryStore()
     with elsewhere():

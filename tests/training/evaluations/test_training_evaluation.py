@@ -342,6 +342,27 @@ def test_a_pending_evaluation_is_completed_when_the_training_ends() -> None:
     assert (version, first, last) == ("version_15", 10, 15)
 
 
+def test_a_loop_that_never_calls_step_is_warned_about_and_one_without_steps_is_not() -> None:
+    with training() as job, job.evaluating(every=AtEnd()):
+        pass
+    match = r"evaluation\.step\(\) was never called"
+    with (
+        pytest.warns(UserWarning, match=match), training() as job, job.evaluating(every=AtEnd())
+    ):  # fmt: skip
+        job.ckpt.step()
+    assert exact(job.store) == []
+
+
+def test_a_result_that_is_no_metric_is_named_once_with_its_records() -> None:
+    with training() as job, job.evaluating(lambda model, batch: 0.5, on="paused"):
+        with pytest.raises(HoldfastError) as e:
+            for _ in range(30):
+                job.step()
+        text = str(e.value)
+        assert text.count("records 0 to ") == text.count("at step 10:") == 1, text
+        assert ".." not in text
+
+
 @pytest.mark.parametrize("on", ["current", "paused"])
 def test_an_error_records_nothing_and_names_the_records_and_the_step(on: Any) -> None:
     def fail(model: torch.nn.Module, batch: Any) -> dict[str, Any]:

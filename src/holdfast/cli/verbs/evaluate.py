@@ -9,12 +9,16 @@ from typing import Any, Literal
 
 import click
 
+from holdfast import events
 from holdfast.cli.console import make_console, print_line
 from holdfast.cli.exit_codes import EVALUATION_FAILED
 from holdfast.cli.output import json_option, keys_option, parse_duration, print_json
 from holdfast.cli.resolve import resolve_run
 from holdfast.evaluation.evaluation import Evaluation, Outcome
 from holdfast.evaluation.pool import Limits
+from holdfast.format.names import Version
+from holdfast.sinks.wording import format_error_brief
+from holdfast.text import format_list
 from holdfast.threads import no_op
 
 
@@ -128,11 +132,12 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         throttle=throttle,
         limits=Limits(task=task_time),
     )
-    outcomes = evaluation.run(no_op if as_json else _print_outcome)
+    with events.attach(no_op if as_json else _print_event):
+        outcomes = evaluation.run(no_op if as_json else _print_outcome)
     if as_json:
         print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
     elif not outcomes:
-        print_line(make_console(), f"Nothing to evaluate: {name} has a record of each version")
+        print_line(make_console(), _describe_nothing(name, evaluation.failed))
     if any(outcome.state == "FAILED" for outcome in outcomes):
         ctx.exit(EVALUATION_FAILED)
 
@@ -142,6 +147,24 @@ def _print_outcome(outcome: Outcome) -> None:
     style = {"FAILED": "red", "SKIPPED": "dim"}.get(outcome.state, "")
     text = metrics if outcome.state == "DONE" else f"{outcome.state}: {outcome.cause}"
     print_line(make_console(), f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
+
+
+def _print_event(name: str, fields: dict[str, Any]) -> None:
+    if name == "evaluation_waits":
+        text = f"waiting for a new version of {fields['run']} (Ctrl-C stops it)"
+    elif name == "skipped":
+        text = f"skipped {fields['version']}: {format_error_brief(fields['error'])}"
+    else:
+        return
+    click.echo(f"holdfast: {text}", err=True)
+
+
+def _describe_nothing(name: str, failed: Sequence[Version]) -> str:
+    """Return why nothing was evaluated. A failure is not tried again by itself."""
+    text = f"Nothing to evaluate: {name} has a record of each selected version"
+    if failed:
+        text += f"; it failed on {format_list(failed, 5)} (--retry evaluates what failed again)"
+    return text
 
 
 def _to_json(outcome: Outcome) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -26,7 +27,7 @@ from holdfast.cli.output import (
 )
 from holdfast.cli.resolve import format_count, resolve_snapshot
 from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
-from holdfast.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations
+from holdfast.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations, read_statuses
 from holdfast.engine.planning.select import make_key_filter
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import FormatError, MissingLeaf
@@ -130,6 +131,9 @@ def _build_document(
         "reason": metadata.get("reason"),
         "metrics": metadata.get("metrics", {}),
         "note": metadata.get("note", {}),
+        "evaluations": {
+            name: asdict(status) for name, status in read_statuses(snapshot, evaluations).items()
+        },
         **build_verdicts(evaluations),
         "inexact": [
             {
@@ -239,6 +243,10 @@ def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
             text = value if isinstance(value, str) else to_repr(value)
             yield name, format_metrics(value) if isinstance(value, dict) else text
     evaluations = read_evaluations(snapshot)
+    for name, status in read_statuses(snapshot, evaluations).items():
+        found = status.cause or format_metrics(status.metrics)
+        state = "" if status.state == "DONE" else f"{status.state}: "
+        yield "evaluation", f"{state}{found} ({name})"
     for line in describe_verdicts(evaluations):
         yield "verdict", line
     for record in evaluations.of(InexactEvaluation):

@@ -227,11 +227,17 @@ class LeaseHolder:
             self._store.stat(own)  # another process that took the lease over has deleted it
             self._put(self._number + 1)
         except (NotFound, AlreadyExists) as e:
+            has_successor = bool(list_leases(self._store, self._name))
             raise HoldfastError(
                 f"The lease of evaluation {self._name} of {self._store.url} is lost",
                 expected=f"the file {own}, renewed every {self.seconds / _RENEWALS:.1f} s",
-                found="another process has taken the evaluation over",
-                todo="This process may have been stopped for a while. The other one goes on",
+                found="another process has taken the evaluation over"
+                if has_successor
+                else "no file of this lease",
+                todo="This process may have been stopped for a while. The other one goes on"
+                if has_successor
+                else "The run may have been moved or deleted: start the evaluation again where it"
+                " is",
             ) from e
 
     def _put(self, number: int) -> None:

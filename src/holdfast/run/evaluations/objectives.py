@@ -18,15 +18,16 @@ from holdfast.storage.store import Store, list_level
 from holdfast.text import to_repr
 
 
-def make_objective(metric: object, mode: object) -> Objective:
-    """Return the objective. Raises ``HoldfastError`` if it is not valid."""
-    if not isinstance(metric, str) or not metric or mode not in ("min", "max"):
-        raise HoldfastError(
-            "Invalid value for objective= of Evaluation",
-            expected='a metric and "min" or "max", such as ("val/loss", "min")',
-            found=to_repr((metric, mode))[:200],
-        )
-    return Objective(metric, mode)
+def make_objective(objective: object) -> Objective:
+    """Return the objective of a metric and a mode. Raises ``HoldfastError`` if it is not valid."""
+    match objective:
+        case (str(metric), "min" | "max" as mode) if metric:
+            return Objective(metric, mode)
+    raise HoldfastError(
+        "Invalid value for objective= of Evaluation",
+        expected='a metric and "min" or "max", such as ("val/loss", "min")',
+        found=to_repr(objective)[:200],
+    )
 
 
 def record_objective(store: Store, objective: Objective) -> None:

@@ -84,11 +84,10 @@ class Share:
         start, stop = self._spec.range_of(batch if is_own else batch % self._spec.batches)
         if self.error is None:
             name = getattr(self._spec.evaluate, "__name__", "evaluate")
-            where = f"{name}() for records {start} to {stop - 1} at step {step}"
             states = self._states if is_own else MetricStates({})
             try:
                 with evaluating(self._spec.model), isolated_rng():
-                    states.add(self._evaluate(start, stop), where)
+                    states.add(self._evaluate(start, stop), f"{name}()")
             except Exception as e:  # noqa: BLE001  (raised on all ranks, when they are told)
                 self.error = e
                 self._error_text = f"records {start} to {stop - 1} at step {step}: {describe(e)}"

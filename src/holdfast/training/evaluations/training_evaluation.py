@@ -15,6 +15,7 @@ from holdfast.evaluation.arguments import check_argument
 from holdfast.evaluation.worker import count_records
 from holdfast.run.evaluations.metrics import check_name
 from holdfast.run.policy import Never, SavePolicy
+from holdfast.text import warn_user
 from holdfast.training.arguments import check_can_fire
 from holdfast.training.cadence import Cadence
 from holdfast.training.checkpointer import Checkpointer
@@ -215,7 +216,7 @@ class TrainingEvaluation:
             raise HoldfastError(
                 f"The evaluation {self.name} at step {share.first_step} failed",
                 expected="metrics for all of the data",
-                found=merged.error,
+                found=merged.error.rstrip("."),
                 todo="Nothing was recorded, and the state has not changed: correct evaluate(), or"
                 " catch the error and go on",
             ) from share.error
@@ -253,7 +254,7 @@ class TrainingEvaluation:
     def __enter__(self) -> Self:
         if self._state != "new":
             raise HoldfastError(f"The evaluation {self.name} was used before", todo="Create one")
-        self._state = "entered"
+        self._state, self._seen_step = "entered", self._ckpt.current_step
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -271,7 +272,13 @@ class TrainingEvaluation:
     def _finish(self) -> None:
         """Complete what is in progress, and evaluate the last step if that is due."""
         step, cadence = self._ckpt.current_step, self._cadence
-        if cadence is None:  # no step was made
+        if cadence is None:  # no call of ``step``
+            if self._ckpt._step_counter.has_counted and step != self._seen_step:
+                warn_user(
+                    f"{self!r} has evaluated nothing, because evaluation.step() was never called:"
+                    " call it before each mini-batch, on all ranks",
+                    UserWarning,
+                )
             return
         self._drain(step)
         if step == self._began[0]:

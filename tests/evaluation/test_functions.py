@@ -1,0 +1,76 @@
+"""The names of a user's functions, and what the errors of their import advise."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.evaluation.functions import FunctionName
+
+UNGUARDED = """
+import holdfast
+def setup(state): return state
+def evaluate(model, batch): return {"a": (1.0, 1)}
+def data(): return [1]
+holdfast.Evaluation(".", setup, evaluate, data=data, workers=1)
+"""
+
+
+class Scoring:
+    def evaluate(self, model: object, batch: object) -> dict[str, object]:
+        return {}
+
+    @classmethod
+    def setup(cls, state: object) -> object:
+        return state
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "scoring_of_user.py").write_text("def setup(state): return state\n")
+    (tmp_path / "wrong_of_user.py").write_text("def setup(state)\n")
+    (tmp_path / "needing_of_user.py").write_text("import not_installed_here\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("nowhere_of_user:setup", "Start the command in the folder of the module"),
+        ("nowhere_of_user.part:setup", "Start the command in the folder of the module"),
+        ("scoring_of_user.py:setup", "Write the module as in an import statement"),
+        ("./scoring_of_user.py:setup", "Write the module as in an import statement"),
+        ("scoring_of_user:missing", "Check the name of the function"),
+        ("wrong_of_user:setup", "The module was found, but it fails"),
+        ("needing_of_user:setup", "The module was found, but it fails"),
+    ],
+)
+def test_the_error_of_an_import_says_what_to_do(folder: Path, name: str, advice: str) -> None:
+    with pytest.raises(HoldfastError, match="cannot be imported") as caught:
+        FunctionName.of(name, "setup").resolve()
+    assert advice in str(caught.value)
+
+
+def test_a_script_that_starts_an_evaluation_on_import_gets_the_advice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = folder / "script.py"
+    script.write_text(UNGUARDED)
+    monkeypatch.chdir(folder)
+    with pytest.raises(HoldfastError, match="cannot be imported") as caught:
+        FunctionName("__main__", "setup", str(script)).resolve()
+    text = str(caught.value)
+    assert "found the script starts an evaluation with the function setup." in text
+    assert '`if __name__ == "__main__":`' in text
+    assert text.count("cannot be imported") == 1
+    assert "__evaluation_main__" not in sys.modules
+
+
+def test_a_method_of_an_object_is_refused_because_a_worker_has_no_such_object() -> None:
+    with pytest.raises(HoldfastError, match="Another process cannot import the function evaluate"):
+        FunctionName.of(Scoring().evaluate, "evaluate")
+    assert FunctionName.of(Scoring.setup, "setup").resolve()(3) == 3
