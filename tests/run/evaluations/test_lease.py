@@ -215,6 +215,70 @@ def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(
         held.protect([])
 
 
+class FailingOnce(MemoryStore):
+    """The call ``fails_at`` raises; with ``takes_effect``, what it writes is written."""
+
+    fails_at, takes_effect = 0, False
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self.fails_at -= 1
+        if self.fails_at == 0 and not self.takes_effect:
+            raise Unavailable("503", store=self.url)
+        result = getattr(super(), method)(*arguments)
+        if self.fails_at == 0:
+            raise Unavailable("503", store=self.url)
+        return result
+
+    def put_if_absent(self, key: str, data: bytes) -> Any:
+        return self._call("put_if_absent", key, data)
+
+    def stat(self, key: str) -> Any:
+        return self._call("stat", key)
+
+    def list_level(self, folder: str, prefix: str = "") -> Any:
+        return self._call("list_level", folder, prefix)
+
+    def delete(self, key: str) -> Any:
+        return self._call("delete", key)
+
+
+@pytest.mark.parametrize("takes_effect", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
+    fails_at: int, takes_effect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock, lost = FailingOnce(), Clock(), list[HoldfastError]()
+
+    def now() -> str:
+        return f"2026-01-02T03:04:{int(clock.now) % 60:02}+00:00"
+
+    monkeypatch.setattr(leases.machine, "utc_now", now)  # so each renewal has other bytes
+    held = holder(store, clock, on_lost=lost.append)
+    held.acquire()
+    store.fails_at, store.takes_effect = fails_at, takes_effect
+    clock.at(15, held._closing.set)
+    held._renew_regularly()
+    assert store.fails_at < 0
+    assert lost == []
+    held.protect([V1])
+    (lease,) = LeaseObserver(store, clock).live().values()
+    assert lease.versions == ["version_1"]
+    assert len(list_leases(store)) == 1
+
+
+def test_a_damaged_file_does_not_keep_the_lease_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.put_if_absent(lease_name("val", 1), b"{}")
+    held = holder(store, clock)
+    held.acquire()
+    store.put_if_absent(lease_name("val", 1), b"{}")
+    monkeypatch.setattr(leases, "list_leases", lambda *run: sorted(list_leases(*run)))
+    held.release()
+    assert list_leases(store) == [lease_name("val", 1)]
+
+
 def test_a_damaged_lease_protects_nothing_and_is_reported() -> None:
     store, seen = make_run(1, 2), list[str]()
     store.put_if_absent(lease_name("val", 3), b"{}")

@@ -199,9 +199,9 @@ class LeaseHolder:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        with self._lock, suppress(StoreError, FormatError):
+        with self._lock, suppress(StoreError):
             for key in list_leases(self._store, self._name):  # an interrupt may have left a file
-                if read_lease(self._store, key).attempt == self._attempt:
+                if self._is_own(key):
                     self._store.delete(key)
 
     def _renew_regularly(self) -> None:
@@ -244,9 +244,14 @@ class LeaseHolder:
         lease = Lease(
             self._name, self._attempt, versions, self.seconds, machine.utc_now(), *identity
         )
-        began = self._clock()
-        self._store.put_if_absent(lease_name(self._name, number), encode_lease(lease))
-        own = lease_name(self._name, number)
+        own, began = lease_name(self._name, number), self._clock()
+        try:
+            self._store.put_if_absent(own, encode_lease(lease))
+        except AlreadyExists:
+            if not self._is_own(own):
+                raise
+            self._put(number + 1)  # an earlier call wrote the file, and then raised
+            return
         files = list_leases(self._store, self._name)
         if newest_leases(files).get(own) is None:  # the number was free because its file was old
             self._store.delete(own)
@@ -255,6 +260,12 @@ class LeaseHolder:
         for file in files:
             if file != own:
                 self._store.delete(file)
+
+    def _is_own(self, key: str) -> bool:
+        try:
+            return read_lease(self._store, key).attempt == self._attempt
+        except (NotFound, FormatError):
+            return False
 
 
 def _in_use_error(store: Store, lease: Lease) -> HoldfastError:
