@@ -186,6 +186,46 @@ def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere: Callabl
     assert len(list_leases(store)) == 1
 
 
+def test_a_lease_that_has_the_number_of_an_earlier_one_protects_its_versions() -> None:
+    """A training looks once in a while, and saw the file of an evaluation that has ended since."""
+    store, clock = make_run(1, 2, 3), Clock()
+    run = Run(store)
+    run.catalog.leases = LeaseObserver(run.store, clock)
+    first = holder(store, clock)
+    first.acquire()
+    first.protect([V1])
+    assert run.retain(KeepLast(3)) == []
+    seen = list_leases(store)
+    first.release()
+    clock.wait(600)
+    second = holder(store, clock)
+    second.acquire()
+    second.protect([V2])
+    assert list_leases(store) == seen
+    assert run.retain(KeepLast(1)) == [V1]
+    clock.wait(9)
+    assert run.retain(KeepLast(1)) == []
+
+
+def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its_own(
+    elsewhere: Callable[[], Any],
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    with elsewhere():
+        stopped = holder(store, clock)
+        stopped.acquire()
+        second = holder(store, clock)
+        second.acquire()
+        second.release()
+        third = holder(store, clock)
+        third.acquire()
+        with pytest.raises(HoldfastError, match="taken the evaluation over"):
+            stopped.protect([V1])
+        stopped.release()
+        third.protect([V2])
+    assert len(list_leases(store)) == 1
+
+
 class Failing(MemoryStore):
     failures = 0
 
@@ -232,8 +272,8 @@ class FailingOnce(MemoryStore):
     def put_if_absent(self, key: str, data: bytes) -> Any:
         return self._call("put_if_absent", key, data)
 
-    def stat(self, key: str) -> Any:
-        return self._call("stat", key)
+    def get(self, key: str, limit: int) -> Any:
+        return self._call("get", key, limit)
 
     def list_level(self, folder: str, prefix: str = "") -> Any:
         return self._call("list_level", folder, prefix)
@@ -277,6 +317,18 @@ def test_a_damaged_file_does_not_keep_the_lease_from_its_end(
     monkeypatch.setattr(leases, "list_leases", lambda *run: sorted(list_leases(*run)))
     held.release()
     assert list_leases(store) == [lease_name("val", 1)]
+
+
+def test_a_renewal_replaces_a_damaged_file() -> None:
+    store, clock = MemoryStore(), Clock()
+    held = holder(store, clock)
+    held.acquire()
+    (key,) = list_leases(store)
+    store.delete(key)
+    store.put_if_absent(key, b"{}")
+    held.protect([V1])
+    (lease,) = LeaseObserver(store, clock).live().values()
+    assert lease.versions == ["version_1"]
 
 
 def test_a_damaged_lease_protects_nothing_and_is_reported() -> None:

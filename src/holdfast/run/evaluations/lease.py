@@ -2,7 +2,8 @@
 
 The holder renews its lease by creating the file with the next number, and then deletes the others.
 The greatest number counts. So a process that was stopped for long, and whose lease another one took
-over, finds that out at its next renewal: its own file is gone, or a greater number exists.
+over, finds that out at its next renewal: its own file is gone, or a greater number exists. A number
+comes again when a lease was released; the attempt in the file says whose it is.
 
 An observer compares no clocks. On its own monotonic clock, it measures for how long the newest file
 has been the newest, from the moment at which it first saw it. A pin of a process, in contrast,
@@ -80,17 +81,19 @@ class LeaseObserver:
 
     def _read(self, key: str) -> Lease | None:
         """Return the lease in a file, or None if it was deleted or is damaged."""
-        if key not in self._records:
-            try:
-                self._records[key] = read_lease(self._store, key)
-            except NotFound:
-                return None
-            except FormatError as e:
+        known = self._records.get(key)
+        try:
+            lease = read_lease(self._store, key)
+        except NotFound:
+            return None
+        except FormatError as e:
+            if not isinstance(known, FormatError):
                 self._records[key] = e
                 events.emit("skipped", version=key, error=e)
-            self._first_seen[key] = self._clock()
-        record = self._records[key]
-        return record if isinstance(record, Lease) else None
+            return None
+        if lease != known:  # also if a later lease has the number of an earlier one
+            self._records[key], self._first_seen[key] = lease, self._clock()
+        return lease
 
     def _has_ended(self, key: str, lease: Lease) -> bool:
         is_old = self._clock() - self._first_seen[key] >= lease.seconds
@@ -224,7 +227,10 @@ class LeaseHolder:
         """Write the next file and delete the others. Raises an error if the lease is lost."""
         own = lease_name(self._name, self._number)
         try:
-            self._store.stat(own)  # another process that took the lease over has deleted it
+            with suppress(FormatError):  # the renewal replaces a damaged file
+                # another process that took the lease over has deleted it
+                if read_lease(self._store, own).attempt != self._attempt:
+                    raise NotFound(f"There is no {own} of this process", store=self._store.url)
             self._put(self._number + 1)
         except (NotFound, AlreadyExists) as e:
             raise HoldfastError(
