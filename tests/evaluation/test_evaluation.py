@@ -341,6 +341,23 @@ def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: 
         holdfast.open(f"{run}@best:val/loss")
 
 
+@pytest.mark.parametrize("written", ["record_objective", "Run.add_metrics"])
+def test_an_objective_is_recorded_also_if_the_evaluator_dies_between_two_records(
+    run: Path, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_version(run, 1)
+    own = evaluation(run, workers=0, objective=("val/loss", "min"))
+
+    def die(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"holdfast.evaluation.evaluation.{written}", die)
+        own.run()
+    evaluation(run, workers=0, objective=("val/loss", "min")).run()
+    assert holdfast.open(f"{run}@best").step == 1
+
+
 def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) -> None:
     save_version(run, 1)
     (outcome,) = evaluation(run, workers=0, objective=("loss", "min")).run()

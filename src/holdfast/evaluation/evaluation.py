@@ -311,9 +311,9 @@ class Evaluation:
                 f" compared; it returns {', '.join(sorted(metrics))}"
             )
         self._lease.check()
-        self._run.add_metrics(snapshot, metrics, self.name)
-        if objective is not None:
+        if objective is not None:  # first: a version that has metrics is not evaluated again
             record_objective(self._run.store, objective)
+        self._run.add_metrics(snapshot, metrics, self.name)
 
 
 _LABELS = "setup", "evaluate", "data", "collate"
