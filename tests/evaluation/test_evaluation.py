@@ -283,6 +283,24 @@ def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None
     assert {outcome.state for outcome in outcomes} == {"DONE"}
 
 
+def test_the_lease_of_very_many_versions_that_wait_can_be_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 60,000 of them, readers rejected it, and nothing was protected."""
+    save_version(run, 5)
+    own = evaluation(run, workers=0, skip_none=True)
+    longest = [Version(10**17 + number, 10**8) for number in range(60_000)]
+    found = Run(run).open(Version(5)), longest
+    monkeypatch.setattr(own._follower, "next", lambda: found)
+    own._lease.acquire()
+    assert own._find_version() is found[0]
+    statuses = Run(run).evaluations(5), Run(run).catalog.leases.live()
+    own._lease.release()
+    assert statuses[0]["evaluation"].state == "PENDING"
+    (lease,) = statuses[1].values()
+    assert len(lease.versions) == 10_001
+
+
 def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run: Path) -> None:
     save_version(run, 5)
     (shard,) = (run / "version_5").glob("shard-*.safetensors")

@@ -44,6 +44,10 @@ POLL_SECONDS = 2.0
 _MAX_UNAVAILABLE = 10
 """The number of times in a row that a version is tried while the store does not answer."""
 
+_MAX_WAITING = 10_000
+"""The number of waiting versions that the lease protects. With ``MAX_RECORD``, more could make it
+longer than a reader accepts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -256,7 +260,8 @@ class Evaluation:
     def _find_version(self) -> Snapshot | None:
         while (found := self._follower.next()) is not None:
             snapshot, waiting = found
-            self._lease.protect([snapshot.version, *(waiting if self._skip_none else ())])
+            protected = waiting[:_MAX_WAITING] if self._skip_none else ()
+            self._lease.protect([snapshot.version, *protected])
             with suppress(NotFound):  # deleted before the lease protected it
                 require_manifest(snapshot.location)
                 return snapshot
