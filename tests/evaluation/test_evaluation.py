@@ -19,7 +19,7 @@ import torch
 import holdfast
 from holdfast.engine.snapshot.location import locate
 from holdfast.engine.transform.reshard import reshard
-from holdfast.errors import HoldfastError, NotFound
+from holdfast.errors import HoldfastError, NotFound, Unavailable
 from holdfast.evaluation.evaluation import Evaluation, Outcome
 from holdfast.evaluation.pool import Limits
 from holdfast.format.names import Version
@@ -389,6 +389,58 @@ def test_a_store_that_does_not_answer_for_a_while_fails_no_version(run: Path) ->
     state = save_version(run, 5)
     (outcome,) = evaluation(run, setup=functions.setup_unavailable, workers=1).run()
     check(outcome, run, state)
+
+
+@pytest.mark.usefixtures("quick_polls")
+@pytest.mark.parametrize("evaluate", [functions.evaluate, functions.evaluate_nothing])
+def test_a_store_that_does_not_answer_for_a_while_loses_no_result(
+    run: Path, evaluate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_version(run, 5)
+    original, calls = Run.put_record, list[object]()
+
+    def fail(*arguments: Any, **content: Any) -> None:
+        calls.append(None)
+        if len(calls) < 5:
+            raise Unavailable("503")
+        original(*arguments, **content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "put_record", fail)
+        (outcome,) = evaluation(run, evaluate, workers=0).run()
+    assert len(calls) == 5
+    assert Run(run).evaluations(5)["evaluation"].state == outcome.state
+
+    def fail_always(*arguments: Any, **content: Any) -> None:
+        raise Unavailable("503")
+
+    monkeypatch.setattr(Run, "put_record", fail_always)
+    with pytest.raises(Unavailable):
+        evaluation(run, evaluate, workers=0, name="other").run()
+    assert list_leases(Run(run).store) == []
+
+
+@pytest.mark.usefixtures("quick_polls")
+def test_failures_of_the_store_end_an_evaluation_only_in_a_row(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten that were hours apart, while no new version came, ended it."""
+    save_version(run, 5)
+    own = evaluation(run, workers=0, follow=True)
+    original, looks = own._follower.next, list[object]()
+
+    def fail_often() -> Any:
+        looks.append(None)
+        if len(looks) == 60:
+            own.stop()
+        if len(looks) % 4 == 0:
+            raise Unavailable("503")
+        return original()
+
+    monkeypatch.setattr(own._follower, "next", fail_often)
+    (outcome,) = own.run()
+    assert outcome.state == "DONE"
+    assert len(looks) == 60
 
 
 def test_what_a_worker_prints_does_not_go_to_stdout(

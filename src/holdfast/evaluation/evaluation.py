@@ -42,7 +42,7 @@ POLL_SECONDS = 2.0
 """Seconds between two looks at a run that is followed."""
 
 _MAX_UNAVAILABLE = 10
-"""The number of times in a row that a version is tried while the store does not answer."""
+"""The number of times in a row that something is tried again because the store did not answer."""
 
 _MAX_WAITING = 10_000
 """The number of waiting versions that the lease protects. With ``MAX_RECORD``, more could make it
@@ -235,6 +235,7 @@ class Evaluation:
         """
         if is_later and not (self._follow or self._skip_none or self._retry):
             return None
+        failures = 0
         while not self._stopping.is_set():
             start = max(self._started_at + self._every_seconds, self._ended_at + self._throttle)
             if self._stopping.wait(max(0.0, min(start - time.monotonic(), threading.TIMEOUT_MAX))):
@@ -245,17 +246,19 @@ class Evaluation:
                 is_last = is_over or self._run.ended() is not None
                 if (snapshot := self._find_version()) is not None or is_last:
                     return snapshot
+                failures = 0
                 self._stopping.wait(POLL_SECONDS)
             except Unavailable as e:
-                self._wait_for_store(e)
+                failures = self._wait_for_store(e, failures)
         return None
 
-    def _wait_for_store(self, error: Unavailable) -> None:
-        """Wait before the store is asked again. Raises the error if it has failed too often."""
-        self._unavailable += 1
-        if self._unavailable > _MAX_UNAVAILABLE:
+    def _wait_for_store(self, error: Unavailable, failures: int) -> int:
+        """Wait before the store is asked again. Returns the number of failures in a row, of which
+        there were ``failures`` before. Raises the error if these are too many."""
+        if failures >= _MAX_UNAVAILABLE:
             raise error
         self._stopping.wait(POLL_SECONDS)
+        return failures + 1
 
     def _find_version(self) -> Snapshot | None:
         while (found := self._follower.next()) is not None:
@@ -282,7 +285,8 @@ class Evaluation:
             if self._stopping.is_set():
                 return None
             if e.fields.get("kind") == "unavailable":
-                self._wait_for_store(Unavailable(e.what, store=self._run.url))
+                error = Unavailable(e.what, store=self._run.url)
+                self._unavailable = self._wait_for_store(error, self._unavailable)
                 return None
             cause = str(e)
             # a worker that does not find the version may be on a machine without its folder
@@ -302,8 +306,9 @@ class Evaluation:
         return outcome
 
     def _record_failure(self, snapshot: Snapshot, cause: str) -> Literal["FAILED", "SKIPPED"]:
+        about = FailedEvaluation, self.name, snapshot
         try:
-            self._run.put_record(FailedEvaluation, self.name, snapshot, cause=cause[:MAX_TEXT])
+            self._write(lambda: self._run.put_record(*about, cause=cause[:MAX_TEXT]))
         except (NotFound, FormatError):
             return "SKIPPED"
         return "FAILED"
@@ -315,10 +320,21 @@ class Evaluation:
                 f"The evaluation returns no metric {objective.metric}, by which versions are"
                 f" compared; it returns {', '.join(sorted(metrics))}"
             )
-        self._lease.check()
         if objective is not None:  # first: a version that has metrics is not evaluated again
-            record_objective(self._run.store, objective)
-        self._run.add_metrics(snapshot, metrics, self.name)
+            self._write(lambda: record_objective(self._run.store, objective))
+        self._write(lambda: self._run.add_metrics(snapshot, metrics, self.name))
+
+    def _write(self, record: Callable[[], object]) -> None:
+        """Write a record as the holder of the lease, and again if the store does not answer: what
+        was evaluated would be lost. A second record of one result changes nothing."""
+        failures = 0
+        while True:
+            self._lease.check()
+            try:
+                record()
+                return
+            except Unavailable as e:
+                failures = self._wait_for_store(e, failures)
 
 
 _LABELS = "setup", "evaluate", "data", "collate"
