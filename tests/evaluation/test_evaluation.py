@@ -162,6 +162,7 @@ def test_a_worker_that_never_returns_its_task_is_replaced(run: Path) -> None:
         (functions.evaluate_nothing, r"evaluate_nothing\(\) did not return metrics.*nothing"),
         (functions.evaluate_raising, r"records 500 to 520.*ZeroDivisionError: one bad shard"),
         (functions.evaluate_poison, r"records 500 to 520.*SIGKILL"),
+        (functions.evaluate_naming_nonsense, r"would be longer than a reader accepts"),
         (functions.evaluate_vector, r"MulticlassConfusionMatrix.compute\(\) returned something"),
     ],
 )  # fmt: skip

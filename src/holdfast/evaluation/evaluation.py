@@ -17,7 +17,14 @@ from holdfast.engine.distributed.group import GroupSpec, saving_group
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.pins import require_manifest
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import FormatError, HoldfastError, NotFound, TaskError, Unavailable
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NotFound,
+    PlanError,
+    TaskError,
+    Unavailable,
+)
 from holdfast.evaluation.arguments import check_argument, is_count
 from holdfast.evaluation.background import running
 from holdfast.evaluation.follower import Follower
@@ -281,7 +288,7 @@ class Evaluation:
         try:
             metrics = self._pool.evaluate(snapshot.url, snapshot.digest)
             self._record(snapshot, metrics)
-        except (WorkerError, TaskError, WorkerLost, NotFound, FormatError) as e:
+        except (WorkerError, TaskError, WorkerLost, NotFound, FormatError, PlanError) as e:
             if self._stopping.is_set():
                 return None
             if e.fields.get("kind") == "unavailable":
