@@ -212,6 +212,7 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
         ({"data": functions.empty}, "is empty"),
         ({"data": functions.empty, "workers": 0}, "is empty"),
+        ({"data": functions.data_of_any_length, "workers": 2}, "has other data"),
         ({"workers": -1}, "Invalid value for workers="),
         ({"batch_size": 0}, "Invalid value for batch_size="),
         ({"objective": ("loss", "best")}, "Invalid value for objective="),

@@ -158,11 +158,24 @@ class WorkerPool:
             try:
                 if self._closing.is_set():
                     raise WorkerLost("The evaluation has been stopped")
-                self.records = worker.start(self._limits.start)
+                self._check_records(worker, worker.start(self._limits.start))
             except BaseException:
                 self._discard(name)
                 raise
         return worker
+
+    def _check_records(self, worker: WorkerHandle, records: int) -> None:
+        """All workers must have the same data: each evaluates some of its ranges."""
+        with self._lock:
+            self.records = self.records or records
+        if records != self.records:
+            raise WorkerError(
+                f"Worker {worker.name} has other data than those that started before",
+                expected=f"{self.records} records",
+                found=f"{records}",
+                todo="Let data() return the same data each time. If the data has changed, start the"
+                " evaluation again",
+            )
 
     def _discard(self, name: str) -> None:
         with self._lock:
