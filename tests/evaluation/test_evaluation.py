@@ -149,6 +149,13 @@ def test_workers_that_are_killed_change_nothing(run: Path) -> None:
     check(outcome, run, state)
 
 
+def test_a_function_that_returns_in_two_processes_gives_one_result(run: Path) -> None:
+    """The second one was taken for that of the next task."""
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, functions.evaluate_forking).run()
+    check(outcome, run, state)
+
+
 def test_a_worker_that_never_returns_its_task_is_replaced(run: Path) -> None:
     state = save_version(run, 5)
     limits = Limits(task=1.0)

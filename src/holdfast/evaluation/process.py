@@ -169,10 +169,13 @@ def main() -> None:
     sys.path[:] = hello["path"]
     _send(connection, answer(lambda: _start(hello["spec"])))
     worker = _started[0] if _started else None
+    process = os.getpid()
     while worker is not None:
         request = requests.get()
-        call = partial(getattr(worker, request["method"]), *request["arguments"])
-        _send(connection, answer(call))
+        reply = answer(partial(getattr(worker, request["method"]), *request["arguments"]))
+        if os.getpid() != process:  # a copy that a function of the user has created with os.fork()
+            os._exit(1)
+        _send(connection, reply)
 
 
 _started: list[Worker] = []
