@@ -135,6 +135,15 @@ def test_keys_select_the_leaves_that_setup_gets(run: Path) -> None:
     check(outcome, run, state)
 
 
+def test_an_entry_of_the_path_that_is_no_string_is_ignored(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = save_version(run, 5)
+    monkeypatch.setattr(sys, "path", [run, *sys.path])
+    (outcome,) = evaluation(run).run()
+    check(outcome, run, state)
+
+
 def test_a_metric_that_the_function_keeps_is_not_counted_twice(run: Path) -> None:
     save_version(run, 5)
     chosen = {"evaluate": functions.evaluate_with_one_metric, "workers": 0}

@@ -67,7 +67,8 @@ class ProcessWorker:
                 ours.close()
                 raise
         self._socket = ours
-        self._hello = {"path": sys.path, "spec": msgspec.json.encode(spec).decode()}
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores the others
+        self._hello = {"path": path, "spec": msgspec.json.encode(spec).decode()}
 
     @property
     def pid(self) -> int:
