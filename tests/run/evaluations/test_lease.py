@@ -226,6 +226,33 @@ def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its
     assert len(list_leases(store)) == 1
 
 
+def test_a_renewal_between_the_listing_and_the_read_does_not_end_the_protection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, clock = make_run(1, 2, 3), Clock()
+    held = holder(store, clock)
+    held.acquire()
+    held.protect([V1])
+    run, renewals = Run(store), [None]
+
+    def read(*arguments: Any) -> Any:
+        if renewals:
+            renewals.pop()
+            held.protect([V1])
+        return read_lease(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leases, "read_lease", read)
+        assert run.retain(KeepLast(1)) == [V2]
+    held.release()
+    assert run.retain(KeepLast(1)) == [V1]
+
+
+def test_a_listing_that_shows_a_deleted_lease_for_long_protects_nothing() -> None:
+    store = make_run(1, 2)
+    assert LeaseObserver(store).live([lease_name("val", 7)]) == {}
+
+
 class Failing(MemoryStore):
     failures = 0
 

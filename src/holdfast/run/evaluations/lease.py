@@ -36,6 +36,9 @@ _RENEWALS = 3
 _MAX_CONFIRM = 30.0
 """The longest time for which ``LeaseObserver.confirm`` waits by default, in seconds."""
 
+_MAX_LISTINGS = 3
+"""The number of times that leases are listed while a listed file is deleted before it is read."""
+
 Wait = Callable[[float], object]
 
 
@@ -59,17 +62,20 @@ class LeaseObserver:
         protects nothing, because the next renewal replaces it, and the event ``skipped`` reports
         it. Raises ``StoreError``.
         """
-        if files is None:
-            files = list_leases(self._store)
         with self._lock:
-            newest = newest_leases(files)
-            for known in (self._records, self._first_seen):
-                for key in known.keys() - newest.keys():
-                    known.pop(key, None)
+            for _ in range(_MAX_LISTINGS):
+                newest = newest_leases(list_leases(self._store) if files is None else files)
+                for known in (self._records, self._first_seen):
+                    for key in known.keys() - newest.keys():
+                        known.pop(key, None)
+                found = {key: self._read(key) for key in newest}
+                if all(key in self._records for key in newest):
+                    break
+                files = None  # renewed, or released, since the listing
             return {
                 key: lease
-                for key in newest
-                if (lease := self._read(key)) is not None and not self._has_ended(key, lease)
+                for key, lease in found.items()
+                if lease is not None and not self._has_ended(key, lease)
             }
 
     def confirm(self, wait: Wait = time.sleep, limit: float = _MAX_CONFIRM) -> None:
@@ -85,6 +91,7 @@ class LeaseObserver:
         try:
             lease = read_lease(self._store, key)
         except NotFound:
+            self._records.pop(key, None)
             return None
         except FormatError as e:
             if not isinstance(known, FormatError):
