@@ -121,6 +121,19 @@ def test_a_version_that_is_deleted_and_saved_again_is_evaluated_again(tmp_path: 
     assert evaluate_all(follower) == [Version(2)]
 
 
+def test_nothing_is_kept_of_versions_that_were_deleted(tmp_path: Path) -> None:
+    """An evaluation may follow a run for months."""
+    run = Run(tmp_path / "run")
+    follower = Follower(run, "val", Selection())
+    for step in range(1, 11):
+        holdfast.save(tmp_path / f"run/version_{step}", {"x": np.array([1])}, step=step)
+        assert evaluate_all(follower) == [Version(step)]
+        run.add_metrics(step, {"loss": 1.0}, "val")
+        Run(run.url).retain(KeepLast(1))
+    assert follower.next() is None
+    assert run.catalog.version_count == 1
+
+
 def test_a_save_in_progress_is_evaluated_when_it_is_committed(tmp_path: Path) -> None:
     run, state = Run(tmp_path / "run"), {"x": np.array([1])}
     holdfast.save(tmp_path / "run/version_1", state, step=1)

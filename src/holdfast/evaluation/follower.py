@@ -61,6 +61,8 @@ class Follower:
         self._deleted = (self._deleted | self._done | self._failed).difference(folders)
         if branch != self._branch:
             self._branch, self._deleted = branch, set()
+        for version in self._found.difference(folders):
+            self._run.catalog.forget(version)
         for known in (self._found, self._looked_up, self._done, self._failed, self._unreadable):
             known.intersection_update(folders)
         return folders
