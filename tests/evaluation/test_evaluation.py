@@ -232,6 +232,9 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"workers": -1}, "Invalid value for workers="),
         ({"batch_size": 0}, "Invalid value for batch_size="),
         ({"objective": ("loss", "best")}, "Invalid value for objective="),
+        ({"objective": "loss"}, "Invalid value for objective="),
+        ({"lease_seconds": 0}, "Invalid value for lease_seconds="),
+        ({"lease_seconds": 100_000}, "Invalid value for lease_seconds="),
     ],
 )
 def test_a_function_that_cannot_be_used_is_an_error_of_the_command(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from holdfast.errors import HoldfastError
 from holdfast.evaluation.pool import Limits, WorkerPool
 from holdfast.evaluation.process import WorkerError, WorkerLost
 
@@ -117,3 +118,10 @@ def test_a_worker_that_is_replaced_by_one_with_other_data_fails_the_version() ->
     pool.start()
     with pytest.raises(WorkerError, match=r"other data.*Expected 4 records, found 5"):
         pool.evaluate("url", "digest")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10, "10"])
+@pytest.mark.parametrize("name", ["start", "load", "task", "attempts"])
+def test_limits_that_nothing_can_keep_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(HoldfastError, match=f"Invalid value for {name}= of Limits"):
+        Limits(**{name: value})

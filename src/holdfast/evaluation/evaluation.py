@@ -25,7 +25,7 @@ from holdfast.errors import (
     TaskError,
     Unavailable,
 )
-from holdfast.evaluation.arguments import check_argument, is_count
+from holdfast.evaluation.arguments import check_argument, check_seconds, is_count
 from holdfast.evaluation.background import running
 from holdfast.evaluation.follower import Follower
 from holdfast.evaluation.functions import FunctionName
@@ -36,7 +36,7 @@ from holdfast.evaluation.ray_engine import ray_workers
 from holdfast.evaluation.schedule import Selection
 from holdfast.evaluation.worker import Functions, Worker, WorkerSpec
 from holdfast.format.names import Version
-from holdfast.format.records import MAX_TEXT, FailedEvaluation
+from holdfast.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
 from holdfast.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
 from holdfast.run.evaluations.metrics import check_name
 from holdfast.run.evaluations.objectives import make_objective, record_objective
@@ -131,8 +131,9 @@ class Evaluation:
             _check(what, count, count is None or is_count(count, 1), "a whole number, 1 or more")
         for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
             _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
+        check_seconds("Evaluation", "lease_seconds", lease_seconds, MAX_LEASE_SECONDS)
         self.name, self._follow, self._workers = check_name(name), follow, workers
-        self._objective = None if objective is None else make_objective(*objective)
+        self._objective = None if objective is None else make_objective(objective)
         self._run = Run(run)
         self._skip_none, self._retry = skip_none, retry
         self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))

@@ -18,13 +18,14 @@ from holdfast.storage.store import Store, list_level
 from holdfast.text import to_repr
 
 
-def make_objective(metric: object, mode: object) -> Objective:
-    """Return the objective. Raises ``HoldfastError`` if it is not valid."""
+def make_objective(pair: object) -> Objective:
+    """Return the objective of a metric and a mode. Raises ``HoldfastError`` if it is not valid."""
+    metric, mode = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)
     if not isinstance(metric, str) or not metric or mode not in ("min", "max"):
         raise HoldfastError(
             "Invalid value for objective= of Evaluation",
             expected='a metric and "min" or "max", such as ("val/loss", "min")',
-            found=to_repr((metric, mode))[:200],
+            found=to_repr(pair)[:200],
         )
     return Objective(metric, mode)
 
