@@ -333,6 +333,34 @@ def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
     assert len(list_leases(store)) == 1
 
 
+class Hanging(MemoryStore):
+    hangs, ends = threading.Event(), threading.Event()
+
+    def put_if_absent(self, key: str, data: bytes) -> Any:
+        if ".1." not in key:
+            self.hangs.set()
+            self.ends.wait(20)
+        return super().put_if_absent(key, data)
+
+
+def test_the_end_of_an_evaluation_does_not_wait_for_a_store_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "_MAX_JOIN", 0.1)
+    store = Hanging()
+    held = LeaseHolder(store, "val", 0.1)
+    held.acquire()
+    held.start()
+    assert store.hangs.wait(10)
+    released = threading.Thread(target=held.release)
+    released.start()
+    released.join(5)
+    assert not released.is_alive()
+    store.ends.set()
+    assert held._thread is not None
+    held._thread.join(10)
+
+
 def test_a_damaged_file_does_not_keep_the_lease_from_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

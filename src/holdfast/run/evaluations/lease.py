@@ -36,6 +36,9 @@ _RENEWALS = 3
 _MAX_CONFIRM = 30.0
 """The longest time for which ``LeaseObserver.confirm`` waits by default, in seconds."""
 
+_MAX_JOIN = 10.0
+"""The longest time for which the end of an evaluation waits for a renewal, in seconds."""
+
 _MAX_LISTINGS = 3
 """The number of times that leases are listed while a listed file is deleted before it is read."""
 
@@ -204,11 +207,13 @@ class LeaseHolder:
             raise self._error
 
     def release(self) -> None:
-        """Stop to renew the lease, and end it. An error of the store is ignored: the lease then
-        ends by itself."""
+        """Stop to renew the lease, and end it. If the store fails or hangs, the lease ends by
+        itself."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_MAX_JOIN)
+            if self._thread.is_alive():  # a daemon thread, in a call of a store that hangs
+                return
         with self._lock, suppress(StoreError):
             for key in list_leases(self._store, self._name):  # an interrupt may have left a file
                 if self._is_own(key):
