@@ -531,6 +531,25 @@ def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation() -> 
     assert exact(store) == [("version_10", {"weight": job.weight(10)})]
 
 
+@pytest.mark.parametrize("on", ["paused", "current"])
+@pytest.mark.parametrize("every", [AtEnd(), EverySteps(10)])
+def test_a_crash_after_the_last_step_does_not_lose_the_last_evaluation(on: Any, every: Any) -> None:
+    """The resumed training makes no step."""
+    store, error = MemoryStore(), pytest.raises(ZeroDivisionError)
+    with error, training(store, save=EverySteps(10)) as job, job.evaluating(on=on, every=every):
+        for _ in range(10):
+            job.step()
+        raise ZeroDivisionError
+    for _ in range(2):
+        with training(store, save=EverySteps(10)) as job, job.evaluating(on=on, every=every):
+            assert job.ckpt.current_step == 10
+    metrics = {"weight": job.weight(10)}
+    if on == "paused":
+        assert exact(store) == [("version_10", metrics)]
+    else:
+        assert inexact(store) == [("version_10", 10, 10, metrics)]
+
+
 def test_going_back_abandons_the_evaluation_in_progress() -> None:
     with (
         ends() as ended,

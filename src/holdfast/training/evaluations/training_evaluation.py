@@ -270,9 +270,8 @@ class TrainingEvaluation:
 
     def _finish(self) -> None:
         """Complete what is in progress, and evaluate the last step if that is due."""
-        step, cadence = self._ckpt.current_step, self._cadence
-        if cadence is None:  # no step was made
-            return
+        # there may have been no step: after a resume from the last version
+        step, cadence = self._ckpt.current_step, self._start()
         self._drain(step)
         if step == self._began[0]:
             return
