@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.exit_codes import EVALUATION_FAILED, NOT_FOUND, OTHER, USAGE
+from holdfast.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, USAGE
 from holdfast.run.evaluations.lease import list_leases
 from holdfast.run.run import Run
 
@@ -162,3 +162,15 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("address", ["run/version_10", "run@10", "run@latest"])
+def test_a_version_is_not_followed(folder: Path, address: str) -> None:
+    """The command waited for versions of a run at that place, and wrote its lease there."""
+    save(folder, 10)
+    before = sorted(folder.rglob("*"))
+    own = [part if part != "run" else address for part in command("--follow")]
+    done = subprocess.run(own, cwd=folder, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == EXISTS
+    assert "not of a run" in done.stderr or "the address of a version" in done.stderr
+    assert sorted(folder.rglob("*")) == before

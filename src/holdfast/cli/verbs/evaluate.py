@@ -12,9 +12,10 @@ import click
 from holdfast.cli.console import make_console, print_line
 from holdfast.cli.exit_codes import EVALUATION_FAILED
 from holdfast.cli.output import json_option, keys_option, parse_duration, print_json
-from holdfast.cli.resolve import resolve_run
+from holdfast.cli.resolve import check_run_target, resolve_run
 from holdfast.evaluation.evaluation import Evaluation, Outcome
 from holdfast.evaluation.pool import Limits
+from holdfast.run.run import Run
 from holdfast.threads import no_op
 
 
@@ -105,7 +106,9 @@ def command(  # noqa: PLR0913  (one parameter for each option)
     """
     if (metric is None) != (mode is None):
         raise click.UsageError("--metric and --mode belong together", ctx)
-    if not follow:
+    if follow:  # the run need not exist yet
+        check_run_target(Run(run))
+    else:
         resolve_run(run)
     sys.path.insert(0, os.getcwd())  # as python -m does
     evaluation = Evaluation(
