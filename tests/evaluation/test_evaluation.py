@@ -334,6 +334,21 @@ def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run:
     assert "damaged" in outcome.cause
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_a_version_with_a_damaged_manifest_fails(run: Path, older: bool) -> None:
+    """Nothing said so: the outcome was that all versions have been evaluated."""
+    if older:
+        state = save_version(run, 4)
+    save_version(run, 5)
+    (run / "version_5" / "manifest.json").write_text("{}")
+    failed, *done = evaluation(run, workers=0).run()
+    assert (failed.version, failed.state) == (Version(5), "FAILED")
+    assert "manifest.json" in failed.cause
+    assert len(done) == older
+    if older:
+        check(done[0], run, state)
+
+
 def test_two_evaluations_with_one_name_do_not_run_at_once(run: Path) -> None:
     save_version(run, 5)
     slow = evaluation(run, functions.evaluate_slowly, workers=1)

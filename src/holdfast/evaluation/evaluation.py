@@ -60,8 +60,9 @@ longer than a reader accepts."""
 class Outcome:
     """What came of the evaluation of one version.
 
-    ``state``: ``DONE`` with ``metrics``; ``FAILED`` with a ``cause``; or ``SKIPPED`` with a
-    ``cause``: the version was deleted meanwhile. ``seconds``: how long it took.
+    ``state``: ``DONE`` with ``metrics``; ``FAILED`` with a ``cause``, which is recorded unless the
+    manifest of the version is damaged; or ``SKIPPED`` with a ``cause``: the version was deleted
+    meanwhile. ``seconds``: how long it took.
     """
 
     version: Version
@@ -177,18 +178,23 @@ class Evaluation:
         if self._was_run:
             raise HoldfastError(f"{self!r} has been run", todo="Create another Evaluation")
         self._was_run = True
+        outcomes: list[Outcome] = []
+
+        def add(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            on_outcome(outcome)
+
+        self._follower.on_damaged = lambda v, e: add(Outcome(v, "FAILED", 0.0, cause=str(e)))
         self._check_run()
         if not self._follow and self._follower.next() is None:
-            return []  # the start of workers takes seconds
-        outcomes: list[Outcome] = []
+            return outcomes  # the start of workers takes seconds
         try:
             self._pool.start()
             self._lease.acquire()
             self._lease.start()
-            while (found := self._wait_for_version(bool(outcomes))) is not None:
+            while (found := self._wait_for_version()) is not None:
                 if (outcome := self._evaluate(found)) is not None:
-                    outcomes.append(outcome)
-                    on_outcome(outcome)
+                    add(outcome)
             self._lease.check()
         finally:
             self._pool.close()
@@ -236,11 +242,9 @@ class Evaluation:
             )
         events.emit("evaluation_waits", run=self._run.url)
 
-    def _wait_for_version(self, is_later: bool) -> Snapshot | None:
-        """Return the next version, protected by the lease; None if the evaluation has ended.
-
-        ``is_later``: a version has been evaluated before.
-        """
+    def _wait_for_version(self) -> Snapshot | None:
+        """Return the next version, protected by the lease; None if the evaluation has ended."""
+        is_later = self._ended_at > -inf
         if is_later and not (self._follow or self._skip_none or self._retry):
             return None
         failures = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from holdfast import events
@@ -14,6 +14,7 @@ from holdfast.format.records import Evaluation, FailedEvaluation
 from holdfast.run.lineage import lineage_folders
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
+from holdfast.threads import no_op
 
 
 class Follower:
@@ -25,6 +26,9 @@ class Follower:
 
     def __init__(self, run: Run, name: str, selection: Selection) -> None:
         self._run, self._name, self._selection = run, name, selection
+        self.on_damaged: Callable[[Version, FormatError], object] = no_op
+        """Called once for each version whose manifest is damaged: it is left out."""
+
         self._branch = 0
         self._found: set[Version] = set()
         self._looked_up: set[Version] = set()
@@ -102,6 +106,10 @@ class Follower:
                 self._failed.add(version)
 
     def _pass_over(self, version: Version, error: FormatError | NotFound) -> None:
-        """Leave out a version that is damaged or was deleted, and report it."""
+        """Leave out a version that is damaged or was deleted, and report it once."""
+        if version in self._unreadable:
+            return
         self._unreadable.add(version)
         events.emit("skipped", version=str(version), error=error)
+        if isinstance(error, FormatError):
+            self.on_damaged(version, error)
