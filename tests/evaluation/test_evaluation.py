@@ -287,6 +287,21 @@ def test_an_evaluation_follows_a_run_that_does_not_exist_yet(run: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_polls")
+def test_a_version_is_not_pending_while_the_evaluation_waits_for_the_next(run: Path) -> None:
+    for step in (1, 2):
+        save_version(run, step)
+    own = evaluation(run, workers=0, follow=True)
+    thread = threading.Thread(target=own.run)
+    thread.start()
+    until(lambda: [s.state for s in Run(run).evaluations(2).values()] == ["DONE"])
+    assert len(list_leases(Run(run).store)) == 1
+    Run(run).delete(Version(2))
+    own.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("quick_polls")
 def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None:
     for step in range(1, 6):
         save_version(run, step)

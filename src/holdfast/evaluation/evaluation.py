@@ -280,6 +280,8 @@ class Evaluation:
             with suppress(NotFound):  # deleted before the lease protected it
                 require_manifest(snapshot.location)
                 return snapshot
+        if self._lease.protects:  # what was evaluated need not wait for the next version
+            self._lease.protect(())
         return None
 
     def _evaluate(self, snapshot: Snapshot) -> Outcome | None:

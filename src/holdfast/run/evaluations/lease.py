@@ -201,6 +201,11 @@ class LeaseHolder:
             self._versions = tuple(versions)
             self._renew()
 
+    @property
+    def protects(self) -> bool:
+        """True if the lease protects any version."""
+        return bool(self._versions)
+
     def check(self) -> None:
         """Raise the error of the lost lease, if it is lost."""
         if self._error is not None:
