@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.exit_codes import EVALUATION_FAILED, NOT_FOUND, OTHER, USAGE
+from holdfast.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, USAGE
 from holdfast.run.evaluations.lease import list_leases
 from holdfast.run.run import Run
 
@@ -92,15 +92,15 @@ def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder: Path) -> No
     assert "it failed on version_10 (--retry" in " ".join(again.stdout.split())
 
 
-def test_a_version_that_cannot_be_evaluated_at_all_is_named(folder: Path) -> None:
+def test_a_version_that_cannot_be_evaluated_at_all_is_named_once(folder: Path) -> None:
     for step in (10, 20):
         save(folder, step)
     (folder / "run" / "version_20" / "manifest.json").write_text("garbage")
     done = evaluate(folder)
-    assert done.stderr.startswith(
-        "holdfast: skipped version_20: version_20/manifest.json is damaged"
-    )
-    assert done.stdout.startswith("version_10")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("version_20  FAILED: version_20/manifest.json is damaged")
+    assert lines[1].startswith("version_10  val/loss ")
+    assert (len(lines), done.stderr, done.returncode) == (2, "", EVALUATION_FAILED)
 
 
 def test_a_command_that_waits_for_a_run_says_so(folder: Path) -> None:
@@ -189,3 +189,15 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("address", ["run/version_10", "run@10", "run@latest"])
+def test_a_version_is_not_followed(folder: Path, address: str) -> None:
+    """The command waited for versions of a run at that place, and wrote its lease there."""
+    save(folder, 10)
+    before = sorted(folder.rglob("*"))
+    own = [part if part != "run" else address for part in command("--follow")]
+    done = subprocess.run(own, cwd=folder, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == EXISTS
+    assert "not of a run" in done.stderr or "the address of a version" in done.stderr
+    assert sorted(folder.rglob("*")) == before

@@ -151,6 +151,22 @@ def evaluate_slowly(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
     return evaluate(model, batch)
 
 
+def evaluate_forking(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+    """Returns in two processes."""
+    if _once("fork") and os.fork():
+        time.sleep(0.3)  # the other one is faster
+    return evaluate(model, batch)
+
+
+def data_of_any_length() -> list[int]:
+    """A worker that starts later has fewer records."""
+    return [*range(100)] if _once("length") else [*range(90)]
+
+
+def evaluate_naming_nonsense(model: Any, batch: Any) -> dict[str, Any]:
+    return {"n" * 2_000_000: (1.0, 1)}
+
+
 def empty() -> list[Any]:
     return []
 

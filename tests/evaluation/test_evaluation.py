@@ -20,7 +20,7 @@ import holdfast
 from holdfast import events
 from holdfast.engine.snapshot.location import locate
 from holdfast.engine.transform.reshard import reshard
-from holdfast.errors import HoldfastError, NotFound
+from holdfast.errors import HoldfastError, NotFound, Unavailable
 from holdfast.evaluation.evaluation import Evaluation, Outcome
 from holdfast.evaluation.pool import Limits
 from holdfast.format.names import Version
@@ -136,6 +136,15 @@ def test_keys_select_the_leaves_that_setup_gets(run: Path) -> None:
     check(outcome, run, state)
 
 
+def test_an_entry_of_the_path_that_is_no_string_is_ignored(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = save_version(run, 5)
+    monkeypatch.setattr(sys, "path", [run, *sys.path])
+    (outcome,) = evaluation(run).run()
+    check(outcome, run, state)
+
+
 def test_a_metric_that_the_function_keeps_is_not_counted_twice(run: Path) -> None:
     save_version(run, 5)
     chosen = {"evaluate": functions.evaluate_with_one_metric, "workers": 0}
@@ -147,6 +156,13 @@ def test_a_metric_that_the_function_keeps_is_not_counted_twice(run: Path) -> Non
 def test_workers_that_are_killed_change_nothing(run: Path) -> None:
     state = save_version(run, 5)
     (outcome,) = evaluation(run, functions.evaluate_dying, workers=3).run()
+    check(outcome, run, state)
+
+
+def test_a_function_that_returns_in_two_processes_gives_one_result(run: Path) -> None:
+    """The second one was taken for that of the next task."""
+    state = save_version(run, 5)
+    (outcome,) = evaluation(run, functions.evaluate_forking).run()
     check(outcome, run, state)
 
 
@@ -163,6 +179,7 @@ def test_a_worker_that_never_returns_its_task_is_replaced(run: Path) -> None:
         (functions.evaluate_nothing, r"evaluate_nothing\(\) did not return metrics.*nothing"),
         (functions.evaluate_raising, r"records 500 to 519.*ZeroDivisionError: one bad shard"),
         (functions.evaluate_poison, r"records 500 to 519.*SIGKILL"),
+        (functions.evaluate_naming_nonsense, r"would be longer than a reader accepts"),
         (functions.evaluate_vector, r"MulticlassConfusionMatrix.compute\(\) returned something"),
     ],
 )  # fmt: skip
@@ -212,6 +229,7 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"data": "tests.evaluation.functions:evaluate_nothing"}, "evaluate_nothing"),
         ({"data": functions.empty}, "is empty"),
         ({"data": functions.empty, "workers": 0}, "is empty"),
+        ({"data": functions.data_of_any_length, "workers": 2}, "has other data"),
         ({"workers": -1}, "Invalid value for workers="),
         ({"batch_size": 0}, "Invalid value for batch_size="),
         ({"objective": ("loss", "best")}, "Invalid value for objective="),
@@ -224,6 +242,7 @@ def test_nan_is_recorded_and_never_the_best(run: Path) -> None:
         ({"collate": 3, "workers": 0}, "Invalid value for collate="),
         ({"lease_seconds": 0}, "Invalid value for lease_seconds="),
         ({"lease_seconds": "x"}, "Invalid value for lease_seconds="),
+        ({"lease_seconds": 100_000}, "Invalid value for lease_seconds="),
         ({"limits": 60}, "Invalid value for limits="),
     ],
 )
@@ -279,6 +298,21 @@ def test_an_evaluation_follows_a_run_that_does_not_exist_yet(run: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_polls")
+def test_a_version_is_not_pending_while_the_evaluation_waits_for_the_next(run: Path) -> None:
+    for step in (1, 2):
+        save_version(run, step)
+    own = evaluation(run, workers=0, follow=True)
+    thread = threading.Thread(target=own.run)
+    thread.start()
+    until(lambda: [s.state for s in Run(run).evaluations(2).values()] == ["DONE"])
+    assert len(list_leases(Run(run).store)) == 1
+    Run(run).delete(Version(2))
+    own.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("quick_polls")
 def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None:
     for step in range(1, 6):
         save_version(run, step)
@@ -296,6 +330,24 @@ def test_skip_none_evaluates_all_and_protects_those_that_wait(run: Path) -> None
     assert {outcome.state for outcome in outcomes} == {"DONE"}
 
 
+def test_the_lease_of_very_many_versions_that_wait_can_be_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 60,000 of them, readers rejected it, and nothing was protected."""
+    save_version(run, 5)
+    own = evaluation(run, workers=0, skip_none=True)
+    longest = [Version(10**17 + number, 10**8) for number in range(60_000)]
+    found = Run(run).open(Version(5)), longest
+    monkeypatch.setattr(own._follower, "next", lambda: found)
+    own._lease.acquire()
+    assert own._find_version() is found[0]
+    statuses = Run(run).evaluations(5), Run(run).catalog.leases.live()
+    own._lease.release()
+    assert statuses[0]["evaluation"].state == "PENDING"
+    (lease,) = statuses[1].values()
+    assert len(lease.versions) == 10_001
+
+
 def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run: Path) -> None:
     save_version(run, 5)
     (shard,) = (run / "version_5").glob("shard-*.safetensors")
@@ -308,15 +360,19 @@ def test_a_version_that_is_damaged_fails_and_one_that_is_deleted_is_skipped(run:
     assert "damaged" in outcome.cause
 
 
-def test_a_version_whose_manifest_is_damaged_is_reported_once_and_passed_over(run: Path) -> None:
-    for step in (1, 2):
-        save_version(run, step)
-    (run / "version_2" / "manifest.json").write_text("garbage")
-    skipped: list[str] = []
-    with events.attach(lambda name, f: skipped.append(f["version"]) if name == "skipped" else None):
-        outcomes = evaluation(run, workers=0, skip_none=True).run()
-    assert [outcome.version.step for outcome in outcomes] == [1]
-    assert skipped == ["version_2"]
+@pytest.mark.parametrize("older", [False, True])
+def test_a_version_with_a_damaged_manifest_fails(run: Path, older: bool) -> None:
+    """Nothing said so: the outcome was that all versions have been evaluated."""
+    if older:
+        state = save_version(run, 4)
+    save_version(run, 5)
+    (run / "version_5" / "manifest.json").write_text("{}")
+    failed, *done = evaluation(run, workers=0).run()
+    assert (failed.version, failed.state) == (Version(5), "FAILED")
+    assert "manifest.json" in failed.cause
+    assert len(done) == older
+    if older:
+        check(done[0], run, state)
 
 
 def test_two_evaluations_with_one_name_do_not_run_at_once(run: Path) -> None:
@@ -396,6 +452,23 @@ def test_one_event_says_that_a_follower_waits(run: Path, saved: bool) -> None:
     assert waits == ["evaluation_waits"]
 
 
+@pytest.mark.parametrize("written", ["record_objective", "Run.add_metrics"])
+def test_an_objective_is_recorded_also_if_the_evaluator_dies_between_two_records(
+    run: Path, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_version(run, 1)
+    own = evaluation(run, workers=0, objective=("val/loss", "min"))
+
+    def die(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"holdfast.evaluation.evaluation.{written}", die)
+        own.run()
+    evaluation(run, workers=0, objective=("val/loss", "min")).run()
+    assert holdfast.open(f"{run}@best").step == 1
+
+
 def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) -> None:
     save_version(run, 1)
     (outcome,) = evaluation(run, workers=0, objective=("loss", "min")).run()
@@ -409,6 +482,58 @@ def test_a_store_that_does_not_answer_for_a_while_fails_no_version(run: Path) ->
     state = save_version(run, 5)
     (outcome,) = evaluation(run, setup=functions.setup_unavailable, workers=1).run()
     check(outcome, run, state)
+
+
+@pytest.mark.usefixtures("quick_polls")
+@pytest.mark.parametrize("evaluate", [functions.evaluate, functions.evaluate_nothing])
+def test_a_store_that_does_not_answer_for_a_while_loses_no_result(
+    run: Path, evaluate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_version(run, 5)
+    original, calls = Run.put_record, list[object]()
+
+    def fail(*arguments: Any, **content: Any) -> None:
+        calls.append(None)
+        if len(calls) < 5:
+            raise Unavailable("503")
+        original(*arguments, **content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "put_record", fail)
+        (outcome,) = evaluation(run, evaluate, workers=0).run()
+    assert len(calls) == 5
+    assert Run(run).evaluations(5)["evaluation"].state == outcome.state
+
+    def fail_always(*arguments: Any, **content: Any) -> None:
+        raise Unavailable("503")
+
+    monkeypatch.setattr(Run, "put_record", fail_always)
+    with pytest.raises(Unavailable):
+        evaluation(run, evaluate, workers=0, name="other").run()
+    assert list_leases(Run(run).store) == []
+
+
+@pytest.mark.usefixtures("quick_polls")
+def test_failures_of_the_store_end_an_evaluation_only_in_a_row(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten that were hours apart, while no new version came, ended it."""
+    save_version(run, 5)
+    own = evaluation(run, workers=0, follow=True)
+    original, looks = own._follower.next, list[object]()
+
+    def fail_often() -> Any:
+        looks.append(None)
+        if len(looks) == 60:
+            own.stop()
+        if len(looks) % 4 == 0:
+            raise Unavailable("503")
+        return original()
+
+    monkeypatch.setattr(own._follower, "next", fail_often)
+    (outcome,) = own.run()
+    assert outcome.state == "DONE"
+    assert len(looks) == 60
 
 
 def test_what_a_worker_prints_does_not_go_to_stdout(

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from holdfast.errors import HoldfastError
 from holdfast.evaluation.pool import Limits, WorkerPool
-from holdfast.evaluation.process import WorkerLost
+from holdfast.evaluation.process import WorkerError, WorkerLost
 
 RECORDS = 4
 
@@ -95,3 +96,32 @@ def test_an_unexpected_error_of_a_thread_reaches_the_caller() -> None:
     pool.start()
     with pytest.raises(TypeError, match="a defect"):
         pool.evaluate("url", "digest")
+
+
+class Growing(Unstable):
+    """``worker-0`` is lost in its first task, and its successor has more records."""
+
+    lengths: ClassVar[list[int]] = []
+
+    def start(self, timeout: float) -> int:
+        return self.lengths.pop()
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        if method == "evaluate" and self.lengths:
+            raise WorkerLost("killed")
+        return super().call(method, *arguments, timeout=timeout)
+
+
+def test_a_worker_that_is_replaced_by_one_with_other_data_fails_the_version() -> None:
+    Growing.lengths, Unstable.unstable = [RECORDS + 1, RECORDS], set()
+    pool = WorkerPool(Growing, 1, Limits(), None)
+    pool.start()
+    with pytest.raises(WorkerError, match=r"other data.*Expected 4 records, found 5"):
+        pool.evaluate("url", "digest")
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10, "10"])
+@pytest.mark.parametrize("name", ["start", "load", "task", "attempts"])
+def test_limits_that_nothing_can_keep_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(HoldfastError, match=f"Invalid value for {name}= of Limits"):
+        Limits(**{name: value})

@@ -17,3 +17,9 @@ def check_argument(owner: str, name: str, value: object, is_valid: bool, expecte
 def is_count(value: object, least: int) -> bool:
     """Return True for an int of at least ``least`` that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_seconds(owner: str, name: str, value: object, most: float) -> None:
+    """Raise ``HoldfastError`` unless the argument is a number above 0, and at most ``most``."""
+    is_valid = isinstance(value, int | float) and 0 < value <= most
+    check_argument(owner, name, value, is_valid, f"seconds: a number above 0, at most {most:g}")

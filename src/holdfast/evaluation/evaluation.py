@@ -17,19 +17,23 @@ from holdfast.engine.distributed.group import GroupSpec, saving_group
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.pins import require_manifest
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import FormatError, HoldfastError, NotFound, TaskError, Unavailable
-from holdfast.evaluation.arguments import check_argument, is_count
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NotFound,
+    PlanError,
+    TaskError,
+    Unavailable,
+)
+from holdfast.evaluation.arguments import check_argument, check_seconds, is_count
 from holdfast.evaluation.background import running
+from holdfast.evaluation.engine import check_keys, make_workers
 from holdfast.evaluation.follower import Follower
-from holdfast.evaluation.functions import FunctionName
-from holdfast.evaluation.inline import InlineWorker
-from holdfast.evaluation.pool import Limits, WorkerHandle, WorkerPool
-from holdfast.evaluation.process import ProcessWorker, WorkerError, WorkerLost
-from holdfast.evaluation.ray_engine import ray_workers
+from holdfast.evaluation.pool import Limits, WorkerPool
+from holdfast.evaluation.process import WorkerError, WorkerLost
 from holdfast.evaluation.schedule import Selection
-from holdfast.evaluation.worker import Functions, Worker, WorkerSpec
 from holdfast.format.names import Version
-from holdfast.format.records import MAX_TEXT, FailedEvaluation
+from holdfast.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
 from holdfast.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
 from holdfast.run.evaluations.metrics import check_name
 from holdfast.run.evaluations.objectives import make_objective, record_objective
@@ -42,15 +46,20 @@ POLL_SECONDS = 2.0
 """Seconds between two looks at a run that is followed."""
 
 _MAX_UNAVAILABLE = 10
-"""The number of times in a row that a version is tried while the store does not answer."""
+"""The number of times in a row that something is tried again because the store did not answer."""
+
+_MAX_WAITING = 10_000
+"""The number of waiting versions that the lease protects. With ``MAX_RECORD``, more could make it
+longer than a reader accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of the evaluation of one version.
 
-    ``state``: ``DONE`` with ``metrics``; ``FAILED`` with a ``cause``; or ``SKIPPED`` with a
-    ``cause``: the version was deleted meanwhile. ``seconds``: how long it took.
+    ``state``: ``DONE`` with ``metrics``; ``FAILED`` with a ``cause``, which is recorded unless the
+    manifest of the version is damaged; or ``SKIPPED`` with a ``cause``: the version was deleted
+    meanwhile. ``seconds``: how long it took.
     """
 
     version: Version
@@ -114,14 +123,11 @@ class Evaluation:
         limits: Limits = Limits(),  # noqa: B008  (frozen)
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        _check("workers", workers, is_count(workers, 0), "a whole number, 0 or more")
-        _check_engine(engine, ray_options, workers)
         for what, count in (("batch_size", batch_size), ("every_steps", every_steps)):
             _check(what, count, count is None or is_count(count, 1), "a whole number, 1 or more")
         for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
             _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
-        is_time = isinstance(lease_seconds, int | float) and 0 < lease_seconds < inf
-        _check("lease_seconds", lease_seconds, is_time, "more than 0")
+        check_seconds("Evaluation", "lease_seconds", lease_seconds, MAX_LEASE_SECONDS)
         _check("limits", limits, isinstance(limits, Limits), "Limits(...)")
         self.name, self._follow, self._workers = check_name(name), follow, workers
         self._objective = None if objective is None else make_objective(objective)
@@ -129,15 +135,9 @@ class Evaluation:
         self._skip_none, self._retry = skip_none, retry
         self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
         self._every_seconds, self._throttle = every_seconds, throttle
-        keys = _check_keys(keys)
         functions = (setup, evaluate, data, collate)
-        _check_functions(functions)
-        if workers == 0:
-            make = _inline_workers(functions, batch_size, keys, device)
-        elif engine == "ray":
-            make = ray_workers(_spec(functions, batch_size, keys, device), ray_options or {})
-        else:
-            make = partial(ProcessWorker, spec=_spec(functions, batch_size, keys, device))
+        work = batch_size, check_keys(keys), device
+        make = make_workers(functions, *work, workers, engine, ray_options)
         self._pool = WorkerPool(make, max(workers, 1), limits, batch_size)
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
         self._stopping, self._is_training_over = Event(), Event()
@@ -176,19 +176,24 @@ class Evaluation:
         if self._was_run:
             raise HoldfastError(f"{self!r} has been run", todo="Create another Evaluation")
         self._was_run = True
+        outcomes: list[Outcome] = []
+
+        def add(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            on_outcome(outcome)
+
+        self._follower.on_damaged = lambda v, e: add(Outcome(v, "FAILED", 0.0, cause=str(e)))
         self._check_run()
         if not self._follow and self._follower.next() is None:
             self._record_objective(self._follower.metrics)
-            return []  # the start of workers takes seconds
-        outcomes: list[Outcome] = []
+            return outcomes  # the start of workers takes seconds
         try:
             self._pool.start()
             self._lease.acquire()
             self._lease.start()
-            while (found := self._wait_for_version(bool(outcomes))) is not None:
+            while (found := self._wait_for_version()) is not None:
                 if (outcome := self._evaluate(found)) is not None:
-                    outcomes.append(outcome)
-                    on_outcome(outcome)
+                    add(outcome)
             self._lease.check()
         finally:
             self._pool.close()
@@ -235,13 +240,12 @@ class Evaluation:
                 store=self._run.url,
             )
 
-    def _wait_for_version(self, is_later: bool) -> Snapshot | None:
-        """Return the next version, protected by the lease; None if the evaluation has ended.
-
-        ``is_later``: a version has been evaluated before.
-        """
+    def _wait_for_version(self) -> Snapshot | None:
+        """Return the next version, protected by the lease; None if the evaluation has ended."""
+        is_later = self._ended_at > -inf
         if is_later and not (self._follow or self._skip_none or self._retry):
             return None
+        failures = 0
         while not self._stopping.is_set():
             start = max(self._started_at + self._every_seconds, self._ended_at + self._throttle)
             if self._stopping.wait(max(0.0, min(start - time.monotonic(), threading.TIMEOUT_MAX))):
@@ -256,26 +260,30 @@ class Evaluation:
                     return snapshot
                 if not is_later and not self._has_waited:
                     events.emit("evaluation_waits", run=self._run.url)
-                self._has_waited = True
+                self._has_waited, failures = True, 0
                 self._stopping.wait(POLL_SECONDS)
             except Unavailable as e:
-                self._wait_for_store(e)
+                failures = self._wait_for_store(e, failures)
         return None
 
-    def _wait_for_store(self, error: Unavailable) -> None:
-        """Wait before the store is asked again. Raises the error if it has failed too often."""
-        self._unavailable += 1
-        if self._unavailable > _MAX_UNAVAILABLE:
+    def _wait_for_store(self, error: Unavailable, failures: int) -> int:
+        """Wait before the store is asked again. Returns the number of failures in a row, of which
+        there were ``failures`` before. Raises the error if these are too many."""
+        if failures >= _MAX_UNAVAILABLE:
             raise error
         self._stopping.wait(POLL_SECONDS)
+        return failures + 1
 
     def _find_version(self) -> Snapshot | None:
         while (found := self._follower.next()) is not None:
             snapshot, waiting = found
-            self._lease.protect([snapshot.version, *(waiting if self._skip_none else ())])
+            protected = waiting[:_MAX_WAITING] if self._skip_none else ()
+            self._lease.protect([snapshot.version, *protected])
             with suppress(NotFound):  # deleted before the lease protected it
                 require_manifest(snapshot.location)
                 return snapshot
+        if self._lease.protects:  # what was evaluated need not wait for the next version
+            self._lease.protect(())
         return None
 
     def _evaluate(self, snapshot: Snapshot) -> Outcome | None:
@@ -289,11 +297,12 @@ class Evaluation:
         try:
             metrics = self._pool.evaluate(snapshot.url, snapshot.digest)
             self._record(snapshot, metrics)
-        except (WorkerError, TaskError, WorkerLost, NotFound, FormatError) as e:
+        except (WorkerError, TaskError, WorkerLost, NotFound, FormatError, PlanError) as e:
             if self._stopping.is_set():
                 return None
             if e.fields.get("kind") == "unavailable":
-                self._wait_for_store(Unavailable(e.what, store=self._run.url))
+                error = Unavailable(e.what, store=self._run.url)
+                self._unavailable = self._wait_for_store(error, self._unavailable)
                 return None
             cause = str(e)
             # a worker that does not find the version may be on a machine without its folder
@@ -313,8 +322,9 @@ class Evaluation:
         return outcome
 
     def _record_failure(self, snapshot: Snapshot, cause: str) -> Literal["FAILED", "SKIPPED"]:
+        about = FailedEvaluation, self.name, snapshot
         try:
-            self._run.put_record(FailedEvaluation, self.name, snapshot, cause=cause[:MAX_TEXT])
+            self._write(lambda: self._run.put_record(*about, cause=cause[:MAX_TEXT]))
         except (NotFound, FormatError):
             return "SKIPPED"
         return "FAILED"
@@ -326,69 +336,26 @@ class Evaluation:
                 f"The evaluation returns no metric {objective.metric}, by which versions are"
                 f" compared; it returns {', '.join(sorted(metrics))}"
             )
-        self._lease.check()
-        self._run.add_metrics(snapshot, metrics, self.name)
+        # first: a version that has metrics is not evaluated again
         self._record_objective(metrics)
+        self._write(lambda: self._run.add_metrics(snapshot, metrics, self.name))
 
     def _record_objective(self, metrics: Collection[str]) -> None:
-        """Record the objective, once, as soon as a version has a result with its metric."""
-        if self._objective is None or self._has_recorded_objective:
+        """Record the objective, once, as soon as there is a result with its metric."""
+        objective = self._objective
+        if objective is None or self._has_recorded_objective or objective.metric not in metrics:
             return
-        if self._objective.metric in metrics:
-            record_objective(self._run.store, self._objective)
-            self._has_recorded_objective = True
+        self._write(lambda: record_objective(self._run.store, objective))
+        self._has_recorded_objective = True
 
-
-_LABELS = "setup", "evaluate", "data", "collate"
-
-_FunctionsOfUser = tuple[Any, Any, Any, Any]
-"""Functions or their names, as in ``_LABELS``. The last one may be None."""
-
-
-def _inline_workers(
-    functions: _FunctionsOfUser, batch_size: int | None, keys: tuple[str, ...], device: str | None
-) -> Callable[[str], WorkerHandle]:
-    """Return the function that starts a worker in this process."""
-    found = [
-        FunctionName.of(f, label).resolve() if isinstance(f, str) else f
-        for f, label in zip(functions, _LABELS, strict=True)
-    ]
-    own = Functions(*found)
-    return lambda name: InlineWorker(name, lambda: Worker(own, batch_size, keys, device))
-
-
-def _spec(
-    functions: _FunctionsOfUser, batch_size: int | None, keys: tuple[str, ...], device: str | None
-) -> WorkerSpec:
-    names = [
-        None if f is None else FunctionName.of(f, label)
-        for f, label in zip(functions, _LABELS, strict=True)
-    ]
-    setup, evaluate, data, collate = names
-    if setup is None or evaluate is None or data is None:
-        raise HoldfastError("setup, evaluate, and data are required")
-    return WorkerSpec(setup, evaluate, data, batch_size, keys, device, collate)
-
-
-def _check_functions(functions: _FunctionsOfUser) -> None:
-    for label, function in zip(_LABELS, functions, strict=True):
-        is_missing = function is None and label == "collate"
-        is_valid = callable(function) or isinstance(function, str) or is_missing
-        _check(label, function, is_valid, "a function: dataset, not dataset()")
-
-
-def _check_keys(keys: str | Sequence[str]) -> tuple[str, ...]:
-    found = (keys,) if isinstance(keys, str) else keys
-    is_valid = isinstance(found, Sequence) and all(isinstance(key, str) for key in found)
-    _check("keys", keys, is_valid, "a pattern, or a list of patterns")
-    return tuple(found)
-
-
-def _check_engine(engine: object, ray_options: object, workers: int) -> None:
-    _check("engine", engine, engine in ("local", "ray"), '"local" or "ray"')
-    if engine == "ray":
-        _check("workers", workers, workers > 0, 'with engine="ray", 1 or more')
-        is_valid = ray_options is None or isinstance(ray_options, Mapping)
-        _check("ray_options", ray_options, is_valid, "a dict of the options of an actor")
-    else:
-        _check("ray_options", ray_options, ray_options is None, 'None, without engine="ray"')
+    def _write(self, record: Callable[[], object]) -> None:
+        """Write a record as the holder of the lease, and again if the store does not answer: what
+        was evaluated would be lost. A second record of one result changes nothing."""
+        failures = 0
+        while True:
+            self._lease.check()
+            try:
+                record()
+                return
+            except Unavailable as e:
+                failures = self._wait_for_store(e, failures)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from holdfast import events
 from holdfast.errors import HoldfastError, JobFailed
+from holdfast.evaluation.arguments import check_argument, check_seconds, is_count
 from holdfast.evaluation.metric_states import State
 from holdfast.evaluation.process import WorkerError, WorkerLost
 from holdfast.tasks.job import Job
@@ -20,6 +21,9 @@ _MAX_RESTARTS = 5
 _TASKS = 64
 """About how many tasks the data is cut into. The number does not depend on that of the workers, so
 neither do the results."""
+
+_MAX_SECONDS = 2e6
+"""The longest time limit: a socket waits for at most 2**31 ms."""
 
 _POLL = 0.05
 """Seconds between two checks of a thread without a task whether the version is complete."""
@@ -45,6 +49,12 @@ class Limits:
     load: float = 600.0
     task: float = 600.0
     attempts: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("start", "load", "task"):
+            check_seconds("Limits", name, getattr(self, name), _MAX_SECONDS)
+        is_valid = is_count(self.attempts, 1)
+        check_argument("Limits", "attempts", self.attempts, is_valid, "a whole number, 1 or more")
 
 
 class WorkerPool:
@@ -159,11 +169,24 @@ class WorkerPool:
             try:
                 if self._closing.is_set():
                     raise WorkerLost("The evaluation has been stopped")
-                self.records = worker.start(self._limits.start)
+                self._check_records(worker, worker.start(self._limits.start))
             except BaseException:
                 self._discard(name)
                 raise
         return worker
+
+    def _check_records(self, worker: WorkerHandle, records: int) -> None:
+        """All workers must have the same data: each evaluates some of its ranges."""
+        with self._lock:
+            self.records = self.records or records
+        if records != self.records:
+            raise WorkerError(
+                f"Worker {worker.name} has other data than those that started before",
+                expected=f"{self.records} records",
+                found=f"{records}",
+                todo="Let data() return the same data each time. If the data has changed, start the"
+                " evaluation again",
+            )
 
     def _discard(self, name: str) -> None:
         with self._lock:

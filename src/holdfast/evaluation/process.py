@@ -68,7 +68,8 @@ class ProcessWorker:
                 ours.close()
                 raise
         self._socket = ours
-        self._hello = {"path": sys.path, "spec": msgspec.json.encode(spec).decode()}
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores the others
+        self._hello = {"path": path, "spec": msgspec.json.encode(spec).decode()}
 
     @property
     def pid(self) -> int:
@@ -170,10 +171,13 @@ def main() -> None:
     sys.path[:] = hello["path"]
     _send(connection, answer(lambda: _start(hello["spec"])))
     worker = _started[0] if _started else None
+    process = os.getpid()
     while worker is not None:
         request = requests.get()
-        call = partial(getattr(worker, request["method"]), *request["arguments"])
-        _send(connection, answer(call))
+        reply = answer(partial(getattr(worker, request["method"]), *request["arguments"]))
+        if os.getpid() != process:  # a copy that a function of the user has created with os.fork()
+            os._exit(1)
+        _send(connection, reply)
 
 
 _started: list[Worker] = []

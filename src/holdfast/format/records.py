@@ -31,6 +31,9 @@ MAX_RECORD = 1 << 20
 MAX_TEXT = 16_384
 """The maximum length of a cause or a note, in characters."""
 
+MAX_LEASE_SECONDS = 86_400
+"""The longest time for which a lease protects versions without a renewal."""
+
 MAX_PREFIXES = 256
 """The largest number of folders over which a run is spread."""
 
@@ -166,7 +169,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: EvaluationName
     attempt: Attempt
     versions: Sequence[VersionName]
-    seconds: Annotated[float, Meta(gt=0, le=86_400)]
+    seconds: Annotated[float, Meta(gt=0, le=MAX_LEASE_SECONDS)]
     created: str
     host: str
     boot: str

@@ -196,6 +196,73 @@ def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere: Callabl
     assert len(list_leases(store)) == 1
 
 
+def test_a_lease_that_has_the_number_of_an_earlier_one_protects_its_versions() -> None:
+    """A training looks once in a while, and saw the file of an evaluation that has ended since."""
+    store, clock = make_run(1, 2, 3), Clock()
+    run = Run(store)
+    run.catalog.leases = LeaseObserver(run.store, clock)
+    first = holder(store, clock)
+    first.acquire()
+    first.protect([V1])
+    assert run.retain(KeepLast(3)) == []
+    seen = list_leases(store)
+    first.release()
+    clock.wait(600)
+    second = holder(store, clock)
+    second.acquire()
+    second.protect([V2])
+    assert list_leases(store) == seen
+    assert run.retain(KeepLast(1)) == [V1]
+    clock.wait(9)
+    assert run.retain(KeepLast(1)) == []
+
+
+def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its_own(
+    elsewhere: Callable[[], Any],
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    with elsewhere():
+        stopped = holder(store, clock)
+        stopped.acquire()
+        second = holder(store, clock)
+        second.acquire()
+        second.release()
+        third = holder(store, clock)
+        third.acquire()
+        with pytest.raises(HoldfastError, match="taken the evaluation over"):
+            stopped.protect([V1])
+        stopped.release()
+        third.protect([V2])
+    assert len(list_leases(store)) == 1
+
+
+def test_a_renewal_between_the_listing_and_the_read_does_not_end_the_protection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, clock = make_run(1, 2, 3), Clock()
+    held = holder(store, clock)
+    held.acquire()
+    held.protect([V1])
+    run, renewals = Run(store), [None]
+
+    def read(*arguments: Any) -> Any:
+        if renewals:
+            renewals.pop()
+            held.protect([V1])
+        return read_lease(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leases, "read_lease", read)
+        assert run.retain(KeepLast(1)) == [V2]
+    held.release()
+    assert run.retain(KeepLast(1)) == [V1]
+
+
+def test_a_listing_that_shows_a_deleted_lease_for_long_protects_nothing() -> None:
+    store = make_run(1, 2)
+    assert LeaseObserver(store).live([lease_name("val", 7)]) == {}
+
+
 class Failing(MemoryStore):
     failures = 0
 
@@ -223,6 +290,110 @@ def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(
             held.protect([])
     else:
         held.protect([])
+
+
+class FailingOnce(MemoryStore):
+    """The call ``fails_at`` raises; with ``takes_effect``, what it writes is written."""
+
+    fails_at, takes_effect = 0, False
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self.fails_at -= 1
+        if self.fails_at == 0 and not self.takes_effect:
+            raise Unavailable("503", store=self.url)
+        result = getattr(super(), method)(*arguments)
+        if self.fails_at == 0:
+            raise Unavailable("503", store=self.url)
+        return result
+
+    def put_if_absent(self, key: str, data: bytes) -> Any:
+        return self._call("put_if_absent", key, data)
+
+    def get(self, key: str, limit: int) -> Any:
+        return self._call("get", key, limit)
+
+    def list_level(self, folder: str, prefix: str = "") -> Any:
+        return self._call("list_level", folder, prefix)
+
+    def delete(self, key: str) -> Any:
+        return self._call("delete", key)
+
+
+@pytest.mark.parametrize("takes_effect", [False, True])
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
+    fails_at: int, takes_effect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock, lost = FailingOnce(), Clock(), list[HoldfastError]()
+
+    def now() -> str:
+        return f"2026-01-02T03:04:{int(clock.now) % 60:02}+00:00"
+
+    monkeypatch.setattr(leases.machine, "utc_now", now)  # so each renewal has other bytes
+    held = holder(store, clock, on_lost=lost.append)
+    held.acquire()
+    store.fails_at, store.takes_effect = fails_at, takes_effect
+    clock.at(15, held._closing.set)
+    held._renew_regularly()
+    assert store.fails_at < 0
+    assert lost == []
+    held.protect([V1])
+    (lease,) = LeaseObserver(store, clock).live().values()
+    assert lease.versions == ["version_1"]
+    assert len(list_leases(store)) == 1
+
+
+class Hanging(MemoryStore):
+    hangs, ends = threading.Event(), threading.Event()
+
+    def put_if_absent(self, key: str, data: bytes) -> Any:
+        if ".1." not in key:
+            self.hangs.set()
+            self.ends.wait(20)
+        return super().put_if_absent(key, data)
+
+
+def test_the_end_of_an_evaluation_does_not_wait_for_a_store_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leases, "_MAX_JOIN", 0.1)
+    store = Hanging()
+    held = LeaseHolder(store, "val", 0.1)
+    held.acquire()
+    held.start()
+    assert store.hangs.wait(10)
+    released = threading.Thread(target=held.release)
+    released.start()
+    released.join(5)
+    assert not released.is_alive()
+    store.ends.set()
+    assert held._thread is not None
+    held._thread.join(10)
+
+
+def test_a_damaged_file_does_not_keep_the_lease_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.put_if_absent(lease_name("val", 1), b"{}")
+    held = holder(store, clock)
+    held.acquire()
+    store.put_if_absent(lease_name("val", 1), b"{}")
+    monkeypatch.setattr(leases, "list_leases", lambda *run: sorted(list_leases(*run)))
+    held.release()
+    assert list_leases(store) == [lease_name("val", 1)]
+
+
+def test_a_renewal_replaces_a_damaged_file() -> None:
+    store, clock = MemoryStore(), Clock()
+    held = holder(store, clock)
+    held.acquire()
+    (key,) = list_leases(store)
+    store.delete(key)
+    store.put_if_absent(key, b"{}")
+    held.protect([V1])
+    (lease,) = LeaseObserver(store, clock).live().values()
+    assert lease.versions == ["version_1"]
 
 
 def test_a_damaged_lease_protects_nothing_and_is_reported() -> None:

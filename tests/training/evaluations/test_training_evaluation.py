@@ -343,14 +343,17 @@ def test_a_pending_evaluation_is_completed_when_the_training_ends() -> None:
 
 
 def test_a_loop_that_never_calls_step_is_warned_about_and_one_without_steps_is_not() -> None:
-    with training() as job, job.evaluating(every=AtEnd()):
+    with training() as job, job.evaluating(every=EverySteps(1)):
         pass
     match = r"evaluation\.step\(\) was never called"
     with (
-        pytest.warns(UserWarning, match=match), training() as job, job.evaluating(every=AtEnd())
-    ):  # fmt: skip
-        job.ckpt.step()
-    assert exact(job.store) == []
+        pytest.warns(UserWarning, match=match),
+        training() as job,
+        job.evaluating(every=EverySteps(2) | AtEnd()),
+    ):
+        for _ in range(4):
+            job.ckpt.step()
+    assert [record[0] for record in exact(job.store)] == ["version_4"], "the end is evaluated"
 
 
 def test_a_result_that_is_no_metric_is_named_once_with_its_records() -> None:
@@ -550,6 +553,25 @@ def test_a_crash_between_the_version_and_its_record_repeats_the_evaluation() -> 
     with training(store) as job, job.evaluating():
         job.step()
     assert exact(store) == [("version_10", {"weight": job.weight(10)})]
+
+
+@pytest.mark.parametrize("on", ["paused", "current"])
+@pytest.mark.parametrize("every", [AtEnd(), EverySteps(10)])
+def test_a_crash_after_the_last_step_does_not_lose_the_last_evaluation(on: Any, every: Any) -> None:
+    """The resumed training makes no step."""
+    store, error = MemoryStore(), pytest.raises(ZeroDivisionError)
+    with error, training(store, save=EverySteps(10)) as job, job.evaluating(on=on, every=every):
+        for _ in range(10):
+            job.step()
+        raise ZeroDivisionError
+    for _ in range(2):
+        with training(store, save=EverySteps(10)) as job, job.evaluating(on=on, every=every):
+            assert job.ckpt.current_step == 10
+    metrics = {"weight": job.weight(10)}
+    if on == "paused":
+        assert exact(store) == [("version_10", metrics)]
+    else:
+        assert inexact(store) == [("version_10", 10, 10, metrics)]
 
 
 def test_going_back_abandons_the_evaluation_in_progress() -> None:

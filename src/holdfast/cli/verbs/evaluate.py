@@ -13,10 +13,11 @@ from holdfast import events
 from holdfast.cli.console import make_console, print_line
 from holdfast.cli.exit_codes import EVALUATION_FAILED
 from holdfast.cli.output import json_option, keys_option, parse_duration, print_json
-from holdfast.cli.resolve import resolve_run
+from holdfast.cli.resolve import check_run_target, resolve_run
 from holdfast.evaluation.evaluation import Evaluation, Outcome
 from holdfast.evaluation.pool import Limits
-from holdfast.format.names import Version
+from holdfast.format.names import Version, parse_version
+from holdfast.run.run import Run
 from holdfast.sinks.wording import format_error_brief
 from holdfast.text import format_list
 from holdfast.threads import no_op
@@ -109,7 +110,9 @@ def command(  # noqa: PLR0913  (one parameter for each option)
     """
     if (metric is None) != (mode is None):
         raise click.UsageError("--metric and --mode belong together", ctx)
-    if not follow:
+    if follow:  # the run need not exist yet
+        check_run_target(Run(run))
+    else:
         resolve_run(run)
     sys.path.insert(0, os.getcwd())  # as python -m does
     evaluation = Evaluation(
@@ -152,7 +155,7 @@ def _print_outcome(outcome: Outcome) -> None:
 def _print_event(name: str, fields: dict[str, Any]) -> None:
     if name == "evaluation_waits":
         text = f"waiting for a new version of {fields['run']} (Ctrl-C stops it)"
-    elif name == "skipped":
+    elif name == "skipped" and parse_version(fields["version"]) is None:  # that has an outcome
         text = f"skipped {fields['version']}: {format_error_brief(fields['error'])}"
     else:
         return

@@ -2,7 +2,8 @@
 
 The holder renews its lease by creating the file with the next number, and then deletes the others.
 The greatest number counts. So a process that was stopped for long, and whose lease another one took
-over, finds that out at its next renewal: its own file is gone, or a greater number exists.
+over, finds that out at its next renewal: its own file is gone, or a greater number exists. A number
+comes again when a lease was released; the attempt in the file says whose it is.
 
 An observer compares no clocks. On its own monotonic clock, it measures for how long the newest file
 has been the newest, from the moment at which it first saw it. A pin of a process, in contrast,
@@ -35,6 +36,12 @@ _RENEWALS = 3
 _MAX_CONFIRM = 30.0
 """The longest time for which ``LeaseObserver.confirm`` waits by default, in seconds."""
 
+_MAX_JOIN = 10.0
+"""The longest time for which the end of an evaluation waits for a renewal, in seconds."""
+
+_MAX_LISTINGS = 3
+"""The number of times that leases are listed while a listed file is deleted before it is read."""
+
 Wait = Callable[[float], object]
 
 
@@ -58,17 +65,20 @@ class LeaseObserver:
         protects nothing, because the next renewal replaces it, and the event ``skipped`` reports
         it. Raises ``StoreError``.
         """
-        if files is None:
-            files = list_leases(self._store)
         with self._lock:
-            newest = newest_leases(files)
-            for known in (self._records, self._first_seen):
-                for key in known.keys() - newest.keys():
-                    known.pop(key, None)
+            for _ in range(_MAX_LISTINGS):
+                newest = newest_leases(list_leases(self._store) if files is None else files)
+                for known in (self._records, self._first_seen):
+                    for key in known.keys() - newest.keys():
+                        known.pop(key, None)
+                found = {key: self._read(key) for key in newest}
+                if all(key in self._records for key in newest):
+                    break
+                files = None  # renewed, or released, since the listing
             return {
                 key: lease
-                for key in newest
-                if (lease := self._read(key)) is not None and not self._has_ended(key, lease)
+                for key, lease in found.items()
+                if lease is not None and not self._has_ended(key, lease)
             }
 
     def confirm(self, wait: Wait = time.sleep, limit: float = _MAX_CONFIRM) -> None:
@@ -80,17 +90,20 @@ class LeaseObserver:
 
     def _read(self, key: str) -> Lease | None:
         """Return the lease in a file, or None if it was deleted or is damaged."""
-        if key not in self._records:
-            try:
-                self._records[key] = read_lease(self._store, key)
-            except NotFound:
-                return None
-            except FormatError as e:
+        known = self._records.get(key)
+        try:
+            lease = read_lease(self._store, key)
+        except NotFound:
+            self._records.pop(key, None)
+            return None
+        except FormatError as e:
+            if not isinstance(known, FormatError):
                 self._records[key] = e
                 events.emit("skipped", version=key, error=e)
-            self._first_seen[key] = self._clock()
-        record = self._records[key]
-        return record if isinstance(record, Lease) else None
+            return None
+        if lease != known:  # also if a later lease has the number of an earlier one
+            self._records[key], self._first_seen[key] = lease, self._clock()
+        return lease
 
     def _has_ended(self, key: str, lease: Lease) -> bool:
         is_old = self._clock() - self._first_seen[key] >= lease.seconds
@@ -188,20 +201,27 @@ class LeaseHolder:
             self._versions = tuple(versions)
             self._renew()
 
+    @property
+    def protects(self) -> bool:
+        """True if the lease protects any version."""
+        return bool(self._versions)
+
     def check(self) -> None:
         """Raise the error of the lost lease, if it is lost."""
         if self._error is not None:
             raise self._error
 
     def release(self) -> None:
-        """Stop to renew the lease, and end it. An error of the store is ignored: the lease then
-        ends by itself."""
+        """Stop to renew the lease, and end it. If the store fails or hangs, the lease ends by
+        itself."""
         self._closing.set()
         if self._thread is not None:
-            self._thread.join()
-        with self._lock, suppress(StoreError, FormatError):
+            self._thread.join(_MAX_JOIN)
+            if self._thread.is_alive():  # a daemon thread, in a call of a store that hangs
+                return
+        with self._lock, suppress(StoreError):
             for key in list_leases(self._store, self._name):  # an interrupt may have left a file
-                if read_lease(self._store, key).attempt == self._attempt:
+                if self._is_own(key):
                     self._store.delete(key)
 
     def _renew_regularly(self) -> None:
@@ -224,7 +244,10 @@ class LeaseHolder:
         """Write the next file and delete the others. Raises an error if the lease is lost."""
         own = lease_name(self._name, self._number)
         try:
-            self._store.stat(own)  # another process that took the lease over has deleted it
+            with suppress(FormatError):  # the renewal replaces a damaged file
+                # another process that took the lease over has deleted it
+                if read_lease(self._store, own).attempt != self._attempt:
+                    raise NotFound(f"There is no {own} of this process", store=self._store.url)
             self._put(self._number + 1)
         except (NotFound, AlreadyExists) as e:
             has_successor = bool(list_leases(self._store, self._name))
@@ -250,9 +273,14 @@ class LeaseHolder:
         lease = Lease(
             self._name, self._attempt, versions, self.seconds, machine.utc_now(), *identity
         )
-        began = self._clock()
-        self._store.put_if_absent(lease_name(self._name, number), encode_lease(lease))
-        own = lease_name(self._name, number)
+        own, began = lease_name(self._name, number), self._clock()
+        try:
+            self._store.put_if_absent(own, encode_lease(lease))
+        except AlreadyExists:
+            if not self._is_own(own):
+                raise
+            self._put(number + 1)  # an earlier call wrote the file, and then raised
+            return
         files = list_leases(self._store, self._name)
         if newest_leases(files).get(own) is None:  # the number was free because its file was old
             self._store.delete(own)
@@ -261,6 +289,12 @@ class LeaseHolder:
         for file in files:
             if file != own:
                 self._store.delete(file)
+
+    def _is_own(self, key: str) -> bool:
+        try:
+            return read_lease(self._store, key).attempt == self._attempt
+        except (NotFound, FormatError):
+            return False
 
 
 def _in_use_error(store: Store, lease: Lease) -> HoldfastError:

@@ -271,15 +271,19 @@ class TrainingEvaluation:
 
     def _finish(self) -> None:
         """Complete what is in progress, and evaluate the last step if that is due."""
-        step, cadence = self._ckpt.current_step, self._cadence
-        if cadence is None:  # no call of ``step``
-            if self._ckpt._step_counter.has_counted and step != self._seen_step:
-                warn_user(
-                    f"{self!r} has evaluated nothing, because evaluation.step() was never called:"
-                    " call it before each mini-batch, on all ranks",
-                    UserWarning,
-                )
-            return
+        step = self._ckpt.current_step
+        if (
+            self._cadence is None
+            and self._ckpt._step_counter.has_counted
+            and step != self._seen_step
+        ):
+            warn_user(
+                f"{self!r} has evaluated nothing before the end of the training, because"
+                " evaluation.step() was never called: call it before each mini-batch, on all ranks",
+                UserWarning,
+            )
+        # there may have been no step: after a resume from the last version
+        cadence = self._start()
         self._drain(step)
         if step == self._began[0]:
             return
