@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import events
 from holdfast.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, USAGE
+from holdfast.cli.verbs import evaluate as verb
 from holdfast.run.evaluations.lease import list_leases
 from holdfast.run.run import Run
 
@@ -201,3 +204,24 @@ def test_a_version_is_not_followed(folder: Path, address: str) -> None:
     assert done.returncode == EXISTS
     assert "not of a run" in done.stderr or "the address of a version" in done.stderr
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_evaluation_that_takes_long_is_named_on_a_terminal(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verb, "_LONG_SECONDS", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    printed = ""
+    with verb._printed_events():
+        events.emit("evaluation_started", url="run/version_5", evaluation="e")
+        end = time.monotonic() + (10 if is_terminal else 0.1)
+        while not printed and time.monotonic() < end:
+            time.sleep(0.005)
+            printed = capsys.readouterr().err
+        events.emit("evaluation_ended", url="run/version_5", evaluation="e")
+        monkeypatch.setattr(verb, "_LONG_SECONDS", 60.0)
+        events.emit("evaluation_started", url="run/version_6", evaluation="e")
+    assert printed == ("holdfast: evaluating run/version_5\n" if is_terminal else "")
+    timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers), "cancelled"

@@ -26,7 +26,11 @@ _MAX_SECONDS = 2e6
 """The longest time limit: a socket waits for at most 2**31 ms."""
 
 _POLL = 0.05
-"""Seconds between two checks of a thread without a task whether the version is complete."""
+"""Seconds between two checks whether an interrupt has come."""
+
+_TASK_POLL = 0.01
+"""Seconds between two checks of a thread without a task whether the version is complete: all wait
+for the last one."""
 
 
 class WorkerHandle(Protocol):
@@ -247,7 +251,7 @@ class _Team:
             return
         self.loaded.add(worker.name)
         while not self.has_ended:
-            task = self._queue.evaluation.get(worker.name, timeout=_POLL)
+            task = self._queue.evaluation.get(worker.name, timeout=_TASK_POLL)
             if task is None:
                 continue
             try:

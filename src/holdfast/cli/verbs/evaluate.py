@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from threading import Timer
 from typing import Any, Literal
 
 import click
@@ -21,6 +23,9 @@ from holdfast.run.run import Run
 from holdfast.sinks.wording import format_error_brief
 from holdfast.text import format_list
 from holdfast.threads import no_op
+
+_LONG_SECONDS = 3.0
+"""The time after which an evaluation in progress is named."""
 
 
 @click.command("evaluate", short_help="Evaluate the versions of a run with several workers.")
@@ -135,7 +140,7 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         throttle=throttle,
         limits=Limits(task=task_time),
     )
-    with events.attach(no_op if as_json else _print_event):
+    with nullcontext() if as_json else _printed_events():
         outcomes = evaluation.run(no_op if as_json else _print_outcome)
     if as_json:
         print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
@@ -152,13 +157,32 @@ def _print_outcome(outcome: Outcome) -> None:
     print_line(make_console(), f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
 
 
-def _print_event(name: str, fields: dict[str, Any]) -> None:
-    if name == "evaluation_waits":
-        text = f"waiting for a new version of {fields['run']} (Ctrl-C stops it)"
-    elif name == "skipped" and parse_version(fields["version"]) is None:  # that has an outcome
-        text = f"skipped {fields['version']}: {format_error_brief(fields['error'])}"
-    else:
-        return
+@contextmanager
+def _printed_events() -> Iterator[None]:
+    """Print to stderr what the evaluation waits for, and on a terminal also what takes long."""
+    timer = Timer(0.0, no_op)
+
+    def show(name: str, fields: dict[str, Any]) -> None:
+        nonlocal timer
+        if name == "evaluation_waits":
+            _print_note(f"waiting for a new version of {fields['run']} (Ctrl-C stops it)")
+        elif name == "skipped" and parse_version(fields["version"]) is None:  # that has an outcome
+            _print_note(f"skipped {fields['version']}: {format_error_brief(fields['error'])}")
+        elif name == "evaluation_started" and sys.stderr.isatty():
+            timer = Timer(_LONG_SECONDS, _print_note, (f"evaluating {fields['url']}",))
+            timer.daemon = True
+            timer.start()
+        elif name == "evaluation_ended":
+            timer.cancel()
+
+    try:
+        with events.attach(show):
+            yield
+    finally:
+        timer.cancel()
+
+
+def _print_note(text: str) -> None:
     click.echo(f"holdfast: {text}", err=True)
 
 
