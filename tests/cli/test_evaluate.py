@@ -93,6 +93,7 @@ def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder: Path) -> No
     again = evaluate(folder, module="failing")
     assert "Nothing to evaluate" in again.stdout
     assert "it failed on version_10 (--retry" in " ".join(again.stdout.split())
+    assert again.returncode == EVALUATION_FAILED, "a job that is started again is not green"
 
 
 def test_a_version_that_cannot_be_evaluated_at_all_is_named_once(folder: Path) -> None:

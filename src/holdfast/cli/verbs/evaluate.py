@@ -146,8 +146,8 @@ def command(  # noqa: PLR0913  (one parameter for each option)
         print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
     elif not outcomes:
         print_line(make_console(), _describe_nothing(name, evaluation.failed))
-    if any(outcome.state == "FAILED" for outcome in outcomes):
-        ctx.exit(EVALUATION_FAILED)
+    if evaluation.failed or any(outcome.state == "FAILED" for outcome in outcomes):
+        ctx.exit(EVALUATION_FAILED)  # also if a restarted command has nothing left to evaluate
 
 
 def _print_outcome(outcome: Outcome) -> None:
