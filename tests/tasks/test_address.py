@@ -21,7 +21,7 @@ from holdfast.tasks import Queue, RemoteQueue, TaskServer
 from tests.tasks.test_processes import ROOT, expected_results
 from tests.tasks.test_remote import wait_until
 from tests.tasks.worker import evaluate
-from tests.tiers.peers import Proxy
+from tests.tiers.peers import Proxy, forked_child
 
 
 @contextmanager
@@ -230,17 +230,9 @@ def test_a_forked_process_keeps_no_connection_alive() -> None:
     with TaskServer(queue) as server:
         remote = RemoteQueue.connect(server.listen())
         assert remote.evaluation.get() is not None
-        ready, begun = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(begun)
-            os.read(ready, 1)  # lives until the parent closes the pipe
-            os._exit(0)
-        remote.close()
-        wait_until(lambda: not queue._jobs.leases)
-        os.close(begun)
-        os.waitpid(child, 0)
-        os.close(ready)
+        with forked_child():
+            remote.close()
+            wait_until(lambda: not queue._jobs.leases)
 
 
 def test_without_a_thread_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import tempfile
@@ -50,6 +51,23 @@ def ask(peer):
     store = MemoryStore()
     store.put_if_absent("asked/a", b"")
     peer.send_file(store, "asked/a")
+
+
+@contextmanager
+def forked_child():
+    """Within the block, a forked process lives."""
+    ready, begun = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(begun)
+        os.read(ready, 1)  # lives until the parent closes the pipe
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(begun)
+        os.waitpid(child, 0)
+        os.close(ready)
 
 
 def eventually(condition, seconds=10):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import socket
 import time
 from dataclasses import replace
@@ -43,6 +42,7 @@ from tests.tiers.peers import (
     ask,
     connect,
     eventually,
+    forked_child,
     memory_folder,
     serving,
 )
@@ -649,17 +649,9 @@ def test_a_forked_process_keeps_no_connection_alive(folder, source):
     with serving(folder) as server:
         peer = connect(server)
         ask(peer)
-        ready, begun = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(begun)
-            os.read(ready, 1)  # lives until the parent closes the pipe
-            os._exit(0)
-        peer.close()
-        eventually(lambda: is_idle(server))  # the server sees the end, although the child lives
-        os.close(begun)
-        os.waitpid(child, 0)
-        os.close(ready)
+        with forked_child():
+            peer.close()
+            eventually(lambda: is_idle(server))  # the server sees the end, although the child lives
 
 
 @pytest.mark.parametrize("text", ["No room", "no such file: \udcff"])
