@@ -100,6 +100,17 @@ def test_the_name_of_a_worker_is_in_the_error_of_its_job() -> None:
             job.wait(30)
 
 
+def test_a_long_name_of_a_worker_is_cut() -> None:
+    queue = Queue(lease_seconds=None, attempts=1)
+    job = queue.add("evaluation", 1, task_size=1, name="e")
+    with TaskServer(queue) as server:
+        with RemoteQueue.connect(server.listen(), "a\n" * 100_000) as remote:
+            assert remote.evaluation.get() is not None
+        with pytest.raises(JobFailed, match=r"a\\na\\n at 127.0.0.1") as caught:
+            job.wait(30)
+    assert len(str(caught.value)) < 1000
+
+
 def test_another_secret_is_refused() -> None:
     with TaskServer(Queue()) as server:
         address = server.listen()

@@ -170,6 +170,26 @@ def test_a_request_that_arrives_twice_is_done_once(raw: tuple[Queue, RawWorker])
     assert queue.job("e").completed == 1
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_worker_cannot_leave_its_leases_under_another_name(
+    raw: tuple[Queue, RawWorker], first: int
+) -> None:
+    queue, worker = raw
+    for number in (first, first):  # it arrives twice
+        worker.send(type="Hello", number=number, worker="a")
+        assert worker.reply()["value"]
+    worker.send(type="Get", number=first + 1, kind="evaluation", lease_seconds=None)
+    assert worker.reply()["id"] == 1
+    worker.send(type="Hello", number=first + 2, worker="b")
+    assert worker.reply()["value"]
+    worker.send(type="Get", number=first + 3, kind="evaluation", lease_seconds=None)
+    assert worker.reply()["id"] == 1, "its first attempt has failed: it has one at most"
+    names = [lease.worker for lease in queue._jobs.leases._by_attempt.values()]
+    assert names == ["a at raw (connection 1)"]
+    worker.close()
+    wait_until(lambda: len(queue._jobs.leases) == 0)
+
+
 def test_a_worker_that_never_reads_its_reply_keeps_nothing(raw: tuple[Queue, RawWorker]) -> None:
     queue, worker = raw
     worker.send(type="Get", number=1, kind="evaluation", lease_seconds=None)

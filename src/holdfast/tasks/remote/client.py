@@ -15,6 +15,7 @@ from holdfast.connections.sockets import close_when_forked
 from holdfast.errors import HoldfastError, TaskError
 from holdfast.tasks.remote.address import connect_to
 from holdfast.tasks.remote.messages import (
+    MAX_NAME,
     Answer,
     Connection,
     Consumed,
@@ -79,7 +80,7 @@ class RemoteQueue:
         name = f"process {os.getpid()} on {socket.gethostname()}" if worker is None else worker
         sock, session = connect_to(address, min(reply_seconds, _CONNECT_SECONDS))
         queue = cls(sock, reply_seconds, session)
-        queue._ask(Hello(queue._next_number(), without_surrogates(name)))
+        queue._ask(Hello(queue._next_number(), without_surrogates(name)[:MAX_NAME]))
         return queue
 
     def get(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import socket
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from holdfast.connections.auth import PROOF_BYTES, Session
 from holdfast.connections.error_parts import ErrorParts
@@ -21,6 +22,9 @@ from holdfast.tasks.task import Report
 MAX_LINE = 64 << 20
 """The most bytes of a message: a result may contain the state of a metric."""
 
+MAX_NAME = 200
+"""The most characters of the name of a worker, which is part of messages."""
+
 _RECEIVE_BYTES = 1 << 16
 _CODE_LENGTH = 2 * PROOF_BYTES
 
@@ -30,9 +34,10 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Hello(_Message, frozen=True):
-    """The first message of a worker that has connected to an address: its name."""
+    """The first message of a worker that has connected to an address: its name. Later, it has no
+    effect: the leases of a worker are those of one name."""
 
-    worker: str
+    worker: Annotated[str, Meta(max_length=MAX_NAME)]
 
 
 class Get(_Message, frozen=True):

@@ -164,10 +164,11 @@ class TaskServer:
         A worker that sends something else, or does not read its replies, is treated as lost.
         """
         connection = Connection(sock, worker, session)
-        last, cause = (0, b""), "its connection has ended"
+        last: tuple[int | None, bytes] = (None, b"")
+        cause = "its connection has ended"
         try:
             while (request := connection.receive_request()) is not None:
-                if isinstance(request, Hello):
+                if isinstance(request, Hello) and last[0] is None:
                     worker = f"{request.worker} at {worker}"
                 if request.number != last[0]:
                     last = request.number, encode(self._answer(request, worker))
