@@ -20,6 +20,7 @@ from holdfast.storage.local.store import LocalStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import Fault, FaultFs
 from tests.crash.conftest import OpenedStore, PoolTracker
+from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
 from tests.trainings import initial_state, state_after, states_equal, train
 
@@ -102,29 +103,36 @@ def run_all(
     work: Work, error: str, pools: PoolTracker, opened: OpenedStore, *, every: int = 1
 ) -> int:
     """Run ``work`` with each fault until no fault fires, and return the number of runs."""
-    for number, fault in enumerate(faults(error)):
-        if number % every:
-            continue
-        fs = FaultFs(CrashFs(), fault)
-        opened.store = store = LocalStore(ROOT, fs=fs)
-        outcome = Outcome()
-        work(store, opened, outcome)
-        fired = bool(fs.fired)
-        fs.faults.clear()
-        pools.assert_all_freed()
-        check_outcome(LocalStore(ROOT, fs=fs.inner), work, outcome, error)
-        if not fired:
-            assert outcome.errors == []
-            return number
+    checked = CheckedStates()
+    with equal_bytes() as restart_ids:
+        for number, fault in enumerate(faults(error)):
+            if number % every:
+                continue
+            restart_ids()
+            inner = CrashFs()
+            fs = FaultFs(inner, fault)
+            opened.store = store = LocalStore(ROOT, fs=fs)
+            outcome = Outcome()
+            work(store, opened, outcome)
+            pools.assert_all_freed()
+            check_errors(outcome, error)
+            if checked.add(inner, outcome.committed, outcome.doubtful):
+                check_files(LocalStore(ROOT, fs=inner), work, outcome)
+            if not fs.fired:
+                assert outcome.errors == []
+                return number
     pytest.fail(f"a fault still fires after {MAX_CALLS} calls")
 
 
-def check_outcome(store: LocalStore, work: Work, outcome: Outcome, error: str) -> None:
+def check_errors(outcome: Outcome, error: str) -> None:
     for e in outcome.errors:
         assert ROOT in str(e) or e.fields.get("store"), e
         assert e.__cause__ is not None or e.what
     if error == "short":
         assert outcome.errors == [], "a short write is not an error"
+
+
+def check_files(store: LocalStore, work: Work, outcome: Outcome) -> None:
     newest = max(outcome.committed, default=0)
     steps = check_promises(store, [newest] if newest else [])
     if not outcome.doubtful and work is not training:
@@ -163,33 +171,43 @@ def test_resume_raises_on_errors_that_are_not_damage(error: str, pools: PoolTrac
 def test_resume_skips_versions_that_the_disk_cannot_read(every: int, pools: PoolTracker) -> None:
     """EIO at any call of a resume: the resume raises, or it loads a complete state. If it skips a
     version, it starts a branch, and the skipped version still exists."""
-    outcomes = set()
-    for fault in list(faults("EIO"))[::every]:
-        inner = CrashFs()
-        with holdfast.Checkpointer(
-            LocalStore(ROOT, fs=inner), initial_state(), save=EverySteps(1)
-        ) as c:
-            train(c.state, c, 2)
-        fs, state = FaultFs(inner, fault), initial_state()
-        ckpt = holdfast.Checkpointer(LocalStore(ROOT, fs=fs), state)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", SkippedVersion)
-                resumed = ckpt.resume()
-        except StoreError:
-            outcomes.add("raised")
-        else:
-            assert resumed is not None
-            step = resumed.step or 0
-            assert states_equal(state, state_after(step))
-            outcomes.add(step)
-            assert Run(LocalStore(ROOT, fs=inner)).branch() == 2 - step
-        ckpt.close()
-        pools.assert_all_freed()
-        check_promises(LocalStore(ROOT, fs=inner), [1])
-        if not fs.fired:
-            break
+    outcomes, checked = set(), CheckedStates()
+    with equal_bytes() as restart_ids:
+        for fault in list(faults("EIO"))[::every]:
+            restart_ids()
+            inner = CrashFs()
+            with holdfast.Checkpointer(
+                LocalStore(ROOT, fs=inner), initial_state(), save=EverySteps(1)
+            ) as c:
+                train(c.state, c, 2)
+            fs = FaultFs(inner, fault)
+            outcomes.add(resume_or_raise(LocalStore(ROOT, fs=fs), inner))
+            pools.assert_all_freed()
+            if checked.add(inner):
+                check_promises(LocalStore(ROOT, fs=inner), [1])
+            if not fs.fired:
+                break
     assert outcomes == {"raised", 1, 2}
+
+
+def resume_or_raise(store: LocalStore, inner: CrashFs) -> int | str:
+    """Return the step of the version that a resume loaded, or "raised"."""
+    state = initial_state()
+    ckpt = holdfast.Checkpointer(store, state)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SkippedVersion)
+            resumed = ckpt.resume()
+    except StoreError:
+        return "raised"
+    else:
+        assert resumed is not None
+        step = resumed.step or 0
+        assert states_equal(state, state_after(step))
+        assert Run(LocalStore(ROOT, fs=inner)).branch() == 2 - step
+        return step
+    finally:
+        ckpt.close()
 
 
 @pytest.mark.parametrize("name", WORKS)

@@ -16,6 +16,7 @@ from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
 from holdfast.testing.crashfs import CrashFs, PowerCut
 from tests.crash.conftest import OpenedStore, PoolTracker
+from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
 from tests.trainings import initial_state, state_after, train
 
@@ -86,8 +87,8 @@ def cut_everywhere(
 ) -> int:
     """Cut the power before every ``every``-th call, and check the states that can result.
 
-    A cut after a call that changed nothing leaves the states of the cut before, and they are not
-    checked again. Return the number of checked states.
+    A state that an earlier cut has left too is not checked again. Return the number of states, with
+    these.
 
     Args:
         work: The saves to run.
@@ -95,26 +96,29 @@ def cut_everywhere(
         pools: The buffer pools of the test.
         opened: Receives the store.
         every: The interval between the calls to cut at.
-        choices: The number of surviving states to check for each cut.
+        choices: The number of surviving states of each cut after a change.
     """
-    states = 0
-    checked: tuple[int, list[int]] | None = None
-    for cut_at in range(1, MAX_CALLS, every):
-        fs, done = CrashFs(cut_at), list[int]()
-        opened.store = store = LocalStore(ROOT, fs=fs)
-        try:
-            work(store, done)
-        except PowerCut:
-            pools.assert_all_freed()
-        else:
-            assert cut_at > fs.operations
-            return states
-        if checked == (fs.changes, done):
-            continue
-        checked = (fs.changes, done)
-        for crashed in fs.crashes(limit=choices, seed=cut_at):
-            check(LocalStore(ROOT, fs=crashed), done)
-            states += 1
+    states, checked = 0, CheckedStates()
+    before: tuple[int, list[int]] | None = None
+    with equal_bytes() as restart_ids:
+        for cut_at in range(1, MAX_CALLS, every):
+            restart_ids()
+            fs, done = CrashFs(cut_at), list[int]()
+            opened.store = store = LocalStore(ROOT, fs=fs)
+            try:
+                work(store, done)
+            except PowerCut:
+                pools.assert_all_freed()
+            else:
+                assert cut_at > fs.operations
+                return states
+            if before == (fs.changes, done):
+                continue
+            before = (fs.changes, done)
+            for crashed in fs.crashes(limit=choices, seed=cut_at):
+                states += 1
+                if checked.add(crashed, done):
+                    check(LocalStore(ROOT, fs=crashed), done)
     pytest.fail(f"the power is still cut after {MAX_CALLS} calls")
 
 

@@ -13,6 +13,7 @@ from holdfast.storage.local.store import LocalStore
 from holdfast.testing.crashfs import CrashFs
 from holdfast.testing.faults import FaultFs
 from tests.crash.conftest import OpenedStore, PoolTracker
+from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
 from tests.crash.test_nth_call import ROOT, Outcome, attempt, faults
 from tests.crash.test_power import cut_everywhere
@@ -52,34 +53,41 @@ def test_promises_hold_after_a_power_cut(
     assert states > 10
 
 
+def train_with_faults(store: LocalStore) -> Outcome:
+    outcome, state = Outcome(), initial_state()
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), spread=4)
+
+    def save() -> int:
+        train(state, ckpt, state["progress"].step + 1)
+        snapshot = ckpt.wait()
+        return snapshot.step or 0 if snapshot else 0
+
+    attempt(save, outcome)
+    attempt(save, outcome)
+    attempt(lambda: ckpt.save().step or 0, outcome)
+    try:
+        ckpt.close()
+    except HoldfastError as e:
+        outcome.errors.append(e)
+    return outcome
+
+
 @pytest.mark.parametrize("error", ["EIO", "full"])
 @pytest.mark.parametrize("every", [23, pytest.param(5, marks=pytest.mark.slow)])
 def test_promises_hold_if_calls_fail(
     every: int, error: str, pools: PoolTracker, opened: OpenedStore
 ) -> None:
-    for fault in list(faults(error))[::every]:
-        fs, outcome, state = FaultFs(CrashFs(), fault), Outcome(), initial_state()
-        ckpt = holdfast.Checkpointer(
-            LocalStore(ROOT, fs=fs), state, save=EverySteps(1), keep=KeepLast(1), spread=4
-        )
-
-        def save() -> int:
-            train(state, ckpt, state["progress"].step + 1)  # noqa: B023
-            snapshot = ckpt.wait()  # noqa: B023
-            return snapshot.step or 0 if snapshot else 0
-
-        attempt(save, outcome)
-        attempt(save, outcome)
-        attempt(lambda: ckpt.save().step or 0, outcome)  # noqa: B023
-        try:
-            ckpt.close()
-        except HoldfastError as e:
-            outcome.errors.append(e)
-        fired = bool(fs.fired)
-        fs.faults.clear()
-        pools.assert_all_freed()
-        check_run(LocalStore(ROOT, fs=fs.inner), outcome.committed[-1:])
-        if not fired:
-            assert outcome.errors == []
-            return
+    checked = CheckedStates()
+    with equal_bytes() as restart_ids:
+        for fault in list(faults(error))[::every]:
+            restart_ids()
+            inner = CrashFs()
+            fs = FaultFs(inner, fault)
+            outcome = train_with_faults(LocalStore(ROOT, fs=fs))
+            pools.assert_all_freed()
+            if checked.add(inner, outcome.committed):
+                check_run(LocalStore(ROOT, fs=inner), outcome.committed[-1:])
+            if not fs.fired:
+                assert outcome.errors == []
+                return
     pytest.fail("a fault still fires")

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +42,24 @@ def committed_at(folder: Path, step: int) -> float:
     return (folder / "run" / f"version_{step}" / "manifest.json").stat().st_mtime
 
 
-def stopped_at(folder: Path, step: int) -> list[bytes]:
+@pytest.fixture(scope="module")
+def stopped_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[bytes]]:
     """Return the weights of a training that nothing disturbed, except that it was restarted after a
     step: DDP sums the gradients of its first step in another order."""
-    complete(folder, step)
-    return [r["weights"] for r in complete(folder)]
+
+    @cache
+    def train(step: int) -> list[bytes]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        complete(folder, step)
+        return [r["weights"] for r in complete(folder)]
+
+    return train
 
 
 @pytest.mark.parametrize("victim", [1, 0])
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_live_ranks_save_the_last_step_and_leave_in_time(
-    tmp_path: Path, fault: int, victim: int
+    tmp_path: Path, fault: int, victim: int, stopped_at: Callable[[int], list[bytes]]
 ) -> None:
     scenario = Scenario(victim=victim, fault=fault, noticed=2)
     if fault == signal.SIGKILL:  # the others must know of the notice before the connection is lost
@@ -78,7 +87,7 @@ def test_the_live_ranks_save_the_last_step_and_leave_in_time(
         assert ended - saved < 0.75 * left + EXIT_SECONDS
     resumed = complete(tmp_path)
     assert [r["resumed"] for r in resumed] == [7] * SIZE
-    assert [r["weights"] for r in resumed] == stopped_at(tmp_path / "undisturbed", 7)
+    assert [r["weights"] for r in resumed] == stopped_at(7)
     assert [r["mine"] for r in resumed] == [{"rank": r, "steps": 12} for r in range(SIZE)]
 
 
@@ -181,7 +190,9 @@ def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
 
 
 @pytest.mark.parametrize("after", [5.5, 10.5])
-def test_a_stopped_rank_that_continues_damages_nothing(tmp_path: Path, after: float) -> None:
+def test_a_stopped_rank_that_continues_damages_nothing(
+    tmp_path: Path, after: float, stopped_at: Callable[[int], list[bytes]]
+) -> None:
     scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2)
     _store, processes = start(tmp_path, scenario)
     try:
@@ -202,8 +213,7 @@ def test_a_stopped_rank_that_continues_damages_nothing(tmp_path: Path, after: fl
     assert newest.step >= 7
     assert newest.verify()
     resumed = complete(tmp_path)
-    undisturbed = stopped_at(tmp_path / "undisturbed", newest.step)
-    assert [r["weights"] for r in resumed] == undisturbed
+    assert [r["weights"] for r in resumed] == stopped_at(newest.step)
 
 
 def test_ranks_in_a_step_longer_than_the_grace_period_save_the_step_before(tmp_path: Path) -> None:

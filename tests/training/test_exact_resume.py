@@ -6,6 +6,7 @@ numbers, and resumed. ``tests/crash`` kills real processes.
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from collections.abc import Iterator
@@ -638,6 +639,8 @@ def test_a_stateful_loader_resumes_from_its_own_state(
         return ReadingLoop({"loader": loader}, loader)
 
     check_exact_resume(make)
+    if workers:  # otherwise, a later test would wait for the stopped workers, for up to 40 s
+        gc.collect()
 
 
 # -- several samplers in one state ---------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""Recognize a state of the disk that was checked before.
+
+Most calls of a training that fail or are the last leave one of a few states. A check of such a
+state takes most of the time, and its result depends on the bytes of the files alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from holdfast.storage.local.os_calls import Fs
+
+CLOCKS = ["machine.utc_now", "engine.snapshot.pins.utc_now"]
+ROUNDED = ["engine.saving.job.round", "training.saves.goodput.round"]
+"""The measured seconds in a manifest are rounded."""
+
+
+@contextmanager
+def equal_bytes() -> Iterator[Callable[[], None]]:
+    """Make equal work write equal bytes: the same random ids, and no times.
+
+    Yield a function to call before each work. It begins the sequence of ids again.
+    """
+    ids = random.Random()
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch("secrets.token_bytes", ids.randbytes))
+        for name in CLOCKS:
+            now = mock.Mock(return_value="2026-01-01T00:00:00+00:00")
+            patches.enter_context(mock.patch(f"holdfast.{name}", now))
+        for name in ROUNDED:
+            zero = mock.Mock(return_value=0.0)
+            patches.enter_context(mock.patch(f"holdfast.{name}", zero, create=True))
+        yield lambda: ids.seed(0)
+
+
+class CheckedStates:
+    """The states that were checked: the files of each, and what the training had reported."""
+
+    def __init__(self) -> None:
+        self._checked: set[tuple[Any, ...]] = set()
+
+    def add(self, fs: Fs, *reported: object) -> bool:
+        """Return True if the state is new."""
+        state = (frozenset(_entries(fs, "")), *map(repr, reported))
+        is_new = state not in self._checked
+        self._checked.add(state)
+        return is_new
+
+    def __len__(self) -> int:
+        return len(self._checked)
+
+
+def _entries(fs: Fs, folder: str) -> Iterator[tuple[str, bytes | None]]:
+    """Yield the path and the bytes of each file. A folder has None."""
+    for name, kind in fs.scandir(folder or "/"):
+        path = f"{folder}/{name}"
+        if kind == "folder":
+            yield path, None
+            yield from _entries(fs, path)
+        else:
+            fd = fs.open(path, os.O_RDONLY)
+            content = bytearray(fs.fstat(fd).size)
+            fs.preadv(fd, memoryview(content), 0)
+            fs.close(fd)
+            yield path, bytes(content)
