@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -136,6 +140,74 @@ def test_a_closed_listener_ends_handshakes_and_leaves_accepted_connections() -> 
             assert connection.recv(1) == b"x"
         with pytest.raises(OSError):
             socket.create_connection((listener.address, listener.port), 20)
+
+
+def count_of_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_without_descriptors_it_listens_or_raises() -> None:
+    """Once it listens, its thread needs no more of them."""
+    with listening():
+        pass
+    before = count_of_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = []
+    for left in range(6):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + left, hard))
+            try:
+                listener = Listener("127.0.0.1", SECRET, "serve tests", lambda *_: None)
+            except StoreError as e:
+                found.append(str(e))
+                continue
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            with pytest.raises(Denied):
+                shake(listener, make_secret())
+            listener.close()
+        finally:
+            assert count_of_files() == before
+    assert 1 <= len(found) < 6
+    assert all("Too many open files" in text for text in found)
+
+
+def test_a_peer_that_has_gone_does_not_end_the_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some systems, the options of its socket are invalid."""
+    calls = []
+
+    def fail(sock: socket.socket, *arguments: object) -> None:
+        calls.append(arguments)
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with listening() as (listener, accepted):
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "setsockopt", fail)
+            socket.create_connection((listener.address, listener.port), 20).close()
+            eventually(lambda: calls)
+        connection, _ = shake(listener)
+        connection.close()
+        eventually(lambda: accepted)
+
+
+def test_a_forked_process_may_close_its_copy() -> None:
+    with listening() as (listener, accepted):
+        if not (child := os.fork()):
+            try:
+                listener.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        connection, _ = shake(listener)
+        connection.close()
+        eventually(lambda: accepted)
+
+
+@pytest.mark.parametrize("address", [8080, 2130706433, b"\x7f\0\0\1", None])
+def test_an_address_is_a_text(address: Any) -> None:
+    with pytest.raises(StoreError, match="Cannot serve tests at"), listening(address):
+        pass
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "224.0.0.1", "192.0.2.1", "localhost", ""])

@@ -11,6 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import Thread
 
@@ -52,26 +53,36 @@ class Listener:
     ) -> None:
         self._secret, self._accept_session, self._limits = secret, accept, limits
         self._closed = False
-        self._listener = _listen(address, purpose)
-        self.address, self.port = self._listener.getsockname()[:2]
-        self._wake, self._woken = socket.socketpair()
-        for connection in (self._listener, self._wake, self._woken):
-            close_when_forked(connection)
-        self._thread = Thread(target=self._run, name="holdfast-listener", daemon=True)
-        if not start_thread(self._thread):
+        with ExitStack() as opened:  # closes what is open if this fails
+            self._listener = opened.enter_context(_listen(address, purpose))
+            self.address, self.port = self._listener.getsockname()[:2]
+            try:
+                self._wake, self._woken = map(opened.enter_context, socket.socketpair())
+                self._selector = opened.enter_context(selectors.DefaultSelector())
+            except OSError as e:
+                raise StoreError(
+                    f"Cannot {purpose} at {address}: {e.strerror}",
+                    todo="Raise the limit on open files (ulimit -n)",
+                ) from e
             for connection in (self._listener, self._wake, self._woken):
-                connection.close()
-            raise StoreError(
-                f"Cannot {purpose} at {address}: no thread can be started",
-                todo="Raise the limit on processes and threads (ulimit -u)",
-            )
+                close_when_forked(connection)
+            for listening in (self._listener, self._woken):
+                self._selector.register(listening, selectors.EVENT_READ)
+            self._thread = Thread(target=self._run, name="holdfast-listener", daemon=True)
+            if not start_thread(self._thread):
+                raise StoreError(
+                    f"Cannot {purpose} at {address}: no thread can be started",
+                    todo="Raise the limit on processes and threads (ulimit -u)",
+                )
+            opened.pop_all()
 
     def close(self) -> None:
         """Stop accepting connections. Those that ``accept`` has got remain."""
         if self._closed:
             return
         self._closed = True
-        self._wake.send(b"\0")
+        with suppress(OSError):  # a forked process, in which it is closed
+            self._wake.send(b"\0")
         self._thread.join()  # from now on, ``accept`` is not called
         for connection in (self._wake, self._woken):
             connection.close()
@@ -80,9 +91,7 @@ class Listener:
 
     def _run(self) -> None:
         pending: dict[socket.socket, _Pending] = {}  # oldest first
-        with selectors.DefaultSelector() as selector:
-            for listening in (self._listener, self._woken):
-                selector.register(listening, selectors.EVENT_READ)
+        with self._selector as selector:
             while not self._closed:
                 ready = {key.fileobj for key, _ in selector.select(_POLL_SECONDS)}
                 surplus = len(pending) - self._limits().connections
@@ -110,9 +119,10 @@ class Listener:
         except OSError:  # no descriptor is left: the connections that exist go on
             time.sleep(_POLL_SECONDS)
             return None
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         close_when_forked(connection)
+        connection.setblocking(False)
+        with suppress(OSError):  # on some systems, if the peer has gone
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         deadline = Deadline.after(self._limits().seconds, "the handshake with a peer")
         return _Pending(connection, self._secret, deadline)
 
@@ -160,7 +170,7 @@ class _Pending:
 def _listen(address: str, purpose: str) -> socket.socket:
     """Return a socket that listens at a free port of one address, and never of all."""
     try:
-        ip = ipaddress.ip_address(address)
+        ip = ipaddress.ip_address(str(address))  # a number would be an address, too
         if ip.is_unspecified or ip.is_multicast:
             raise ValueError(f"{address} means every address of this host")
         family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
