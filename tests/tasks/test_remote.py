@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -321,6 +323,77 @@ def test_an_owner_that_does_not_reply_is_given_up() -> None:
         for expected in ("TimeoutError", "closed"):  # never used again: the reply may still come
             with pytest.raises(TaskError, match=f"connection to the owner.*{expected}"):
                 worker.get("training")
+
+
+def test_a_kind_that_does_not_exist_does_not_end_the_connection() -> None:
+    with remote(Queue()) as (worker,):
+        with pytest.raises(HoldfastError, match="Invalid kind"):
+            worker.finished(5)  # type: ignore[arg-type]
+        assert worker.finished("training")
+
+
+@pytest.fixture
+def waiting() -> Iterator[tuple[socket.socket, RemoteQueue, threading.Thread]]:
+    """The end of an owner that does not reply, and a request that waits for it in a thread."""
+    own, other = socket.socketpair()
+    worker = RemoteQueue(other, reply_seconds=30)
+
+    def request() -> None:
+        with suppress(TaskError):
+            worker.finished("training")
+
+    thread = threading.Thread(target=request)
+    thread.start()
+    own.settimeout(30)
+    assert b"Finished" in own.recv(1000)
+    time.sleep(0.05)  # now, it waits in the system
+    yield own, worker, thread
+    worker.close()
+    own.close()
+    thread.join(40)
+
+
+def test_close_ends_a_request_of_another_thread(
+    waiting: tuple[socket.socket, RemoteQueue, threading.Thread],
+) -> None:
+    own, worker, thread = waiting
+    worker.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert own.recv(1) == b""
+
+
+def test_a_process_that_was_forked_during_a_request_gets_an_error(
+    waiting: tuple[socket.socket, RemoteQueue, threading.Thread],
+) -> None:
+    _, worker, _ = waiting
+    if not (child := os.fork()):
+        try:
+            signal.alarm(10)  # it would wait for a lock that nobody releases
+            with pytest.raises(TaskError, match="this process was forked"):
+                worker.finished("training")
+            worker.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_program_that_a_worker_starts_keeps_no_connection_alive() -> None:
+    queue = Queue(lease_seconds=None)
+    queue.add("evaluation", 1, task_size=1, name="e")
+    with TaskServer(queue) as server:
+        end = server.connect("w")
+        end.set_inheritable(True)  # as pass_fds does
+        worker = RemoteQueue(end)
+        assert worker.evaluation.get() is not None
+        child = os.posix_spawn("/bin/sleep", ["sleep", "60"], os.environ)
+        try:
+            end.close()  # without a shutdown: as if this process was killed
+            wait_until(lambda: not queue._jobs.leases)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def test_an_owner_that_sends_a_byte_now_and_then_is_given_up() -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 from types import TracebackType
 from typing import Any, Self
@@ -60,6 +61,8 @@ class RemoteQueue:
         self._socket, self._reply_seconds = sock, reply_seconds
         self._connection = Connection(sock, "the owner of the task queue", session)
         close_when_forked(sock)
+        sock.set_inheritable(False)  # no program that this process starts keeps it alive
+        self._process = os.getpid()
         self._lock = Lock()
         self._number = 0
         self._is_closed = False
@@ -112,7 +115,7 @@ class RemoteQueue:
 
     def finished(self, kind: Kind) -> bool:
         """Return ``Queue.finished``."""
-        return self._ask(Finished(self._next_number(), kind))
+        return self._ask(Finished(self._next_number(), check_kind(kind)))
 
     # -- reports, see ``Task`` -------------------------------------------------------------------
 
@@ -132,8 +135,11 @@ class RemoteQueue:
         self._ask(Renew(self._next_number(), report))
 
     def close(self) -> None:
-        """End the connection. Tasks that this worker holds return to the queue."""
+        """End the connection, and a request of another thread. Tasks that this worker holds return
+        to the queue."""
         self._is_closed = True
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -147,6 +153,8 @@ class RemoteQueue:
     # -- implementation --------------------------------------------------------------------------
 
     def _next_number(self) -> int:
+        if os.getpid() != self._process:  # another thread may have had the lock at the fork
+            raise self._lost("this process was forked from the one that has connected")
         with self._lock:
             self._number += 1
             return self._number
