@@ -73,6 +73,7 @@ def test_both_sides_get_one_session(address: str) -> None:
         with connection:
             eventually(lambda: accepted)
             own = accepted[0][1]
+            assert "key" not in repr(own)
             for payload in (b"a", b"", b"a"):
                 own.verify(payload, session.sign(payload), "the client")
                 session.verify(payload, own.sign(payload), "the listener")

@@ -18,6 +18,7 @@ import pytest
 from holdfast.connections import auth, listener
 from holdfast.errors import Denied, HoldfastError, JobFailed, TaskError
 from holdfast.tasks import Queue, RemoteQueue, TaskServer
+from tests.interrupts import MOMENTS, SignalError, raise_at_start
 from tests.tasks.test_processes import ROOT, expected_results
 from tests.tasks.test_remote import wait_until
 from tests.tasks.worker import evaluate
@@ -141,6 +142,39 @@ def test_an_invalid_address_is_refused_without_showing_its_secret(address: objec
     with pytest.raises(HoldfastError, match="Invalid address of a task queue") as caught:
         RemoteQueue.connect(address)  # type: ignore[arg-type]
     assert "aaaa" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 80, "no-such-host.invalid"])
+def test_a_host_without_an_address_is_an_error(host: str) -> None:
+    with pytest.raises(TaskError, match="Cannot connect to the owner of the task queue at"):
+        RemoteQueue.connect(f"tcp://{host}:80/" + "a" * 64)
+
+
+def test_many_workers_that_connect_at_once_displace_none() -> None:
+    with TaskServer(Queue()) as server:
+        address = server.listen()
+        handshakes = [auth.ClientHandshake(address[-64:]) for _ in range(150)]
+        ends: list[socket.socket] = []
+        try:
+            for handshake in handshakes:  # all of them begin before one of them is complete
+                ends.append(socket.create_connection(("127.0.0.1", port_of(address)), 20))
+                ends[-1].sendall(handshake.hello)
+            for end, handshake in zip(ends, handshakes):
+                challenge = end.recv(auth.CHALLENGE_BYTES, socket.MSG_WAITALL)
+                end.sendall(handshake.answer(challenge, "the owner")[0])
+            wait_until(lambda: len(server._connections) == len(ends))
+        finally:
+            for end in ends:
+                end.close()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_error_of_a_signal_handler_while_a_worker_connects(
+    monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    raise_at_start(monkeypatch, "holdfast-task", moment)
+    with pytest.raises(SignalError), TaskServer(Queue()) as server:
+        server.connect("w")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "localhost"])

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.errors import Denied
 
@@ -47,7 +47,7 @@ class Session:
     ``sent`` and ``received`` count the messages, so that none can be repeated or left out.
     """
 
-    key: bytes
+    key: bytes = field(repr=False)
     is_client: bool
     sent: int = 0
     received: int = 0

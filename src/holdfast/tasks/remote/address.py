@@ -8,7 +8,7 @@ import time
 
 from holdfast.connections.auth import CHALLENGE_BYTES, ClientHandshake, Session
 from holdfast.connections.sockets import keep_alive
-from holdfast.errors import Denied, HoldfastError, TaskError
+from holdfast.errors import HoldfastError, TaskError
 
 _ADDRESS = re.compile(r"tcp://(?:\[([0-9a-fA-F:.%]+)\]|([^\[\]:/@\s]+)):(\d{1,5})/([0-9a-f]{64})")
 
@@ -42,10 +42,10 @@ def connect_to(address: str, seconds: float) -> tuple[socket.socket, Session]:
         sock.sendall(handshake.hello)
         proof, session = handshake.answer(_receive(sock, CHALLENGE_BYTES, end), peer)
         sock.sendall(proof)
-    except (OSError, OverflowError, Denied) as e:
+    except BaseException as e:
         if sock is not None:
             sock.close()
-        if isinstance(e, Denied):
+        if not isinstance(e, (OSError, OverflowError, UnicodeError)):
             raise
         raise TaskError(
             f"Cannot connect to {peer}",

@@ -10,7 +10,7 @@ from typing import Self
 
 from holdfast.connections.auth import Session, make_secret
 from holdfast.connections.error_parts import ErrorParts
-from holdfast.connections.listener import Listener
+from holdfast.connections.listener import HandshakeLimits, Listener
 from holdfast.connections.sockets import close_when_forked, keep_alive
 from holdfast.errors import Denied, HoldfastError, StoreError, TaskError
 from holdfast.tasks.queue import Queue
@@ -41,6 +41,9 @@ _SEND_SECONDS = 30.0
 """How long a worker may take to read a reply before its connection is ended."""
 
 _CLOSE_SECONDS = 5.0
+
+_LIMITS = HandshakeLimits(connections=256)
+"""More than for peers: hundreds of workers may connect at once, and none may displace another."""
 
 
 class TaskServer:
@@ -76,7 +79,12 @@ class TaskServer:
         with one name. Raises ``TaskError`` if the server is closed or no thread can be started.
         """
         own, other = socket.socketpair()
-        if not self._start(own, worker):
+        try:
+            is_started = self._start(own, worker)
+        except BaseException:  # Ctrl-C: the end of the connection ends the thread
+            other.close()
+            raise
+        if not is_started:
             other.close()
             raise TaskError(
                 f"Cannot connect worker {worker!r}",
@@ -95,7 +103,7 @@ class TaskServer:
         """
         secret = make_secret()
         try:
-            listener = Listener(host, secret, "serve tasks", self._accept)
+            listener = Listener(host, secret, "serve tasks", self._accept, lambda: _LIMITS)
         except StoreError as e:
             raise TaskError(e.what, expected=e.expected, found=e.found, todo=e.todo) from e
         with self._lock:
@@ -118,7 +126,8 @@ class TaskServer:
             with suppress(OSError):  # the thread has closed it meanwhile
                 sock.shutdown(socket.SHUT_RDWR)
         for thread, _ in connections:
-            thread.join(_CLOSE_SECONDS)
+            with suppress(RuntimeError):  # Ctrl-C came before it was started
+                thread.join(_CLOSE_SECONDS)
 
     def __enter__(self) -> Self:
         return self
