@@ -41,7 +41,7 @@ from holdfast.text import without_surrogates
 
 _CONNECT_SECONDS = 10.0
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 """Seconds between two requests of a worker that waits for a task."""
 
 
