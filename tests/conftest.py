@@ -7,6 +7,11 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# The cores are shared by several workers of pytest: an example may take long for no reason of ours.
+settings.register_profile("holdfast", deadline=None)
+settings.load_profile("holdfast")
 
 # A job that a shell starts in the background, or by nohup, ignores these signals, and so would the
 # commands that the tests start.

@@ -54,7 +54,6 @@ _EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 fuzz = settings(
     derandomize=not _EXAMPLES,
     max_examples=_EXAMPLES or 150,
-    deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

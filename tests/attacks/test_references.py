@@ -349,7 +349,7 @@ def test_any_field_with_any_wrong_value(files: Files, which: str) -> None:
 
 @pytest.mark.slow
 @settings(
-    derandomize=True, max_examples=100, deadline=None,
+    derandomize=True, max_examples=100,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.sampled_from(["manifest", "index"]), st.data())
@@ -387,7 +387,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[list[int]
     return runs, sizes, refers, length
 
 
-@settings(derandomize=True, max_examples=400, deadline=None)
+@settings(derandomize=True, max_examples=400)
 @given(layouts())
 def test_runs_are_accepted_only_if_no_two_chunks_share_bytes(
     layout: tuple[list[list[int]], list[int], list[list[int]], list[int]],

@@ -314,7 +314,7 @@ def run_interleaved(
 
 @pytest.mark.slow
 @settings(
-    derandomize=True, max_examples=80, deadline=None,
+    derandomize=True, max_examples=80,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.lists(st.integers(0, 1), min_size=5, max_size=90))

@@ -78,7 +78,7 @@ def test_the_order_never_changes() -> None:
 @given(st.integers(1, 5000), st.integers(), st.integers(0, 10**9))
 @example(1023, 0, 0)
 @example(1024, 0, 0)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_order_is_a_permutation(length: int, seed: int, epoch: int) -> None:
     assert sorted(order(length, seed, epoch)) == list(range(length))
 
@@ -89,7 +89,7 @@ def test_the_order_is_a_permutation_for_every_small_length() -> None:
 
 
 @given(st.integers(1, 1 << 61), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_positions_of_a_huge_epoch_can_be_computed_one_by_one(
     length: int, data: st.DataObject
 ) -> None:
@@ -181,7 +181,6 @@ def step_together(samplers: list[Sampler], passes: list[Iterator[list[int]]]) ->
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 8), st.booleans())
 @example(1, 4, 4, False)
 @example(3, 8, 8, False)
-@settings(deadline=None)
 def test_ranks_divide_an_epoch(length: int, batch: int, count: int, drop_last: bool) -> None:
     batch = max(batch, count)
     if drop_last:
@@ -215,7 +214,6 @@ def test_ranks_divide_an_epoch(length: int, batch: int, count: int, drop_last: b
     st.booleans(),
 )
 @example(40, 4, [(4, 3), (2, 3), (3, 100)], 0, True)
-@settings(deadline=None)
 @pytest.mark.slow
 def test_the_number_of_ranks_may_change(
     length: int, batch: int, changes: list[tuple[int, int]], seed: int, prefetch: bool
@@ -260,7 +258,6 @@ def test_the_number_of_ranks_may_change(
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 40), min_size=2, max_size=6), st.data())
-@settings(deadline=None)
 def test_the_batch_size_may_change(length: int, sizes: list[int], data: st.DataObject) -> None:
     seen: list[int] = []
     state = None
@@ -851,7 +848,6 @@ def test_the_length_may_change_at_the_beginning_of_an_epoch() -> None:
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 9), st.integers(1, 9), st.booleans())
 @example(10, 7, 4, 4, True)
 @example(8, 4, 4, 4, False)
-@settings(deadline=None)
 @pytest.mark.slow
 def test_the_length_may_change_only_at_the_end_of_an_epoch(
     length: int, other: int, batch: int, other_batch: int, drop_last: bool
@@ -1083,7 +1079,7 @@ def batch_alone(sampler: Any, epoch: int, start: int, rank: int, ranks: int) -> 
     return order.tolist()  # type: ignore[no-any-return]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_blocks_hold_the_batches_that_are_computed_alone(data: Any) -> None:
     """Also after resumes in the middle of a block, with other batch sizes and world sizes."""

@@ -70,7 +70,7 @@ def update(name: str, metric: Metric, rows: torch.Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore:No (negative|positive) samples")
 @pytest.mark.parametrize("name", METRICS)
-@settings(max_examples=25, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True)
 @given(sizes=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=5))
 def test_51_any_partition_of_the_data_gives_the_metric_of_all_of_it(
     name: str, sizes: list[list[int]]
@@ -94,7 +94,7 @@ def test_51_any_partition_of_the_data_gives_the_metric_of_all_of_it(
     )
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True)
 @given(
     pairs=st.lists(st.tuples(st.floats(-1e9, 1e9), st.integers(1, 1000)), min_size=1, max_size=30),
     cuts=st.lists(st.integers(0, 30), max_size=5),

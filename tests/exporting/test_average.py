@@ -106,7 +106,7 @@ def test_every_format_has_the_average_and_its_sources(kind: Any, tmp_path: Path)
         hst.lists(hst.floats(width=32), min_size=4, max_size=4), min_size=2, max_size=5
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_values_including_nan_and_infinity(values: list[list[float]]) -> None:
     total = _to_float64(memoryview(np.array(values[0], "f4")).cast("B"), "float32")
     with np.errstate(all="ignore"):
@@ -123,7 +123,7 @@ def test_any_values_including_nan_and_infinity(values: list[list[float]]) -> Non
 
 
 @given(bits=hst.lists(hst.floats(-1e300, 1e300), min_size=1, max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bfloat16_is_rounded_once(bits: list[float]) -> None:
     """Compare with the nearest of the two neighbors, by exact arithmetic."""
     with np.errstate(over="ignore"):

@@ -69,7 +69,7 @@ def sharded_states(draw):
     return state, layout
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sharded_states(), st.sampled_from([16, 48, 4096, 64 << 20]))
 @pytest.mark.slow
 def test_any_layout(sharded_state, window: int) -> None:

@@ -158,7 +158,7 @@ def test_a_run_that_is_spread() -> None:
     assert check(store) == {"manifest", "index", "ended", "spread"}
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(derandomize=True, max_examples=40)
 @given(values)
 def test_any_plain_value(value: Any) -> None:
     store = MemoryStore()

@@ -60,7 +60,7 @@ def save_and_load(state: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(derandomize=True, max_examples=150)
 @given(values)
 def test_plain_values_keep_their_types(value: Any) -> None:
     state = {"x": value}

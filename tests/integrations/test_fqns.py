@@ -41,7 +41,7 @@ def blob(n):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STATES)
 def test_native_tree_has_the_names_that_dcp_gives_to_the_state(state):
     mapping = dcp_mapping(state)
@@ -66,7 +66,7 @@ def clone_tensors(value):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(STATES)
 def test_tree_built_from_a_flattened_state_gives_back_its_mapping(state):
     mapping = dcp_mapping(state) or {}

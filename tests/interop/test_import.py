@@ -361,7 +361,7 @@ def test_an_invalid_header_is_rejected(tmp_path, header, length, message):
 
 
 @given(st.binary(max_size=200), st.integers(0, 300))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_bytes_are_rejected(tmp_path_factory, data, size):
     path = tmp_path_factory.mktemp("fuzz") / "x"
     path.write_bytes(size.to_bytes(8, "little") + b'{"a":' + data)

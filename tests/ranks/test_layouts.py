@@ -61,7 +61,7 @@ def assert_loaded(tensors, state, expected, chosen=None):
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(states(), st.sampled_from([partition.MAX_BOX_BYTES, 64, 8]), st.booleans())
 def test_a_state_in_any_layout_loads_into_any_other(drawn, max_box_bytes, asynchronous):
     """The ranks load all leaves and some leaves. A single process loads all and a part of them."""
@@ -195,7 +195,7 @@ def _bytes_per_shard(snapshot, keys=None):
     return totals
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(2, 6),
     st.lists(st.integers(0, 5000), min_size=1, max_size=40),
@@ -251,7 +251,7 @@ def test_a_large_replicated_tensor_is_split_across_ranks():
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(states(30), st.booleans())
 def test_an_incremental_version_in_another_layout_holds_its_own_values(drawn, same_layout):
     """With ``same_layout``, the version refers to the unchanged chunks of its base version."""

@@ -295,7 +295,7 @@ def unwrapped_rng(value):
     return value
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(1, 5),
     st.integers(1, 6),

@@ -38,7 +38,7 @@ def flipped(tensor, byte=-1):
 # -- tensors -------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(2, 6),
     st.sampled_from(TORCH_DTYPES),
@@ -235,13 +235,13 @@ plain = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.text(max_size=4), plain, max_size=4), st.integers(2, 4))
 def test_equal_values_of_any_kind_are_stored_once(state, size):
     assert_same(state, holdfast.load(save_on_ranks(*for_each_rank(size, lambda r: clone(state)))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(plain, min_size=2, max_size=3))
 def test_different_values_merge_completely_or_raise(values):
     """Dicts may have different names on different ranks. Then the loaded dict has all of them."""

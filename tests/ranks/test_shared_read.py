@@ -378,7 +378,7 @@ def test_the_copies_of_all_parts_are_the_copies_of_the_whole_read(data):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(states(), st.sampled_from([1, 4096, 20_000, 256 * MIB]), st.randoms(use_true_random=False))
 def test_any_layout_loads_on_any_hosts(drawn, budget, random):
     sizes, tensors = drawn

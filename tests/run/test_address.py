@@ -195,7 +195,7 @@ def test_a_metric_with_any_name(tmp_path: Path) -> None:
 
 
 @given(run=st.text(min_size=1), metric=st.text(min_size=1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_an_address_is_split_at_the_last_mark(run: str, metric: str) -> None:
     if "@best:" not in metric:
         assert split_address(f"{run}@best:{metric}") == (run, f"best:{metric}")

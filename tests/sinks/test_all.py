@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from holdfast import sinks
 from tests.sinks.sample_events import (
@@ -44,7 +44,6 @@ def all_sinks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 FIELDS = sorted({field for fields in EVENTS.values() for field in fields} | {"time", "event"})
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([*EVENTS, "unknown_event"]),
     st.dictionaries(st.sampled_from(FIELDS), nested_odd_values),

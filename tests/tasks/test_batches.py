@@ -244,7 +244,7 @@ def test_workers_share_the_tasks_of_one_queue() -> None:
     epochs=st.integers(1, 2),
     legs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 5)), max_size=4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_ranks_get_equally_many_batches_and_all_records_once(
     records: int, task_size: int, epochs: int, legs: list[tuple[int, int, int]]
 ) -> None:

@@ -185,5 +185,5 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=120, stateful_step_count=40)
 pytestmark = pytest.mark.slow

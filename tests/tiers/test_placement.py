@@ -15,7 +15,7 @@ domain_lists = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40)
 
 
 @given(domain_lists, st.integers(1, 6))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_the_copies_of_a_rank_are_in_different_domains_whenever_possible(labels, copies):
     placement = place_copies(labels, copies)
     count = min(copies, len(set(labels)))
@@ -28,7 +28,6 @@ def test_the_copies_of_a_rank_are_in_different_domains_whenever_possible(labels,
 
 
 @given(domain_lists, st.integers(1, 6))
-@settings(deadline=None)
 def test_held_is_the_inverse_of_holders(labels, copies):
     placement = place_copies(labels, copies)
     for rank, held in enumerate(placement.held):
@@ -38,7 +37,7 @@ def test_held_is_the_inverse_of_holders(labels, copies):
 
 
 @given(domain_lists, st.integers(1, 6))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_the_ranks_of_a_domain_hold_equally_many_copies_or_one_more(labels, copies):
     if len(set(labels)) < copies:
         return
@@ -49,7 +48,7 @@ def test_the_ranks_of_a_domain_hold_equally_many_copies_or_one_more(labels, copi
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 9), st.randoms())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_all_ranks_hold_equally_many_copies_if_the_domains_are_equally_large(
     domains, size, copies, random
 ):
@@ -60,7 +59,6 @@ def test_all_ranks_hold_equally_many_copies_if_the_domains_are_equally_large(
 
 
 @given(st.integers(1, 30), st.integers(1, 6))
-@settings(deadline=None)
 def test_the_groups_do_not_overlap_and_the_rest_joins_the_last_one(hosts, copies):
     placement = place_copies([str(i) for i in range(hosts)], copies)
     neighbors = {rank: {*holders} for rank, holders in enumerate(placement.holders)}

@@ -191,7 +191,7 @@ def test_what_an_evaluator_records_before_it_unpins_counts() -> None:
         assert ckpt._early_stop._history.state == StopState(0.5)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(width=16)), max_size=12), st.data())
 def test_no_version_is_deleted_before_another_one_stores_its_score(
     scores: list[tuple[int, float]], data: st.DataObject

@@ -7,7 +7,7 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.run.policy import StopState, StopWhen
@@ -37,7 +37,6 @@ def restart(history: ScoreHistory, stop: StopWhen, step: int = 10**6) -> ScoreHi
     return ScoreHistory.from_plain(stop, history.to_plain(), step)
 
 
-@settings(deadline=None)
 @given(POLICIES, st.dictionaries(st.integers(0, 60), SCORES, max_size=30), st.data())
 def test_every_order_of_arrival_gives_the_result_of_a_scan(
     stop: StopWhen, scores: dict[int, float], data: st.DataObject
@@ -68,7 +67,6 @@ def test_every_order_of_arrival_gives_the_result_of_a_scan(
     assert all(history.covers(step, score) for step, score in scores.items())
 
 
-@settings(deadline=None)
 @given(POLICIES, st.lists(SCORES, max_size=3 * MAX_SCORES), st.integers(0, MAX_SCORES))
 def test_old_scores_are_folded_and_the_result_stays_exact(
     stop: StopWhen, scores: list[float], lateness: int

@@ -53,7 +53,8 @@ MEANINGS: dict[int, str] = {
     EXISTS: "something else already exists there; nothing was changed",
     UNAVAILABLE: "the store is temporarily unavailable; try again",
     NOT_COMMITTED: "nothing was committed",
-    EVALUATION_FAILED: "evaluate: a version could not be evaluated; its record has the cause",
+    EVALUATION_FAILED: "evaluate: a version could not be evaluated, now or before; its record has"
+    " the cause",
     SAVED: "run: the training stopped and saved; run it again, not counted as a failure",
     UNSAVED: "run: the training stopped without a save; run it again",
     GIVE_UP: "run: the training cannot make progress; do not run it again",

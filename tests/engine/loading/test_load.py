@@ -324,7 +324,7 @@ def saved_leaves():
     return holdfast.open(url), state
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(index)
 def test_slices_match_those_of_numpy(index):
     snapshot, state = saved_leaves()

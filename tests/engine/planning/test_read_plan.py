@@ -100,7 +100,7 @@ def random_cuts(data, header, holdings):
     return sorted(ends | {at})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_state_in_any_layout_is_read_into_any_other_layout(data):
     state = data.draw(leaves())
@@ -141,7 +141,7 @@ def test_a_state_in_any_layout_is_read_into_any_other_layout(data):
         assert target.tobytes() == expected.tobytes()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_stored_boxes_may_overlap(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))

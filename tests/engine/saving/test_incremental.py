@@ -158,7 +158,6 @@ def change(state: State, seed: int, how: tuple[Any, ...]) -> None:
 @settings(
     derandomize=True,
     max_examples=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

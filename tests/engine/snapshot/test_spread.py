@@ -117,7 +117,7 @@ def test_the_mapping_never_changes() -> None:
     st.integers(0, 10**6),
     st.integers(2, 256),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_shard_has_one_place(step: int, branch: int, rank: int, prefixes: int) -> None:
     spread = Spread("xxh3-128+rank", prefixes)
     for name in (shard_name(rank, rank + 1, ATTEMPT), index_name(rank, rank + 1, ATTEMPT)):

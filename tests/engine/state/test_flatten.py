@@ -152,7 +152,7 @@ def test_a_tied_tensor_is_written_once_and_loaded_as_one_tensor():
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_exactly_the_tensors_with_the_same_memory_and_layout_are_tied(random):
     bases = [torch.zeros(4, 4), torch.zeros(4, 4)]
     views = (
@@ -722,7 +722,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.text("abc/~"), plain, max_size=4))
 def test_any_plain_state_is_restored(state):
     url = save_state(state)

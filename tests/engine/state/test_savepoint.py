@@ -742,7 +742,7 @@ def test_the_memory_of_copies_is_reused() -> None:
     assert not any(savepoint._copies._free.values()) or len(capture_addresses()) == len(first)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from(["forward", "step", "capture", "change", "restore"]), max_size=12))
 def test_a_savepoint_is_correct_after_any_order_of_events(events: list[str]) -> None:
     state = make_training(MAKERS["adam"])

@@ -96,7 +96,7 @@ def check(found, whole, local):
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(layouts())
 def test_left_to_right_placements_give_the_same_parts_as_torch(layout):
     shape, mesh, shardings = layout
@@ -116,7 +116,7 @@ def test_left_to_right_placements_give_the_same_parts_as_torch(layout):
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(orders())
 def test_any_shard_order_is_inferred_from_the_split_factors_that_torch_writes(drawn):
     shape, mesh, dims, order = drawn
@@ -142,7 +142,7 @@ def test_any_shard_order_is_inferred_from_the_split_factors_that_torch_writes(dr
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(layouts())
 def test_the_boxes_of_all_ranks_contain_each_element_once_per_replica(layout):
     shape, mesh, shardings = layout
@@ -155,7 +155,7 @@ def test_the_boxes_of_all_ranks_contain_each_element_once_per_replica(layout):
     ).all()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(layouts(factors=(1, 2, 3, 4, 6, 8, 12)))
 @pytest.mark.slow
 def test_the_inferred_shard_order_matches_that_of_torch(layout):

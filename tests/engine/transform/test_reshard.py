@@ -128,9 +128,7 @@ def tiled_states(draw: Any) -> Any:
 
 
 @pytest.mark.slow
-@settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tiled_state=tiled_states(),
     shards=st.integers(1, 8),

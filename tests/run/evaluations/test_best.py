@@ -29,7 +29,7 @@ def scored_run(given_scores: list[float | None]) -> MemoryStore:
     return store
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(SCORE, SCORE), min_size=1, max_size=6),
     st.sampled_from(["min", "max"]),

@@ -108,7 +108,7 @@ def test_one_negative_verdict_of_any_author_counts_until_that_author_withdraws_i
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(-9, 9)), max_size=12))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_last_verdict_of_each_author_counts_whatever_the_clocks_say(
     verdicts: list[tuple[str, bool, int]],
 ) -> None:
@@ -339,7 +339,7 @@ def latest_intact(store: MemoryStore) -> int | None:
     attested=st.sets(st.sampled_from([10, 20, 30, 40, 50, 60])),
     policy=st.sampled_from([KeepLast(1), KeepLast(2), KeepEvery(30), KeepBest(1, "loss")]),
 )
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_retention_never_deletes_what_a_resume_would_load(
     bad: set[int], lost: set[int], attested: set[int], policy: Any
 ) -> None:

@@ -136,7 +136,7 @@ def test_paused_metrics_are_exactly_those_of_the_version_of_the_step() -> None:
         assert (evaluation.newest.version, evaluation.newest.is_exact) == ("version_10", True)
 
 
-@settings(derandomize=True, max_examples=30, deadline=None)
+@settings(derandomize=True, max_examples=30)
 @given(records=st.integers(1, 40), batch_size=st.none() | st.integers(1, 45))
 def test_metrics_of_batches_equal_those_of_the_whole(records: int, batch_size: int | None) -> None:
     """B 46 and B 51, whatever the sizes of the batches."""
@@ -492,7 +492,7 @@ def test_two_evaluations_with_two_names_are_independent() -> None:
     assert [version for version, _ in exact(store)] == [f"version_{n}" for n in (4, 6, 8, 12, 12)]
 
 
-@settings(derandomize=True, max_examples=25, deadline=None)
+@settings(derandomize=True, max_examples=25)
 @given(
     st.lists(st.sampled_from([1, 3, 8, 14, "save", "crash", "end"]), max_size=8),
     st.sampled_from(["paused", "current"]),
