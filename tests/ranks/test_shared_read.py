@@ -131,8 +131,8 @@ def no_leftover_memory():
 
 
 def shared_memory_names():
-    """Return the names in /dev/shm, except the semaphores and folders of other tests."""
-    others = ("sem.mp-", "holdfast-", "pytest-")
+    """Return the names in /dev/shm, except those of other tests, and of their data loaders."""
+    others = ("sem.mp-", "holdfast-", "pytest-", "torch_")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 
 
