@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.cli.exit_codes import EVALUATION_FAILED, OTHER, STORE_FAILED
 from holdfast.format.names import Version
 from holdfast.run.run import Run
 from tests.chaos.ranks import wait_until
@@ -34,8 +35,6 @@ THROTTLE = "2s"
 END_SECONDS = 60.0
 TOLERANCE = 1e-12
 """Relative. A matrix product of a batch of another size adds in another order."""
-
-FAILED_VERSION = 11
 
 
 def setup(state: dict[str, Any]) -> nn.Module:
@@ -125,7 +124,13 @@ class Evaluator:
         except subprocess.TimeoutExpired:
             return [f"the evaluator did not end with the training\n{self._tail()}"]
         run = Run(self.run)
-        allowed = {0, FAILED_VERSION if flipped else 0, 1 if self.can_fail or self._stopped else 0}
+        allowed = {0}
+        if flipped:
+            allowed.add(EVALUATION_FAILED)
+        if self.can_fail:
+            allowed |= {STORE_FAILED, OTHER}
+        if self._stopped:
+            allowed.add(OTHER)
         problems = []
         if set(self._ended) - allowed:
             problems.append(f"exit codes {self._ended} of the evaluator\n{self._tail()}")
