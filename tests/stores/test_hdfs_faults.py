@@ -161,7 +161,7 @@ def test_a_call_that_fails_for_ever_ends_the_save(run_url, faults, name):
     calls_of_a_save(faults, store)
     faults.fail(0, "before", ConnectionRefusedError("no server"), 1 << 30, name)
     begin = time.monotonic()
-    with pytest.raises(StoreError, match="no server|no answer"):  # on a loaded machine
+    with pytest.raises(StoreError, match=r"no server|no answer"):  # on a loaded machine
         holdfast.save(store.at("version_2"), STATE, step=2)
     assert time.monotonic() - begin < 30
     faults.heal()
