@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -62,10 +63,10 @@ def one_async_save(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> 
     )
 
 
-def training(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
+def training(store: LocalStore, opened: OpenedStore, outcome: Outcome, **options: Any) -> None:
     """Save three steps with ``step`` and ``save``. Retention keeps one version."""
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1))
+    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), **options)
 
     def saved_by_step() -> int:
         train(state, ckpt, state["progress"].step + 1)

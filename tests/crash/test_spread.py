@@ -6,7 +6,6 @@ import pytest
 
 import holdfast
 from holdfast.engine.snapshot.spread import read_spread
-from holdfast.errors import HoldfastError
 from holdfast.format import names
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.storage.local.store import LocalStore
@@ -15,7 +14,8 @@ from holdfast.testing.faults import FaultFs
 from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
-from tests.crash.test_nth_call import ROOT, Outcome, attempt, faults
+from tests.crash.test_nth_call import ROOT, Outcome, faults
+from tests.crash.test_nth_call import training as train_with_faults
 from tests.crash.test_power import cut_everywhere
 from tests.trainings import initial_state, train
 
@@ -53,25 +53,6 @@ def test_promises_hold_after_a_power_cut(
     assert states > 10
 
 
-def train_with_faults(store: LocalStore) -> Outcome:
-    outcome, state = Outcome(), initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), spread=4)
-
-    def save() -> int:
-        train(state, ckpt, state["progress"].step + 1)
-        snapshot = ckpt.wait()
-        return snapshot.step or 0 if snapshot else 0
-
-    attempt(save, outcome)
-    attempt(save, outcome)
-    attempt(lambda: ckpt.save().step or 0, outcome)
-    try:
-        ckpt.close()
-    except HoldfastError as e:
-        outcome.errors.append(e)
-    return outcome
-
-
 @pytest.mark.parametrize("error", ["EIO", "full"])
 @pytest.mark.parametrize("every", [23, pytest.param(5, marks=pytest.mark.slow)])
 def test_promises_hold_if_calls_fail(
@@ -83,7 +64,8 @@ def test_promises_hold_if_calls_fail(
             restart_ids()
             inner = CrashFs()
             fs = FaultFs(inner, fault)
-            outcome = train_with_faults(LocalStore(ROOT, fs=fs))
+            outcome = Outcome()
+            train_with_faults(LocalStore(ROOT, fs=fs), opened, outcome, spread=4)
             pools.assert_all_freed()
             if checked.add(inner, outcome.committed):
                 check_run(LocalStore(ROOT, fs=inner), outcome.committed[-1:])

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -19,27 +14,10 @@ from holdfast.connections import auth, listener
 from holdfast.errors import Denied, HoldfastError, JobFailed, TaskError
 from holdfast.tasks import Queue, RemoteQueue, TaskServer
 from tests.interrupts import MOMENTS, SignalError, raise_at_start
-from tests.tasks.test_processes import ROOT, expected_results
+from tests.tasks.test_processes import expected_results, worker
 from tests.tasks.test_remote import wait_until
 from tests.tasks.worker import evaluate
 from tests.tiers.peers import Proxy, forked_child
-
-
-@contextmanager
-def worker(address: str, mode: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a worker process that connects to an address, and kill it at the end."""
-    path = os.pathsep.join(filter(None, sys.path))
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.tasks.worker", address, mode],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def port_of(address: str) -> int:

@@ -21,20 +21,26 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
+def start_worker(to: str, mode: str, *fds: int) -> subprocess.Popen[str]:
+    """Start a worker process. ``to``: a file descriptor, or an address."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.tasks.worker", to, mode],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        pass_fds=fds,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 @contextmanager
-def worker(server: TaskServer, mode: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a worker process, and kill it at the end."""
-    with server.connect(mode) as end:
-        command = [sys.executable, "-m", "tests.tasks.worker", str(end.fileno()), mode]
-        path = os.pathsep.join(filter(None, sys.path))
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path},
-            pass_fds=[end.fileno()],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+def worker(owner: TaskServer | str, mode: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a worker process for a server of this process or an address. Kill it at the end."""
+    if isinstance(owner, str):
+        process = start_worker(owner, mode)
+    else:
+        with owner.connect(mode) as end:
+            process = start_worker(str(end.fileno()), mode, end.fileno())
     with process:
         try:
             yield process

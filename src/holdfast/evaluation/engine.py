@@ -26,7 +26,7 @@ _FunctionsOfUser = tuple[Any, Any, Any, Any]
 def make_workers(
     functions: _FunctionsOfUser,
     batch_size: int | None,
-    keys: tuple[str, ...],
+    keys: str | Sequence[str],
     device: str | None,
     workers: int,
     engine: str,
@@ -37,9 +37,10 @@ def make_workers(
     _check("workers", workers, is_count(workers, 0), "a whole number, 0 or more")
     _check_engine(engine, ray_options, workers)
     _check_functions(functions)
+    patterns = _check_keys(keys)
     if workers == 0:
-        return _inline_workers(functions, batch_size, keys, device)
-    spec = _spec(functions, batch_size, keys, device)
+        return _inline_workers(functions, batch_size, patterns, device)
+    spec = _spec(functions, batch_size, patterns, device)
     if engine == "ray":
         return ray_workers(spec, ray_options or {})
     return partial(ProcessWorker, spec=spec)
@@ -77,8 +78,7 @@ def _check_functions(functions: _FunctionsOfUser) -> None:
         _check(label, function, is_valid, "a function: dataset, not dataset()")
 
 
-def check_keys(keys: str | Sequence[str]) -> tuple[str, ...]:
-    """Return patterns as a tuple. Raises ``HoldfastError`` if they are not valid."""
+def _check_keys(keys: str | Sequence[str]) -> tuple[str, ...]:
     found = (keys,) if isinstance(keys, str) else keys
     is_valid = isinstance(found, Sequence) and all(isinstance(key, str) for key in found)
     _check("keys", keys, is_valid, "a pattern, or a list of patterns")

@@ -27,7 +27,7 @@ from holdfast.errors import (
 )
 from holdfast.evaluation.arguments import check_argument, check_seconds, is_count
 from holdfast.evaluation.background import running
-from holdfast.evaluation.engine import check_keys, make_workers
+from holdfast.evaluation.engine import make_workers
 from holdfast.evaluation.follower import Follower
 from holdfast.evaluation.pool import Limits, WorkerPool
 from holdfast.evaluation.process import WorkerError, WorkerLost
@@ -136,8 +136,7 @@ class Evaluation:
         self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
         self._every_seconds, self._throttle = every_seconds, throttle
         functions = (setup, evaluate, data, collate)
-        work = batch_size, check_keys(keys), device
-        make = make_workers(functions, *work, workers, engine, ray_options)
+        make = make_workers(functions, batch_size, keys, device, workers, engine, ray_options)
         self._pool = WorkerPool(make, max(workers, 1), limits, batch_size)
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
         self._stopping, self._is_training_over = Event(), Event()

@@ -20,6 +20,7 @@ from holdfast.errors import (
     PlanError,
     RankFailed,
 )
+from holdfast.text import without_surrogates
 
 _SAME_ON_ALL_RANKS = (PlanError, CommitError, FormatError, AlreadyExists, NoSnapshot, NotFound)
 """Errors of the common operation, which every rank raises. Others concern one rank only."""
@@ -123,7 +124,7 @@ def _escape_surrogates(value: Any) -> Any:
         return {_escape_surrogates(k): _escape_surrogates(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_escape_surrogates(v) for v in value]
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+    return without_surrogates(value) if isinstance(value, str) else value
 
 
 def format_with_notes(error: BaseException) -> str:

@@ -28,7 +28,7 @@ class _Lineage:
 
     digests: dict[Version, str]
     scores: dict[Version, float] = field(default_factory=dict)
-    distrusted: dict[int, bool] = field(default_factory=dict)
+    distrusted: set[int] = field(default_factory=set)
     has_changed: bool = False
 
 
@@ -96,9 +96,9 @@ class RecordedScores:
 
         def look(version: Version) -> None:
             records = self._run.catalog.evaluations.read(version, digests[version])
-            is_distrusted = find_distrust(records) is not None
-            if lineage.distrusted.get(version.step, False) != is_distrusted:
-                lineage.distrusted[version.step] = is_distrusted
+            is_distrusted, distrusted = find_distrust(records) is not None, lineage.distrusted
+            if (version.step in distrusted) != is_distrusted:
+                (distrusted.add if is_distrusted else distrusted.discard)(version.step)
                 lineage.has_changed = True
             score = records.metrics().get(self._metric)
             if score is None or is_distrusted:
@@ -118,5 +118,4 @@ class RecordedScores:
         if not lineage.has_changed:
             return None
         lineage.has_changed = False  # before the copies: what comes meanwhile is taken again
-        distrusted = {step for step, is_true in lineage.distrusted.copy().items() if is_true}
-        return lineage.scores.copy(), distrusted
+        return lineage.scores.copy(), lineage.distrusted.copy()
