@@ -161,10 +161,18 @@ def saver_of(rank: TrainingRank) -> SavepointSaver:
     return rank.ckpt._preemption._savepoint_saver
 
 
-def assert_no_threads() -> None:
+@pytest.fixture
+def earlier_threads() -> set[threading.Thread]:
+    """Return the threads that other tests of this process have left."""
+    return set(threading.enumerate())
+
+
+def assert_no_threads(earlier: set[threading.Thread]) -> None:
     end = time.monotonic() + 5
     names = ("holdfast-notices", "holdfast-signals", "holdfast-deadline", "holdfast-agree")
-    while threads := [t for t in threading.enumerate() if t.name.startswith(names)]:
+    while threads := [
+        t for t in threading.enumerate() if t.name.startswith(names) and t not in earlier
+    ]:
         assert time.monotonic() < end, threads
         time.sleep(0.001)
 
@@ -175,7 +183,11 @@ def assert_no_threads() -> None:
 @pytest.mark.parametrize("noticed", range(3))
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_a_notice_on_one_rank_saves_once_and_all_leave(
-    noticed: int, lockstep: bool, make_job: Any, capsys: pytest.CaptureFixture[str]
+    noticed: int,
+    lockstep: bool,
+    earlier_threads: set[threading.Thread],
+    make_job: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """3, 19, 22, 36. Without lockstep, ranks run ahead of each other by many steps (D)."""
     job = make_job(3, lockstep=lockstep)
@@ -186,7 +198,7 @@ def test_a_notice_on_one_rank_saves_once_and_all_leave(
     assert all(matches_uninterrupted(r.state, r.rank, 3, step) for r in job.ranks)
     assert job.leftover_keys() == []
     assert capsys.readouterr().err.count("stopped after step") == 1
-    assert_no_threads()
+    assert_no_threads(earlier_threads)
 
 
 @pytest.mark.slow
@@ -249,7 +261,11 @@ def test_a_second_notice_may_only_shorten_the_time(make_job: Any) -> None:
 @pytest.mark.parametrize("noticed", [1, 2])
 @pytest.mark.parametrize("ended", [False, True])
 def test_ranks_that_finish_before_they_can_leave_do_not_leave(
-    ended: bool, noticed: int, make_job: Any, process_ends: list[tuple[int, str]]
+    ended: bool,
+    noticed: int,
+    earlier_threads: set[threading.Thread],
+    make_job: Any,
+    process_ends: list[tuple[int, str]],
 ) -> None:
     """14: rank 0 has made its last step, or has also ended, when another rank gets the notice. The
     other ranks make their last steps too."""
@@ -288,7 +304,7 @@ def test_ranks_that_finish_before_they_can_leave_do_not_leave(
     assert job.versions == ([] if ended else [20])
     assert job.reasons() == ([] if ended else ["end"])
     assert process_ends == []
-    assert_no_threads()
+    assert_no_threads(earlier_threads)
 
 
 def test_a_deadline_in_the_past_still_saves(make_job: Any) -> None:
