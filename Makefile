@@ -12,6 +12,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt torch==2.13.0
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[zoo]' || echo "Not installed: the packages of tests/zoo"
 	touch $@
 
 # STORE=s3 or STORE=hdfs: with a real server, which this installs and starts.
