@@ -1,0 +1,33 @@
+"""Run the tests that failed in ``make test`` once more, alone: ``python -m tests.again STATUS``.
+
+Many tests wait for processes, deadlines, and threads, beside other tests on the same two cores. If
+a test passes alone, ``make test`` passes, and its last lines name the test: it has a race, in the
+test or in the code, that someone has to find. See docs/decisions/0075-failed-tests-run-again.md.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS_FAILED = 1  # the exit status of pytest; every other one but 0 is final
+MOST = 12  # more failures have a cause that is not a race
+LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
+
+
+def run_again(status: int) -> int:
+    """Return the exit status of the whole: that of the tests, or of those that ran again."""
+    failed = sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
+    if status != TESTS_FAILED or not 1 <= len(failed) <= MOST:
+        return status
+    print(f"\nOnce more, alone: {len(failed)} failed tests", flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *failed]
+    status = subprocess.run(command, check=False).returncode
+    if status == 0:
+        print("\nRACE: failed beside other tests, passed alone:")
+        print("\n".join(f"    {name}" for name in failed), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(run_again(int(sys.argv[1])))
