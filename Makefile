@@ -8,11 +8,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: chaos demo demo-elastic demo-evaluate quick test test-chaos test-stores tools servers lint ci bench clean
 
+# torchvision of this release cannot be imported beside the CPU build of PyTorch, and then torchmetrics cannot either.
+# So it is in a folder of its own, which only the processes of tests/zoo use.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt torch==2.13.0
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[zoo]' || echo "Not installed: the packages of tests/zoo"
+	$(VENV)/bin/pip install --quiet -c constraints.txt --no-deps --upgrade --target .zoo torchvision timm || \
+		echo "Not installed: torchvision and timm, for tests/zoo"
 	touch $@
 
 # STORE=s3 or STORE=hdfs: with a real server, which this installs and starts.
@@ -97,4 +101,4 @@ bench: .venv-bench/.ready
 	.venv-bench/bin/python -m bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-bench .servers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .zoo .venv-bench .servers build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
