@@ -26,6 +26,7 @@ from holdfast.engine.state.replication import Replicated, keeps_per_rank
 from holdfast.engine.state.sharding import Boxed
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.lazy_torch import dtype_name
 
 _NON_VALUE_TAGS = frozenset(
@@ -165,7 +166,7 @@ class Binder(Binding):
             self.note_other_kind("array", node, key)
             return lambda: value
         name, shape, *descr = self.targets.resolve_leaf(node, key)[1]["array"]
-        dtype = tree.from_descr(descr[0]) if descr else np.dtype(name)
+        dtype = from_descr(descr[0]) if descr else np.dtype(name)
         shape = shape[:-1] if descr else shape
         if list(value.shape) != shape:
             self.differences.shapes[key] = f"{shape}, live {list(value.shape)}"
