@@ -208,13 +208,15 @@ def child_keys(keys: list[Any], parent: str) -> list[str]:
     return result
 
 
-def _key_text(key: Any) -> str:
+def _key_text(key: Any, depth: int = 0) -> str:
     """Return a key of a dict as text, the same in every process and with every NumPy version."""
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
     if type(key) is tuple:
-        texts = [repr(v) if type(v) is str else _key_text(v) for v in key]
+        texts = [repr(v) if type(v) is str else _key_text(v, depth + 1) for v in key]
         return f"({', '.join(texts)}{',' * (len(key) == 1)})"
     if type(key) is frozenset:
-        return f"{{{', '.join(sorted(map(_key_text, key)))}}}"
+        return f"{{{', '.join(sorted(_key_text(v, depth + 1) for v in key))}}}"
     return str(key)
 
 

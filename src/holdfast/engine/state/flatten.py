@@ -26,7 +26,12 @@ from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
 from holdfast.format.names import join_key
 from holdfast.format.values.numpy_dtypes import to_descr
-from holdfast.format.values.rejected import NOT_PLAIN, rejections_within, unsupported
+from holdfast.format.values.rejected import (
+    NOT_PLAIN,
+    nested_too_deeply,
+    rejections_within,
+    unsupported,
+)
 from holdfast.generators import DeferredIsolation
 from holdfast.text import with_article
 from holdfast.threads import gc_paused
@@ -100,7 +105,13 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
             and torch.distributed.is_initialized()
         ):
             flattener.replication_by_address = find_ddp_replication(state)
-        flattener.flat.tree = nodes.encode_root(state, "", flattener.encode_value)
+        try:
+            flattener.flat.tree = nodes.encode_root(state, "", flattener.encode_value)
+        except RecursionError as e:
+            raise Unsupported(
+                "The state is nested too deeply for Python's recursion limit",
+                todo="Use fewer levels, or raise the limit with sys.setrecursionlimit()",
+            ) from e
         return flattener.flat
 
 
@@ -162,7 +173,7 @@ class _Flattener:
             node = (
                 nodes.encode(value.value, own_key, self.encode_value, depth + 1)
                 if isinstance(value, PerRank | Replicated)
-                else self._encode_object(value, own_key, depth)
+                else self._encode_object(value, own_key, depth + 1)
             )
         finally:
             self.forced_replication = None
@@ -179,6 +190,8 @@ class _Flattener:
             return self._encode_rank_dependent(value, key, depth)
         if id(value) in self.enclosing_ids:
             raise unsupported(value, key, "its state contains itself")
+        if len(self.enclosing_ids) > nodes.MAX_DEPTH:
+            raise nested_too_deeply(value, key, "each object's state has another object")
         self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):
@@ -202,7 +215,8 @@ class _Flattener:
         An error for a value inside that state also names the object, because the user may not know
         the value.
         """
-        state = value.state_dict()
+        with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
+            state = value.state_dict()
         try:
             return nodes.encode(state, key, self.encode_value, depth)
         except Unsupported as e:
