@@ -10,6 +10,7 @@
       PlanError        state and snapshot do not match: MissingLeaf, UnexpectedLeaf, ShapeMismatch,
                        DTypeMismatch, Unsupported
       CommitError      a save failed: RankFailed, DeadlinePassed
+      MemberFailed     the code of an object in the state raised an exception
       NoSnapshot       a run has no usable version
       TaskError        a task queue cannot do what was asked: LeaseLost, JobFailed
       NotTrusted       the verdicts on a version do not allow to continue from it
@@ -185,6 +186,14 @@ class RankFailed(CommitError):
 
 class DeadlinePassed(CommitError):
     """A requested save was not confirmed before the deadline."""
+
+
+class MemberFailed(HoldfastError):
+    """An object in the state raised in its own code, such as ``state_dict()``.
+
+    ``__cause__`` is its exception (fields: ``member``, the key of the object; ``live_state`` if the
+    live state may be partly overwritten).
+    """
 
 
 class NoSnapshot(HoldfastError):

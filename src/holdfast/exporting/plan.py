@@ -30,6 +30,7 @@ from holdfast.exporting.output_layout import (
 from holdfast.exporting.torch_pickle import build_torch_pickle
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.text import format_list
 
 SUFFIXES = {
@@ -190,7 +191,7 @@ def _select_tensors(
         elif source not in snapshot.leaves or tag == "blob":
             left_out += 1
         elif len(leaf.get("array", ())) == 3:
-            refused[key] = f"an array of {tree.from_descr(leaf['array'][2])}"
+            refused[key] = f"an array of {from_descr(leaf['array'][2])}"
         elif (dtype := snapshot.leaves[source][0]) in UNSUPPORTED_DTYPES:
             refused[key] = dtype
         else:

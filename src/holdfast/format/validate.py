@@ -18,12 +18,12 @@ from holdfast.format.tree import (
     Node,
     children,
     decode,
-    from_descr,
     invalid_node,
     is_int64,
     is_valid_shape,
     reject_leaf,
 )
+from holdfast.format.values.numpy_dtypes import from_descr
 
 _DICT_FIELDS: dict[str, set[str]] = {
     "dict": {"dict"},

@@ -12,7 +12,7 @@ from holdfast.engine.state.loadable import find_unsaved_modules, find_unwritable
 from holdfast.errors import HoldfastError, NothingSaved, PlanError
 from holdfast.format.names import parse_version
 from holdfast.format.records import MAX_PREFIXES
-from holdfast.format.tree import child_keys
+from holdfast.format.tree import MAX_DEPTH, child_keys
 from holdfast.preemption.policy import Preemption
 from holdfast.run.address import resolve_address
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
@@ -167,18 +167,19 @@ def check_loadable(state: dict[str, Any], rank: int) -> None:
 
 
 def _walk_dicts(
-    value: dict[Any, Any], path: str, seen: set[int]
+    value: dict[Any, Any], path: str, seen: set[int], depth: int = 0
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield the dicts nested in a state with their paths, each object once.
 
-    ``seen`` holds the ids of those that have been visited.
+    ``seen`` holds the ids of those that have been visited. A dict that is too deep for a save is
+    left out; the save reports it.
     """
-    for name, member in value.items():
+    for name, member in value.items() if depth < MAX_DEPTH else ():
         if type(member) is dict and id(member) not in seen:
             seen.add(id(member))
             key = f"{path}/{name}" if path else str(name)
             yield key, member
-            yield from _walk_dicts(member, key, seen)
+            yield from _walk_dicts(member, key, seen, depth + 1)
 
 
 def check_can_fire(policy: SavePolicy, epochs_known: bool) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from holdfast.engine.loading.binding import Binding
+from holdfast.engine.loading.binding import STATE_INVALID, Binding
 from holdfast.engine.loading.targets import Finalize
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import modules, sharding
@@ -24,7 +24,8 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     members = binding.dict_members(module, node, key)
     if members is None:
         return lambda: module
-    state = module.state_dict()
+    with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
+        state = module.state_dict()
     in_place = {_memory_key(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
     fresh: dict[str, Finalize] = {}
     plain_names = modules.strip_wrapper_names(module, list(state), key)
@@ -49,7 +50,10 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     def finalize() -> Any:
         if fresh or _has_custom_load(module):
             state.update({name: finalize_value() for name, finalize_value in fresh.items()})
-            module.load_state_dict(state)
+            with modules.calling(
+                module, key, "load_state_dict", STATE_INVALID, live_state="not valid"
+            ):
+                module.load_state_dict(state)
         return module
 
     return finalize

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.engine.loading.binding import Binding
+from holdfast.engine.loading.binding import STATE_INVALID, Binding
 from holdfast.engine.loading.targets import Finalize, is_leaf, tag_of
 from holdfast.engine.planning.select import ABSENT
+from holdfast.engine.state.modules import UNCHANGED, calling
 from holdfast.format import tree
 from holdfast.format.names import escape_level, join_key
 from holdfast.generators import keep_restored
@@ -40,11 +41,13 @@ def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize
     check = getattr(value, "check_state_dict", None)
     adapt = _compare_with_live(binding, value, node, key) if check is None else _unchanged
     if check is not None and not any(is_leaf(n) for _, n in tree.walk(node, key)):
-        check(finalize_state())
+        with calling(value, key, "check_state_dict", f"Nothing was loaded. {UNCHANGED}"):
+            check(finalize_state())
 
     def finalize() -> Any:
         state = adapt(finalize_state())
-        value.load_state_dict(state)
+        with calling(value, key, "load_state_dict", STATE_INVALID, live_state="not valid"):
+            value.load_state_dict(state)
         keep_restored(state)
         return value
 

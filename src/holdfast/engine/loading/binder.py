@@ -26,6 +26,8 @@ from holdfast.engine.state.replication import Replicated, keeps_per_rank
 from holdfast.engine.state.sharding import Boxed
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values.numpy_dtypes import from_descr
+from holdfast.format.values.rejected import nested_too_deeply, unsupported
 from holdfast.lazy_torch import dtype_name
 
 _NON_VALUE_TAGS = frozenset(
@@ -47,9 +49,9 @@ class Binder(Binding):
         if isinstance(value, np.ndarray):
             return self._bind_leaf(self._bind_array, value, node, key)
         if isinstance(value, dict) and (type(value) is dict or not modules.is_stateful(value)):
-            return self._bind_dict(value, node, key)
+            return self._bind_nested(self._bind_dict, value, node, key)
         if type(value) in (list, tuple):
-            return self._bind_sequence(value, node, key)
+            return self._bind_nested(self._bind_sequence, value, node, key)
         if isinstance(value, Boxed):
             return self._bind_leaf(self._bind_boxed, value, node, key)
         if isinstance(value, Replicated):
@@ -84,14 +86,31 @@ class Binder(Binding):
 
     # -- containers ----------------------------------------------------------------------------
 
+    def _bind_nested(
+        self, bind: Callable[[Any, Any, str], Finalize], value: Any, node: Any, key: str
+    ) -> Finalize:
+        """Bind a container. Raises ``Unsupported`` if no save accepts one that is so deep."""
+        self.depth += 1
+        if self.depth > tree.MAX_DEPTH + 1:
+            why = f"it is nested deeper than {tree.MAX_DEPTH} levels, or contains itself"
+            raise nested_too_deeply(value, key, why)
+        try:
+            return bind(value, node, key)
+        finally:
+            self.depth -= 1
+
     def _bind_dict(self, value: Any, node: Any, key: str) -> Finalize:
         members = self.dict_members(value, node, key)
         if members is None:
             return lambda: value
+        try:
+            live_keys = tree.child_keys(list(value), key)
+        except ValueError as e:
+            raise unsupported(value, key, f"a key cannot be converted to text: {e}") from e
         finalizers = {
             # prefer the snapshot's key, which is unique even if two names have the same text
             name: self.bind(value[name], *members.pop(name, (ABSENT, live_key)))
-            for name, live_key in zip(value, tree.child_keys(list(value), key), strict=True)
+            for name, live_key in zip(value, live_keys, strict=True)
         }
         self.note_unexpected(members.values())
 
@@ -165,7 +184,7 @@ class Binder(Binding):
             self.note_other_kind("array", node, key)
             return lambda: value
         name, shape, *descr = self.targets.resolve_leaf(node, key)[1]["array"]
-        dtype = tree.from_descr(descr[0]) if descr else np.dtype(name)
+        dtype = from_descr(descr[0]) if descr else np.dtype(name)
         shape = shape[:-1] if descr else shape
         if list(value.shape) != shape:
             self.differences.shapes[key] = f"{shape}, live {list(value.shape)}"

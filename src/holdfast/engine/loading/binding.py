@@ -43,6 +43,13 @@ STRICT = Leniency()
 """No difference is tolerated."""
 
 
+STATE_INVALID = (
+    "The live state may be partly overwritten and is not valid; load an intact version into it"
+    " before training continues"
+)
+"""The advice after a load that failed once it had begun to write."""
+
+
 def warn_of_share(share: bool | None) -> None:
     """Warn of the deprecated option ``share=``."""
     if share is not None:
@@ -68,6 +75,8 @@ class Binding:
     bound_sources: dict[tuple[Any, ...], str] = field(default_factory=dict)
     torch: Any = field(default_factory=lazy_torch.torch_or_none)
     inside_wrapper: bool = False
+    depth: int = 0
+    """The number of containers around the value that is bound."""
 
     def dict_members(self, value: Any, node: Any, key: str) -> dict[Any, tuple[Any, str]] | None:
         """Return the members of a dict's node by name, each with its key. Return None, and record a

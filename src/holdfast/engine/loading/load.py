@@ -21,7 +21,7 @@ from holdfast.engine.distributed.group import (
     LocalGroup,
 )
 from holdfast.engine.loading.binder import Binder
-from holdfast.engine.loading.binding import STRICT, Leniency
+from holdfast.engine.loading.binding import STATE_INVALID, STRICT, Leniency
 from holdfast.engine.loading.differences import no_match_error
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from holdfast.engine.loading.targets import Finalize, LoadTargets
@@ -65,12 +65,6 @@ def load_snapshot(
         collective.close()
 
 
-_STATE_INVALID = (
-    "The live state may be partly overwritten and is not valid; load an intact version into it"
-    " before training continues"
-)
-
-
 def _load(
     reader: Snapshot | SharedReader,
     into: dict[str, Any] | None,
@@ -86,7 +80,7 @@ def _load(
     except RankFailed as e:
         if e.is_state_invalid or isinstance(e.__cause__, HoldfastError):
             raise  # the error already states whether the other rank had begun to read
-        raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
+        raise e.with_advice(STATE_INVALID, live_state="not valid") from e
     if reassigned and collective.rank == 0:
         warn_user(
             f"The per-rank values in {targets.snapshot.url} do not match the ranks that load them:"
@@ -104,8 +98,8 @@ def _load(
         if into is None or (isinstance(e, HoldfastError) and e.is_state_invalid):
             raise
         if isinstance(e, HoldfastError):
-            raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
-        e.add_note(_STATE_INVALID)
+            raise e.with_advice(STATE_INVALID, live_state="not valid") from e
+        e.add_note(STATE_INVALID)
         raise
     events.emit("loaded", url=targets.snapshot.url, leaves=len(targets.requests))
     return loaded

@@ -12,6 +12,7 @@ from holdfast.engine.snapshot.read import Target
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
 from holdfast.format.names import MANIFEST, join_key
+from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.types import Box
 
 Finalize = Callable[[], Any]
@@ -67,7 +68,7 @@ class LoadTargets:
         if "blob" in leaf:
             return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](loaded.data)
         if "array" in leaf and len(leaf["array"]) == 3:
-            dtype = tree.from_descr(leaf["array"][2])
+            dtype = from_descr(leaf["array"][2])
             return as_records(loaded, dtype).reshape(loaded.shape[:-1])
         return loaded
 

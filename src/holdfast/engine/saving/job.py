@@ -49,7 +49,7 @@ class VersionMetadata:
         content = {"reason": self.reason, "metrics": dict(self.metrics), "note": dict(self.note)}
         optional = {"training": self.training, "objectives": self.objectives}
         content |= {name: dict(value) for name, value in optional.items() if value}
-        return tree.encode(content, "metadata", tree.reject_value)
+        return tree.encode_root(content, "metadata", tree.reject_value)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from holdfast.engine.planning.boxes import TensorIndex, box_from_index
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.read import Target
 from holdfast.errors import HoldfastError
-from holdfast.format import tree
+from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.types import DTYPES, Box
 
 
@@ -46,7 +46,7 @@ class LeafView:
         self.dtype, self.shape = self._stored_dtype, _ = snapshot.leaves[self._source_key]
         self._record_dtype: np.dtype[Any] | None = None
         if "array" in self._node and len(self._node["array"]) == 3:
-            self._record_dtype = tree.from_descr(self._node["array"][2])
+            self._record_dtype = from_descr(self._node["array"][2])
             self.dtype, self.shape = str(self._record_dtype), self.shape[:-1]
 
     def __repr__(self) -> str:

@@ -25,7 +25,13 @@ from holdfast.engine.state.replication import (
 from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
 from holdfast.format.names import join_key
-from holdfast.format.tree import unsupported
+from holdfast.format.values.numpy_dtypes import to_descr
+from holdfast.format.values.rejected import (
+    NOT_PLAIN,
+    nested_too_deeply,
+    rejections_within,
+    unsupported,
+)
 from holdfast.generators import DeferredIsolation
 from holdfast.text import with_article
 from holdfast.threads import gc_paused
@@ -81,7 +87,7 @@ class FlatState:
 def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
     """Flatten a state, as the rank ``rank`` of the save.
 
-    Raises ``Unsupported``, which names the first value that cannot be saved faithfully.
+    Raises ``Unsupported``, which names all values that cannot be saved faithfully.
     """
     if type(state) is not dict:
         raise Unsupported(
@@ -99,7 +105,13 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
             and torch.distributed.is_initialized()
         ):
             flattener.replication_by_address = find_ddp_replication(state)
-        flattener.flat.tree = nodes.encode(state, "", flattener.encode_value)
+        try:
+            flattener.flat.tree = nodes.encode_root(state, "", flattener.encode_value)
+        except RecursionError as e:
+            raise Unsupported(
+                "The state is nested too deeply for Python's recursion limit",
+                todo="Use fewer levels, or raise the limit with sys.setrecursionlimit()",
+            ) from e
         return flattener.flat
 
 
@@ -140,9 +152,7 @@ class _Flattener:
             self._add_array(key, np.frombuffer(bytes(value), np.uint8))
             return {"blob": [type(value).__name__, len(value)]}
         if isinstance(value, np.ndarray):
-            raise unsupported(
-                value, key, "it is a subclass of ndarray; convert it with numpy.asarray()"
-            )
+            raise unsupported(value, key, "it is a subclass of ndarray")
         return self._encode_object(value, key, depth)
 
     def _add_array(self, key: str, a: np.ndarray[Any, Any]) -> None:
@@ -159,13 +169,15 @@ class _Flattener:
         first = isinstance(value, Replicated)
         self.forced_replication = Replication.FROM_FIRST if first else Replication.REPLICATED
         own_key = key if first else join_key(key, str(self.rank))
-        node = (
-            nodes.encode(value.value, own_key, self.encode_value, depth + 1)
-            if isinstance(value, PerRank | Replicated)
-            else self._encode_object(value, own_key, depth)
-        )
+        try:
+            node = (
+                nodes.encode(value.value, own_key, self.encode_value, depth + 1)
+                if isinstance(value, PerRank | Replicated)
+                else self._encode_object(value, own_key, depth + 1)
+            )
+        finally:
+            self.forced_replication = None
         (self.flat.from_first if first else self.flat.per_rank)[key] = node
-        self.forced_replication = None
         return {"first" if first else "own": key}
 
     def _encode_object(self, value: Any, key: str, depth: int) -> Any:
@@ -178,6 +190,8 @@ class _Flattener:
             return self._encode_rank_dependent(value, key, depth)
         if id(value) in self.enclosing_ids:
             raise unsupported(value, key, "its state contains itself")
+        if len(self.enclosing_ids) > nodes.MAX_DEPTH:
+            raise nested_too_deeply(value, key, "each object's state has another object")
         self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):
@@ -190,7 +204,7 @@ class _Flattener:
             elif modules.is_stateful(value) and not isinstance(value, type):
                 return self._encode_stateful(value, key, depth)
             else:
-                raise unsupported(value, key, "it is not a tensor, an array, or a plain value")
+                raise unsupported(value, key, NOT_PLAIN)
             return nodes.encode(state, key, self.encode_value, depth)
         finally:
             self.enclosing_ids.pop()
@@ -201,7 +215,8 @@ class _Flattener:
         An error for a value inside that state also names the object, because the user may not know
         the value.
         """
-        state = value.state_dict()
+        with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
+            state = value.state_dict()
         try:
             return nodes.encode(state, key, self.encode_value, depth)
         except Unsupported as e:
@@ -213,7 +228,7 @@ class _Flattener:
                 expected=e.expected,
                 found=e.found,
                 todo=e.todo,
-                **e.fields,
+                **{**e.fields, "rejections": rejections_within(e, name)},
             )
             raise error.with_advice(
                 f"Or leave the whole of {key[:300]!r} out of the state, or wrap it in an object"
@@ -292,17 +307,18 @@ class _Flattener:
     def _encode_sparse(self, t: Any, key: str) -> Any:
         layout = str(t.layout).removeprefix("torch.")
         problems = (
-            (t.is_meta, "a meta tensor has no data; materialize it before the save"),
+            (t.is_meta, "a meta tensor has no data", "Materialize it before the save"),
             (
                 t.is_quantized,
-                "it is a quantized tensor; save its int_repr(), scale, and zero point",
+                "it is a quantized tensor",
+                "Save its int_repr(), scale, and zero point",
             ),
-            (t.is_nested, "it is a nested tensor; save its values and offsets"),
-            (layout not in SPARSE_PARTS, f"its layout {t.layout} is opaque"),
+            (t.is_nested, "it is a nested tensor", "Save its values() and offsets()"),
+            (layout not in SPARSE_PARTS, f"its layout {t.layout} is opaque", "Save to_dense()"),
         )
-        for is_present, problem in problems:
+        for is_present, why, advice in problems:
             if is_present:
-                raise unsupported(t, key, problem)
+                raise unsupported(t, key, why, advice)
         t = t.detach()
         return {
             "sparse": {
@@ -326,9 +342,10 @@ class _Flattener:
             self._add_array(key, a)
             return {"array": [name, list(a.shape)]}
         try:
-            descr = nodes.to_descr(a.dtype)
+            descr = to_descr(a.dtype)
         except ValueError as e:
-            raise unsupported(a, key, str(e)) from e
+            advice = "Save array.tolist(), or convert it to a dtype without objects"
+            raise unsupported(a, key, str(e), advice * a.dtype.hasobject) from e
         flat = np.ascontiguousarray(a).reshape(-1)
         raw = flat.view(np.uint8).reshape(rows) if a.nbytes else np.empty(rows, "u1")
         self._add_array(key, raw)
