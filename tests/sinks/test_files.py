@@ -29,6 +29,7 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
         "save_waited": "INFO",
         "began": "INFO",
         "stopped": "INFO",
+        "finished": "INFO",
         "left_unsaved": "WARNING",
         "resumed": "INFO",
         "skipped": "WARNING",

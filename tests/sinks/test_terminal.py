@@ -83,6 +83,7 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
         ("save_waited", "waited 1.20 s to save step 1400: another save was in progress"),
         ("began", "started a new training in runs/a: it has no version yet"),
         ("stopped", "stopped at step 1500: val_loss no longer improved, its best value was 0.2312"),
+        ("finished", "finished at step 1512: the newest version is of step 1500"),
         ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: the policy AtEnd() saves "
                          "them"),
         ("resumed", "resumed step 1200 from runs/a/version_1200"),

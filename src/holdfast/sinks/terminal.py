@@ -21,6 +21,7 @@ _STYLES = {
     "began": "cyan",
     "resumed": "cyan",
     "stopped": "cyan",
+    "finished": "cyan",
     "skipped": "yellow",
     "save_skipped": "yellow",
     "left_unsaved": "yellow",
@@ -37,6 +38,8 @@ _STYLES = {
     "preempted": "yellow",
     "save_failed": "bold red",
 }
+SHOWN_EVENTS = frozenset(_STYLES)
+"""The events that a ``Terminal`` shows. It also needs ``deleted``, for the line of a save."""
 _MIN_WAIT_SECONDS = 0.1
 """Shorter waits in seconds are not shown: in a fast loop every save waits."""
 _METRICS_DROP_ORDER = 5

@@ -155,6 +155,8 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             return f"stopped at step {step}: {metric} was never a number"
         value = to_printable(_format_value(best))
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
+    if name == "finished":
+        return _describe_end(fields)
     if name in ("notice", "preempted", "platform_detected"):
         return _describe_preemption(name, fields)
     return {
@@ -180,6 +182,14 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
         ),
     }.get(name)
+
+
+def _describe_end(fields: Mapping[str, Any]) -> str:
+    step, newest, error = (text_field(fields, name) for name in ("step", "saved", "error"))
+    end = "no step is saved" if newest == "0" else f"the newest version is of step {newest}"
+    if fields.get("error") is None:
+        return f"finished at step {step}: {end}"
+    return f"ended after step {step}: {end}. The cause is {_truncate(error, 100)}"
 
 
 def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:

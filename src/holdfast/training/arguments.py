@@ -52,7 +52,7 @@ def check_arguments(**values: Any) -> dict[str, str]:
     }
     for name in ("on_error", "on_unchanged"):
         expected_values[name] = values[name] in ("raise", "warn"), '"raise" or "warn"'
-    for name in ("incremental", "overlap"):
+    for name in ("incremental", "overlap", "quiet"):
         expected_values[name] = type(values[name]) is bool, "True or False"
     for name, (is_valid, expected) in expected_values.items():
         if not is_valid:
@@ -67,8 +67,8 @@ def check_arguments(**values: Any) -> dict[str, str]:
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
         for name, value in values.items()
-        # only rank 0 uses the first two, and each host may have its own notices and memory
-        if name not in ("keep", "stop", "preemption", "tiers")
+        # only rank 0 uses the first three, and each host may have its own notices and memory
+        if name not in ("keep", "stop", "quiet", "preemption", "tiers")
     }
 
 

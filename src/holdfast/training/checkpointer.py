@@ -39,9 +39,9 @@ from holdfast.training.arguments import (
 )
 from holdfast.training.cadence import Cadence
 from holdfast.training.ending import Ending, make_savepoint
-from holdfast.training.lifecycle import Lifecycle, exclusive
+from holdfast.training.lifecycle import Lifecycle, exclusive, show_lines
 from holdfast.training.resume import resume_run
-from holdfast.training.resume_point import ResumeRequest, left_state_invalid
+from holdfast.training.resume_point import ResumePoint, ResumeRequest, left_state_invalid
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -85,6 +85,9 @@ class Checkpointer:
     changed, the state is probably a copy that nobody trains. A ``StateUnchanged`` warning names the
     parameters, once. With ``on_unchanged="raise"``, the save raises and commits nothing.
 
+    On a terminal, rank 0 prints a line for each resume and failure, and at most one per minute for
+    saves, unless a sink is attached. ``quiet=True`` or ``HOLDFAST_QUIET=1`` turns this off.
+
     Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
     ``group`` is the ``ProcessGroup`` of these ranks if they are not all ranks. The metrics and the
     clock of rank 0 count. All ranks act on them at a step on which they agree, without collectives.
@@ -111,6 +114,7 @@ class Checkpointer:
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         on_unchanged: Literal["raise", "warn"] = "warn",
+        quiet: bool = False,
         group: GroupSpec = None,
     ) -> None:
         save = EverySeconds(600) | AtEnd() if save is None else save
@@ -130,6 +134,7 @@ class Checkpointer:
             spread=spread,
             tiers=tiers,
             preemption=preemption,
+            quiet=quiet,
         )
         self.run, self.state = Run(run), state
         self._group = saving_group(group)
@@ -155,6 +160,7 @@ class Checkpointer:
         observed = self._step_counter, self._goodput, self._saver, self._ending, self._savepoint
         self._preemption = PreemptionResponse(preemption, self._group, observed)
         self._calls = GuardedCalls(self._preemption, self._goodput)
+        self._end_lines = show_lines(self, self.run.url, quiet)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -224,6 +230,10 @@ class Checkpointer:
         if point is None:
             events.emit("began", run=self.run.url)
             return None
+        self._continue_from(point)
+        return point.snapshot
+
+    def _continue_from(self, point: ResumePoint) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self._step_counter.resume_at(point.step, point.from_own_run)
         if point.from_own_run:
@@ -232,8 +242,13 @@ class Checkpointer:
         self._cadence.restart()
         self._tiers.memory.restart(self.current_step, self._step_counter.epochs)
         self._early_stop.resume_from(point.training_metadata, point.step)
-        events.emit("resumed", url=point.snapshot.url, step=self.current_step, branch=self._branch)
-        return point.snapshot
+        events.emit(
+            "resumed",
+            run=self.run.url,
+            url=point.snapshot.url,
+            step=self.current_step,
+            branch=self._branch,
+        )
 
     # -- training ------------------------------------------------------------------------------
 
@@ -400,6 +415,7 @@ class Checkpointer:
                 saver.writer_lock.release(self._preemption.cleanup_seconds)
                 self._tiers.close(saver.saved_step == self.current_step and not saver.busy)
             finally:
+                self._end_lines()
                 self._preemption.finish(self._lifecycle.interruption())
 
     def __enter__(self) -> Self:

@@ -227,6 +227,9 @@ class Ending:
                 warn_unsaved_steps(url, step, saved_step, reason)
 
     def close(self) -> None:
+        if self._start_save is not no_op:
+            saver, step = self._saver, self._step_counter.step
+            self._lifecycle.emit_finished(saver.url, step, saver.saved_step)
         self._start_save = no_op  # it refers to the Checkpointer, which refers to this object
         self._savepoint.close()
 

@@ -10,9 +10,14 @@ from sys import _getframe
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import finalize
 
-from holdfast.errors import HoldfastError
+from holdfast import events
+from holdfast.errors import HoldfastError, NoProgress, Preempted
 from holdfast.machine import is_running
+from holdfast.settings import read_settings
+from holdfast.sinks.default_terminal import default_terminal
+from holdfast.threads import no_op
 
 
 class _HasLifecycle(Protocol):
@@ -51,6 +56,16 @@ def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C,
 def is_process_ending() -> bool:
     """Return True if the main thread has ended. No thread can be started from then on."""
     return not main_thread().is_alive()
+
+
+def show_lines(checkpointer: object, run: str, quiet: bool) -> Callable[[], object]:
+    """Print the events of ``run`` on a terminal until the returned function is called, or
+    ``checkpointer`` is discarded, unless the user wants none."""
+    if quiet or read_settings().quiet:
+        return no_op
+    close = finalize(checkpointer, default_terminal.open(run))
+    close.atexit = False
+    return close
 
 
 class Lifecycle:
@@ -99,6 +114,15 @@ class Lifecycle:
         """
         error = sys.exception()
         return None if id(error) == self._outer_exception else error
+
+    def emit_finished(self, run: str, step: int, saved_step: int) -> None:
+        """Emit ``finished`` for a training that has begun, unless the process says why it leaves.
+
+        ``saved_step``: the step of the newest version.
+        """
+        error = self.interruption()
+        if (self.is_started or self.is_resumed) and not isinstance(error, Preempted | NoProgress):
+            events.emit("finished", run=run, step=step, saved=saved_step, error=error)
 
     def check_open(self) -> None:
         """Raise ``HoldfastError`` if the Checkpointer is closed, or in a forked process."""
