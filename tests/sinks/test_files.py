@@ -30,6 +30,7 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
         "began": "INFO",
         "stopped": "INFO",
         "left_unsaved": "WARNING",
+        "taken_over": "INFO",
         "resumed": "INFO",
         "skipped": "WARNING",
         "deleted": "INFO",

@@ -85,6 +85,7 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
         ("stopped", "stopped at step 1500: val_loss no longer improved, its best value was 0.2312"),
         ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: the policy AtEnd() saves "
                          "them"),
+        ("taken_over", "closed an earlier Checkpointer of runs/a"),
         ("resumed", "resumed step 1200 from runs/a/version_1200"),
         ("pin_left", "could not remove the pin pin-1.json: timeout"),
         ("structure_changed", "detected changed leaves of the state in version_9: 2 added, "

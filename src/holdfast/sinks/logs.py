@@ -13,6 +13,7 @@ _LEVELS = {
     "began": logging.INFO,
     "resumed": logging.INFO,
     "stopped": logging.INFO,
+    "taken_over": logging.INFO,
     "deleted": logging.INFO,
     "structure_changed": logging.INFO,
     "platform_detected": logging.INFO,

@@ -21,6 +21,7 @@ _STYLES = {
     "began": "cyan",
     "resumed": "cyan",
     "stopped": "cyan",
+    "taken_over": "cyan",
     "skipped": "yellow",
     "save_skipped": "yellow",
     "left_unsaved": "yellow",
