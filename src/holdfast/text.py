@@ -88,6 +88,14 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {format_list(ranks, 8)}"
 
 
+def user_line() -> tuple[str, int]:
+    """Return the file and the number of the user's line that called into Holdfast."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the user's line that called into Holdfast, at any depth of internal calls."""
     frame, level = sys._getframe(1), 2

@@ -34,6 +34,7 @@ EVENTS: dict[str, dict[str, Any]] = {
     "stopped": {"run": "runs/a", "step": 1500, "metric": "val_loss", "best": 0.231234},
     "finished": {"run": "runs/a", "step": 1512, "saved": 1500, "error": None},
     "left_unsaved": {"run": "runs/a", "step": 1512, "since": 1500},
+    "taken_over": {"run": "runs/a", "step": 1512, "saved": 1500},
     "resumed": {"url": "runs/a/version_1200", "step": 1200, "branch": 0},
     "skipped": {"version": "version_1250", "error": NO_SPACE},
     "deleted": {"version": "version_1000"},

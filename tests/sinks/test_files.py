@@ -31,6 +31,7 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
         "stopped": "INFO",
         "finished": "INFO",
         "left_unsaved": "WARNING",
+        "taken_over": "INFO",
         "resumed": "INFO",
         "skipped": "WARNING",
         "deleted": "INFO",

@@ -86,6 +86,7 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
         ("finished", "finished at step 1512: the newest version is of step 1500"),
         ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: the policy AtEnd() saves "
                          "them"),
+        ("taken_over", "closed an earlier Checkpointer of runs/a"),
         ("resumed", "resumed step 1200 from runs/a/version_1200"),
         ("pin_left", "could not remove the pin pin-1.json: timeout"),
         ("structure_changed", "detected changed leaves of the state in version_9: 2 added, "

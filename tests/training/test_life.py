@@ -54,6 +54,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Stat
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.training.saves.goodput import Goodput
+from tests.engine.unreliable_stores import HookedStore
 from tests.forging import seal, sealed_content
 from tests.trainings import (
     initial_state,
@@ -440,7 +441,8 @@ def test_a_second_training_raises_while_the_first_runs(tmp_path: Any) -> None:
 def test_a_replaced_training_saves_nothing_more() -> None:
     """For example, a node that was believed dead returns, while its successor runs elsewhere."""
     store = MemoryStore()
-    old = Checkpointer(store, state := initial_state(), save=EverySteps(2), on_error="warn")
+    old_store = HookedStore(store)  # as on another machine: this process does not see the same run
+    old = Checkpointer(old_store, state := initial_state(), save=EverySteps(2), on_error="warn")
     train(state, old, 2)
     old.wait()
     with training(store, EverySteps(2)) as (new_state, new):
@@ -517,7 +519,7 @@ def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one() ->
 
 def test_a_writer_in_a_newer_format_is_not_ignored() -> None:
     store = MemoryStore()
-    with training(store, EverySteps(1)) as (state, ckpt):
+    with training(HookedStore(store), EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
         ckpt.wait()
         later = seal(sealed_content(store.get("writer.json", 1 << 20)), 99)

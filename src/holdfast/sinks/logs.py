@@ -14,6 +14,7 @@ _LEVELS = {
     "resumed": logging.INFO,
     "stopped": logging.INFO,
     "finished": logging.INFO,
+    "taken_over": logging.INFO,
     "deleted": logging.INFO,
     "structure_changed": logging.INFO,
     "platform_detected": logging.INFO,

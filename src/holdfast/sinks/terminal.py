@@ -22,6 +22,7 @@ _STYLES = {
     "resumed": "cyan",
     "stopped": "cyan",
     "finished": "cyan",
+    "taken_over": "cyan",
     "skipped": "yellow",
     "save_skipped": "yellow",
     "left_unsaved": "yellow",

@@ -163,6 +163,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
         "left_unsaved": f"left the steps after {text_field(fields, 'since')} up to {step} unsaved:"
         " the policy AtEnd() saves them",
+        "taken_over": f"closed an earlier Checkpointer of {text_field(fields, 'run')}",
         "save_failed": f"failed to save step {step}: {error}",
         "save_skipped": f"skipped the save of step {step}: another save was in progress",
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",

@@ -49,6 +49,7 @@ from holdfast.training.saves.saver import Saver
 from holdfast.training.saves.version_checks import VersionChecks
 from holdfast.training.start import check_start, start_from
 from holdfast.training.step_counter import StepCounter
+from holdfast.training.takeover import take_over
 from holdfast.training.warn import raise_or_warn
 
 
@@ -91,6 +92,9 @@ class Checkpointer:
     Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
     ``group`` is the ``ProcessGroup`` of these ranks if they are not all ranks. The metrics and the
     clock of rank 0 count. All ranks act on them at a step on which they agree, without collectives.
+
+    If this process has an open Checkpointer of the same run, as after a notebook cell is run again,
+    that one is closed as after an exception. An ``UnsavedSteps`` warning names its unsaved steps.
 
     Raises ``HoldfastError`` for an invalid argument, and ``PlanError`` if the state contains the
     ``state_dict()`` of an optimizer or scheduler.
@@ -161,6 +165,7 @@ class Checkpointer:
         self._preemption = PreemptionResponse(preemption, self._group, observed)
         self._calls = GuardedCalls(self._preemption, self._goodput)
         self._end_lines = show_lines(self, self.run.url, quiet)
+        take_over(self)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"

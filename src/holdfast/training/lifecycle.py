@@ -70,6 +70,7 @@ def show_lines(checkpointer: object, run: str, quiet: bool) -> Callable[[], obje
 
 class Lifecycle:
     """The states of a Checkpointer: resumed, started (by the first step or save), and closed.
+    ``was_taken_over``: a newer Checkpointer of this process closes it, or has closed it.
 
     ``is_state_valid`` is False after a ``resume`` that failed and may have overwritten a part of
     the live state.
@@ -77,7 +78,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.is_state_valid = True
-        self.is_resumed = self.is_started = self.is_closed = False
+        self.is_resumed = self.is_started = self.is_closed = self.was_taken_over = False
         self._pid = os.getpid()
         self._outer_exception = id(None)
         self.calls: dict[FrameType, str] = {}
@@ -95,6 +96,14 @@ class Lifecycle:
             if not self.is_forked and is_running(other):
                 raise _refusal(self.calls.pop(frame), frame, name, other)
             self.calls.pop(other, None)
+
+    def running_call(self) -> tuple[str, bool] | None:
+        """Return the name of the running call, and whether it is in this thread, or None."""
+        for frame, name in self.calls.copy().items():
+            if is_running(frame):
+                return name, _is_below(_getframe(), frame)
+            self.calls.pop(frame, None)
+        return None
 
     @property
     def is_forked(self) -> bool:
@@ -116,17 +125,23 @@ class Lifecycle:
         return None if id(error) == self._outer_exception else error
 
     def emit_finished(self, run: str, step: int, saved_step: int) -> None:
-        """Emit ``finished`` for a training that has begun, unless the process says why it leaves.
+        """Emit ``finished`` for a training that has begun, unless another event says why it ends.
 
         ``saved_step``: the step of the newest version.
         """
         error = self.interruption()
-        if (self.is_started or self.is_resumed) and not isinstance(error, Preempted | NoProgress):
+        is_named = self.was_taken_over or isinstance(error, Preempted | NoProgress)
+        if (self.is_started or self.is_resumed) and not is_named:
             events.emit("finished", run=run, step=step, saved=saved_step, error=error)
 
     def check_open(self) -> None:
         """Raise ``HoldfastError`` if the Checkpointer is closed, or in a forked process."""
         self._outer_exception = id(sys.exception())
+        if self.was_taken_over:
+            raise HoldfastError(
+                "The Checkpointer is closed: a newer one of this process has taken its run over",
+                todo="Use the newer one. To train twice in one process, use two runs",
+            )
         if self.is_closed:
             raise HoldfastError("The Checkpointer is closed", todo="Create a new one")
         self.check_not_forked()
