@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values import torch_types
 from holdfast.text import LongRepr
 from holdfast.types import DTYPES
 
@@ -54,7 +55,7 @@ class TreeRow:
 
     def value(self) -> Any:
         """Return the plain value of a row of kind ``value``."""
-        return tree.decode(self.node, self.key, tree.reject_leaf)
+        return tree.decode(self.node, self.key, _describe)
 
 
 def format_short(value: Any) -> str:
@@ -88,7 +89,14 @@ def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeR
         yield TreeRow(key, depth, "value", node)
 
 
+def _describe(node: Any, key: str) -> Any:
+    """Return one of torch's types as text: a command does not import torch."""
+    if torch_types.TAGS.isdisjoint(node):
+        return tree.reject_leaf(node, key)
+    return torch_types.describe(node)
+
+
 def _is_plain_value(node: Any) -> bool:
     """Return True if a node is a single value without members."""
-    plain_tags = ("int", "float", "complex", "bytes", "bytearray", "scalar")
+    plain_tags = ("int", "float", "complex", "bytes", "bytearray", "scalar", *torch_types.TAGS)
     return type(node) is not dict or next(iter(node)) in plain_tags

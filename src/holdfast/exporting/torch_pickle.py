@@ -21,6 +21,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values import torch_types
 from holdfast.text import with_article
 from holdfast.types import DTYPES
 
@@ -132,6 +133,8 @@ class TorchPickle:
             return self._build_sparse(node["sparse"], key)
         if tag == "tied" or tag in LEAF_NODE_TAGS:
             return self._build_tensor(node, key)
+        if tag in torch_types.TAGS:
+            return torch_types.decode(node, key)
         return self._build_plain(tree.decode(node, key, tree.reject_leaf), key)
 
     def _build_tensor(self, node: Any, key: str) -> Any:

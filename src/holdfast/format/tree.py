@@ -12,6 +12,7 @@ whose first member is a tag that names its type:
 ``tensor`` ``array`` ``blob``   a leaf: its bytes are in the shards, under the node's own key
 ``tied``            the same tensor as the leaf with this key
 ``sparse``          a sparse tensor: its parts are leaves under the node's key
+``dtype`` ``device`` ``size``   of torch: a name, a name with a number, numbers
 ==================  =========================================================================
 
 A key is the path to a node: levels joined by ``/``. A value of any other type is rejected by key at
@@ -32,6 +33,7 @@ import numpy as np
 
 from holdfast.errors import ManifestInvalid, Unsupported
 from holdfast.format.names import escape_level, join_key
+from holdfast.format.values import torch_types
 from holdfast.format.values.numpy_dtypes import from_descr, to_descr
 from holdfast.format.values.rejected import (
     collect,
@@ -224,8 +226,8 @@ def _key_text(key: Any, depth: int = 0) -> str:
 
 
 def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any:
-    """Return the value of a node. ``decode_leaf(node, key)`` decodes leaves and tied and sparse
-    tensors.
+    """Return the value of a node. ``decode_leaf(node, key)`` decodes leaves, tied and sparse
+    tensors, and torch's types.
 
     Raises ``ManifestInvalid`` for an unknown or malformed node.
     """
@@ -240,7 +242,7 @@ def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any
     try:
         if tag in ("dict", "ordered", "items"):
             return _decode_dict(node, key, decode_leaf, depth)
-        if tag in LEAF_TAGS or tag in ("tied", "sparse"):
+        if tag in LEAF_TAGS or tag in ("tied", "sparse") or tag in torch_types.TAGS:
             return decode_leaf(node, key)
         if tag in _SEQUENCE_TYPES and len(node) == 1:
             return _decode_sequence(tag, body, key, decode_leaf, depth)

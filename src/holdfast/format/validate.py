@@ -23,6 +23,7 @@ from holdfast.format.tree import (
     is_valid_shape,
     reject_leaf,
 )
+from holdfast.format.values import torch_types
 from holdfast.format.values.numpy_dtypes import from_descr
 
 _DICT_FIELDS: dict[str, set[str]] = {
@@ -46,6 +47,15 @@ LeafSpecs = dict[str, tuple[str, tuple[int, ...]]]
 def check_tree(node: Node, file: str) -> LeafSpecs:
     """Check a tree, and return the dtype and global shape of each leaf in the shards, by key.
 
+    Raises as ``check_numbered_tree``.
+    """
+    return check_numbered_tree(node, file)[0]
+
+
+def check_numbered_tree(node: Node, file: str) -> tuple[LeafSpecs, int]:
+    """Check a tree. Return the result of ``check_tree``, and the lowest format number of a manifest
+    that has such a tree: 1 or 3.
+
     Raises ``ManifestInvalid`` for anything that ``format/tree.py`` does not write: an unknown node
     or dtype, an invalid shape, a duplicate key, or a tied leaf without its target.
     """
@@ -56,7 +66,7 @@ def check_tree(node: Node, file: str) -> LeafSpecs:
     for key, target in checker.tied:
         if type(target) is not str or target not in checker.tensors:
             raise invalid_node({"tied": target}, key, file)
-    return checker.leaves
+    return checker.leaves, checker.number
 
 
 def check_plain(node: Node, key: str, file: str) -> None:
@@ -65,8 +75,8 @@ def check_plain(node: Node, key: str, file: str) -> None:
     if type(node) is not dict or next(iter(node), None) != "dict":
         raise invalid_node(node, key, file)
     checker.check_node(node, key, 0)
-    if checker.leaves or checker.tied:
-        raise invalid_node(next(iter([*checker.leaves, *checker.tied])), key, file)
+    if not checker.is_plain:
+        raise invalid_node(next(iter([*checker.leaves, *checker.tied, node])), key, file)
 
 
 @dataclass(slots=True)
@@ -77,6 +87,12 @@ class _Checker:
     leaves: LeafSpecs = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
     tied: list[tuple[str, Any]] = field(default_factory=list)
+    number: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only nodes of plain values were checked."""
+        return not self.leaves and not self.tied and self.number == 1
 
     def check_node(self, node: Node, key: str, depth: int) -> None:
         if type(node) is not dict:
@@ -113,6 +129,9 @@ class _Checker:
             return True
         if tag == "sparse":
             return self._check_sparse(body, key)
+        if tag in torch_types.TAGS:
+            self.number = 3
+            return torch_types.is_valid(node)
         # no other node contains leaves, and it is well formed if it can be decoded
         decode(node, key, reject_leaf, depth)
         return True
@@ -121,7 +140,7 @@ class _Checker:
         if "metadata" in node:
             checker = _Checker(self.file)
             checker.check_node(node["metadata"], join_key(key, "~metadata"), depth + 1)
-            if checker.leaves or checker.tied or node.get("of") == "dict":
+            if not checker.is_plain or node.get("of") == "dict":
                 return False
         if "items" in node and not (
             type(node["items"]) is list

@@ -12,6 +12,7 @@ from holdfast.engine.snapshot.read import Target
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
 from holdfast.format.names import MANIFEST, join_key
+from holdfast.format.values import torch_types
 from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.types import Box
 
@@ -61,6 +62,8 @@ class LoadTargets:
 
     def decode_leaf(self, node: Any, key: str) -> Any:
         """Return the value of a leaf whose bytes are read. Callback for ``tree.decode``."""
+        if not torch_types.TAGS.isdisjoint(node):
+            return torch_types.decode(node, key)
         if "sparse" in node:
             return self._make_sparse(node["sparse"], key)
         source, leaf = self.resolve_leaf(node, key)

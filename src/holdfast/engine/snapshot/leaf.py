@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from holdfast import lazy_torch
 from holdfast.engine.planning.boxes import TensorIndex, box_from_index
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.read import Target
@@ -96,14 +97,7 @@ def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: An
     """
     if "tensor" not in node:
         return np.empty(sizes, dtype)
-    try:
-        import torch
-    except ImportError as e:
-        raise HoldfastError(
-            f"The leaf {key!r} is a torch tensor",
-            todo='Install torch: pip install "holdfast[torch]"',
-            leaf=key,
-        ) from e
+    torch = lazy_torch.import_torch(f"The leaf {key!r} is a torch tensor")
     if not hasattr(torch, dtype):
         raise HoldfastError(
             f"The leaf {key!r} has dtype {dtype}, which torch {torch.__version__} does not support",

@@ -30,7 +30,9 @@ from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import LeafSchema
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version
-from holdfast.format.validate import LeafSpecs, check_plain, check_tree
+from holdfast.format.sealed import require
+from holdfast.format.validate import LeafSpecs, check_numbered_tree, check_plain
+from holdfast.format.values import torch_types
 from holdfast.ragged import Ints
 from holdfast.threads import gc_paused, look_up_each, no_op
 
@@ -127,7 +129,10 @@ class Snapshot:
     def _check_manifest(self, manifest: Manifest) -> LeafSpecs:
         file = self.location.key(MANIFEST)
         check_plain(manifest.metadata, "metadata", file)
-        return check_tree(manifest.tree, file)
+        leaves, number = check_numbered_tree(manifest.tree, file)
+        fits = (number == 3) == (manifest.number == 3)
+        require(file, fits, f"nodes of format {manifest.number}", f"nodes of format {number}")
+        return leaves
 
     @property
     def url(self) -> str:
@@ -220,7 +225,12 @@ class Snapshot:
         node = self.nodes()[key]
         if type(node) is dict and next(iter(node)) in (*tree.LEAF_TAGS, "tied"):
             return LeafView(self, key, node)
-        return tree.decode(node, key, tree.reject_value)
+        is_torch_type = type(node) is dict and not torch_types.TAGS.isdisjoint(node)
+        return (
+            torch_types.decode(node, key)
+            if is_torch_type
+            else tree.decode(node, key, tree.reject_value)
+        )
 
     def indexes(self) -> list[ShardIndex]:
         """Return the indexes of all shards, checked against the manifest and the tree.

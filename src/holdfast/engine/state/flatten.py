@@ -25,6 +25,7 @@ from holdfast.engine.state.replication import (
 from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
 from holdfast.format.names import join_key
+from holdfast.format.values import torch_types
 from holdfast.format.values.numpy_dtypes import to_descr
 from holdfast.format.values.rejected import (
     NOT_PLAIN,
@@ -181,6 +182,8 @@ class _Flattener:
         return {"first" if first else "own": key}
 
     def _encode_object(self, value: Any, key: str, depth: int) -> Any:
+        if (node := torch_types.encode(value)) is not None:
+            return node
         self.isolation.begin()  # what its code draws is undone
         if sharding.is_distributed_tensor(value):
             return self._encode_distributed(value, key)

@@ -37,6 +37,9 @@ ADVICE_BY_CLASS = {
     "numpy.MaskedArray": "Save numpy.asarray(array.data) and numpy.asarray(array.mask)",
     "torch.Generator": "Save generator.get_state(), and call set_state() after the load"
     " (holdfast.RNG() saves the default generators)",
+    "torch.dtype": "Save str(value)",
+    "torch.device": "Save str(value)",
+    "torch.Size": "Save tuple(value)",
     "torch.layout": "Save str(value)",
     "torch.memory_format": "Save str(value)",
     "torch.finfo": "Save the dtype",
