@@ -11,9 +11,10 @@ from holdfast.cli.verbs.records.pin import parse_step_and_branch
 from holdfast.format.names import EvaluationFile, parse_evaluation
 
 
-def _parse_steps(
+def parse_steps(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
 ) -> list[tuple[int, int | None]]:
+    """Parse several steps as ``parse_step_and_branch`` does."""
     return [parse_step_and_branch(ctx, param, value) for value in values]
 
 
@@ -33,7 +34,7 @@ def _require_result(ctx: click.Context, param: click.Parameter, value: bool | No
 
 @click.command("attest", short_help="Record whether versions can be trusted.")
 @click.argument("run")
-@click.argument("steps", metavar="STEP...", nargs=-1, required=True, callback=_parse_steps)
+@click.argument("steps", metavar="STEP...", nargs=-1, required=True, callback=parse_steps)
 @click.option(
     "--ok/--not-ok", default=None, callback=_require_result, help="The result of the check."
 )
