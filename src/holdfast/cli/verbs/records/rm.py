@@ -7,12 +7,18 @@ import click
 from holdfast.cli.console import format_size, make_console, print_line
 from holdfast.cli.output import json_option, print_json
 from holdfast.cli.resolve import resolve_run
-from holdfast.cli.verbs.records.attest import parse_steps
+from holdfast.cli.verbs.records.pin import parse_step_and_branch
+
+
+def _parse_steps(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> list[tuple[int, int | None]]:
+    return [parse_step_and_branch(ctx, param, value) for value in values]
 
 
 @click.command("rm", short_help="Delete versions.")
 @click.argument("run")
-@click.argument("steps", metavar="STEP...", nargs=-1, required=True, callback=parse_steps)
+@click.argument("steps", metavar="STEP...", nargs=-1, required=True, callback=_parse_steps)
 @json_option
 def command(run: str, steps: list[tuple[int, int | None]], as_json: bool) -> None:
     """Delete the versions of each STEP in RUN: all of them, or none and an error.
