@@ -40,11 +40,12 @@ VERBS = (
     "evaluate",
     "pin",
     "attest",
+    "rm",
     "sweep",
     "request-save",
     "run",
 )
-_IN_RECORDS = ("pin", "attest")
+_IN_RECORDS = ("pin", "attest", "rm")
 
 
 class UsageErrorLine(click.UsageError):

@@ -14,8 +14,8 @@ from typing import get_args
 
 from holdfast import events
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import HoldfastError
-from holdfast.format.names import MAX_STEP, Version
+from holdfast.errors import HoldfastError, NotFound
+from holdfast.format.names import MANIFEST, MAX_STEP, Version
 from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.evaluations.reader import VersionEvaluations
 from holdfast.run.evaluations.trust import Trust, find_distrust
@@ -23,7 +23,7 @@ from holdfast.run.lineage import lineage_of
 from holdfast.run.listing import FolderFiles, Listing
 from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
 from holdfast.run.roots import Roots, find_roots
-from holdfast.run.sweep import delete_versions, finish_deletions
+from holdfast.run.sweep import delete_versions, finish_deletions, link_reason
 from holdfast.text import format_list
 from holdfast.threads import look_up_each
 
@@ -97,6 +97,70 @@ def retain(
                 delete_versions(catalog, folders)
             return sorted(folders)
     return []  # the run changes all the time; the next retention decides
+
+
+def delete(catalog: Catalog, versions: Collection[Version]) -> int:
+    """See ``Run.delete``."""
+    if any({*map(str, versions)} & {*lease.versions} for lease in catalog.leases.live().values()):
+        catalog.leases.confirm()
+    roots = find_roots(catalog)
+    listing, known = roots.listing, roots.version_records
+    for version in versions:
+        if version not in known:
+            raise NotFound(
+                f"There is no {version} in {catalog.store.url}",
+                key=f"{version}/{MANIFEST}",
+                store=catalog.store.url,
+            )
+    folders = {v: catalog.files(v, listing) for v in versions}
+    _, kept = roots.select_deletable(versions)
+    linked = {v: link_reason(folder) for v, folder in folders.items() if folder.links}
+    needed = dict.fromkeys(_resumed_from(catalog, roots) & {*versions}, _NEEDED)
+    if reasons := {**needed, **linked, **kept}:
+        version = min(reasons)
+        also = " Nothing was deleted" if len(versions) > 1 else ""
+        raise HoldfastError(
+            f"{version} of {catalog.store.url} was not deleted: {reasons[version]}",
+            found=format_list([f"{v}: {reasons[v]}" for v in sorted(reasons)[1:]], 5) or None,
+            todo=(
+                "Nothing is deleted through a link. Remove the link and its target yourself"
+                if version in linked and version not in kept
+                else "Keep the version that the training would continue from. After"
+                " resume(at=...) has started a branch from an older one, it can be deleted"
+                if version not in kept
+                else "Delete the versions that refer to it first. `holdfast pin RUN STEP --remove`"
+                " removes a pin"
+            )
+            + (f".{also}" if also else ""),
+            version=str(version),
+            versions=tuple(map(str, sorted(reasons))),
+        )
+    return sum(s.length for s in delete_versions(catalog, folders))
+
+
+_NEEDED = "it is the newest intact version, from which a training continues"
+
+
+def _resumed_from(catalog: Catalog, roots: Roots) -> set[Version]:
+    """Return the newest intact version of the current lineage, and for each degree of trust the
+    newest one that a resume accepts. Retention never deletes any of them."""
+    known = roots.version_records
+    line = [v for v in lineage_of(catalog, roots.listing) if known[v].digest]
+
+    @cache
+    def is_intact(version: Version) -> bool:
+        return catalog.is_intact(known[version])
+
+    @cache
+    def read(version: Version) -> VersionEvaluations:
+        return catalog.evaluations.read(version, known[version].digest)
+
+    intact = (v for v in reversed(line) if is_intact(v))
+    found = {v for v in [next(intact, None)] if v is not None}
+    for trust in get_args(Trust):
+        accepted = (v for v in reversed(line) if find_distrust(read(v), trust) is None)
+        found |= {v for v in [next(filter(is_intact, accepted), None)] if v is not None}
+    return found
 
 
 def _select(

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import parse_version
+from holdfast.text import to_printable as to_printable  # noqa: PLC0414  (for the sinks)
 
 _MAX_DEPTH = 8
 _MAX_TEXT = 200
@@ -79,14 +80,6 @@ def _format_value(value: object) -> str:
 
 def _truncate(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 2] + ".."
-
-
-def to_printable(text: object) -> str:
-    """Return text from outside as one line without terminal control characters."""
-    text = str(text)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
 
 
 def format_error_brief(error: HoldfastError) -> str:

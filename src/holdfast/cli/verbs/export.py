@@ -17,7 +17,7 @@ from holdfast.cli.console import (
     progress_bar,
 )
 from holdfast.cli.output import json_option, keys_option, print_result
-from holdfast.cli.resolve import format_count, refuse_address, resolve_snapshot
+from holdfast.cli.resolve import format_count, refuse_address, resolve_newest
 from holdfast.exporting.export import ExportResult, PreparedExport, prepare_export
 from holdfast.exporting.plan import SUFFIXES
 
@@ -86,11 +86,15 @@ def command(  # noqa: PLR0913  (one for each option)
 ) -> None:
     """Write the tensors of SNAPSHOT into the folder DIR, in a format of another library.
 
-    Every byte is checked. No existing file is overwritten, and a failed export leaves no file
-    behind. DIR may also be the name of the file, such as out/llama.safetensors.
+    If SNAPSHOT is a run, its newest version is exported. Every byte is checked. No existing file is
+    overwritten, and a failed export leaves no file behind. DIR may also be the name of the file,
+    such as out/llama.safetensors.
     """
+    opened, note = resolve_newest(snapshot)
+    if note is not None and not as_json:
+        click.echo(f"holdfast: {note}", err=True)
     prepared = prepare_export(
-        resolve_snapshot(snapshot),
+        opened,
         to,
         kind,
         root=root,

@@ -25,7 +25,7 @@ from holdfast.cli.output import (
     keys_option,
     print_json,
 )
-from holdfast.cli.resolve import format_count, resolve_snapshot
+from holdfast.cli.resolve import format_count, resolve_newest
 from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from holdfast.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations, read_statuses
 from holdfast.engine.planning.select import make_key_filter
@@ -58,10 +58,13 @@ def command(
 ) -> None:
     """Show the origin of SNAPSHOT, and its tree of leaves and values.
 
-    Only the manifest is read, and with --layout the indexes. On a terminal, a long tree is limited
-    to the levels that fit, unless --all, --depth, or --keys is given.
+    If SNAPSHOT is a run, its newest version is shown. Only the manifest is read, and with --layout
+    the indexes. On a terminal, a long tree is limited to the levels that fit, unless
+    --all, --depth, or --keys is given.
     """  # fmt: skip
-    opened = resolve_snapshot(snapshot)
+    opened, note = resolve_newest(snapshot)
+    if note is not None and not as_json:
+        click.echo(f"holdfast: {note}", err=True)
     rows = list(filter_rows(iter_tree_rows(opened), keys))
     if keys and not rows:
         raise MissingLeaf(
