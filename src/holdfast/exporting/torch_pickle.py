@@ -195,11 +195,8 @@ def _children(node: Any, key: str) -> dict[Any, tuple[Any, str]]:
     return {name: (child, k) for name, child, k in tree.children(node, key)}
 
 
-def build_torch_pickle(snapshot: Snapshot, node: Any, key: str, prefix: str = "") -> TorchPickle:
-    """Convert the tree below ``node``. Raises ``HoldfastError`` if torch is not installed.
-
-    ``prefix``: that of the names of an averaged model, which is removed.
-    """
+def make_pickle(snapshot: Snapshot) -> TorchPickle:
+    """Return an empty pickle. Raises ``HoldfastError`` if torch is not installed."""
     try:
         import torch
     except ImportError as e:
@@ -207,7 +204,15 @@ def build_torch_pickle(snapshot: Snapshot, node: Any, key: str, prefix: str = ""
             "Writing a file for torch.load needs torch",
             todo='Install it: pip install "holdfast[torch]"; or export to safetensors',
         ) from e
-    pickled = TorchPickle(snapshot, torch)
+    return TorchPickle(snapshot, torch)
+
+
+def build_torch_pickle(snapshot: Snapshot, node: Any, key: str, prefix: str = "") -> TorchPickle:
+    """Convert the tree below ``node``. Raises ``HoldfastError`` if torch is not installed.
+
+    ``prefix``: that of the names of an averaged model, which is removed.
+    """
+    pickled = make_pickle(snapshot)
     pickled.value = pickled.build(node, key)
     if prefix:
         pickled.remove_prefix(prefix)
