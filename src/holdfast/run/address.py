@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -24,10 +25,18 @@ from holdfast.engine.distributed.group import (
 )
 from holdfast.engine.loading.binding import Leniency, warn_of_share
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.location import Url, locate, path_advice, suggest_similar_path
+from holdfast.engine.snapshot.location import (
+    Location,
+    Url,
+    locate,
+    path_advice,
+    suggest_similar_path,
+)
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location, open_snapshot
 from holdfast.errors import NotFound
 from holdfast.format.names import Version, split_address
+from holdfast.interop.foreign_snapshot import ForeignSnapshot, open_foreign
+from holdfast.interop.members import is_foreign
 from holdfast.run.evaluations.objectives import read_recorded_objectives
 from holdfast.run.run import Run
 from holdfast.storage.open import open_store
@@ -257,6 +266,11 @@ def load(  # noqa: PLR0913  (the public face)
     load only leaves whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*``
     matches within a level, ``**`` across levels.
 
+    ``url`` may also be a checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or
+    safetensors. With ``into``, each live member takes the member of the same name or kind, and an
+    optimizer its numbered state by the order of its parameters: see docs/import.md. A warning lists
+    what the live state has no place for.
+
     The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
     ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
     dtypes. ``rename={"model/old": "model/new"}`` renames members of the snapshot, with everything
@@ -277,5 +291,22 @@ def load(  # noqa: PLR0913  (the public face)
     else:
         location = locate(url).limit("load", timeout)
         with failing_together(ranks, f"the load of {location.url}", location.deadline):
-            snapshot = open_location(location)
+            snapshot = _open_any(location, into, keys, leniency.rename)
+            if isinstance(snapshot, ForeignSnapshot):
+                leniency = replace(leniency, rename=snapshot.renames_within)
     return load_snapshot(snapshot, into, keys, device, leniency, ranks)
+
+
+def _open_any(
+    location: Location,
+    into: dict[str, Any] | None,
+    keys: str | Sequence[str] | None,
+    renames: Mapping[str, str],
+) -> Snapshot:
+    """Open the snapshot at a location, or else the checkpoint of another library."""
+    try:
+        return open_location(location)
+    except NotFound as e:
+        if "versions" in e.fields or not is_foreign(location):
+            raise
+    return open_foreign(location, into, keys, renames)

@@ -1,4 +1,4 @@
-"""``holdfast export SNAPSHOT --to safetensors|torch|hf DIR``: write files for other libraries."""
+"""``holdfast export SNAPSHOT --to FORMAT DIR``: write files for other libraries."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     "kind",
     type=click.Choice(list(SUFFIXES)),
     required=True,
-    help="safetensors: one file. torch: one file for torch.load. hf: Hugging Face files.",
+    help="safetensors: one file. torch: one file for torch.load. hf: Hugging Face files."
+    " accelerate, transformers, lightning: a checkpoint from which that library resumes.",
 )
 @click.option(
     "--root",

@@ -88,13 +88,13 @@ def _note_other_object(
     binding: Binding, optimizer: Any, members: dict[Any, tuple[Any, str]], node: Any, key: str
 ) -> bool:
     """If the saved value is not an optimizer of this class, record a difference and return True."""
-    if _is_optimizer_node(members):
+    if is_optimizer_node(members):
         return _note_other_class(binding, optimizer, *members["groups"], key)
     binding.note_other_kind(type(optimizer).__name__, node, key)
     return True
 
 
-def _is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
+def is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
     """Return True if a node was made by ``optimizers.optimizer_state``. A PyTorch ``state_dict`` of
     an optimizer has a different structure."""
     if members.keys() != {"state", "groups"}:
