@@ -678,3 +678,12 @@ def test_unknown_url_scheme_raises_a_store_error():
     with pytest.raises(StoreError, match="Unsupported kind of store"):
         StorageReader("abc://x/y").read_metadata()
     assert not isinstance(BytesStorageMetadata(), TensorStorageMetadata)
+
+
+def test_extensions_are_refused_by_name() -> None:
+    class Rot13:
+        pass
+
+    with pytest.raises(Unsupported, match=r"cannot apply _extensions.*Rot13.*Omit _extensions"):
+        StorageWriter("runs/a/version_1", _extensions=[Rot13()])
+    assert StorageWriter("runs/a/version_1", _extensions=()).url == "runs/a/version_1"

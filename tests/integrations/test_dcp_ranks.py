@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
+import shutil
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -34,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
-from holdfast.errors import CommitError, DigestMismatch, HoldfastError, NotFound, Unsupported
+from holdfast.errors import CommitError, DigestMismatch, HoldfastError, NotFound
 from holdfast.integrations.dcp.reading import StorageReader
 from holdfast.integrations.dcp.writing import StorageWriter
 from tests.integrations.world import SIZE, RankProcesses
@@ -594,17 +595,102 @@ def test_missing_keys_raise_and_a_part_of_the_state_loads(
     world.run(load_missing_keys, str(tmp_path / "a"))
 
 
-def save_without_collectives(folder: str) -> Any:
+needs_collectives_option = pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters,
+    reason=f"torch {torch.__version__} always uses collectives",
+)
+
+
+def save_and_load_without_collectives(folder: str) -> dict[str, Any]:
+    rank = dist.get_rank()
+    state = {"weight": arange(4, 3) + rank, "name": f"rank {rank}"}
+    save(state, folder, use_collectives=False)
+    into = load({"weight": torch.zeros(4, 3), "name": ""}, folder)
+    assert into["weight"].equal(state["weight"])
+    assert into["name"] == state["name"]
+    with pytest.raises(HoldfastError, match="rank_"):
+        save(state, folder, use_collectives=False)
+    dist.barrier()
+    return {"rank": rank}
+
+
+@needs_collectives_option
+def test_without_collectives_each_rank_saves_its_own_snapshot(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    run, folder = str(tmp_path), tmp_path / "version_7"
+    world.run(save_and_load_without_collectives, str(folder))
+    assert sorted(p.name for p in folder.iterdir()) == [f"rank_{r}" for r in range(SIZE)]
+    for rank in range(SIZE):
+        snapshot = holdfast.open(folder / f"rank_{rank}")
+        assert snapshot.step == 7
+        assert snapshot.verify().ok
+        assert holdfast.load(snapshot.url, keys="weight")["weight"].equal(arange(4, 3) + rank)
+    # it is not a version of the run, and a sweep removes nothing of it
+    assert holdfast.Run(run).latest() is None
+    assert not holdfast.Run(run).sweep(grace=0).removed
+    assert holdfast.open(folder / "rank_1").verify().ok
+
+
+def save_shards_without_collectives(folder: str) -> str:
+    state = {"weight": distribute((8, 4), init_device_mesh("cpu", (SIZE,)), [Shard(0)], True)}
+    try:
+        save(state, folder, use_collectives=False)
+    except HoldfastError as e:
+        return str(e)
+    return ""
+
+
+@needs_collectives_option
+def test_a_shard_without_the_rest_of_its_tensor_is_refused(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    for rank, message in enumerate(world.run(save_shards_without_collectives, str(tmp_path / "a"))):
+        assert f"Rank {rank} cannot save its part of 1 sharded tensors by itself" in message
+        assert "parts of weight. Omit use_collectives." in message
+    assert not [f for f in tmp_path.rglob("*") if f.is_file()]
+
+
+def load_on_the_last_rank_fails(folder: str) -> str:
+    into = {"weight": torch.zeros(4, 3), "name": ""}
+    try:
+        load(into, folder)
+    except CheckpointException as e:
+        return str(e)
+    return ""
+
+
+@needs_collectives_option
+def test_a_rank_whose_own_snapshot_is_missing_is_named(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    folder = tmp_path / "version_7"
+    world.run(save_and_load_without_collectives, str(folder))
+    shutil.rmtree(folder / f"rank_{SIZE - 1}")
+    messages = world.run(load_on_the_last_rank_fails, str(folder))
+    assert all(f"rank_{SIZE - 1}" in m and "rank_0" not in m for m in messages)
+
+
+def save_twice(folder: str) -> str:
+    save(distributed_state(), folder)
     try:
         save(distributed_state(), folder, use_collectives=False)
-    except TypeError:
-        pytest.skip(f"torch {torch.__version__} always uses collectives")
     except HoldfastError as e:
-        return type(e)
+        return type(e).__name__
+    return ""
 
 
-def test_save_without_collectives_is_refused(world: RankProcesses, tmp_path: Path) -> None:
-    assert Counter(world.run(save_without_collectives, str(tmp_path / "a"))) == {Unsupported: SIZE}
+@needs_collectives_option
+def test_a_snapshot_of_all_ranks_is_not_hidden_by_those_of_each(
+    world: RankProcesses, tmp_path: Path
+) -> None:
+    assert {*world.run(save_twice, str(tmp_path / "a"))} == {"AlreadyExists"}
+    manifest = tmp_path / "a" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    (tmp_path / "a" / "rank_0").mkdir()
+    for message in world.run(load_on_the_last_rank_fails, str(tmp_path / "a")):
+        assert "rank local metadata read failed" in message
+        assert message.count("manifest") >= 2
 
 
 def load_native(folder: str) -> None:

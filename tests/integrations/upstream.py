@@ -7,8 +7,9 @@ script copies them to a temporary folder, replaces ``cuda`` with ``cpu`` and ``n
 and runs them file by file. In the test processes, stand-ins replace ``FileSystemWriter`` and
 ``FileSystemReader``, both where the tests name them and where DCP chooses them for a
 ``checkpoint_id``. No test is skipped. ``KNOWN`` lists the tests that are known to fail, with the
-reasons. The script prints a table. The exit code is 1 if any other test failed, or if a test of
-``KNOWN`` passed. The tests need ``pip install expecttest``.
+reasons. The script prints a table. A test passed if it reported so and its teardown ended: one that
+was interrupted, or took its process along, failed. The exit code is 1 if any other test failed, or
+if a test of ``KNOWN`` passed. The tests need ``pip install expecttest``.
 
 The stand-ins add two things to Holdfast's classes. They accept the arguments of the classes that
 they replace. If a test saves to the same folder again, they delete the first snapshot, because DCP
@@ -22,13 +23,13 @@ import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,32 @@ KNOWN = {
     " differently; it saves nothing",
 }
 """Tests that also fail with DCP's own writer: a regular expression of file and name, and why."""
+
+REFUSED = {
+    r"test_file_system_checkpoint_cpu\.py::.*(Rot13|ZStandard)\.": "Holdfast refuses _extensions",
+}
+"""Tests of what Holdfast refuses by name, in the same form."""
+
+REPORTER = """
+import json, os
+
+def _write(*fields):
+    with open(os.environ["UPSTREAM_REPORT"], "a") as file:
+        file.write(json.dumps(fields) + "\\n")
+
+def pytest_runtest_logstart(nodeid, location):
+    _write(nodeid, "start", "", "")
+
+def pytest_runtest_logreport(report):
+    crash = getattr(report.longrepr, "reprcrash", None)
+    reason = crash.message if crash else str(report.longrepr or "")
+    _write(report.nodeid, report.when, report.outcome, reason)
+
+def pytest_collectreport(report):
+    if report.failed:
+        _write(report.nodeid, "collect", "failed", str(report.longrepr))
+"""
+"""The ``conftest.py`` of the tests: one line for every phase of a test, written as it ends."""
 
 
 # -- in the test processes -----------------------------------------------------------------------
@@ -134,8 +161,15 @@ def _stand_ins(module: Any) -> tuple[type, type]:
     class FileSystemWriter(StorageWriter):
         validate_checkpoint_id = classmethod(accepts_path)  # type: ignore[assignment]
 
-        def __init__(self, path: Any, *args: Any, overwrite: bool = True, **kwargs: Any) -> None:
-            super().__init__(path)
+        def __init__(
+            self,
+            path: Any,
+            *args: Any,
+            overwrite: bool = True,
+            _extensions: Any = None,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(path, _extensions=_extensions)
             self.overwrite = overwrite
 
         def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -226,6 +260,7 @@ def copy_tests(checkout: Path, folder: Path, use_dcp_classes: bool) -> Path:
         for pattern, replacement in TO_CPU:
             text = re.sub(pattern, replacement, text)
         file.write_text(text)
+    (folder / "conftest.py").write_text(REPORTER)
     (folder / "sitecustomize.py").write_text(
         f"import sys\nsys.path.append({str(HERE)!r})\n"
         f"import upstream\nupstream.install({use_dcp_classes})\n"
@@ -235,15 +270,16 @@ def copy_tests(checkout: Path, folder: Path, use_dcp_classes: bool) -> Path:
 
 def run_file(file: Path, folder: Path) -> list[tuple[str, str, str]]:
     """Run a test file, and return the name, outcome, and reason of each of its tests."""
-    report = folder / "report.xml"
+    report = folder / "report.jsonl"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-W", "ignore", "--rootdir", str(folder), f"--junitxml={report}", str(file)]
+    command += ["-W", "ignore", "--rootdir", str(folder), str(file)]
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "UPSTREAM_REPORT": str(report)}
+    end = ""
     with (folder / f"{file.stem}.log").open("w") as log:
         try:
-            subprocess.run(
+            done = subprocess.run(
                 command,
                 env=env,
                 cwd=folder,
@@ -253,19 +289,39 @@ def run_file(file: Path, folder: Path) -> list[tuple[str, str, str]]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return [("(all)", "failed", f"not finished within {FILE_TIMEOUT} s")]
-    if not report.exists():
-        return [("(all)", "failed", "no report; see the log")]
+            end = f"not finished within {FILE_TIMEOUT} s"
+        else:
+            if done.returncode not in (0, 1, 5):  # all passed, some failed, there are none
+                end = f"pytest ended with exit code {done.returncode}; see the log"
+    found = read_report(report)
+    if end:
+        found.append(("(all)", "failed", end))
+    return found
+
+
+def read_report(report: Path) -> list[tuple[str, str, str]]:
+    """Return the name, outcome, and reason of each test of a report of ``REPORTER``.
+
+    A test whose teardown has not ended was interrupted, and failed.
+    """
+    phases: dict[str, dict[str, tuple[str, str]]] = {}
+    for line in report.read_text().splitlines() if report.exists() else ():
+        test, phase, outcome, reason = json.loads(line)
+        name = ".".join(test.split("::")[1:]) or "(collection)"
+        phases.setdefault(name, {})[phase] = outcome, (reason.strip().splitlines() or [""])[0][:200]
     found = []
-    for case in ET.parse(report).iter("testcase"):
-        name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
-        outcome, reason = "passed", ""
-        for child in case:
-            if child.tag in ("failure", "error", "skipped"):
-                outcome = "skipped" if child.tag == "skipped" else "failed"
-                reason = (child.get("message") or "").strip().splitlines()[:1] or [""]
-                reason = reason[0][:200]
-        found.append((name, outcome, reason))
+    for name, by_phase in phases.items():
+        outcomes = [by_phase[p] for p in ("collect", "setup", "call", "teardown") if p in by_phase]
+        failed = [reason for outcome, reason in outcomes if outcome == "failed"]
+        skipped = [reason for outcome, reason in outcomes if outcome == "skipped"]
+        if failed:
+            found.append((name, "failed", failed[0]))
+        elif "teardown" not in by_phase:
+            found.append((name, "failed", "interrupted"))
+        elif skipped:
+            found.append((name, "skipped", skipped[0]))
+        else:
+            found.append((name, "passed", ""))
     return found
 
 
@@ -293,7 +349,8 @@ def main() -> int:
         count: Counter[str] = Counter()
         reports = []
         for test, outcome, reason in run_file(file, folder):
-            known = next((KNOWN[k] for k in KNOWN if re.search(k, f"{name}::{test}")), None)
+            reasons = KNOWN if options.theirs else {**KNOWN, **REFUSED}
+            known = next((reasons[k] for k in reasons if re.search(k, f"{name}::{test}")), None)
             if outcome == "failed" and known is not None:
                 outcome, reason = "known", known
             elif outcome == "passed" and known is not None:

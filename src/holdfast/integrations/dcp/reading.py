@@ -24,11 +24,16 @@ from holdfast.engine.loading.targets import LoadTargets
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import PlanError, ShapeMismatch
+from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.errors import HoldfastError, NoSnapshot, NotFound, PlanError, ShapeMismatch
 from holdfast.format import names
 from holdfast.integrations.dcp import fqns
-from holdfast.integrations.dcp.shared import METADATA_KEY, SnapshotStorage, completed_future
+from holdfast.integrations.dcp.shared import (
+    METADATA_KEY,
+    SnapshotStorage,
+    completed_future,
+    rank_location,
+)
 from holdfast.run.address import open_version
 from holdfast.types import Box
 
@@ -40,7 +45,8 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
 
     Every byte is checked before it is used. The leaf ``model/fc.weight`` has the FQN
     ``model.fc.weight`` in DCP and is loaded into ``state["model"]["fc.weight"]``. ``load_id`` is a
-    unique name of the load.
+    unique name of the load. If ``url`` has no snapshot of all ranks, each rank loads its own, which
+    a save with ``use_collectives=False`` has left.
     """
 
     def __init__(self, url: Url) -> None:
@@ -50,6 +56,8 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
         self._snapshot: Snapshot | None = None
         self._entries: dict[str, fqns.FqnEntry] = {}
         self._saved_by_dcp = False
+        self._is_of_rank = False
+        self._error: HoldfastError | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -57,9 +65,13 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
         self.load_id = names.random_id()
         self._snapshot = None
 
-    def read_metadata(self, *args: Any) -> Metadata:
-        """Return DCP's metadata for the snapshot, created from its manifest and indexes."""
-        snapshot = self._snapshot = open_version(self.url)
+    def read_metadata(self, *args: Any, rank: int | None = None, **kwargs: Any) -> Metadata:
+        """Return DCP's metadata for the snapshot, created from its manifest and indexes.
+
+        If this fails, DCP calls it again with the ``rank`` whose own snapshot may be there. A
+        snapshot of all ranks that exists and cannot be read raises its error again.
+        """
+        snapshot = self._snapshot = self._open(rank)
         dcp_metadata = snapshot.metadata.get(METADATA_KEY)
         self._saved_by_dcp = dcp_metadata is not None
         dcp_metadata = dcp_metadata or {}
@@ -91,6 +103,19 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
             ),
         )
 
+    def _open(self, rank: int | None) -> Snapshot:
+        self._is_of_rank = rank is not None
+        if rank is not None:
+            if self._error is not None and not isinstance(self._error, NotFound | NoSnapshot):
+                raise self._error
+            return open_location(rank_location(self.url, rank))
+        self._error = None
+        try:
+            return open_version(self.url)
+        except HoldfastError as e:
+            self._error = e
+            raise
+
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -98,7 +123,9 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return replace(plan, storage_data=None if self._snapshot is None else self._snapshot.digest)
+        if self._snapshot is None or self._is_of_rank:
+            return replace(plan, storage_data=None)
+        return replace(plan, storage_data=self._snapshot.digest)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise ``PlanError`` if the ranks have found different versions at an address."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from torch.futures import Future
 
-from holdfast.engine.snapshot.location import Url, locate
+from holdfast.engine.snapshot.location import Location, Url, locate
 from holdfast.errors import HoldfastError
 
 METADATA_KEY = "dcp"
@@ -33,6 +34,12 @@ class SnapshotStorage:
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
+
+
+def rank_location(url: Url, rank: int) -> Location:
+    """Return where a rank saves its own snapshot at ``url`` if DCP does not use collectives."""
+    location = locate(url)
+    return replace(location, folder=location.key(f"rank_{rank}"))
 
 
 def completed_future(value: Any) -> Future[Any]:

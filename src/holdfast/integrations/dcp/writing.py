@@ -36,7 +36,12 @@ from holdfast.format import names, tree
 from holdfast.format.manifest import Manifest
 from holdfast.format.values.rejected import unsupported
 from holdfast.integrations.dcp import fqns
-from holdfast.integrations.dcp.shared import METADATA_KEY, SnapshotStorage, completed_future
+from holdfast.integrations.dcp.shared import (
+    METADATA_KEY,
+    SnapshotStorage,
+    completed_future,
+    rank_location,
+)
 from holdfast.lazy_torch import dtype_name
 from holdfast.text import format_list
 from holdfast.threads import Workers, no_op
@@ -72,7 +77,8 @@ class _PinnedReceipt:
 
 @dataclass(slots=True, weakref_slot=True)
 class _ActiveSave:
-    """A save in progress on one rank.
+    """A save in progress on one rank. ``version``: that of the folder's name, if it has one.
+    ``rank``: the rank that saves by itself; None if all ranks save one snapshot.
 
     ``release_pin`` removes the pin of this rank; the rank calls it if it fails. After the commit,
     the coordinator removes the pins of all ranks. If there is no commit because another rank
@@ -80,6 +86,8 @@ class _ActiveSave:
     """
 
     location: Location
+    version: names.Version | None
+    rank: int | None
     attempt: str
     began: float
     release_pin: Callable[[], object] = no_op
@@ -104,11 +112,21 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
     save raises ``AlreadyExists``. DCP wraps errors in its own ``CheckpointException``, whose
     ``failures`` contain them by rank.
 
+    With ``use_collectives=False`` on several ranks, each rank saves its own state as the snapshot
+    ``rank_N`` in the folder of ``url``, and knows nothing of the other ranks.
+
     ``save_id`` is a unique name that planners receive. The snapshot records the coordinator's.
+    Raises ``Unsupported`` for ``_extensions``, with which DCP's own writer transforms its files.
     """
 
-    def __init__(self, url: Url) -> None:
+    def __init__(self, url: Url, *, _extensions: Sequence[Any] | None = None) -> None:
         super().__init__()
+        if _extensions:
+            raise Unsupported(
+                "A StorageWriter cannot apply _extensions: its files are plain safetensors",
+                found=format_list([type(e).__name__ for e in _extensions], 5),
+                todo="Omit _extensions; compress or encrypt where the files are stored",
+            )
         self.url = url
         self.save_id = names.random_id()
         self._save: _ActiveSave | None = None
@@ -123,17 +141,18 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
         self.save_id = names.random_id()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        base = locate(self.url)
+        version = names.parse_version(base.folder.rpartition("/")[2])
         distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        locations = [base] if is_coordinator else []
+        location, rank = base, None
         if distributed and not kwargs.get("use_collectives", True):
-            raise Unsupported(
-                "DCP was called without collectives, so each rank would save by itself",
-                expected="ranks that save one snapshot together",
-                found="use_collectives=False",
-                todo="Omit use_collectives, or use no_dist=True with one folder per rank",
-            )
-        self._save = _ActiveSave(locate(self.url), names.random_id(), time.perf_counter())
-        if is_coordinator:
-            raise_if_exists(self._save.location)
+            rank = kwargs["rank"]
+            location = rank_location(self.url, rank)
+            locations = [base, location]
+        self._save = _ActiveSave(location, version, rank, names.random_id(), time.perf_counter())
+        for existing in locations:
+            raise_if_exists(existing)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(p, storage_data=_SaveRank(i, len(plans))) for i, p in enumerate(plans)]
@@ -146,6 +165,8 @@ class StorageWriter(SnapshotStorage, storage.StorageWriter):
             )
         try:
             resolved = [_resolve_item(item, planner, plan.planner_data) for item in plan.items]
+            if save.rank is not None:
+                _require_whole_tensors(save.rank, [leaf for _, leaf in resolved])
             results = [
                 WriteResult(item.index, written.leaf_box.nbytes, written)
                 for item, (written, _) in zip(plan.items, resolved, strict=True)
@@ -221,6 +242,20 @@ def _resolve_item(
     return _WrittenItem(path, LeafBox(key, dtype, shape, box), node), leaf
 
 
+def _require_whole_tensors(rank: int, leaves: list[LocalLeaf]) -> None:
+    """Raise ``Unsupported`` if a rank that saves by itself has only a part of a tensor."""
+    parts = [leaf.key for leaf in leaves if leaf.box.sizes != leaf.shape]
+    if parts:
+        raise Unsupported(
+            f"Rank {rank} cannot save its part of {len(parts)} sharded tensors by itself: a"
+            " snapshot has whole tensors",
+            expected="ranks that save one snapshot together, or tensors that each rank has as a"
+            " whole",
+            found="use_collectives=False, and parts of " + format_list(parts, 5),
+            todo="Omit use_collectives",
+        )
+
+
 def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
     """Return a strided tensor with the elements of ``value``, and its dtype.
 
@@ -288,7 +323,6 @@ def _commit(
     ]
     plan = make_global_plan([make_local_plan(rank_boxes) for rank_boxes in boxes])
     shards = check_receipts(location, receipts, len(results))
-    version = names.parse_version(location.folder.rpartition("/")[2])
     root = _build_tree(metadata, [r.storage_data for rank in results for r in rank])
     statistics = {
         "bytes": sum(s.length for s in shards),
@@ -299,8 +333,8 @@ def _commit(
         attempt=save.attempt,
         created=machine.utc_now(),
         writer=f"holdfast {__version__}",
-        step=None if version is None else version.step,
-        branch=0 if version is None else version.branch,
+        step=None if save.version is None else save.version.step,
+        branch=0 if save.version is None else save.version.branch,
         parent=None,
         shards=shards,
         metadata={
