@@ -134,7 +134,7 @@ class Captures(HostTier):
         """
         last = self._last
         now = PolicyInput(step, 0.0, epochs, last.step, 0.0, last.epochs)
-        if self._tier is None or not self._tier.every.due(now):
+        if self._tier is None or step == last.step or not self._tier.every.due(now):
             self._preallocate()
             return False
         self._last = now
