@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.errors import HoldfastError, PlanError, Preempted, UncountedEpochs
+from holdfast.errors import (
+    HoldfastError,
+    PlanError,
+    Preempted,
+    SaveFailed,
+    Unavailable,
+    UncountedEpochs,
+)
 from holdfast.preemption import Preemption, PreemptionGuard
 from holdfast.run.policy import AtEnd, EveryEpoch, EverySteps, Never, StopWhen
 from holdfast.run.run import Run
@@ -390,6 +398,80 @@ def test_any_sequence_of_steps_and_epochs_saves_what_is_due(
             assert (progress.step_in_epoch, progress.epoch) == (step - began, epochs)
         ckpt.wait()
     assert [v.step for v in Run(store).line()] == expected
+
+
+class BrokenStore(MemoryStore):
+    """Refuses shards while ``broken``."""
+
+    broken = False
+
+    def put(self, key: str, length: int) -> Any:
+        if self.broken:
+            raise Unavailable("The server does not answer")
+        return super().put(key, length)
+
+
+def test_metrics_of_an_epoch_whose_save_failed_are_stored_by_the_next_save_of_the_step() -> None:
+    store = BrokenStore()
+    training = Training(store, EverySteps(4) | AtEnd(), sampler=False, on_error="warn")
+    store.broken = True
+    training.epoch()
+    with pytest.warns(SaveFailed):
+        training.ckpt.end_epoch({"val": 0.5})
+    store.broken = False
+    assert training.progress.epoch == 1
+    assert training.versions() == []
+    training.ckpt.close()
+    assert training.metrics(4)["val"] == 0.5
+    assert load(store, 4)["progress"]["epoch"] == 1
+
+
+def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted() -> None:
+    store = BrokenStore()
+    training = Training(store, EverySteps(4), sampler=True)
+    store.broken = True
+    training.epoch()
+    with pytest.raises(Unavailable):
+        training.ckpt.end_epoch({"val": 0.5})
+    store.broken = False
+    assert training.progress.epoch == 1
+    training.epoch()
+    training.ckpt.end_epoch()
+    assert training.versions() == [8]
+    training.ckpt.close()
+
+
+def test_the_metrics_of_a_step_whose_save_is_in_flight_are_added_to_it() -> None:
+    store = MemoryStore()
+    training = Training(store, EverySteps(4), sampler=True)
+    training.epoch()
+    training.ckpt.end_epoch({"val": 0.5})
+    assert training.metrics(4) == {"val": 0.5, "loss": training.metrics(4)["loss"]}
+    training.ckpt.close()
+
+
+def test_a_memory_tier_captures_each_epoch_once(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-")
+    request.addfinalizer(folder.cleanup)
+    tier = holdfast.MemoryTier(every=EveryEpoch(), copies=1, path=folder.name)
+    training = Training(str(tmp_path / "run"), Never(), sampler=False, tiers=[tier])
+    captured: list[int] = []
+    capture = training.ckpt._tiers.memory.capture
+    training.ckpt._tiers.memory.capture = (  # type: ignore[method-assign]
+        lambda *args: (captured.append(training.progress.step), capture(*args))[1]
+    )
+    for _ in range(2):
+        end = time.monotonic() + 20
+        while training.ckpt._tiers.memory._is_busy:  # it would skip a capture
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        training.epoch()
+        training.ckpt.end_epoch()
+        training.ckpt.end_epoch()
+    assert captured == [4, 8]
+    training.ckpt.close()
 
 
 # -- mistakes ------------------------------------------------------------------------------------
