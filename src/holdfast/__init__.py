@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from holdfast.run.address import open_version as open
     from holdfast.run.policy import (
         AtEnd,
+        AtSteps,
         EveryEpoch,
         EverySeconds,
         EverySteps,
         KeepBest,
         KeepEvery,
         KeepLast,
+        KeepSteps,
         Never,
         OnException,
         StopWhen,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AtEnd",
+    "AtSteps",
     "Boxed",
     "Checkpointer",
     "ElasticSampler",
@@ -62,6 +65,7 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "KeepSteps",
     "LeafView",
     "LocalTier",
     "MemoryTier",
@@ -96,6 +100,7 @@ __all__ = [
 
 _LAZY_NAMES = {
     "AtEnd": "run.policy",
+    "AtSteps": "run.policy",
     "Boxed": "engine.state.sharding",
     "Checkpointer": "training.checkpointer",
     "ElasticSampler": "data.sampler",
@@ -106,6 +111,7 @@ _LAZY_NAMES = {
     "KeepBest": "run.policy",
     "KeepEvery": "run.policy",
     "KeepLast": "run.policy",
+    "KeepSteps": "run.policy",
     "LeafView": "engine.snapshot.leaf",
     "LocalTier": "tiers.local_tier",
     "MemoryTier": "tiers.memory_tier",

@@ -292,4 +292,4 @@ class UncountedBatches(UserWarning):
 
 
 class UncountedEpochs(UserWarning):
-    """An ``ElasticSampler`` starts new epochs, but nobody increments ``progress.epoch``."""
+    """Epochs end, but nobody increments ``progress.epoch``, or not by ``end_epoch``."""

@@ -21,7 +21,15 @@ from holdfast.run.evaluations.reader import VersionEvaluations
 from holdfast.run.evaluations.trust import Trust, find_distrust
 from holdfast.run.lineage import lineage_of
 from holdfast.run.listing import FolderFiles, Listing
-from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
+from holdfast.run.policy import (
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    KeepSteps,
+    KeepUnion,
+    Record,
+)
 from holdfast.run.roots import Roots, find_roots
 from holdfast.run.sweep import delete_versions, finish_deletions, link_reason
 from holdfast.text import format_list
@@ -173,6 +181,7 @@ def _select(
     listing, known = roots.listing, roots.version_records
     versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
+    distrusted = set[Version]()
 
     @cache  # each folder is listed once
     def read(version: Version) -> VersionEvaluations:
@@ -180,10 +189,12 @@ def _select(
 
     def add_metrics(version: Version) -> None:
         metrics[version] = catalog.comparable_metrics(version, known[version], read(version))
+        if find_distrust(read(version)) is not None:
+            distrusted.add(version)
 
-    if not _consists_of(policy, KeepLast, KeepEvery):  # the others may use evaluations
+    if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps):  # the others may use evaluations
         look_up_each(versions, add_metrics)
-    records = [Record(v, metrics[v]) for v in versions]
+    records = [Record(v, metrics[v], known[v].trained_seconds, v in distrusted) for v in versions]
     intact: dict[Version, bool] = {}
     while True:
         records = [r for r in records if intact.get(r.version, True)]
@@ -248,7 +259,7 @@ def _relied_on(
     """
     first = next(i for i, r in enumerate(records) if r.version in deletable)
     newest = records[max(0, first - 1) :]
-    if not _consists_of(policy, KeepLast, KeepEvery, KeepBest) or (
+    if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps, KeepBest) or (
         policy.keep(newest) & set(deletable)
     ):
         newest = records

@@ -182,21 +182,6 @@ def _walk_dicts(
             yield from _walk_dicts(member, key, seen, depth + 1)
 
 
-def check_can_fire(policy: SavePolicy, epochs_known: bool) -> None:
-    """Raise ``HoldfastError`` for a policy that can never fire in this training.
-
-    ``epochs_known`` is True if it is known at each step whether the step completes an epoch.
-    """
-    if policy.wants_epochs and not epochs_known:
-        raise HoldfastError(
-            "EveryEpoch can never fire: nothing in the state shows which step completes an epoch",
-            expected="a holdfast.ElasticSampler in the state",
-            found="none",
-            todo="Add the loader's sampler to the state. With another kind of sampler, call"
-            " ckpt.save() at the end of each epoch",
-        )
-
-
 def check_not_version(run: Run) -> None:
     """Raise ``HoldfastError`` if the folder of a run has the name of a version."""
     if parse_version(run.url.rstrip("/").rpartition("/")[2]) is not None:

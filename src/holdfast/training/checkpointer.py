@@ -32,7 +32,6 @@ from holdfast.training.arguments import (
     acquire_lock,
     acquire_run,
     check_arguments,
-    check_can_fire,
     check_loadable,
     check_not_version,
     check_state,
@@ -144,7 +143,7 @@ class Checkpointer:
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run, self._group)
         self._step_counter = StepCounter(state)
-        check_can_fire(save, self._step_counter.knows_epochs)
+        self._step_counter.check_can_fire(save)
         check_not_version(self.run)
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
@@ -244,7 +243,7 @@ class Checkpointer:
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
         self._goodput.resume_from(point.training_metadata)
-        self._cadence.restart()
+        self._cadence.restart(is_saving=self._saver.saved_step == self.current_step)
         self._tiers.memory.restart(self.current_step, self._step_counter.epochs)
         self._early_stop.resume_from(point.training_metadata, point.step)
         events.emit(
@@ -258,11 +257,18 @@ class Checkpointer:
     # -- training ------------------------------------------------------------------------------
 
     @exclusive
-    def step(self, metrics: Mapping[str, Any] | None = None, *, batches: int = 1) -> None:
+    def step(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        steps: int = 1,
+        batches: int | None = None,
+    ) -> None:
         """Count one step, and save if a save is due. Call it after every optimizer step.
 
         ``metrics`` maps names to numbers. If this step is saved, its version stores them.
-        ``batches`` is the number of batches in the step, if gradients are accumulated.
+        ``steps`` is the number of optimizer steps, if a function makes several at once.
+        ``batches`` is the number of their batches (default: ``steps``), for accumulated gradients.
 
         When this method returns, the state may change again. The error of an earlier save is raised
         here; several ranks raise it when the next save is due. The step is counted even then. After
@@ -274,9 +280,37 @@ class Checkpointer:
             try:
                 self._metrics = check_metrics(metrics)
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                self._step_counter.add_step(batches)
+                self._step_counter.add_steps(steps, steps if batches is None else batches)
+                self._calls.steps += 1
                 agreed = self._agree()
             self._act(agreed)
+
+    @exclusive
+    def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Increment ``progress.epoch``, and save if a save is due. Call it after each pass over the
+        data, on all ranks. ``EveryEpoch`` then works with any loader.
+
+        ``metrics`` are added to those of the step. If it is already saved, with the old epoch, they
+        are added to its version as by ``Run.add_metrics``, and nothing is saved: a resume from
+        there begins with the (empty) rest of the epoch, and ``end_epoch`` follows.
+
+        Raises what ``step`` raises, and ``HoldfastError`` if the state has no ``Progress``, or if
+        other code has changed ``progress.epoch`` since the last call.
+        """
+        self._lifecycle.check_open()
+        added_metrics = check_metrics(metrics)
+        with self._goodput.paused():
+            self._ensure_started()
+            self._step_counter.end_epoch()
+            self._metrics = {**self._metrics, **added_metrics}
+            self._raise_or_warn(lambda: self._add_if_saved(added_metrics))
+            self._act(self._agree())
+
+    def _add_if_saved(self, metrics: Mapping[str, Any]) -> None:
+        if metrics and self._cadence.has_begun:
+            newest = self._saver.wait_on_all_ranks()
+            if newest is not None and self._saver.saved_step == self.current_step:
+                self._saver.add_metrics(newest, metrics, "evaluation")
 
     @exclusive
     def _begin_call(self) -> None:
@@ -304,7 +338,7 @@ class Checkpointer:
 
     def _agree(self) -> frozenset[str]:
         """Return what the ranks have agreed on for the state after the last step."""
-        agreed, step = self._calls.step(self._agreement), self.current_step
+        agreed, step = self._calls.agree(self._agreement), self.current_step
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
         self._ending.ladder.observe(step, self._metrics)
         self._savepoint.mark(self._make_label, self._preemption.is_pending, self._calls.is_running)
@@ -383,6 +417,9 @@ class Checkpointer:
         - ``background_seconds``: the time that saves took in the background.
         - ``goodput``: the share of wall time since the run first began that was spent on steps
           that a committed version holds.
+        - ``step_slowdown``: how many times as long your own steps take while a save is in flight.
+          It is the ratio of two medians, of the last 100 steps that began during a save and of the
+          last 100 others, without the time in this object. Absent with fewer than 5 of a kind.
         - ``store_requests`` and others: see ``holdfast.storage.throttle.Statistics``.
         """
         return {**self._goodput.statistics(), **store_statistics(self.run.store)}
