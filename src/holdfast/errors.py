@@ -278,6 +278,10 @@ class KeptValues(UserWarning):
     each key."""
 
 
+class UnconsumedSamples(UserWarning):
+    """A resumed training ended without a step, although samples of its epoch were left."""
+
+
 class SinkFailed(UserWarning):
     """An event sink raised an error and was detached; the message names the sink and the cause."""
 

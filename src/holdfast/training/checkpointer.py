@@ -43,6 +43,7 @@ from holdfast.training.lifecycle import Lifecycle, exclusive, show_lines
 from holdfast.training.resume import resume_run
 from holdfast.training.resume_point import ResumePoint, ResumeRequest, left_state_invalid
 from holdfast.training.resuming.gaps import GapCheck
+from holdfast.training.resuming.receipt import Consumption, check_resume, record_next_batches
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -157,6 +158,7 @@ class Checkpointer:
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
         self._make_ending(save, on_error, preemption)
         self._calls = GuardedCalls(self._preemption, self._goodput)
+        self._consumption = Consumption(self.run)
         self._gaps = GapCheck(self.run.url, state, save, self._group.rank)
         self._end_lines = show_lines(self, self.run.url, quiet)
 
@@ -186,7 +188,7 @@ class Checkpointer:
     # -- resuming ------------------------------------------------------------------------------
 
     @exclusive
-    def resume(
+    def resume(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         at: int | None = None,
         *,
@@ -197,6 +199,7 @@ class Checkpointer:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
+        check: bool = True,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
@@ -213,6 +216,10 @@ class Checkpointer:
         ``missing="keep"`` without ``start`` keeps the live values that the version of the run
         lacks, such as a member that is new in the state. A ``KeptValues`` warning names each key,
         and later versions record them in ``metadata["note"]["kept"]``.
+
+        Then the live state is compared with the digests of the version, and the next batch of an
+        ``ElasticSampler`` with the recorded one. The event ``resume_checked`` or ``resume_differs``
+        reports the result. ``check=False`` turns this off.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
@@ -243,12 +250,15 @@ class Checkpointer:
             events.emit("began", run=self.run.url)
             return None
         self._continue_from(point)
+        if check and (point.from_own_run or (keys is None and leniency == STRICT)):
+            check_resume(self.run.url, point.snapshot, self.state, self._group)
         return point.snapshot
 
     def _continue_from(self, point: ResumePoint) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self._step_counter.resume_at(point.step, point.from_own_run)
         self._gaps.restart()
+        self._consumption.restart(point.snapshot, point.step)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
         self._goodput.resume_from(point.training_metadata)
@@ -338,7 +348,8 @@ class Checkpointer:
 
     def _make_spec(self, reason: str, metrics: Mapping[str, Any] | None = None) -> SaveSpec:
         version, note, last_metrics, stop = self._make_label()
-        return SaveSpec(version, reason, last_metrics if metrics is None else metrics, note, stop)
+        metrics, training = last_metrics if metrics is None else metrics, dict(stop)
+        return SaveSpec(version, reason, metrics, note, training | record_next_batches(self.state))
 
     def _start_save(
         self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
@@ -410,6 +421,8 @@ class Checkpointer:
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
+            if error is None and self._group.rank == 0 and not self.should_stop:
+                self._consumption.check(self.current_step)
             unsaved = self._ending.finish(error, self._calls.is_leaving)
         finally:
             self._release()
