@@ -275,6 +275,22 @@ class NothingSaved(UserWarning):
     """
 
 
+class InexactResume(UserWarning):
+    """The state lacks something that changes during the training, such as the random generators.
+
+    The message lists what it is, and what to add. A resumed training would continue differently.
+    """
+
+
+class KeptValues(UserWarning):
+    """A resume with ``missing="keep"`` kept live values that the version lacks; the message names
+    each key."""
+
+
+class UnconsumedSamples(UserWarning):
+    """A resumed training ended without a step, although samples of its epoch were left."""
+
+
 class SinkFailed(UserWarning):
     """An event sink raised an error and was detached; the message names the sink and the cause."""
 

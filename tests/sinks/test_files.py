@@ -30,6 +30,8 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
         "began": "INFO",
         "stopped": "INFO",
         "finished": "INFO",
+        "resume_checked": "INFO",
+        "resume_differs": "WARNING",
         "left_unsaved": "WARNING",
         "taken_over": "INFO",
         "resumed": "INFO",

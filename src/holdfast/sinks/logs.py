@@ -12,6 +12,8 @@ _LEVELS = {
     "save_waited": logging.INFO,
     "began": logging.INFO,
     "resumed": logging.INFO,
+    "resume_checked": logging.INFO,
+    "resume_differs": logging.WARNING,
     "stopped": logging.INFO,
     "finished": logging.INFO,
     "taken_over": logging.INFO,

@@ -20,6 +20,8 @@ _STYLES = {
     "platform_detected": "dim",
     "began": "cyan",
     "resumed": "cyan",
+    "resume_checked": "cyan",
+    "resume_differs": "yellow",
     "stopped": "cyan",
     "finished": "cyan",
     "taken_over": "cyan",

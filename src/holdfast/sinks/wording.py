@@ -16,6 +16,7 @@ _MAX_DEPTH = 8
 _MAX_TEXT = 200
 _MAX_METRICS = 4
 _MAX_NAME = 24
+_MAX_KEYS = 5
 
 
 def number_field(fields: Mapping[str, Any], name: str) -> float | None:
@@ -148,8 +149,8 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             return f"stopped at step {step}: {metric} was never a number"
         value = to_printable(_format_value(best))
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
-    if name == "finished":
-        return _describe_end(fields)
+    if name in ("resume_checked", "resume_differs", "finished"):
+        return _describe_end(fields) if name == "finished" else _describe_check(name, fields)
     if name in ("notice", "preempted", "platform_detected"):
         return _describe_preemption(name, fields)
     return {
@@ -176,6 +177,19 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
         ),
     }.get(name)
+
+
+def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
+    url, seconds = text_field(fields, "url"), number_field(fields, "seconds")
+    if name == "resume_differs":
+        keys = _list_field(fields, "differing")
+        more = f", and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+        return f"resumed with differences from {url}: {', '.join(keys[:_MAX_KEYS])}{more}"
+    nbytes, total = number_field(fields, "bytes") or 0, number_field(fields, "total") or 0
+    of_total = "" if nbytes == total else f" of {format_size(total)}"
+    what = f"{format_size(nbytes)}{of_total}" if total else "all values"
+    took = "" if seconds is None else f", compared in {format_duration(seconds)}"
+    return f"resumed exactly: {what} equal {url}{took}"
 
 
 def _describe_end(fields: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group
-from holdfast.engine.loading.binding import Leniency
+from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
@@ -41,6 +41,8 @@ from holdfast.training.ending import Ending, make_savepoint
 from holdfast.training.lifecycle import Lifecycle, exclusive, show_lines
 from holdfast.training.resume import resume_run
 from holdfast.training.resume_point import ResumePoint, ResumeRequest, left_state_invalid
+from holdfast.training.resuming.gaps import GapCheck
+from holdfast.training.resuming.receipt import Consumption, check_resume, record_next_batches
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -157,14 +159,21 @@ class Checkpointer:
         self._note: Mapping[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
-        self._savepoint = make_savepoint(state, save, preemption, self._goodput)
+        self._make_ending(save, on_error, preemption)
+        self._calls = GuardedCalls(self._preemption, self._goodput)
+        self._consumption = Consumption(self.run)
+        self._gaps = GapCheck(self.run.url, state, save, self._group.rank)
+        self._end_lines = show_lines(self, self.run.url, quiet)
+        take_over(self)
+
+    def _make_ending(
+        self, save: SavePolicy, on_error: Literal["raise", "warn"], preemption: Preemption | None
+    ) -> None:
+        self._savepoint = make_savepoint(self.state, save, preemption, self._goodput)
         common = self._saver, self._cadence, self._lifecycle, self._step_counter
         self._ending = Ending(save, on_error, *common, self._start_save, self._savepoint)
         observed = self._step_counter, self._goodput, self._saver, self._ending, self._savepoint
         self._preemption = PreemptionResponse(preemption, self._group, observed)
-        self._calls = GuardedCalls(self._preemption, self._goodput)
-        self._end_lines = show_lines(self, self.run.url, quiet)
-        take_over(self)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -183,7 +192,7 @@ class Checkpointer:
     # -- resuming ------------------------------------------------------------------------------
 
     @exclusive
-    def resume(
+    def resume(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         at: int | None = None,
         *,
@@ -194,6 +203,7 @@ class Checkpointer:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
+        check: bool = True,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
@@ -206,6 +216,14 @@ class Checkpointer:
         ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
         ``missing``, ``unexpected``, and ``rename`` (as for ``holdfast.load``) determine how much of
         it is loaded. A run that has versions ignores these arguments and loads its own completely.
+
+        ``missing="keep"`` without ``start`` keeps the live values that the version of the run
+        lacks, such as a member that is new in the state. A ``KeptValues`` warning names each key,
+        and later versions record them in ``metadata["note"]["kept"]``.
+
+        Then the live state is compared with the digests of the version, and the next batch of an
+        ``ElasticSampler`` with the recorded one. The event ``resume_checked`` or ``resume_differs``
+        reports the result. ``check=False`` turns this off.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
@@ -220,7 +238,8 @@ class Checkpointer:
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
             request = ResumeRequest(at, branch, trust)
-            point = resume_run(self.run, self.state, self._group, request, *parts)
+            own = leniency if start is None else STRICT
+            point = resume_run(self.run, self.state, self._group, request, *parts, own)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:
@@ -235,11 +254,15 @@ class Checkpointer:
             events.emit("began", run=self.run.url)
             return None
         self._continue_from(point)
+        if check and (point.from_own_run or (keys is None and leniency == STRICT)):
+            check_resume(self.run.url, point.snapshot, self.state, self._group)
         return point.snapshot
 
     def _continue_from(self, point: ResumePoint) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self._step_counter.resume_at(point.step, point.from_own_run)
+        self._gaps.restart()
+        self._consumption.restart(point.snapshot, point.step)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
         self._goodput.resume_from(point.training_metadata)
@@ -328,6 +351,7 @@ class Checkpointer:
     def _act(self, agreed: frozenset[str]) -> None:
         """Leave if the ranks have agreed on that, and save if a save is due."""
         self._ensure_started()
+        self._gaps.check(self._step_counter.has_counted)
         if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
             return
         self._calls.respond(agreed)
@@ -363,7 +387,8 @@ class Checkpointer:
 
     def _make_spec(self, reason: str, metrics: Mapping[str, Any] | None = None) -> SaveSpec:
         version, note, last_metrics, stop = self._make_label()
-        return SaveSpec(version, reason, last_metrics if metrics is None else metrics, note, stop)
+        metrics, training = last_metrics if metrics is None else metrics, dict(stop)
+        return SaveSpec(version, reason, metrics, note, training | record_next_batches(self.state))
 
     def _start_save(
         self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
@@ -438,6 +463,8 @@ class Checkpointer:
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
+            if error is None and self._group.rank == 0 and not self.should_stop:
+                self._consumption.check(self.current_step)
             unsaved = self._ending.finish(error, self._calls.is_leaving)
         finally:
             self._release()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.engine.distributed.group import Group
+from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import (
@@ -133,6 +134,7 @@ class StateLoader:
     state: dict[str, Any]
     group: Group
     tiers: Tiers
+    leniency: Leniency = STRICT
     error: HoldfastError | None = None
     partially_loaded: bool = False
     first_from_tier: tuple[Snapshot, TierName | None] | None = None
@@ -147,7 +149,7 @@ class StateLoader:
         because the version may then be intact.
         """
         try:
-            load_snapshot(snapshot, self.state, group=self.group)
+            load_snapshot(snapshot, self.state, leniency=self.leniency, group=self.group)
         except HoldfastError as e:
             self.error, self.partially_loaded = e, self.partially_loaded or left_state_invalid(e)
             cause = e.__cause__ if isinstance(e, RankFailed) else None

@@ -15,6 +15,9 @@ from holdfast.run.address import open_on_all_ranks
 from holdfast.run.catalog import read_training_metadata
 from holdfast.training.resume_point import ResumePoint
 
+KEEP_MISSING = Leniency(missing="keep")
+"""What may be tolerated in versions of the run itself."""
+
 
 def check_start(
     start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
@@ -23,7 +26,7 @@ def check_start(
 
     ``goes_back`` is True if the caller also selects a version of the run itself. Raises
     ``HoldfastError`` for ``start`` together with such a version, for a partial selection without
-    ``start``, and for a ``start`` that is not an address.
+    ``start`` other than ``missing="keep"``, and for a ``start`` that is not an address.
     """
     is_location = isinstance(start, str | os.PathLike) or hasattr(start, "put_if_absent")
     if start is not None and not is_location:
@@ -40,10 +43,11 @@ def check_start(
             found=f"{start=} and at= or branch=",
             todo='Write the step in the address: resume(start="RUN@120")',
         )
-    if start is None and (keys is not None or leniency != STRICT):
+    if start is None and (keys is not None or leniency not in (STRICT, KEEP_MISSING)):
         raise HoldfastError(
-            "A run always resumes from its own versions completely",
-            expected="keys=, missing=, unexpected=, or rename= only together with start=",
+            "A run always resumes all of its own versions",
+            expected='keys=, unexpected=, or rename= only together with start=. missing="keep"'
+            " keeps new members of the state",
             found="no start=",
             todo="Pass start=, or load the snapshot with holdfast.load",
         )
