@@ -19,6 +19,7 @@ _STYLES = {
     "structure_changed": "dim",
     "platform_detected": "dim",
     "began": "cyan",
+    "loaded": "cyan",
     "resumed": "cyan",
     "stopped": "cyan",
     "skipped": "yellow",

@@ -12,6 +12,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group
 from holdfast.engine.loading.binding import Leniency
+from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
@@ -147,6 +148,7 @@ class Checkpointer:
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
         self._note: Mapping[str, Any] = {}
+        self.start_report: LoadReport | None = None  # of the last resume(), if it used start=
         self._metrics: Mapping[str, Any] = {}
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
         self._savepoint = make_savepoint(state, save, preemption, self._goodput)
@@ -173,7 +175,7 @@ class Checkpointer:
     # -- resuming ------------------------------------------------------------------------------
 
     @exclusive
-    def resume(
+    def resume(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         at: int | None = None,
         *,
@@ -184,6 +186,8 @@ class Checkpointer:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
+        mismatched: Literal["error", "keep"] = "error",
+        cast: bool = False,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
@@ -194,8 +198,9 @@ class Checkpointer:
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
-        ``missing``, ``unexpected``, and ``rename`` (as for ``holdfast.load``) determine how much of
-        it is loaded. A run that has versions ignores these arguments and loads its own completely.
+        ``missing``, ``unexpected``, ``rename``, ``mismatched``, and ``cast`` (as for
+        ``holdfast.load``) determine how much of it is loaded; ``start_report`` then says what was.
+        A run that has versions ignores these arguments and loads its own completely.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
@@ -204,7 +209,7 @@ class Checkpointer:
         self._lifecycle.check_open()
         self._preemption.watch()
         self._saver.wait_on_all_ranks()
-        leniency = Leniency(missing, unexpected, False, rename or {})
+        leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
         try:
@@ -225,6 +230,7 @@ class Checkpointer:
             events.emit("began", run=self.run.url)
             return None
         self._metrics, self._branch, self._note = {}, point.branch, point.note
+        self.start_report = point.start_report
         self._step_counter.resume_at(point.step, point.from_own_run)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)

@@ -31,6 +31,11 @@ class LoadTargets:
     targets: list[Target] = field(default_factory=list)
     fresh: dict[str, Any] = field(default_factory=dict)
 
+    def clear(self) -> None:
+        """Discard all targets, and release the fresh memory."""
+        for part in (self.requests, self.targets, self.fresh):
+            part.clear()
+
     def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """Return the key under which a leaf's bytes are stored, and the node that describes it."""
         source = node.get("tied", key)
