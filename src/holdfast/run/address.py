@@ -253,8 +253,10 @@ def load(  # noqa: PLR0913  (the public face)
     """Load the snapshot at ``url`` and check every byte that is read.
 
     ``url`` may be an address, such as ``"runs/a@best"``: see ``holdfast.open``. Without ``into``,
-    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values. With
-    ``into``, a dict like the one that was saved, fill that dict in place and return a
+    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values.
+    ``device="saved"`` stands for the devices from which the tensors were saved, and
+    ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
+    With ``into``, a dict like the one that was saved, fill that dict in place and return a
     ``LoadReport`` of what was loaded, kept, ignored, and converted. ``keys``: load only leaves
     whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*`` matches within a
     level, ``**`` across levels.

@@ -22,6 +22,7 @@ from holdfast.engine.distributed.group import (
 )
 from holdfast.engine.loading.binder import Binder
 from holdfast.engine.loading.binding import STRICT, Leniency
+from holdfast.engine.loading.devices import device_chooser
 from holdfast.engine.loading.differences import no_match_error
 from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
@@ -52,7 +53,7 @@ def load_snapshot(
     group = LocalGroup() if group is None or into is None else group
     limit = snapshot.location.deadline
     collective = group.collective(f"the load of {snapshot.location.name}", deadline=limit)
-    targets = LoadTargets(snapshot, device)
+    targets = LoadTargets(snapshot, device_chooser(snapshot, device))
     try:
         # One pin protects all ranks, because no rank reads before the broadcast.
         with collective, snapshot.pin_while_reading() if group.rank == 0 else nullcontext():
