@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.data.progress import Progress
     from holdfast.data.rng import RNG
     from holdfast.data.sampler import ElasticSampler
+    from holdfast.engine.loading.report import LoadReport
     from holdfast.engine.saving.pending import Pending
     from holdfast.engine.saving.save import save, save_async
     from holdfast.engine.snapshot.leaf import LeafView
@@ -67,6 +68,7 @@ __all__ = [
     "KeepLast",
     "KeepSteps",
     "LeafView",
+    "LoadReport",
     "LocalTier",
     "MemoryTier",
     "Never",
@@ -113,6 +115,7 @@ _LAZY_NAMES = {
     "KeepLast": "run.policy",
     "KeepSteps": "run.policy",
     "LeafView": "engine.snapshot.leaf",
+    "LoadReport": "engine.loading.report",
     "LocalTier": "tiers.local_tier",
     "MemoryTier": "tiers.memory_tier",
     "Never": "run.policy",

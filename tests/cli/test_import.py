@@ -49,8 +49,9 @@ def test_a_file_becomes_a_version(folder: Path) -> None:
         "runs/a/version_7  2 leaves, 4.0 KiB",
     ]
     model = nn.Linear(3, 2)
-    loaded = hf.load("runs/a/version_7", into={"model": model, "epoch": 0})
-    assert loaded["epoch"] == 2
+    into = {"model": model, "epoch": 0}
+    assert len(hf.load("runs/a/version_7", into=into).loaded) == 3
+    assert into["epoch"] == 2
     saved = torch.load("step_7.pt", weights_only=True)
     assert torch.equal(model.weight, saved["model"]["weight"])
     assert run_cli("verify", "runs/a").code == 0

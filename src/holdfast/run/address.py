@@ -254,6 +254,7 @@ def load(  # noqa: PLR0913  (the public face)
     unexpected: Literal["error", "ignore"] = "error",
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
+    mismatched: Literal["error", "keep"] = "error",
     group: GroupSpec = None,
     share: bool | None = None,
     timeout: float | None = None,
@@ -261,10 +262,13 @@ def load(  # noqa: PLR0913  (the public face)
     """Load the snapshot at ``url`` and check every byte that is read.
 
     ``url`` may be an address, such as ``"runs/a@best"``: see ``holdfast.open``. Without ``into``,
-    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values. With
-    ``into``, a dict like the one that was saved, fill that dict in place and return it. ``keys``:
-    load only leaves whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*``
-    matches within a level, ``**`` across levels.
+    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values.
+    ``device="saved"`` stands for the devices from which the tensors were saved, and
+    ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
+    With ``into``, a dict like the one that was saved, fill that dict in place and return a
+    ``LoadReport`` of what was loaded, kept, ignored, and converted. ``keys``: load only leaves
+    whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*`` matches within a
+    level, ``**`` across levels.
 
     ``url`` may also be a checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or
     safetensors. With ``into``, each live member takes the member of the same name or kind, and an
@@ -273,8 +277,10 @@ def load(  # noqa: PLR0913  (the public face)
 
     The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
     ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
-    dtypes. ``rename={"model/old": "model/new"}`` renames members of the snapshot, with everything
-    below them, before they are matched with the live state. A load fails after ``timeout`` seconds.
+    dtypes. ``mismatched="keep"`` keeps live values that have another shape; a parameter also keeps
+    its optimizer slots, or has none. ``rename={"model/old": "model/new"}`` renames members of the
+    snapshot, with everything below them, before they are matched with the live state. A load fails
+    after ``timeout`` seconds.
 
     Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
     snapshot was saved with, or all raise. If several ranks of a host need the same data of a large
@@ -284,7 +290,7 @@ def load(  # noqa: PLR0913  (the public face)
     after which ``into`` is unchanged.
     """
     warn_of_share(share)
-    leniency = Leniency(missing, unexpected, cast, rename or {})
+    leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
     ranks = LocalGroup() if into is None else current_group(group)
     if isinstance(url, str | os.PathLike) and split_address(os.fspath(url))[1] is not None:
         snapshot = open_on_all_ranks(url, ranks, timeout)

@@ -11,6 +11,7 @@ _LEVELS = {
     "saved": logging.INFO,
     "save_waited": logging.INFO,
     "began": logging.INFO,
+    "loaded": logging.INFO,
     "resumed": logging.INFO,
     "resume_checked": logging.INFO,
     "resume_differs": logging.WARNING,

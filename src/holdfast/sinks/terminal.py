@@ -19,6 +19,7 @@ _STYLES = {
     "structure_changed": "dim",
     "platform_detected": "dim",
     "began": "cyan",
+    "loaded": "cyan",
     "resumed": "cyan",
     "resume_checked": "cyan",
     "resume_differs": "yellow",

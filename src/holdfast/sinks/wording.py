@@ -127,6 +127,8 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         if saved is None or str(saved.step) != step:  # a part of a version of another run
             return f"started at step {step} with state from {url}{suffix}"
         return f"resumed step {step} from {url}{suffix}"
+    if name == "loaded":  # for people only if something was kept, ignored, or converted
+        return "; ".join(map(to_printable, str(fields.get("summary") or "").splitlines())) or None
     seconds = number_field(fields, "seconds")
     waited = "waited" if seconds is None else f"waited {format_duration(seconds)}"
     if name == "save_waited":

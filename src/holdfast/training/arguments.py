@@ -274,7 +274,9 @@ def not_entered_error() -> HoldfastError:
 def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
     """Return the ``resume`` call that loads the matching part of a version into a changed state."""
     members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
-    misfits = {key.partition("/")[0] for key in error.fields["misfits"]}
+    resized, dtypes = error.fields["mismatched"], error.fields["dtypes"]
+    other_kinds = {*error.fields["misfits"]}.difference(resized, dtypes)
+    misfits = {key.partition("/")[0] for key in other_kinds}
     excluded = set(misfits)
     if any(
         _has_attribute(members.get(m), "parameters", "param_groups", "requires_grad")
@@ -297,6 +299,10 @@ def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
         for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
         if any(not misfits or key.partition("/")[0] in chosen for key in error.fields[name])
     ]
+    if any(key.partition("/")[0] not in excluded for key in resized):
+        arguments.append('mismatched="keep"')
+    if any(key.partition("/")[0] not in excluded for key in dtypes):
+        arguments.append("cast=True")
     return f"resume({', '.join(arguments)}){hint}"
 
 

@@ -12,6 +12,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group
 from holdfast.engine.loading.binding import STRICT, Leniency
+from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
@@ -157,6 +158,7 @@ class Checkpointer:
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
         self._note: Mapping[str, Any] = {}
+        self.start_report: LoadReport | None = None  # of the last resume(), if it used start=
         self._metrics: Mapping[str, Any] = {}
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
         self._make_ending(save, on_error, preemption)
@@ -203,6 +205,8 @@ class Checkpointer:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
+        mismatched: Literal["error", "keep"] = "error",
+        cast: bool = False,
         check: bool = True,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
@@ -214,8 +218,9 @@ class Checkpointer:
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
-        ``missing``, ``unexpected``, and ``rename`` (as for ``holdfast.load``) determine how much of
-        it is loaded. A run that has versions ignores these arguments and loads its own completely.
+        ``missing``, ``unexpected``, ``rename``, ``mismatched``, and ``cast`` (as for
+        ``holdfast.load``) determine how much of it is loaded; ``start_report`` then says what was.
+        A run that has versions ignores these arguments and loads its own completely.
 
         ``missing="keep"`` without ``start`` keeps the live values that the version of the run
         lacks, such as a member that is new in the state. A ``KeptValues`` warning names each key,
@@ -232,7 +237,7 @@ class Checkpointer:
         self._lifecycle.check_open()
         self._preemption.watch()
         self._saver.wait_on_all_ranks()
-        leniency = Leniency(missing, unexpected, False, rename or {})
+        leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
         try:
@@ -260,6 +265,7 @@ class Checkpointer:
 
     def _continue_from(self, point: ResumePoint) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
+        self.start_report = point.start_report
         self._step_counter.resume_at(point.step, point.from_own_run)
         self._gaps.restart()
         self._consumption.restart(point.snapshot, point.step)

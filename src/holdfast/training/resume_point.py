@@ -11,6 +11,7 @@ import msgspec
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import (
     Denied,
@@ -78,7 +79,8 @@ class ResumePoint:
     stopping and goodput that the version stores. ``skipped`` holds the newer states that were not
     loaded. ``durable`` is the newest version of the run. ``tier`` is the name of the tier from
     which the version was loaded, or None if it is a version of the run. ``distrust``: why the
-    version is distrusted, if a person has named it.
+    version is distrusted, if a person has named it. ``start_report``: what was loaded from a
+    version of another run.
     """
 
     snapshot: Snapshot
@@ -91,6 +93,7 @@ class ResumePoint:
     durable: Snapshot | None = None
     tier: TierName | None = None
     distrust: NotTrusted | None = None
+    start_report: LoadReport | None = None
 
     @property
     def sessions(self) -> list[str]:

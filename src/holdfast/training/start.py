@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.engine.distributed.group import Group
@@ -46,8 +47,8 @@ def check_start(
     if start is None and (keys is not None or leniency not in (STRICT, KEEP_MISSING)):
         raise HoldfastError(
             "A run always resumes all of its own versions",
-            expected='keys=, unexpected=, or rename= only together with start=. missing="keep"'
-            " keeps new members of the state",
+            expected="keys=, unexpected=, rename=, mismatched=, or cast= only together with start=."
+            ' missing="keep" keeps new members of the state',
             found="no start=",
             todo="Pass start=, or load the snapshot with holdfast.load",
         )
@@ -66,8 +67,9 @@ def start_from(
     loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
     """
     snapshot = open_on_all_ranks(start, group)
-    load_snapshot(snapshot, state, keys, None, leniency, group)
-    is_complete = keys is None and leniency == STRICT
+    report = load_snapshot(snapshot, state, keys, None, leniency, group)
+    # a conversion of dtypes leaves nothing out
+    is_complete = keys is None and replace(leniency, cast=False) == STRICT
     metadata = read_training_metadata(snapshot) if is_complete else {}
     return ResumePoint(
         snapshot,
@@ -76,4 +78,5 @@ def start_from(
         note={"started_from": {"url": snapshot.url, "digest": snapshot.digest}},
         # the state of early stopping belongs to the model, but goodput belongs to the run
         training_metadata={"stop": metadata["stop"]} if "stop" in metadata else {},
+        start_report=report,
     )

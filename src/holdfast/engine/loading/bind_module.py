@@ -32,8 +32,9 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     for (name, value), plain_name in zip(state.items(), plain_names, strict=True):
         child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
         if not binding.selected(k):
-            continue
-        if child is ABSENT:
+            if child is not ABSENT and _is_dense(value):
+                binding.note_unselected(value, child, k)
+        elif child is ABSENT:
             binding.differences.missing.append(k)
         elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
             fresh[name] = binding.targets.add_fresh(child, k)

@@ -172,10 +172,11 @@ class Binder(Binding):
         stored, live_dtype = self.targets.snapshot.leaves[source][0], dtype_name(value.dtype)
         if layout != body["layout"]:
             self.note_other_kind(f"tensor {layout}", node, key)
-        elif shape != body["shape"]:
-            self.differences.shapes[key] = f"{body['shape']}, live {shape}"
+        elif shape != body["shape"] or key in self.resized:
+            self.note_resized(None, key, body["shape"], shape)
+            return lambda: value
         elif stored != live_dtype:
-            self.differences.dtypes[key] = f"{stored}, live {live_dtype}"
+            self.note_other_dtype(key, stored, live_dtype, can_cast=False)
         return self.targets.add_fresh(node, key, value.device)
 
     def _bind_array(self, value: np.ndarray[Any, Any], node: Any, key: str) -> Finalize:
@@ -186,16 +187,20 @@ class Binder(Binding):
         name, shape, *descr = self.targets.resolve_leaf(node, key)[1]["array"]
         dtype = from_descr(descr[0]) if descr else np.dtype(name)
         shape = shape[:-1] if descr else shape
-        if list(value.shape) != shape:
-            self.differences.shapes[key] = f"{shape}, live {list(value.shape)}"
-        elif value.dtype != dtype and not (self.cast and _can_cast_array(dtype, value.dtype)):
-            self.differences.dtypes[key] = f"{dtype}, live {value.dtype}"
-        elif value.flags.writeable and not descr:
+        if list(value.shape) != shape or key in self.resized:
+            self.note_resized(value, key, shape, value.shape)
+            return lambda: value
+        can_cast = _can_cast_array(dtype, value.dtype)
+        if value.dtype != dtype and self.cast and can_cast:
+            self.differences.casts[key] = f"{dtype} to {value.dtype}"
+        elif value.dtype != dtype:
+            self.note_other_dtype(key, dtype, value.dtype, can_cast)
+            return lambda: value
+        if value.flags.writeable and not descr:
             self.targets.add(source, value)
-        else:
-            finalize = self.targets.add_fresh(node, key)
-            return lambda: _assign_array(value, finalize())
-        return lambda: value
+            return lambda: value
+        finalize = self.targets.add_fresh(node, key)
+        return lambda: _assign_array(value, finalize())
 
 
 def _can_cast_array(stored: np.dtype[Any], dtype: np.dtype[Any]) -> bool:

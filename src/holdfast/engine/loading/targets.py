@@ -25,13 +25,19 @@ BYTE_TAGS = frozenset({*tree.LEAF_TAGS, "tied"})
 
 @dataclass(slots=True)
 class LoadTargets:
-    """All targets of one load. ``fresh`` holds the memory of leaves that have no live memory."""
+    """All targets of one load. ``fresh`` holds the memory of leaves that have no live memory, and
+    ``device_of`` returns its device for a leaf's key."""
 
     snapshot: Snapshot
-    device: Any = None
+    device_of: Callable[[str], Any] = lambda key: None
     requests: list[ReadRequest] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     fresh: dict[str, Any] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Discard all targets, and release the fresh memory."""
+        for part in (self.requests, self.targets, self.fresh):
+            part.clear()
 
     def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """Return the key under which a leaf's bytes are stored, and the node that describes it."""
@@ -54,7 +60,9 @@ class LoadTargets:
             if is_leaf(n):
                 source, leaf = self.resolve_leaf(n, k)
                 if source not in self.fresh:
-                    leaf_device = self.device if device is None else device
+                    leaf_device = device
+                    if device is None and "tensor" in leaf:
+                        leaf_device = self.device_of(source)
                     spec = self.snapshot.leaves[source]
                     self.fresh[source] = allocate(leaf, k, *spec, leaf_device)
                     self.add(source, self.fresh[source])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -160,6 +160,73 @@ def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, st
     prefixes = [name[: m.start()] for m in re.finditer(r"\.", name)]
     found = ((old, renames[old]) for old in (*prefixes, name) if old in renames)
     return sorted((number, old, new) for old, (number, new) in found)
+
+
+_MAX_RENAMES = 3
+_SLOT_KEY = re.compile("/(state|groups)/")
+
+
+def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str, str]:
+    """Return the renames that give keys of the snapshot (``surplus``) the names that the live state
+    has (``lacking``), if each has only one plausible origin. Otherwise, return an empty dict.
+
+    A name is plausible if it ends like the other one (``head.weight`` and ``fc.weight``), if it is
+    the most similar one, and if the rename gives every key below it a name that is lacking.
+    """
+    lacking = [key for key in lacking if not _SLOT_KEY.search(key)]  # slots follow parameters
+    old_keys = dict.fromkeys(key for key in surplus if not _SLOT_KEY.search(key))
+    renames: dict[str, str] = {}
+    tried, attempts = set[str](), max(_MAX_RENAMES, 20_000 // (len(lacking) + len(old_keys) + 1))
+    while old_keys and len(renames) < _MAX_RENAMES:
+        key = next((key for key in lacking if key not in tried), None)
+        if key is None or len(tried) > attempts:
+            break
+        tried.add(key)
+        old, new = _most_similar(key, old_keys) or ("", "")
+        below = {
+            k: new + k[len(old) :]
+            for k in old_keys
+            if k == old or k.startswith((f"{old}.", f"{old}/"))
+        }
+        names = {k for k in lacking if k == new or k.startswith((f"{new}.", f"{new}/"))}
+        if old and {*below.values()} == names:
+            renames[old] = new
+            lacking = [k for k in lacking if k not in names]
+            old_keys = {k: None for k in old_keys if k not in below}
+    return renames
+
+
+def _most_similar(key: str, candidates: Iterable[str]) -> tuple[str, str] | None:
+    """Return the rename that turns the most similar of the keys into ``key``, if there is one."""
+    scored = []
+    for candidate in candidates:
+        found = _find_rename(candidate, key)
+        if found is not None:
+            scored.append(found)
+    best = max((score for score, _, _ in scored), default=None)
+    top = [(old, new) for score, old, new in scored if score == best]
+    return top[0] if len(top) == 1 else None
+
+
+def _find_rename(old_key: str, new_key: str) -> tuple[tuple[int, int], str, str] | None:
+    """Return the rename between two keys that differ in one level: how many names they have in
+    common behind and before what differs, and the two names of that level."""
+    old, new = old_key.split("/"), new_key.split("/")
+    differing = [i for i, (a, b) in enumerate(zip(old, new)) if a != b]
+    if len(old) != len(new) or len(differing) != 1:
+        return None
+    level = differing[0]
+    a, b = old[level].split("."), new[level].split(".")
+    limit = min(len(a), len(b)) - 1
+    before = next((i for i in range(limit) if a[i] != b[i]), limit)
+    behind = next((i for i in range(limit) if a[-1 - i] != b[-1 - i]), limit)
+    behind = min(behind, limit)
+    below = len(old) - level - 1
+    if behind + below == 0:
+        return None
+    old_name, new_name = (".".join(name[: len(name) - behind]) for name in (a, b))
+    parents = old[:level]
+    return (behind + below, before), "/".join([*parents, old_name]), "/".join([*parents, new_name])
 
 
 def _find_members(node: Any, keys: Sequence[str], key: str) -> set[str]:

@@ -199,8 +199,8 @@ class Snapshot:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, and the
-        ``objectives`` of the policies of a ``Checkpointer``."""
+        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, the ``devices`` of
+        the tensors, and the ``objectives`` of the policies of a ``Checkpointer``."""
         metadata: dict[str, Any] = tree.decode(
             self.manifest.metadata, "metadata", tree.reject_value
         )

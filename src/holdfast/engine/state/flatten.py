@@ -83,6 +83,13 @@ class FlatState:
     from_first: dict[str, Any] = field(default_factory=dict)
     merged_lists: list[str] = field(default_factory=list)
 
+    def devices(self) -> dict[str, Any]:
+        """Return the devices of the tensors by key; only one tensor if all are on one device."""
+        tensors = [leaf for leaf in self.leaves if type(leaf.source) is not np.ndarray]
+        if len({leaf.source.device for leaf in tensors}) < 2:
+            tensors = tensors[:1]
+        return {leaf.key: leaf.source.device for leaf in tensors}
+
 
 @gc_paused
 def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
