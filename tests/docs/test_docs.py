@@ -116,9 +116,10 @@ def run_commands(block: Block, folder: Path) -> None:
 
 
 def check_output(found: str, shown: str, where: str) -> None:
-    """Assert that the output is the one that the document shows."""
+    """Assert that the output is the one that the document shows, with any spaces in its lines."""
     pattern, found = (
-        "\n".join(line.rstrip() for line in text.strip().splitlines()) for text in (shown, found)
+        "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+        for text in (shown, found)
     )
     regex = ".*".join(map(re.escape, pattern.split("...")))
     assert re.fullmatch(regex, found, re.DOTALL), f"{where}: {found}"
