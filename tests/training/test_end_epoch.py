@@ -27,6 +27,7 @@ from holdfast.preemption import Preemption, PreemptionGuard
 from holdfast.run.policy import AtEnd, EveryEpoch, EverySteps, Never, StopWhen
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
+from holdfast.training.step_counter import LONG_EPOCH
 from tests.preemption.announced import Announced
 from tests.trainings import initial_state, train_step
 
@@ -576,6 +577,19 @@ def test_every_epoch_warns_if_the_user_counts_without_end_epoch() -> None:
         warnings.simplefilter("error", UncountedEpochs)
         training.epoch()  # once
     training.ckpt.close()
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_every_epoch_warns_if_no_epoch_ever_ends(is_called: bool) -> None:
+    with holdfast.Checkpointer(MemoryStore(), initial_state(), save=EveryEpoch()) as ckpt:
+        ckpt.step(steps=LONG_EPOCH - 1)
+        if is_called:
+            ckpt.end_epoch()
+            ckpt.step(steps=LONG_EPOCH)
+        else:
+            with pytest.warns(UncountedEpochs, match=f"not called before step {LONG_EPOCH} "):
+                ckpt.step()
+        ckpt.step(steps=LONG_EPOCH)  # once
 
 
 @pytest.mark.parametrize("metrics", [{"val": "x"}, [1], {1: 2.0}])
