@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ from holdfast.preemption import Preemption, PreemptionGuard
 from holdfast.run.policy import AtEnd, EveryEpoch, EverySteps, Never, StopWhen
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
+from holdfast.training.step_counter import LONG_EPOCH
 from tests.preemption.announced import Announced
 from tests.trainings import initial_state, train_step
 
@@ -330,6 +332,61 @@ def test_without_the_option_such_a_loop_ends_early() -> None:
     assert second.seen == []
 
 
+class RandomTraining:
+    """A training with dropout, whose loader draws a seed whenever an iterator is created.
+
+    ``skip_empty``: its loop counts steps, not epochs, and must not get an epoch without a step.
+    """
+
+    def __init__(self, store: Any, skip_empty: bool) -> None:
+        torch.manual_seed(1)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.skip_empty, self.progress = skip_empty, holdfast.Progress()
+        self.sampler = holdfast.ElasticSampler(24, 6, skip_empty=skip_empty)
+        generator = torch.Generator().manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=generator))
+        self.loader = torch.utils.data.DataLoader(data, batch_sampler=self.sampler)
+        members = (self.model, self.optimizer, self.progress, self.sampler, holdfast.RNG())
+        self.ckpt = holdfast.Checkpointer(store, dict(zip("mopsr", members)), save=Never())
+
+    def train(self, last: tuple[int, int]) -> tuple[list[float], float, int]:
+        """Train until a step and an epoch, and save. Return what the training has come to."""
+        with self.ckpt as ckpt:
+            ckpt.resume()
+            while (self.progress.step, self.progress.epoch) != last:
+                before = self.progress.step
+                for (batch,) in self.loader:
+                    self.optimizer.zero_grad()
+                    self.model(batch).square().mean().backward()
+                    self.optimizer.step()
+                    ckpt.step()
+                    if (self.progress.step, self.progress.epoch) == last:
+                        break
+                else:
+                    if self.skip_empty:
+                        assert self.progress.step > before
+                    else:
+                        ckpt.end_epoch()
+            ckpt.save()
+        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        return weights.tolist(), float(torch.rand(1)), self.progress.step_in_epoch
+
+
+@pytest.mark.parametrize("skip_empty", [False, True])
+def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(
+    skip_empty: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    warnings.simplefilter("ignore", UncountedEpochs)
+    last = (12, 0) if skip_empty else (12, 3)
+    expected = RandomTraining(MemoryStore(), skip_empty).train(last)
+    for step in range(1, 12):
+        for epoch in {0} if skip_empty else {(step - 1) // BATCHES, step // BATCHES}:
+            store = MemoryStore()
+            RandomTraining(store, skip_empty).train((step, epoch))
+            assert RandomTraining(store, skip_empty).train(last) == expected, (step, epoch)
+
+
 # -- several steps at once -----------------------------------------------------------------------
 
 
@@ -520,6 +577,19 @@ def test_every_epoch_warns_if_the_user_counts_without_end_epoch() -> None:
         warnings.simplefilter("error", UncountedEpochs)
         training.epoch()  # once
     training.ckpt.close()
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_every_epoch_warns_if_no_epoch_ever_ends(is_called: bool) -> None:
+    with holdfast.Checkpointer(MemoryStore(), initial_state(), save=EveryEpoch()) as ckpt:
+        ckpt.step(steps=LONG_EPOCH - 1)
+        if is_called:
+            ckpt.end_epoch()
+            ckpt.step(steps=LONG_EPOCH)
+        else:
+            with pytest.warns(UncountedEpochs, match=f"not called before step {LONG_EPOCH} "):
+                ckpt.step()
+        ckpt.step(steps=LONG_EPOCH)  # once
 
 
 @pytest.mark.parametrize("metrics", [{"val": "x"}, [1], {1: 2.0}])

@@ -13,6 +13,9 @@ from holdfast.generators import open_block
 from holdfast.run.policy import SavePolicy
 from holdfast.text import to_repr, warn_user, with_article
 
+LONG_EPOCH = 10_000
+"""The number of steps after which a policy that waits for ``end_epoch`` is probably forgotten."""
+
 
 class StepCounter:
     """Counts the steps and advances the ``ElasticSampler`` objects of a state.
@@ -38,7 +41,7 @@ class StepCounter:
         self._expected_step: int | None = None
         self._expected_epoch: int | None = None
         self._block: object | None = None
-        self._needs_ends = False  # a policy waits for end_epoch
+        self._needs_ends = False  # a policy waits for the first call of end_epoch
         self._count_epochs()
 
     @property
@@ -94,7 +97,9 @@ class StepCounter:
         self._expected_step = None
         progress.step += steps
         self._expected_step = progress.step
-        if self._needs_ends and progress.epoch != self._ended_epochs:
+        if self._needs_ends and (
+            progress.epoch != self._ended_epochs or progress.step_in_epoch >= LONG_EPOCH
+        ):
             self._warn_epochs()
 
     def end_epoch(self) -> None:
@@ -112,6 +117,7 @@ class StepCounter:
             )
         _check_epoch(progress.epoch, self._expected_epoch)
         has_ended = [sampler.end_epoch() for sampler in self._samplers]
+        self._needs_ends = False
         self._expected_epoch = None  # as in add_steps
         progress.epoch += 1
         self._expected_epoch = progress.epoch
@@ -128,8 +134,9 @@ class StepCounter:
     def _warn_epochs(self) -> None:
         self._needs_ends = False
         warn_user(
-            f"progress.epoch is {self._progress.epoch}, but EveryEpoch counts only calls of"
-            " ckpt.end_epoch(). Call it after each epoch instead of progress.epoch += 1",
+            f"ckpt.end_epoch() was not called before step {self._progress.step} (progress.epoch is"
+            f" {self._progress.epoch}), and EveryEpoch waits for it. Call it after each epoch,"
+            " instead of progress.epoch += 1. If your epochs are this long, add EverySteps(...)",
             UncountedEpochs,
         )
 
