@@ -235,22 +235,23 @@ def test_a_notice_is_shown_each_time() -> None:
     store = MemoryStore()
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
-        for _ in range(3):
-            start(store, 2)
+        kept = [start(store, 2) for _ in range(3)]  # else the garbage collector may warn first
     assert [str(w.message)[:14] for w in shown] == ["Steps 1 to 2 a", "Steps 1 to 2 a"]
     assert {w.filename for w in shown} == {__file__}
-    start(store, 1).close()
+    kept[-1].close()
 
 
 def test_a_failed_save_of_the_earlier_one_is_reported_and_does_not_stop_the_new_one() -> None:
-    store = HookedStore(MemoryStore())
+    store, stepped = HookedStore(MemoryStore()), threading.Event()
 
     def before(method: str, key: str) -> None:
         if key.endswith("version_4/manifest.json") and method == "put_if_absent":
+            assert stepped.wait(30)  # otherwise, step 5 may raise the failure
             raise NoSpace("The disk is full")
 
     store.before = before
-    start(store, 5)
+    old = start(store, 5)
+    stepped.set()
     with (
         pytest.warns(SaveFailed, match="The disk is full"),
         pytest.warns(UnsavedSteps, match="Steps 1 to 5"),
@@ -259,6 +260,7 @@ def test_a_failed_save_of_the_earlier_one_is_reported_and_does_not_stop_the_new_
     store.before = lambda method, key: None
     assert new.resume() is None
     new.close()
+    old.close()
 
 
 def test_a_discarded_checkpointer_still_completes_its_save() -> None:

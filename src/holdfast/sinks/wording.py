@@ -120,13 +120,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         details += [texts["referred"], texts["reason"], texts["metrics"]]
         return ": ".join(filter(None, (f"saved step {step}", ", ".join(filter(None, details)))))
     if name == "resumed":
-        branch = text_field(fields, "branch", "0")
-        suffix = "" if branch == "0" else f", branch {branch}"
-        url = text_field(fields, "url")
-        saved = parse_version(url.rpartition("/")[2])
-        if saved is None or str(saved.step) != step:  # a part of a version of another run
-            return f"started at step {step} with state from {url}{suffix}"
-        return f"resumed step {step} from {url}{suffix}"
+        return _describe_resume(fields)
     if name == "loaded":  # for people only if something was kept, ignored, or converted
         return "; ".join(map(to_printable, str(fields.get("summary") or "").splitlines())) or None
     seconds = number_field(fields, "seconds")
@@ -179,6 +173,16 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
         ),
     }.get(name)
+
+
+def _describe_resume(fields: Mapping[str, Any]) -> str:
+    url, step = text_field(fields, "url"), text_field(fields, "step")
+    branch = text_field(fields, "branch", "0")
+    suffix = "" if branch == "0" else f", branch {branch}"
+    saved = parse_version(url.rpartition("/")[2])
+    if saved is None or str(saved.step) != step:  # a part of a version of another run
+        return f"started at step {step} with state from {url}{suffix}"
+    return f"resumed step {step} from {url}{suffix}"
 
 
 def _describe_check(name: str, fields: Mapping[str, Any]) -> str:

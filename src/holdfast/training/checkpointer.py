@@ -223,12 +223,11 @@ class Checkpointer:
         A run that has versions ignores these arguments and loads its own completely.
 
         ``missing="keep"`` without ``start`` keeps the live values that the version of the run
-        lacks, such as a member that is new in the state. A ``KeptValues`` warning names each key,
-        and later versions record them in ``metadata["note"]["kept"]``.
+        lacks, such as a new member of the state. A ``KeptValues`` warning names each key, and later
+        versions record them.
 
-        Then the live state is compared with the digests of the version, and the next batch of an
-        ``ElasticSampler`` with the recorded one. The event ``resume_checked`` or ``resume_differs``
-        reports the result. ``check=False`` turns this off.
+        Unless ``check=False``, the live state is then compared with the digests of the version, and
+        the next batch of an ``ElasticSampler`` with the recorded one, and an event reports that.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
@@ -240,10 +239,9 @@ class Checkpointer:
         leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
+        own, request = leniency if start is None else STRICT, ResumeRequest(at, branch, trust)
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
-            request = ResumeRequest(at, branch, trust)
-            own = leniency if start is None else STRICT
             point = resume_run(self.run, self.state, self._group, request, *parts, own)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)

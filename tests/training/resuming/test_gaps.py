@@ -22,7 +22,10 @@ DATA = TensorDataset(torch.arange(12.0).reshape(12, 1))
 
 
 def model_of(*layers: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(1, 4), *layers)
+    first = nn.Linear(1, 4)
+    for parameter in first.parameters():
+        nn.init.constant_(parameter, -1.0)  # RReLU draws for negative values only
+    return nn.Sequential(first, *layers)
 
 
 def warnings_of_steps(
