@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn, optim
 
 import holdfast
@@ -244,6 +246,8 @@ def test_objects_load_their_own_state_as_a_whole():
         (["m/fc.weight", "m/lora.weight"], ["m/head.weight", "m/head.bias"], {}),
         (["m/fc.weight"], ["m/head.weight", "m/aux.weight"], {}),  # two candidates
         (["m/fc.weight"], ["m/head.bias"], {}),
+        (["m/lora.weight", "m/fc.weight", "m/fc.bias", "m/up.weight"],
+         ["m/head.weight", "m/head.bias"], {"m/head": "m/fc"}),
         (["a"], ["b"], {}),
         (["m/fc.weight"], [], {}),
         (["o/state/m.fc.weight/exp_avg", "m/fc.weight"], ["o/state/m.head.weight/exp_avg",
@@ -354,3 +358,37 @@ def test_a_slot_in_a_higher_precision_keeps_it():
     report = holdfast.load(save_state(saved), into=live, cast=True)
     assert not report.cast
     assert_same(slots_of(saved), slots_of(live))
+
+
+# -- any combination -------------------------------------------------------------------------------
+
+LEAVES = st.tuples(st.integers(0, 3), st.sampled_from([torch.float32, torch.float64]))
+TREES = st.dictionaries(st.sampled_from("abcd"), st.dictionaries(st.sampled_from("xyz"), LEAVES))
+
+
+@settings(max_examples=40)
+@given(TREES, TREES)
+def test_every_leaf_is_loaded_or_kept_as_a_whole_and_reported(saved, live):
+    def make(tree, value):
+        return {
+            name: {
+                n: torch.full((size,), value, dtype=dtype) for n, (size, dtype) in members.items()
+            }
+            for name, members in tree.items()
+        }
+
+    state, url = make(live, 0.0), save_state({**make(saved, 1.0), "always": 1})
+    report = holdfast.load(
+        url, into={**state, "always": 0}, missing="keep", unexpected="ignore", mismatched="keep",
+        cast=True,
+    )  # fmt: skip
+    saved_leaves = {f"{name}/{n}": leaf for name, m in saved.items() for n, leaf in m.items()}
+    live_leaves = {f"{name}/{n}": leaf for name, m in live.items() for n, leaf in m.items()}
+    fits = {k for k, leaf in live_leaves.items() if saved_leaves.get(k, (None,))[0] == leaf[0]}
+    for key, (size, dtype) in live_leaves.items():
+        name, n = key.split("/")
+        assert_same(torch.full((size,), float(key in fits), dtype=dtype), state[name][n])
+    assert set(report.loaded) == fits | {"always"}
+    assert report.kept.keys() == live_leaves.keys() - fits
+    assert set(report.ignored) == saved_leaves.keys() - live_leaves.keys()
+    assert report.cast.keys() == {k for k in fits if saved_leaves[k][1] != live_leaves[k][1]}

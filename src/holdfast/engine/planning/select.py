@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -163,6 +163,7 @@ def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, st
 
 
 _MAX_RENAMES = 3
+_MAX_RENAMES_TRIED = 8
 _SLOT_KEY = re.compile("/(state|groups)/")
 
 
@@ -170,42 +171,53 @@ def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str,
     """Return the renames that give keys of the snapshot (``surplus``) the names that the live state
     has (``lacking``), if each has only one plausible origin. Otherwise, return an empty dict.
 
-    A name is plausible if it ends like the other one (``head.weight`` and ``fc.weight``), if it is
-    the most similar one, and if the rename gives every key below it a name that is lacking.
+    A rename is plausible if both names end alike (``head.weight`` and ``fc.weight``), if there is
+    no more similar one, and if it gives every key below it a name that is lacking.
     """
-    lacking = [key for key in lacking if not _SLOT_KEY.search(key)]  # slots follow parameters
-    old_keys = dict.fromkeys(key for key in surplus if not _SLOT_KEY.search(key))
+    new_keys, old_keys = (  # slots follow their parameters
+        {key for key in keys if not _SLOT_KEY.search(key)} for keys in (lacking, surplus)
+    )
     renames: dict[str, str] = {}
-    tried, attempts = set[str](), max(_MAX_RENAMES, 20_000 // (len(lacking) + len(old_keys) + 1))
-    while old_keys and len(renames) < _MAX_RENAMES:
-        key = next((key for key in lacking if key not in tried), None)
-        if key is None or len(tried) > attempts:
-            break
-        tried.add(key)
-        old, new = _most_similar(key, old_keys) or ("", "")
-        below = {
-            k: new + k[len(old) :]
-            for k in old_keys
-            if k == old or k.startswith((f"{old}.", f"{old}/"))
+    # the side with fewer keys: adding many layers must not hide that one was renamed
+    fewer, ordered = (new_keys, lacking) if len(new_keys) <= len(old_keys) else (old_keys, surplus)
+    for key in [key for key in ordered if key in fewer][:_MAX_RENAMES_TRIED]:
+        if key not in fewer or len(renames) == _MAX_RENAMES:
+            continue
+        found = {
+            rename: covered
+            for rename in _most_similar(key, new_keys, old_keys)
+            if (covered := _keys_below(rename, new_keys, old_keys)) is not None
         }
-        names = {k for k in lacking if k == new or k.startswith((f"{new}.", f"{new}/"))}
-        if old and {*below.values()} == names:
+        if len(found) == 1:
+            (((old, new), (old_below, new_below)),) = found.items()
             renames[old] = new
-            lacking = [k for k in lacking if k not in names]
-            old_keys = {k: None for k in old_keys if k not in below}
+            old_keys -= old_below
+            new_keys -= new_below
     return renames
 
 
-def _most_similar(key: str, candidates: Iterable[str]) -> tuple[str, str] | None:
-    """Return the rename that turns the most similar of the keys into ``key``, if there is one."""
-    scored = []
-    for candidate in candidates:
-        found = _find_rename(candidate, key)
-        if found is not None:
-            scored.append(found)
+def _most_similar(key: str, new_keys: set[str], old_keys: set[str]) -> list[tuple[str, str]]:
+    """Return the renames between a key of one side and the most similar keys of the other side, or
+    none if there are too many."""
+    is_new = key in new_keys
+    pairs = ((k, key) if is_new else (key, k) for k in (old_keys if is_new else new_keys))
+    scored = [found for pair in pairs if (found := _find_rename(*pair)) is not None]
     best = max((score for score, _, _ in scored), default=None)
-    top = [(old, new) for score, old, new in scored if score == best]
-    return top[0] if len(top) == 1 else None
+    top = list({(old, new) for score, old, new in scored if score == best})
+    return top if len(top) <= _MAX_RENAMES_TRIED else []
+
+
+def _keys_below(
+    rename: tuple[str, str], new_keys: set[str], old_keys: set[str]
+) -> tuple[set[str], set[str]] | None:
+    """Return the old and new keys that a rename covers, or None unless they correspond."""
+    old, new = rename
+    old_below, new_below = (
+        {k for k in keys if k == name or k.startswith((f"{name}.", f"{name}/"))}
+        for name, keys in ((old, old_keys), (new, new_keys))
+    )
+    renamed = {new + key[len(old) :] for key in old_below}
+    return (old_below, new_below) if renamed == new_below else None
 
 
 def _find_rename(old_key: str, new_key: str) -> tuple[tuple[int, int], str, str] | None:
