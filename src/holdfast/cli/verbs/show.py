@@ -75,7 +75,7 @@ def command(
         )
     layouts = _read_layouts(opened) if layout else None
     if as_json:
-        print_json(_build_document(opened, rows, layouts))
+        print_json(_build_document(opened, rows, layouts, depth))
     else:
         render(opened, rows, layouts, depth, may_limit=not everything and not keys)
 
@@ -116,8 +116,14 @@ def _read_layouts(snapshot: Snapshot) -> Layouts:
 
 
 def _build_document(
-    snapshot: Snapshot, rows: Sequence[TreeRow], layouts: Layouts | None
+    snapshot: Snapshot, rows: Sequence[TreeRow], layouts: Layouts | None, depth: int | None
 ) -> dict[str, Any]:
+    collapsed = [
+        {"key": r.key, "kind": r.kind, "leaves": leaves, "bytes": nbytes}
+        for r, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True)
+        if depth is not None and r.depth == depth - 1 and r.kind in CONTAINER_KINDS
+    ]
+    rows = [r for r in rows if depth is None or r.depth < depth]
     manifest, metadata = snapshot.manifest, snapshot.metadata
     problem, evaluations = _find_problem(snapshot), read_evaluations(snapshot)
     return {
@@ -162,6 +168,7 @@ def _build_document(
             if r.kind != "value" and r.kind not in CONTAINER_KINDS
         ],
         "values": [{"key": r.key, "value": r.value()} for r in rows if r.kind == "value"],
+        "collapsed": collapsed,
     }
 
 
