@@ -201,6 +201,43 @@ def test_several_members_of_a_kind_need_names(tmp_path):
         holdfast.load(tmp_path / "c.pt", into=make(), rename={"nte": "model"})
 
 
+def test_a_member_of_another_name_goes_to_no_second_module(tmp_path):
+    net, ema = nn.Linear(4, 2), nn.Linear(4, 2)
+    content = {"model": net.state_dict(), "critic": nn.Linear(4, 2).state_dict()}
+    torch.save(content, tmp_path / "c.pt")
+    with pytest.raises(MissingLeaf, match="ema"):
+        holdfast.load(tmp_path / "c.pt", into={"model": nn.Linear(4, 2), "ema": ema})
+
+
+def test_what_is_no_state_is_refused(tmp_path):
+    torch.save({"model": nn.Linear(4, 2).state_dict()}, tmp_path / "c.pt")
+    for wrong in ([nn.Linear(4, 2)], nn.Linear(4, 2)):
+        with pytest.raises(PlanError, match="into= is"):
+            holdfast.load(tmp_path / "c.pt", into=wrong)
+
+
+def test_other_functions_say_what_to_do(tmp_path):
+    torch.save({"model": nn.Linear(4, 2).state_dict()}, tmp_path / "c.pt")
+    with pytest.raises(NotFound, match=r"load it with holdfast\.load"):
+        holdfast.open(tmp_path / "c.pt")
+    with (
+        holdfast.Checkpointer(tmp_path / "run", make()) as ckpt,
+        pytest.raises(NotFound, match=r"load it with holdfast\.load"),
+    ):
+        ckpt.resume(start=tmp_path / "c.pt")
+
+
+@pytest.mark.parametrize("order", [("ema", "model"), ("model", "ema")])
+def test_a_folder_of_one_model_goes_to_the_live_model(tmp_path, order):
+    net = nn.Linear(4, 2)
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
+    into = {name: nn.Linear(4, 2) for name in order}
+    holdfast.load(tmp_path, into=into, missing="keep")
+    assert torch.equal(into["model"].weight, net.weight)
+    assert not torch.equal(into["ema"].weight, net.weight)
+
+
 def test_a_rename_within_a_member_applies(tmp_path):
     original = make()
     train(original)

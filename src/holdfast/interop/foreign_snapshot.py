@@ -135,7 +135,7 @@ def open_foreign(
     within = {old: new for old, new in renames.items() if "/" in old}
     found = read_members(location)
     checkpoint = found.checkpoint
-    if into is None:
+    if not isinstance(into, dict):  # the load refuses any other
         state, left_out = arrange_state(checkpoint.value, None).state, list(checkpoint.left_out)
         within = dict(renames)
     else:

@@ -162,9 +162,11 @@ def _by_name(
     plain = unwrap_names(flat)
     owned = set(live)
     for ids in parameters.ids.values():
-        resolved = [parameters.names.get(ids.get(n, 0)) for n in plain]
-        if flat and all(n in owned for n in resolved) and len({*resolved}) == len(flat):
-            names = iter(n or "" for n in resolved)
+        if not flat or not all(parameters.names.get(ids.get(n, 0)) in owned for n in plain):
+            continue
+        resolved = [parameters.names[ids[n]] for n in plain]
+        if len({*resolved}) == len(flat):
+            names = iter(resolved)
             return [[next(names) for _ in group["params"]] for group in groups]
     modules_named = format_list(list(parameters.ids), _MAX_LISTED) or "no module"
     everywhere = {n for ids in parameters.ids.values() for n in ids}

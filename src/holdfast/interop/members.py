@@ -157,19 +157,25 @@ def _folder_members(
     """Return the kind of a folder, and its members: the model, and all other files with state."""
     names = folder.names()
     is_trainer = TRAINER_STATE_FILE in names
-    members = [_member(MODEL_KEY, "model", checkpoint.value, 0)]
-    for name in checkpoint.left_out:
-        match = _MEMBER_FILE.fullmatch(name)
-        members.append(_file_member(folder, name, match, advance))
+    matches = {name: _MEMBER_FILE.fullmatch(name) for name in checkpoint.left_out}
+    is_training = any(match and match["role"] == "optimizer" for match in matches.values())
+    is_numbered = is_training and not is_trainer
+    number = 0 if is_numbered else None
+    members = [_member(MODEL_KEY, "model", checkpoint.value, number)]
+    for name, match in matches.items():
+        members.append(_file_member(folder, name, match, is_numbered, advance))
     if is_trainer:
         members.append(Member(TRAINER_STATE_FILE, None, lambda: None))
-    is_training = any(m.role == "optimizer" for m in members)
     kind = "transformers" if is_trainer else "accelerate" if is_training else checkpoint.kind
     return kind, tuple(members)
 
 
 def _file_member(
-    folder: ForeignFolder, name: str, match: re.Match[str] | None, advance: Advance
+    folder: ForeignFolder,
+    name: str,
+    match: re.Match[str] | None,
+    is_numbered: bool,
+    advance: Advance,
 ) -> Member:
     def read() -> Any:
         return read_member_file(folder, name, advance)
@@ -177,7 +183,7 @@ def _file_member(
     if match is None:
         return Member(name, None, read)
     role: Any = match["role"]
-    return Member(name, role, read, int(match["number"] or 0))
+    return Member(name, role, read, int(match["number"] or 0) if is_numbered else None)
 
 
 # -- matching ----------------------------------------------------------------------------------
@@ -233,7 +239,7 @@ def match_members(
 
 def _selects_part(keys: str | Sequence[str] | None, name: str) -> bool:
     patterns = [keys] if isinstance(keys, str) else keys
-    return patterns is None or any(fnmatchcase(name, p.split("/")[0]) for p in patterns)
+    return patterns is None or any(fnmatchcase(str(name), p.split("/")[0]) for p in patterns)
 
 
 def _is_optimizer(live: Any) -> bool:
@@ -268,23 +274,29 @@ def _choose(
             found=format_list(list(by_name), _MAX_LISTED),
         )
     chosen = {renames[m.name]: m for m in members if m.name in renames and renames[m.name] in into}
-    free = [m for m in members if m.name not in renames]
+    unnumbered = {m.name: m for m in members if m.name not in renames and m.number is None}
     for name in into:
-        names = [name + suffix for suffix in _STATE_SUFFIXES]
-        names += [f"{name}.{suffix}" for suffix in ("pkl", "pt", "pth", "bin")]
-        found = [m for m in free if m.name in names and m.number is None]
+        found = [unnumbered[n] for n in _saved_names(name) if n in unnumbered]
         if name not in chosen and found:
             chosen[name] = _only(found, [name], path)
     used = {m.name for m in chosen.values()}
-    free = [m for m in free if m.name not in used and m.role is not None]
+    free = [m for m in members if m.name not in used and m.role is not None]
+    roles = {name: _live_role(live) for name, live in into.items()}
     for role in dict.fromkeys(m.role for m in free):
-        names = [n for n, live in into.items() if n not in chosen and _live_role(live) == role]
         same = [m for m in free if m.role == role]
+        live = [name for name in into if roles[name] == role]
+        names = [name for name in live if name not in chosen]
         if all(m.number is not None for m in same):
             chosen.update(zip(names, sorted(same, key=lambda m: m.number or 0), strict=False))
-        elif names:
+        elif names == live and names:  # otherwise, the other names are those of other members
             chosen[names[0]] = _only(same, names, path)
     return chosen
+
+
+def _saved_names(name: str) -> list[str]:
+    """Return the names of members that go to a live member by its name."""
+    endings = (*_STATE_SUFFIXES, ".pkl", ".pt", ".pth", ".bin")
+    return [f"{name}{ending}" for ending in endings]
 
 
 def _only(members: Sequence[Member], names: Sequence[str], path: str) -> Member:

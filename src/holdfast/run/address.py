@@ -100,6 +100,12 @@ def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
             if version is None:
                 if "versions" in e.fields:  # a run: the error names one of its versions
                     raise
+                if is_foreign(locate(address)):
+                    raise e.with_advice(
+                        "This may be a checkpoint of another library: load it with"
+                        f" holdfast.load({text!r}, into=state), or save it as a version with"
+                        " `holdfast import`"
+                    ) from e
                 raise e.with_advice(ADDRESS_FORMS) from e
     url, version = resolve_address(text, deadline)
     run = _open_run(url, deadline)
