@@ -178,6 +178,7 @@ class _Flattener:
             return self._encode_rank_dependent(value, key, depth)
         if id(value) in self.enclosing_ids:
             raise unsupported(value, key, "its state contains itself")
+        modules.require_complete(value, key)
         self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):
