@@ -202,6 +202,7 @@ class _Flattener:
             raise unsupported(value, key, "its state contains itself")
         if len(self.enclosing_ids) > nodes.MAX_DEPTH:
             raise nested_too_deeply(value, key, "each object's state has another object")
+        modules.require_complete(value, key)
         self.enclosing_ids.append(id(value))
         try:
             if modules.is_module(value):

@@ -7,6 +7,7 @@ The state of an optimizer is keyed by the qualified names of its parameters.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +15,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine.state.walk import find_named_instances
-from holdfast.errors import HoldfastError, MemberFailed, PlanError
+from holdfast.errors import HoldfastError, MemberFailed, PlanError, Unsupported
 from holdfast.lazy_torch import torch_or_none
-from holdfast.text import with_article
+from holdfast.text import format_list, with_article
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,53 @@ def calling(value: object, key: str, method: str, effect: str, **fields: Any) ->
 
 
 UNCHANGED = "Holdfast has not modified the live state"
+
+
+def require_complete(value: object, key: str) -> None:
+    """Raise ``Unsupported`` for an object whose ``state_dict()`` is known to omit what it needs.
+
+    It would be saved without an error, and would not continue from where it was.
+    """
+    torchmetrics, schedulefree = sys.modules.get("torchmetrics"), sys.modules.get("schedulefree")
+    if torchmetrics is not None and isinstance(
+        value, (torchmetrics.Metric, torchmetrics.MetricCollection)
+    ):
+        incomplete = (torchmetrics.wrappers.Running, torchmetrics.wrappers.MinMaxMetric)
+        for metric in value.modules():
+            if isinstance(metric, incomplete):
+                raise _incomplete(
+                    metric,
+                    key,
+                    "torchmetrics keeps a part of it outside of state_dict()",
+                    "Save an object whose state_dict() and load_state_dict() also copy its other"
+                    " attributes, or leave it out of the state",
+                )
+            transient = [n for n, kept in getattr(metric, "_persistent", {}).items() if not kept]
+            if transient:
+                raise _incomplete(
+                    metric,
+                    key,
+                    f"its state_dict() omits {format_list(transient, 5)}, because these states are"
+                    " not persistent",
+                    f"Call persistent(True) of the {type(value).__name__} and of the metrics in"
+                    " it, here and before a load",
+                )
+    elif (
+        schedulefree is not None
+        and isinstance(value, schedulefree.ScheduleFreeWrapper)
+        and value.train_mode
+    ):
+        raise _incomplete(
+            value,
+            key,
+            "its state_dict() omits whether the model has the weights of training or evaluation",
+            "Call its eval() before the save, and its train() afterward and after a load",
+        )
+
+
+def _incomplete(value: object, key: str, why: str, todo: str) -> Unsupported:
+    kind = with_article(type(value).__name__)
+    return Unsupported(f"{key[:300]!r} has {kind} that would be lost: {why}", todo=todo, leaf=key)
 
 
 # -- modules -------------------------------------------------------------------------------------
