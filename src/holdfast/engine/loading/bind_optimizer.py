@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from holdfast.engine.loading.bind_subclass import bind_subclass
 from holdfast.engine.loading.binding import Binding
 from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import (
@@ -15,6 +16,7 @@ from holdfast.engine.planning.select import (
 )
 from holdfast.engine.state import optimizers, sharding
 from holdfast.engine.state.loadable import shares_elements
+from holdfast.engine.state.tensors import subclasses
 from holdfast.format import tree
 from holdfast.format.names import escape_level, join_key
 
@@ -56,7 +58,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         finalizers[name] = {
             slot: _bind_slot(
                 binding,
-                live_slots.get(slot),
+                _live_slot(optimizer, live_slots.get(slot), parameter, child, slot_key),
                 parameter,
                 _slot_device(parameter, group, slot),
                 child,
@@ -145,12 +147,29 @@ def _rename_parameter(name: Any, renames: NumberedRenames) -> Any:
     return new.replace("/", ".") + name[len(old) :]
 
 
+def _live_slot(optimizer: Any, live: Any, parameter: Any, node: Any, key: str) -> Any:
+    """Return the live slot. If it does not exist yet and is saved as a tensor subclass, let the
+    optimizer create it as its first step would, if it has torchao's method for that."""
+    create = getattr(optimizer, "_new_buffer", None)
+    if live is not None or tag_of(node) != "subclass" or create is None:
+        return live
+    for signed in (True, False):
+        slot = create(parameter, signed)
+        if subclasses.is_subclass(slot) and subclasses.fits(slot, node, key):
+            return slot
+    return None
+
+
 def _bind_slot(
     binding: Binding, live: Any, parameter: Any, device: Any, node: Any, key: str
 ) -> Finalize:
     """Fill the live slot in place if it has the saved shape and dtype and is on ``device``;
     otherwise, load the slot into fresh memory."""
     torch = binding.torch
+    if isinstance(live, torch.Tensor) and (
+        subclasses.is_subclass(live) or tag_of(node) == "subclass"
+    ):
+        return bind_subclass(binding, live, node, key)
     if live is None:
         live = _empty_slot_like(binding, parameter, node, key)
     if isinstance(live, torch.Tensor) and type(node) is dict and "tensor" in node:
