@@ -143,9 +143,13 @@ def test_the_examples_include_every_kind_of_node() -> None:
     leaves, number = check_numbered_tree({"dict": NODES}, "f")
     assert number == FORMAT
     assert leaves.keys() == {
-        "tensor", "array", "structured", "blob", "sparse/indices", "sparse/values"
+        "tensor", "array", "structured", "blob", "sparse/indices", "sparse/values", "subclass/codes"
     }  # fmt: skip
-    plain = {n: v for n, v in NODES.items() if n not in leaves and n not in ("tied", "sparse")}
+    plain = {
+        n: v
+        for n, v in NODES.items()
+        if n not in leaves and n not in ("tied", "sparse", "subclass")
+    }
     decoded = decode({"dict": plain}, "", torch_types.decode)
     for name, value in decoded.items():
         if name not in ("ordered", "items", "counter", "scalar"):

@@ -134,6 +134,41 @@ def make_2(url: str) -> None:
         base = finish_save(job)
 
 
+class Scaled(torch.Tensor):
+    """A tensor of another class: codes, and a scale for each row."""
+
+    __module__ = "tests.golden.make"  # also if this file is the main program
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    bits: int
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, bits: int = 8) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bits: int = 8) -> None:
+        self.codes, self.scale, self.bits = codes, scale, bits
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], {"bits": self.bits, "dtype": self.scale.dtype}
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> Scaled:
+        return cls(inner["codes"], inner["scale"], context["bits"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def scaled(step: int) -> Scaled:
+    return Scaled(torch.arange(6, dtype=torch.int8).view(2, 3) + step, torch.tensor([[0.5], [2.0]]))
+
+
 def with_types(step: int) -> dict[str, Any]:
     """Return a state with every node that format 3 added."""
     types = {
@@ -142,7 +177,9 @@ def with_types(step: int) -> dict[str, Any]:
         "sizes": {"some": torch.Size([2, 3]), "none": torch.Size([])},
     }
     frozen = np.arange(33_000, dtype=np.int16)
-    return {"step": step, "types": types, "frozen": frozen, "changes": np.full(9, step)}
+    changes, nested = np.full(9, step), Scaled(scaled(step), torch.ones(2, 1), 4)
+    state = {"step": step, "types": types, "frozen": frozen, "changes": changes}
+    return {**state, "scaled": scaled(step), "nested": [nested]}
 
 
 def make_3(url: str) -> None:

@@ -142,7 +142,18 @@ def test_every_version_of_format_3_is_intact_and_contains_its_values(tmp_path: P
         assert report.ok, report.problems
         found, expected = holdfast.load(snapshot.url), make.with_types(step)
         assert found["types"] == expected["types"]
-        assert values_equal(found, expected)
+        for name in ("step", "frozen", "changes"):
+            assert values_equal(found[name], expected[name])
+        inner = found["scaled"]
+        assert inner["class"] == "tests.golden.make.Scaled"
+        assert (inner["dtype"], inner["shape"]) == (torch.float32, torch.Size([2, 3]))
+        assert inner["context"] == {"bits": 8, "dtype": torch.float32}
+        assert values_equal(inner["tensors"]["codes"], expected["scaled"].codes)
+        assert found["nested"][0]["tensors"]["codes"]["tensors"].keys() == {"codes", "scale"}
+        live = make.with_types(9)
+        holdfast.load(snapshot.url, into=live)
+        assert values_equal(live["scaled"].codes, expected["scaled"].codes)
+        assert values_equal(live["nested"][0].codes.scale, expected["scaled"].scale)
         assert snapshot["types/devices/1"] == torch.device("cuda:0")
 
 

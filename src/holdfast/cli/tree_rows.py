@@ -14,7 +14,7 @@ from holdfast.format.values import torch_types
 from holdfast.text import LongRepr
 from holdfast.types import DTYPES
 
-CONTAINER_KINDS = ("dict", "ordered", "counter", "list", "tuple", "sparse")
+CONTAINER_KINDS = ("dict", "ordered", "counter", "list", "tuple", *tree.PART_TAGS)
 
 _short_repr = LongRepr()
 _short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.maxdict = 6
@@ -78,10 +78,10 @@ def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeR
         yield TreeRow(key, depth, tag, node)
         for i, child in enumerate(node[tag]):
             yield from _walk(snapshot, child, join_key(key, str(i)), depth + 1)
-    elif tag == "sparse":
+    elif tag in tree.PART_TAGS:
         yield TreeRow(key, depth, tag, node)
-        for name, part in node[tag]["parts"].items():
-            yield from _walk(snapshot, part, join_key(key, name), depth + 1)
+        for part, k in tree.parts(node, key):
+            yield from _walk(snapshot, part, k, depth + 1)
     elif tag == "tied" or tag in tree.LEAF_TAGS:
         leaf = snapshot.leaves.get(node["tied"] if tag == "tied" else key)
         yield TreeRow(key, depth, tag, node, *(leaf or ()))

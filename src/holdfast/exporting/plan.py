@@ -202,6 +202,8 @@ def _select_tensors(
         source = leaf["tied"] if tag == "tied" else key
         if tag == "sparse":
             refused[key] = "sparse"
+        elif tag == "subclass":
+            refused[key] = f"of class {leaf[tag]['class']}"
         elif source not in snapshot.leaves or tag == "blob":
             left_out += 1
         elif len(leaf.get("array", ())) == 3:

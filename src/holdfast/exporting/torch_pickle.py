@@ -136,6 +136,9 @@ class TorchPickle:
             return self._build_sparse(node["sparse"], key)
         if tag == "tied" or tag in LEAF_NODE_TAGS:
             return self._build_tensor(node, key)
+        if tag == "subclass":
+            self.refused[key] = f"of class {node[tag]['class']}"
+            return None
         if tag in torch_types.TAGS:
             return torch_types.decode(node, key)
         return self._build_plain(tree.decode(node, key, tree.reject_leaf), key)

@@ -13,6 +13,7 @@ whose first member is a tag that names its type:
 ``tied``            the same tensor as the leaf with this key
 ``sparse``          a sparse tensor: its parts are leaves under the node's key
 ``dtype`` ``device`` ``size``   of torch: a name, a name with a number, numbers
+``subclass``        a tensor of another class: its inner tensors are below the node's key
 ==================  =========================================================================
 
 A key is the path to a node: levels joined by ``/``. A value of any other type is rejected by key at
@@ -55,6 +56,9 @@ MAX_DIMENSIONS = 64
 """The limit of NumPy."""
 
 LEAF_TAGS = ("tensor", "array", "blob")
+PART_TAGS = ("sparse", "subclass")
+"""The tags of tensors whose parts are below the node's key."""
+_TENSOR_TAGS = ("tied", *PART_TAGS)
 _INT64_LIMIT = 1 << 63
 _SEQUENCE_TAGS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 _SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {n: t for t, n in _SEQUENCE_TAGS.items()}
@@ -242,7 +246,7 @@ def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any
     try:
         if tag in ("dict", "ordered", "items"):
             return _decode_dict(node, key, decode_leaf, depth)
-        if tag in LEAF_TAGS or tag in ("tied", "sparse") or tag in torch_types.TAGS:
+        if tag in LEAF_TAGS or tag in _TENSOR_TAGS or tag in torch_types.TAGS:
             return decode_leaf(node, key)
         if tag in _SEQUENCE_TYPES and len(node) == 1:
             return _decode_sequence(tag, body, key, decode_leaf, depth)
@@ -334,17 +338,23 @@ def members(node: Node, key: str) -> Iterable[tuple[Node, str]] | None:
 def walk(node: Node, key: str = "", split_sparse: bool = True) -> Iterator[tuple[str, Node]]:
     """Yield every leaf and plain value with its key, in the order of the tree.
 
-    ``split_sparse``: yield the parts of a sparse tensor instead of the tensor.
+    ``split_sparse``: yield the parts of a sparse tensor or a subclass instead of the tensor.
     """
     inner = members(node, key)
     if inner is not None:
         for child, k in inner:
             yield from walk(child, k, split_sparse)
-    elif split_sparse and type(node) is dict and "sparse" in node:
-        for name, part in node["sparse"]["parts"].items():
-            yield join_key(key, name), part
+    elif split_sparse and type(node) is dict and next(iter(node)) in PART_TAGS:
+        for part, k in parts(node, key):
+            yield from walk(part, k)
     else:
         yield key, node
+
+
+def parts(node: Node, key: str) -> list[tuple[Node, str]]:
+    """Return the parts of a tensor with one of ``PART_TAGS``, each with its key."""
+    (body,) = node.values()
+    return [(part, join_key(key, escape_level(name))) for name, part in body["parts"].items()]
 
 
 def is_valid_shape(dtype: str, shape: Sequence[Any]) -> bool:

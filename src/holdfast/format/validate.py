@@ -21,6 +21,7 @@ from holdfast.format.tree import (
     invalid_node,
     is_int64,
     is_valid_shape,
+    parts,
     reject_leaf,
 )
 from holdfast.format.values import torch_types
@@ -129,6 +130,8 @@ class _Checker:
             return True
         if tag == "sparse":
             return self._check_sparse(body, key)
+        if tag == "subclass":
+            return self._check_subclass(node, key, depth)
         if tag in torch_types.TAGS:
             self.number = 3
             return torch_types.is_valid(node)
@@ -178,16 +181,35 @@ class _Checker:
         self.leaves[key] = dtype, tuple(shape)
         return True
 
+    def _check_subclass(self, node: Node, key: str, depth: int) -> bool:
+        self.number = 3
+        body = node["subclass"]
+        if body.keys() != {"class", "dtype", "shape", "context", "parts"} or not body["parts"]:
+            return False
+        context = _Checker(self.file)
+        context.check_node(body["context"], join_key(key, "~context"), depth + 1)
+        for part, k in parts(node, key):
+            if next(iter(part), None) not in ("tensor", "tied", "subclass"):
+                return False
+            self.check_node(part, k, depth + 1)
+        return (
+            not context.leaves
+            and not context.tied
+            and type(body["class"]) is str
+            and torch_types.is_valid({"dtype": body["dtype"]})
+            and torch_types.is_valid({"size": body["shape"]})
+        )
+
     def _check_sparse(self, body: Any, key: str) -> bool:
-        layout, shape, parts = body["layout"], body["shape"], body["parts"]
+        layout, shape, by_name = body["layout"], body["shape"], body["parts"]
         if body.keys() != {"layout", "shape", "coalesced", "parts"}:
             return False
-        for name, part in parts.items():
+        for name, part in by_name.items():
             if next(iter(part), None) not in ("tensor", "tied"):
                 return False
             self.check_node(part, join_key(key, name), 0)
         return (
-            parts.keys() == _SPARSE_PARTS[layout]
+            by_name.keys() == _SPARSE_PARTS[layout]
             and type(shape) is list
             and is_valid_shape("uint8", [0, *shape])
             and type(body["coalesced"]) is bool

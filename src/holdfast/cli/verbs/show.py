@@ -93,6 +93,14 @@ def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRo
     )
 
 
+def _container_name(row: TreeRow) -> str:
+    """Return what a container is: the name of its class, for a tensor subclass."""
+    if row.kind != "subclass":
+        return row.kind
+    name: str = row.node["subclass"]["class"]
+    return name.rpartition(".")[2]
+
+
 def _matches_element(row: TreeRow, selected: Callable[[str], bool]) -> bool:
     """Return True if a pattern matches an element of a list that is shown as one value."""
     is_list = type(row.node) is dict and next(iter(row.node)) in ("list", "tuple")
@@ -284,7 +292,7 @@ def _table_lines(
         if row.kind in CONTAINER_KINDS:
             count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
             size = format_size(nbytes) if nbytes else ""
-            yield name, f"{row.kind}, {count}", size, "" if row.depth else "bold"
+            yield name, f"{_container_name(row)}, {count}", size, "" if row.depth else "bold"
         elif row.kind == "value":
             yield name, format_short(row.value()), "", "cyan"
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from holdfast.engine.loading.bind_subclass import bind_subclass
 from holdfast.engine.loading.binding import Binding, can_cast
 from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import (
@@ -15,6 +16,7 @@ from holdfast.engine.planning.select import (
 )
 from holdfast.engine.state import optimizers, sharding
 from holdfast.engine.state.loadable import shares_elements
+from holdfast.engine.state.tensors import subclasses
 from holdfast.format import tree
 from holdfast.format.names import escape_level, join_key
 from holdfast.lazy_torch import dtype_name
@@ -63,7 +65,8 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         for slot, child, slot_key in tree.children(slots, k):
             if binding.selected(slot_key):
                 device = _slot_device(parameter, group, slot)
-                place = live_slots.get(slot), parameter, device, child, slot_key
+                old = _live_slot(optimizer, live_slots.get(slot), parameter, child, slot_key)
+                place = old, parameter, device, child, slot_key
                 finalizers[name][slot] = _bind_slot(binding, *place, saved_name)
     groups = _bind_groups(binding, optimizer, grouped, renames, *members["groups"])
 
@@ -154,6 +157,19 @@ def _rename_parameter(name: Any, renames: NumberedRenames) -> Any:
     return new.replace("/", ".") + name[len(old) :]
 
 
+def _live_slot(optimizer: Any, live: Any, parameter: Any, node: Any, key: str) -> Any:
+    """Return the live slot. If it does not exist yet and is saved as a tensor subclass, let the
+    optimizer create it as its first step would, if it has torchao's method for that."""
+    create = getattr(optimizer, "_new_buffer", None)
+    if live is not None or tag_of(node) != "subclass" or create is None:
+        return live
+    for signed in (True, False):
+        slot = create(parameter, signed)
+        if subclasses.is_subclass(slot) and subclasses.fits(slot, node, key):
+            return slot
+    return None
+
+
 def _bind_slot(
     binding: Binding, live: Any, parameter: Any, device: Any, node: Any, key: str, saved: Any
 ) -> Finalize:
@@ -161,6 +177,10 @@ def _bind_slot(
     converted) and is on ``device``; otherwise, load the slot into fresh memory. ``saved``: the name
     of the parameter in the snapshot."""
     torch = binding.torch
+    if isinstance(live, torch.Tensor) and (
+        subclasses.is_subclass(live) or tag_of(node) == "subclass"
+    ):
+        return bind_subclass(binding, live, node, key)
     if not (type(node) is dict and "tensor" in node):
         return binding.targets.add_fresh(node, key, device)
     source, _ = binding.targets.resolve_leaf(node, key)

@@ -18,12 +18,14 @@ from holdfast.engine.loading.bind_module import bind_module
 from holdfast.engine.loading.bind_optimizer import bind_optimizer
 from holdfast.engine.loading.bind_ranks import bind_per_rank, bind_wrapped
 from holdfast.engine.loading.bind_stateful import bind_stateful
+from holdfast.engine.loading.bind_subclass import bind_subclass
 from holdfast.engine.loading.binding import Binding
 from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.replication import Replicated, keeps_per_rank
 from holdfast.engine.state.sharding import Boxed
+from holdfast.engine.state.tensors import subclasses
 from holdfast.format import tree
 from holdfast.format.names import join_key
 from holdfast.format.values.numpy_dtypes import from_descr
@@ -148,6 +150,8 @@ class Binder(Binding):
     # -- leaves --------------------------------------------------------------------------------
 
     def _bind_tensor(self, value: Any, node: Any, key: str) -> Finalize:
+        if subclasses.is_subclass(value) or tag_of(node) == "subclass":
+            return bind_subclass(self, value, node, key)
         if type(node) is dict and "sparse" in node:
             return self._bind_sparse(value, node, key)
         source = self.tensor_source(value, node, key)

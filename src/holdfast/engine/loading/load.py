@@ -140,6 +140,7 @@ def _bind(
             expected='a dict like the one that was saved, such as {"model": model}',
             found=type(into).__name__,
         )
+    targets.is_live = True
     names = modules.parameter_names(into)
     binder = Binder(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
     finalize = binder.bind(into, tree, "")

@@ -10,6 +10,7 @@ from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.leaf import allocate, as_records
 from holdfast.engine.snapshot.read import Target
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import DTypeMismatch
 from holdfast.format import tree
 from holdfast.format.names import MANIFEST, join_key
 from holdfast.format.values import torch_types
@@ -33,6 +34,8 @@ class LoadTargets:
     requests: list[ReadRequest] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     fresh: dict[str, Any] = field(default_factory=dict)
+    is_live: bool = False
+    """Whether there is a live state: it never gets the inner tensors of a tensor subclass."""
 
     def clear(self) -> None:
         """Discard all targets, and release the fresh memory."""
@@ -56,6 +59,8 @@ class LoadTargets:
     def add_fresh(self, node: Any, key: str, device: Any = None) -> Finalize:
         """Allocate memory for all leaves of a node, and request them. Return the ``Finalize``
         function that decodes the node's value."""
+        if self.is_live and self.snapshot.manifest.number == 3:
+            self._refuse_subclasses(node, key)
         for k, n in tree.walk(node, key):
             if is_leaf(n):
                 source, leaf = self.resolve_leaf(n, k)
@@ -74,6 +79,8 @@ class LoadTargets:
             return torch_types.decode(node, key)
         if "sparse" in node:
             return self._make_sparse(node["sparse"], key)
+        if "subclass" in node:
+            return self._inner_tensors(node, key)
         source, leaf = self.resolve_leaf(node, key)
         loaded = self.fresh[source]
         if "blob" in leaf:
@@ -82,6 +89,35 @@ class LoadTargets:
             dtype = from_descr(leaf["array"][2])
             return as_records(loaded, dtype).reshape(loaded.shape[:-1])
         return loaded
+
+    def _refuse_subclasses(self, node: Any, key: str) -> None:
+        """Raise ``DTypeMismatch`` if the node has a tensor of another class than ``Tensor``."""
+        for k, n in tree.walk(node, key, split_sparse=False):
+            if tag_of(n) == "subclass":
+                name = n["subclass"]["class"]
+                raise DTypeMismatch(
+                    f"The live state has no tensor of the class {name} at {k!r}; nothing was"
+                    " changed",
+                    expected="a live tensor of that class, which is filled in place",
+                    found="none, and no class is created from its name",
+                    todo="Quantize the live model first, or let the optimizer step once before the"
+                    " load; or exclude it with keys=, and load its inner tensors without into=",
+                    leaf=k,
+                )
+
+    def _inner_tensors(self, node: Any, key: str) -> dict[str, Any]:
+        """Return what a tensor subclass consists of. Its class is not looked up."""
+        body = node["subclass"]
+        return {
+            "class": body["class"],
+            "dtype": torch_types.decode({"dtype": body["dtype"]}, key),
+            "shape": torch_types.decode({"size": body["shape"]}, key),
+            "context": tree.decode(body["context"], key, torch_types.decode),
+            "tensors": {
+                name: self.decode_leaf(part, k)
+                for name, (part, k) in zip(body["parts"], tree.parts(node, key), strict=True)
+            },
+        }
 
     def _make_sparse(self, body: Any, key: str) -> Any:
         import torch

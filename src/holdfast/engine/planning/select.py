@@ -86,7 +86,7 @@ def prune(node: Any, key_filter: KeyFilter, key: str = "") -> Any:
         if elements and all(p is ABSENT for p in elements):
             return ABSENT
         return {tag: [None if p is ABSENT else p for p in elements]}
-    if tag == "sparse":
+    if tag in tree.PART_TAGS:
         chosen = any(key_filter(k) for k, _ in tree.walk(node, key))
         return _rename_members(node, {}, key, set()) if chosen else ABSENT
     if not key_filter(key):
@@ -308,10 +308,8 @@ def _rename_members(node: Any, renames: NumberedRenames, key: str, used_names: s
                 for i, c in enumerate(node[tag])
             ]
         }
-    if tag == "sparse":
-        parts = {
-            n: _rename_members(p, renames, join_key(key, n), used_names)
-            for n, p in node[tag]["parts"].items()
-        }
+    if tag in tree.PART_TAGS:
+        placed = zip(node[tag]["parts"], tree.parts(node, key), strict=True)
+        parts = {n: _rename_members(p, renames, k, used_names) for n, (p, k) in placed}
         return {tag: {**node[tag], "parts": parts}}
     return _with_stored_key(node, key) if tag in tree.LEAF_TAGS else node

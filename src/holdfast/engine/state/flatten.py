@@ -22,9 +22,10 @@ from holdfast.engine.state.replication import (
     find_ddp_replication,
     keeps_per_rank,
 )
+from holdfast.engine.state.tensors import subclasses
 from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
-from holdfast.format.names import join_key
+from holdfast.format.names import escape_level, join_key
 from holdfast.format.values import torch_types
 from holdfast.format.values.numpy_dtypes import to_descr
 from holdfast.format.values.rejected import (
@@ -136,6 +137,8 @@ class _Flattener:
     flat: FlatState = field(default_factory=FlatState)
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
+    inside_object: int = 0
+    """The number of objects with their own ``state_dict()`` around the value."""
     key_by_memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     enclosing_ids: list[int] = field(default_factory=list)
     tensor_by_address: dict[int, tuple[str, str, Any]] = field(default_factory=dict)
@@ -228,6 +231,7 @@ class _Flattener:
         """
         with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
             state = value.state_dict()
+        self.inside_object += 1
         try:
             return nodes.encode(state, key, self.encode_value, depth)
         except Unsupported as e:
@@ -246,6 +250,8 @@ class _Flattener:
                 " whose state_dict() and load_state_dict() convert it",
                 member=key,
             ) from e
+        finally:
+            self.inside_object -= 1
 
     def _encode_tensor(self, t: Any, key: str) -> Any:
         """Encode a tensor. This is called for every leaf of a model: keep it short."""
@@ -253,9 +259,7 @@ class _Flattener:
         if type(t) not in self.plain_classes:
             if sharding.is_distributed_tensor(t):
                 return self._encode_distributed(t, key)
-            raise unsupported(
-                t, key, "it is a subclass of Tensor whose structure Holdfast does not know"
-            )
+            return self._encode_subclass(t, key)
         if t.layout is not torch.strided or t.is_nested:
             return self._encode_sparse(t, key)
         leaf_type = self.leaf_types.get((t.dtype, t.shape))
@@ -310,10 +314,47 @@ class _Flattener:
             return {"tied": first_key}
         replication = self.forced_replication or Replication.REPLICATED
         for box, part in parts.box_tensors:
+            if subclasses.is_subclass(part):
+                why = f"its local tensor is a {subclasses.class_name(part)}"
+                raise unsupported(value, key, why, "Save it from an optimizer that is not sharded")
             if not isinstance(part, np.ndarray) and (part.is_conj() or part.is_neg()):
                 part = part.resolve_conj().resolve_neg()
             self.flat.leaves.append(LocalLeaf(key, name, shape, part, box, replication))
         return {"array" if parts.is_numpy else "tensor": [name, list(shape)]}
+
+    def _encode_subclass(self, t: Any, key: str) -> Any:
+        """Encode a tensor of another class by its inner tensors."""
+        if not subclasses.is_subclass(t):
+            raise unsupported(
+                t,
+                key,
+                "it is a subclass of Tensor without __tensor_flatten__",
+                "Save tensor.as_subclass(torch.Tensor)",
+            )
+        if self.inside_object:
+            raise unsupported(
+                t,
+                key,
+                "no load could pass it to the load_state_dict() of the object that has it",
+                "Save tensor.dequantize(), if the class has it",
+            )
+        self.isolation.begin()
+        inner = subclasses.inner_tensors(t, key)
+        if len(self.enclosing_ids) > nodes.MAX_DEPTH // 2 or any(
+            id(part) in self.enclosing_ids for part in inner.values()
+        ):
+            raise nested_too_deeply(t, key, "it contains itself")
+        self.enclosing_ids.append(id(t))
+        try:
+            parts = {
+                name: self._encode_tensor(part, join_key(key, escape_level(name)))
+                for name, part in inner.items()
+            }
+        finally:
+            self.enclosing_ids.pop()
+        if any("sparse" in part for part in parts.values()):
+            raise unsupported(t, key, "one of its inner tensors is sparse")
+        return {"subclass": {**subclasses.describe(t, key), "parts": parts}}
 
     def _encode_sparse(self, t: Any, key: str) -> Any:
         layout = str(t.layout).removeprefix("torch.")
