@@ -884,10 +884,10 @@ def test_start_cannot_be_combined_with_at_or_branch(position: dict[str, int]) ->
         assert states_equal(state, initial_state())
 
 
-def test_missing_and_unexpected_require_start() -> None:
+def test_unexpected_requires_start() -> None:
     with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
         with pytest.raises(HoldfastError, match="start="):
-            ckpt.resume(missing="keep")
+            ckpt.resume(unexpected="ignore")
         ckpt.resume()
 
 

@@ -82,6 +82,27 @@ def test_a_training_shows_one_line_for_each_event(tmp_path: Path) -> None:
     ]
 
 
+def test_the_lines_draw_no_random_numbers(tmp_path: Path) -> None:
+    """rich draws one when it is imported."""
+    program = (
+        "import random\n"
+        "state = random.getstate()\n"
+        "train('a', 3)\n"
+        "train('b', 3)\n"
+        "holdfast.sinks.Terminal(sys.stdout)('saved', {'step': 1})\n"
+        "assert 'rich.style' in sys.modules\n"
+        "assert random.getstate() == state\n"
+    )
+    assert run_on_terminal(program, tmp_path)[0] == 0
+
+
+def test_without_a_terminal_rich_is_not_imported(tmp_path: Path) -> None:
+    code = TRAINING + "train('a', 3)\nprint('rich' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == (b"False", b"")
+
+
 @pytest.mark.slow
 def test_only_rank_0_shows_lines(tmp_path: Path) -> None:
     program = (

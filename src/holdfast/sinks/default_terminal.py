@@ -41,7 +41,7 @@ class DefaultTerminal:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._terminal = Terminal()
+        self._terminal: Terminal | None = None
         self._runs: Counter[str] = Counter()
         self._attached = ExitStack()
         self._last_lines: dict[tuple[str, str], float] = {}
@@ -51,8 +51,14 @@ class DefaultTerminal:
         if not self._runs:
             self._last_lines.clear()
             self._attached = events.attach_default(self)
+        if _is_terminal(sys.stderr):
+            self._get_terminal()  # now, not in a thread of a save: see ``Terminal``
         self._runs[run] += 1
         return partial(self._close, run)
+
+    def _get_terminal(self) -> Terminal:
+        self._terminal = self._terminal or Terminal()
+        return self._terminal
 
     def _close(self, run: str) -> None:
         self._runs[run] -= 1
@@ -69,7 +75,7 @@ class DefaultTerminal:
             if last is not None and now - last < _MIN_INTERVAL:
                 return
             self._last_lines[name, run] = now
-        self._terminal(name, fields)
+        self._get_terminal()(name, fields)
 
 
 def _is_terminal(stream: Any) -> bool:

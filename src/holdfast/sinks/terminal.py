@@ -11,6 +11,7 @@ from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
+from holdfast.generators import Isolation
 from holdfast.sinks.wording import describe_event, describe_saved, number_field, text_field
 
 _STYLES = {
@@ -76,6 +77,7 @@ class Terminal:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
+        _import_rich()
         self._stream = stream
         self._deleted: list[str] = []
         self._shown: set[str] = set()
@@ -108,6 +110,14 @@ class Terminal:
             stream = sys.stderr if self._stream is None else self._stream
             if stream is not None:  # None if the program has no console
                 _print_line(stream, parts)
+
+
+def _import_rich() -> None:
+    """Import rich now: it draws a random number, which must not be one of the training's."""
+    with Isolation("call"):
+        import rich.cells
+        import rich.console
+        import rich.text  # noqa: F401
 
 
 def _rank() -> int:

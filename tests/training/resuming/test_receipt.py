@@ -162,7 +162,27 @@ def test_a_start_is_compared_if_it_is_complete(tmp_path: Path) -> None:
     assert resume(tmp_path / "c", make_state(), start=start, keys="model") == []
 
 
-def test_a_state_from_memory_and_a_branch_are_compared(tmp_path: Path) -> None:
+def test_a_state_in_memory_is_compared(tmp_path: Path, memory: str) -> None:
+    tier = holdfast.MemoryTier(every=holdfast.EverySteps(1), copies=1, path=memory)
+    found: list[Event] = []
+    for number in range(2):
+        state = make_state()
+        options: Any = {"save": holdfast.EverySteps(100), "tiers": [tier], "preemption": None}
+        with (
+            pytest.raises(ZeroDivisionError),
+            holdfast.attach(lambda *event: found.append(event)),
+            holdfast.Checkpointer(tmp_path / "run", state, **options) as ckpt,
+        ):
+            ckpt.resume()
+            assert ckpt.current_step == number
+            ckpt.step()
+            raise ZeroDivisionError
+    (fields,) = (fields for name, fields in found if name == "resume_checked")
+    assert fields["bytes"] == fields["total"] > 10_000
+    assert "resume_differs" not in dict(found)
+
+
+def test_a_branch_is_compared(tmp_path: Path) -> None:
     save_run(tmp_path, make_state(), steps=3)
     ((name, fields),) = resume(tmp_path, make_state(), at=2)
     assert (name, fields["url"].endswith("version_2")) == ("resume_checked", True)
