@@ -105,8 +105,15 @@ def _load(
             raise e.with_advice(STATE_INVALID, live_state="not valid") from e
         e.add_note(STATE_INVALID)
         raise
-    described = {} if report is None else report.to_fields()
-    events.emit("loaded", url=targets.snapshot.url, leaves=len(targets.requests), **described)
+    events.emit(
+        "loaded",
+        url=targets.snapshot.url,
+        leaves=len(targets.requests),
+        kept=0 if report is None else len(report.kept),
+        ignored=0 if report is None else len(report.ignored),
+        cast=0 if report is None else len(report.cast),
+        summary="" if report is None else report.summary,
+    )
     return loaded if report is None else report
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.engine.loading.differences import (
     SLOT_OF,
@@ -68,13 +67,10 @@ class LoadReport:
         """True if no live value was kept and nothing in the snapshot was ignored."""
         return not (self.kept or self.ignored)
 
-    def to_fields(self) -> dict[str, Any]:
-        """Return the fields of an event: the number of keys of each kind, and the report as text,
-        which is empty if nothing was kept, ignored, or converted."""
-        kinds = ("loaded", "kept", "ignored", "cast", "renamed")
-        counts = {kind: len(getattr(self, kind)) for kind in kinds}
-        is_plain = self.is_complete and not self.cast
-        return {**counts, "summary": "" if is_plain else str(self)}
+    @property
+    def summary(self) -> str:
+        """The report as text; empty if nothing was kept, ignored, or converted."""
+        return "" if self.is_complete and not self.cast else str(self)
 
     def __str__(self) -> str:
         missing = [key for key, reason in self.kept.items() if reason == MISSING]

@@ -22,7 +22,7 @@ from holdfast.engine.state.replication import (
     find_ddp_replication,
     keeps_per_rank,
 )
-from holdfast.engine.state.tensors import subclasses
+from holdfast.engine.state.tensors import sparse, subclasses
 from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
 from holdfast.format.names import escape_level, join_key
@@ -38,17 +38,6 @@ from holdfast.generators import DeferredIsolation
 from holdfast.text import with_article
 from holdfast.threads import gc_paused
 from holdfast.types import DTYPES, Box
-
-_ROWS = {"crow": "crow_indices", "col": "col_indices", "values": "values"}
-_COLUMNS = {"ccol": "ccol_indices", "row": "row_indices", "values": "values"}
-SPARSE_PARTS = {
-    "sparse_coo": {"indices": "_indices", "values": "_values"},
-    "sparse_csr": _ROWS,
-    "sparse_bsr": _ROWS,
-    "sparse_csc": _COLUMNS,
-    "sparse_bsc": _COLUMNS,
-}
-"""The parts of a sparse tensor by its layout, each with the method that returns the part."""
 
 
 # One is created for every leaf, and creating a frozen dataclass takes eight times as long.
@@ -358,19 +347,7 @@ class _Flattener:
 
     def _encode_sparse(self, t: Any, key: str) -> Any:
         layout = str(t.layout).removeprefix("torch.")
-        problems = (
-            (t.is_meta, "a meta tensor has no data", "Materialize it before the save"),
-            (
-                t.is_quantized,
-                "it is a quantized tensor",
-                "Save its int_repr(), scale, and zero point",
-            ),
-            (t.is_nested, "it is a nested tensor", "Save its values() and offsets()"),
-            (layout not in SPARSE_PARTS, f"its layout {t.layout} is opaque", "Save to_dense()"),
-        )
-        for is_present, why, advice in problems:
-            if is_present:
-                raise unsupported(t, key, why, advice)
+        sparse.check(t, layout, key)
         t = t.detach()
         return {
             "sparse": {
@@ -379,7 +356,7 @@ class _Flattener:
                 "coalesced": layout == "sparse_coo" and t.is_coalesced(),
                 "parts": {
                     name: self._encode_tensor(getattr(t, method)(), join_key(key, name))
-                    for name, method in SPARSE_PARTS[layout].items()
+                    for name, method in sparse.PARTS[layout].items()
                 },
             }
         }
