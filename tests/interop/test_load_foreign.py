@@ -96,7 +96,7 @@ def state_dicts(state):
 def assert_continues(original, path, **options):
     """Load a checkpoint of ``original`` into fresh objects. Both make the same two steps."""
     restored = make()
-    assert holdfast.load(path, into=restored, **options) is restored
+    holdfast.load(path, into=restored, **options)
     assert snapshot_of(restored) == snapshot_of(original)
     assert train(restored) == train(original)
 

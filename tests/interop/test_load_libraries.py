@@ -33,7 +33,7 @@ def make_state(net):
 def load(path, state, left_out, **options):
     """Load a checkpoint, and check that the warning lists what was left out."""
     with pytest.warns(UserWarning, match="Not loaded from") as caught:
-        assert holdfast.load(path, into=state, **options) is state
+        holdfast.load(path, into=state, **options)
     message = str(next(w.message for w in caught if "Not loaded" in str(w.message)))
     assert all(name in message for name in left_out), message
 
