@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,11 +21,12 @@ import numpy as np
 
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.lazy_torch import torch_or_none
+from holdfast.machine import IS_LINUX, after_fork, find_libc
 from holdfast.types import ALIGNMENT, BLOCK_SIZE, MIB
 
 _MADV_WIPEONFORK = 18
 _MADV_POPULATE_WRITE = 23
-_LIBC = ctypes.CDLL(None)
+_LIBC = find_libc()
 
 _WAIT_PART = 0.5
 """Seconds of a wait after which it is checked whether the wait must end."""
@@ -40,13 +40,7 @@ class Buffer:
     """
 
     def __init__(self, size: int) -> None:
-        mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        try:
-            mapping.madvise(_MADV_WIPEONFORK)
-        except OSError:  # before Linux 4.14
-            mapping = mmap.mmap(-1, size)  # shared memory
-        with suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping = _map_for_linux(size) if IS_LINUX else mmap.mmap(-1, size)
         self.size = size
         self.view = memoryview(mapping)
         self.address = address_of(self.view)
@@ -54,7 +48,8 @@ class Buffer:
         self.is_pooled = True
         # Call madvise through ctypes: mmap.madvise holds the GIL while the kernel allocates pages.
         start, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
-        if _LIBC.madvise(start, length, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14
+        # before Linux 5.14, it fails
+        if not IS_LINUX or _LIBC.madvise(start, length, _MADV_POPULATE_WRITE) != 0:
             ctypes.memset(self.address, 0, size)
 
     @classmethod
@@ -64,6 +59,17 @@ class Buffer:
         buffer.size, buffer.view, buffer.address = len(view), view, address_of(view)
         buffer.is_free = buffer.is_pooled = False
         return buffer
+
+
+def _map_for_linux(size: int) -> mmap.mmap:
+    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping.madvise(_MADV_WIPEONFORK)
+    except OSError:  # before Linux 4.14
+        mapping = mmap.mmap(-1, size)  # shared memory
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 class BufferPool:
@@ -270,7 +276,7 @@ def _replace_pool() -> None:
     _pool = BufferPool(POOL_BUDGET, on_create=page_lock)
 
 
-os.register_at_fork(after_in_child=_replace_pool)
+after_fork(_replace_pool)
 
 
 def as_byte_view(data: memoryview) -> memoryview:

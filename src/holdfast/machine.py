@@ -1,13 +1,43 @@
-"""The identity of this machine, its boot, and this process, and whether a function call runs."""
+"""The identity of this machine, its boot, and this process, what the system lacks, and whether a
+function call runs."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
+import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+IS_LINUX = sys.platform == "linux"
+CAN_SEE_PROCESSES = hasattr(os, "fork")
+"""False on Windows: whether another process runs cannot be asked."""
+
+OPEN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+"""The flags of every ``os.open``: for this process only, and without a conversion of bytes."""
+
+
+def find_libc() -> Any:
+    """Return the C library, or None on Windows, which has none of the functions used here."""
+    return ctypes.CDLL(None, use_errno=True) if hasattr(os, "fork") else None
+
+
+def count_processors() -> int:
+    """Return the number of processors that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def after_fork(function: Callable[[], object]) -> None:
+    """Call a function in every child that this process forks. Windows has no fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
 
 
 def process_identity() -> tuple[str, str, str]:
@@ -31,7 +61,7 @@ def process_started_at() -> float:
     """Return the time of day at which this process started, or the current one if unknown."""
     ticks = pid_and_start_time(os.getpid()).partition(":")[2]
     age = 0.0
-    if ticks.isdecimal():
+    if ticks.isdecimal() and IS_LINUX:
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
     return time.time() - max(age, 0.0)
 
@@ -42,10 +72,27 @@ def utc_now() -> str:
 
 
 def pid_and_start_time(pid: int) -> str:
-    """Return ``pid:start time``, or ``pid:gone`` if the process has ended."""
+    """Return ``pid:start time``, or ``pid:gone`` if the process has ended.
+
+    Off Linux, the start time of a process is unknown, and is 0 here. On Windows, so is whether it
+    runs, and no process counts as ended.
+    """
+    if not IS_LINUX:
+        return f"{pid}:{0 if _may_run(pid) else 'gone'}"
     fields = _read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     # a zombie counts as ended: it holds no resources
     return f"{pid}:{fields[19] if fields and fields[0] not in ('Z', 'X') else 'gone'}"
+
+
+def _may_run(pid: int) -> bool:
+    if CAN_SEE_PROCESSES:  # on Windows, os.kill would end the process
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:
+            return True  # it is of another user
+    return True
 
 
 def _read_text(path: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import weakref
+
+from holdfast.machine import after_fork
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A connection ends 30 s after the last sign of life of the other host. Some systems lack some."""
@@ -31,4 +32,4 @@ def _close_sockets() -> None:
         connection.close()
 
 
-os.register_at_fork(after_in_child=_close_sockets)
+after_fork(_close_sockets)

@@ -13,6 +13,7 @@ import io
 import mmap
 import os
 import stat
+import sys
 import weakref
 import zipfile
 import zlib
@@ -23,6 +24,7 @@ from math import prod
 from typing import Any
 
 from holdfast.errors import FormatError, NotFound, Unsupported
+from holdfast.machine import IS_LINUX, OPEN_FLAGS, find_libc
 from holdfast.text import with_article
 from holdfast.threads import no_op
 from holdfast.types import MIB
@@ -30,10 +32,11 @@ from holdfast.types import MIB
 Advance = Callable[[int], object]
 """Called with a number of bytes that were processed, from any thread."""
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC = find_libc()
+if _LIBC is not None:
+    _LIBC.mmap.restype = ctypes.c_void_p
+    _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _LOCAL_HEADER_SIZE = 30
@@ -51,7 +54,7 @@ class MappedFile:
         self.path = path
         self.is_fetched = fetched is not None
         try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            flags = os.O_RDONLY | OPEN_FLAGS | getattr(os, "O_NONBLOCK", 0)
             fd = os.open(path, flags) if fetched is None else fetched
         except FileNotFoundError as e:
             raise NotFound(f"There is no file {path}", todo="Check the path", key=path) from e
@@ -82,6 +85,14 @@ class MappedFile:
     def open_path(self) -> Iterator[str]:
         """Yield a path from which the file can be opened, and which does not end in a suffix that
         a reader could take for its format."""
+        if not IS_LINUX:
+            if self.is_fetched:
+                raise Unsupported(
+                    f"{self.path} can only be read on Linux: {sys.platform} lacks /proc/self/fd",
+                    todo="Download the file, and name its path",
+                )
+            yield self.path
+            return
         if self.is_fetched:
             yield f"/proc/self/fd/{self._fetched.fileno()}"
             return
@@ -125,6 +136,9 @@ def format_error(path: str, expected: str, found: str, offset: int = 0) -> Forma
 
 
 def _mmap_readonly(fd: int, length: int) -> Any:
+    if _LIBC is None:
+        # private, not read-only: torch warns of a tensor over memory that cannot be written
+        return mmap.mmap(fd, length, access=mmap.ACCESS_COPY)
     address = _LIBC.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
         number = ctypes.get_errno()

@@ -8,6 +8,7 @@ is killed.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from holdfast.engine.snapshot.spread import unspread
 from holdfast.errors import FormatError, NoSpace, NotFound, StoreError
 from holdfast.format.safetensors import MAX_HEADER
 from holdfast.interop.mmap_files import Advance, MappedFile, format_error
+from holdfast.storage.local.os_calls import Fs
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.open import expand_home
 from holdfast.storage.store import Stat, list_level
@@ -115,7 +117,7 @@ class StoredFile:
         with tempfile.TemporaryFile() as file:
             fd = file.fileno()
             try:
-                if self.length:
+                if self.length and hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(fd, 0, self.length)
             except OSError as e:
                 raise self._no_space_error(str(e)) from e
@@ -127,7 +129,7 @@ class StoredFile:
                     self._store.get_range(self._key, start, len(view), view)
                     written = 0
                     while written < len(view):
-                        written += os.pwrite(fd, view[written:], start + written)
+                        written += Fs().pwrite(fd, view[written:], start + written)
                     advance(len(view))
 
             workers.each(range(0, self.length, BLOCK_SIZE), fetch)
@@ -223,8 +225,7 @@ def require_space(files: Sequence[ForeignFile]) -> None:
     stored = [f for f in files if isinstance(f, StoredFile)]
     needed = sum(f.length for f in stored)
     folder = tempfile.gettempdir()
-    status = os.statvfs(folder)
-    free = status.f_bavail * status.f_frsize
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise NoSpace(
             f"The files cannot be fetched into {folder}: {stored[0].path}"

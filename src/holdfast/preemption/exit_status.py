@@ -23,6 +23,7 @@ import msgspec
 
 from holdfast.engine.distributed.error_report import encode_json
 from holdfast.errors import HoldfastError
+from holdfast.machine import after_fork
 from holdfast.preemption.process_tree import read_process, started_at
 from holdfast.settings import LAUNCHED_WORKER_VARIABLE, launched_worker, status_folder
 from holdfast.text import hide_secrets
@@ -251,7 +252,7 @@ def forget_done() -> None:
     atexit.unregister(leave_done)
 
 
-os.register_at_fork(after_in_child=forget_done)
+after_fork(forget_done)
 
 
 def leave_done(status: Status | None) -> None:

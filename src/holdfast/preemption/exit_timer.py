@@ -11,7 +11,9 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
+from tempfile import TemporaryFile
 from threading import RLock, Thread
+from typing import IO
 
 from holdfast.deadline import Deadline
 from holdfast.preemption.exit_status import write_error
@@ -85,12 +87,18 @@ def end_process(code: int, message: str) -> None:
 def _show(message: str) -> None:
     with suppress(Exception):  # stderr may be closed; the exit is more important
         # not to stderr itself: faulthandler keeps the GIL while it writes
-        with os.fdopen(os.memfd_create("stacks"), "r+") as file:
+        with _open_unnamed() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             stacks = file.read()
         write_error(f"{message}. The stacks of its threads:\n{stacks}")
         sys.stdout.flush()
+
+
+def _open_unnamed() -> IO[str]:
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("stacks"), "r+")
+    return TemporaryFile("r+")
 
 
 def exit_margin(left: float) -> float:

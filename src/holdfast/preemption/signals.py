@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakSet
 
 from holdfast.errors import HoldfastError
+from holdfast.machine import after_fork
 from holdfast.preemption.notice import Notice
 from holdfast.threads import no_op, start_thread
 
@@ -93,7 +94,7 @@ def request_signals(sources: Iterable[object]) -> set[int]:
 
 def _check_number(number: int) -> None:
     try:
-        is_valid = signal.Signals(number) not in (signal.SIGKILL, signal.SIGSTOP)
+        is_valid = signal.Signals(number).name not in ("SIGKILL", "SIGSTOP")
     except ValueError:
         is_valid = False
     if not is_valid:
@@ -236,8 +237,9 @@ class _Dispatcher:
     # -- the pipe ------------------------------------------------------------------------------
 
     def _open_pipe(self) -> None:
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(write_end, False)
+        read_end, write_end = os.pipe()
+        if hasattr(os, "set_blocking"):
+            os.set_blocking(write_end, False)
         thread = Thread(
             target=self._read_pipe, args=(read_end,), name="holdfast-signals", daemon=True
         )
@@ -298,7 +300,7 @@ class _Dispatcher:
 
 
 _dispatcher = _Dispatcher()
-os.register_at_fork(after_in_child=_dispatcher.forget_in_child)
+after_fork(_dispatcher.forget_in_child)
 atexit.register(_dispatcher.stop_ignoring)
 
 

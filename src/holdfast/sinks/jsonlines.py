@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from holdfast.machine import OPEN_FLAGS
 from holdfast.sinks.wording import to_json_value
 
 
@@ -38,7 +39,7 @@ class JsonLines:
         self._append(json.dumps({**first, **to_json_value(fields), **first}).encode() + b"\n")
 
     def _append(self, line: bytes) -> None:
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN_FLAGS, 0o666)
         try:
             while line:  # a short write means that the disk is full; the next write raises
                 line = line[os.write(file, line) :]

@@ -54,9 +54,12 @@ _MIN_METRICS_WIDTH = 12
 # All sinks share one lock. It is also held during a fork, so that a child inherits neither half a
 # line in a buffer nor a locked lock.
 _line_lock = RLock()
-os.register_at_fork(
-    before=_line_lock.acquire, after_in_parent=_line_lock.release, after_in_child=_line_lock.release
-)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=_line_lock.acquire,
+        after_in_parent=_line_lock.release,
+        after_in_child=_line_lock.release,
+    )
 
 
 class Terminal:

@@ -10,6 +10,7 @@ from typing import IO, Protocol
 
 from holdfast.buffers import as_byte_view
 from holdfast.errors import NoSpace
+from holdfast.machine import after_fork
 from holdfast.storage.checks import WrittenRanges, ended_error
 from holdfast.storage.store import Stat, Upload
 from holdfast.types import BLOCK_SIZE, MIB
@@ -186,4 +187,4 @@ def _forget_parent() -> None:
     _memory = _Memory()
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+after_fork(_forget_parent)

@@ -7,7 +7,6 @@ manifest, which all hosts have. So the hosts need no connection to one another.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -270,6 +269,8 @@ def _require_no_writer(
 @contextmanager
 def _one_process(folder: str, deadline: Deadline) -> Iterator[None]:
     """Let one process of this host flush at a time: the others then find the version."""
+    import fcntl  # a tier needs Linux
+
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         while True:

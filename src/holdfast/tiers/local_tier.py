@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
+from holdfast.machine import CAN_SEE_PROCESSES
 from holdfast.text import to_repr
 
 
@@ -25,6 +27,11 @@ class LocalTier:
     interface: str | None = None
 
     def __post_init__(self) -> None:
+        if not CAN_SEE_PROCESSES:
+            raise HoldfastError(
+                f"A LocalTier needs Linux or macOS: {sys.platform} lacks file locks by flock",
+                todo="Save to the run directly, without tiers",
+            )
         is_path = isinstance(self.path, str | os.PathLike) and bool(os.fspath(self.path))
         if not is_path or "://" in os.fspath(self.path):
             raise HoldfastError(

@@ -82,7 +82,7 @@ def check_memory(
     cost: TierCost,
     *,
     root: Path = Path("/"),
-    statvfs: Callable[[str], FileSystemSize] = os.statvfs,
+    statvfs: Callable[[str], FileSystemSize] | None = None,
 ) -> list[MemoryLimit]:
     """Raise ``NoSpace`` unless the memory tier in ``folder`` fits into the memory of this host.
 
@@ -114,7 +114,7 @@ def find_limits(
     present_bytes: int = 0,
     *,
     root: Path = Path("/"),
-    statvfs: Callable[[str], FileSystemSize] = os.statvfs,
+    statvfs: Callable[[str], FileSystemSize] | None = None,
 ) -> Iterator[MemoryLimit]:
     """Yield every limit of the memory that files in ``folder`` can use (see ``check_memory``)."""
     mounts = _read_mounts(root)
@@ -129,7 +129,7 @@ def find_limits(
         )
     point = path if mount is None else mount.point
     shown = point.replace("{", "{{").replace("}", "}}")
-    size = statvfs(_existing_folder(path))
+    size = (statvfs or os.statvfs)(_existing_folder(path))
     if size.f_blocks:  # 0: without a limit
         yield MemoryLimit(
             f"the file system at {point}",

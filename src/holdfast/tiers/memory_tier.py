@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
+from holdfast.machine import IS_LINUX
 from holdfast.run.policy import EveryEpoch, EverySteps
 from holdfast.text import to_repr
 
@@ -41,6 +43,12 @@ class MemoryTier:
                            "the name of an interface, an IP address, or None"),
             "domain=": (self.domain is None or isinstance(self.domain, str), "a label, or None"),
         }  # fmt: skip
+        if not IS_LINUX:
+            raise HoldfastError(
+                f"A MemoryTier needs Linux: {sys.platform} lacks a file system in memory whose"
+                " files outlive their process, and leases on them",
+                todo="Use LocalTier, or no tier",
+            )
         for name, (is_valid, expected) in checks.items():
             if not is_valid:
                 raise HoldfastError(

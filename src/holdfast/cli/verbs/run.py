@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ import click
 from holdfast.cli.exit_codes import NOT_EXECUTABLE, NOT_STARTED
 from holdfast.cli.output import json_option, parse_duration, print_json
 from holdfast.errors import HoldfastError
+from holdfast.machine import IS_LINUX
 from holdfast.preemption.exit_status import (
     DONE,
     SAVED,
@@ -78,6 +78,12 @@ def command(ctx: click.Context, grace: float, command: tuple[str, ...], as_json:
 
     With --json, the standard output of COMMAND goes to the standard error.
     """
+    if not IS_LINUX:
+        raise HoldfastError(
+            f"`holdfast run` needs Linux: {sys.platform} lacks /proc, which shows the processes of"
+            " a training, and prctl, which adopts them",
+            todo="Start the training by itself; it resumes when it is started again",
+        )
     read_settings()
     folder = _make_folder()
     try:
@@ -118,6 +124,8 @@ def _make_folder() -> Path:
     """
     try:
         folder = Path(tempfile.mkdtemp(prefix="holdfast-run-"))
+        import fcntl  # the command needs Linux
+
         # systemd-tmpfiles, which removes old files from /tmp, leaves locked folders alone
         fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)
     except OSError as e:

@@ -93,12 +93,14 @@ class SharedSegment:
 
     @classmethod
     def create(cls) -> SharedSegment:
+        if not hasattr(os, "memfd_create"):
+            raise OSError("only Linux has memory that other processes can open by a descriptor")
         return cls(os.memfd_create("holdfast"))
 
     @classmethod
     def open_peer(cls, peer: Peer) -> SharedSegment:
         path = f"/proc/{peer.pid}/fd/{peer.fd}"
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), peer.token)
+        return cls(os.open(path, os.O_RDWR | machine.OPEN_FLAGS), peer.token)
 
     def resize(self, size: int) -> None:
         """Resize the memory after the control words to ``size`` bytes."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.errors import CommitError, HoldfastError
+from holdfast.machine import after_fork
 from holdfast.threads import Claim, Latch, start_thread
 
 if TYPE_CHECKING:
@@ -194,4 +195,4 @@ def _finish_worker() -> None:
 
 atexit.register(_at_exit)
 # the saves belong to the parent of a forked child
-os.register_at_fork(after_in_child=_unawaited.clear)
+after_fork(_unawaited.clear)

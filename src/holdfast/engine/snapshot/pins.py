@@ -30,7 +30,7 @@ from holdfast.format.names import (
     random_id,
 )
 from holdfast.format.records import MAX_RECORD, Lease, Pin, decode_pin, encode_pin
-from holdfast.machine import pid_and_start_time, process_identity, utc_now
+from holdfast.machine import CAN_SEE_PROCESSES, pid_and_start_time, process_identity, utc_now
 from holdfast.storage.store import Store, list_level
 from holdfast.text import PIN_ADVICE
 from holdfast.types import MIB
@@ -247,10 +247,14 @@ def is_stale(store: Store, key: str, pin: Pin | FormatError, now: float | None =
 
 
 def is_holder_alive(pin: Pin | Lease) -> bool | None:
-    """Return True if the process that holds the pin is alive; None if it is on another machine."""
-    host, boot, _ = process_identity()
+    """Return True if the process that holds the pin is alive; None if this cannot be seen, as on
+    another machine."""
+    host, boot, own = process_identity()
     if pin.host != host:
         return None
     if pin.boot != boot:
         return False
-    return pid_and_start_time(int(pin.process.partition(":")[0])) == pin.process
+    current = pid_and_start_time(int(pin.process.partition(":")[0]))
+    if not CAN_SEE_PROCESSES and pin.process != own:
+        return None
+    return current == pin.process

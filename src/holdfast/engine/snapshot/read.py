@@ -6,7 +6,6 @@ Nothing is copied from a chunk whose digest does not match the index.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from holdfast.format.digest import digest, digest_parts
 from holdfast.format.index import ShardIndex
 from holdfast.format.names import parse_reference
 from holdfast.lazy_torch import dtype_name
+from holdfast.machine import count_processors
 from holdfast.text import VERIFY_ADVICE, format_list
 from holdfast.threads import Workers, no_op
 from holdfast.types import BLOCK_SIZE, DTYPES
@@ -76,7 +76,7 @@ def read_workers(
     """
     workers = Workers.create(None, advance, location.check_time)
     if location.store.traits.in_memory:
-        processors = len(os.sched_getaffinity(0)) // processes
+        processors = count_processors() // processes
         workers = replace(workers, threads=max(1, min(workers.threads, processors)))
     return workers
 

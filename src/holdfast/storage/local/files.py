@@ -19,7 +19,13 @@ from holdfast.errors import (
     Unavailable,
 )
 from holdfast.storage.checks import check_range, short_read_error, too_long_error
-from holdfast.storage.local.os_calls import INVALID_OR_UNSUPPORTED, Fs
+from holdfast.storage.local.os_calls import (
+    INVALID_OR_UNSUPPORTED,
+    O_DIRECT,
+    O_DIRECTORY,
+    O_NONBLOCK,
+    Fs,
+)
 from holdfast.storage.store import Stat, check_key
 from holdfast.types import MIB
 
@@ -74,7 +80,7 @@ class LocalFiles:
         self.url = os.fspath(root)
         self.fs = Fs() if fs is None else fs
         self._root = os.path.abspath(self.url)
-        self._direct = direct
+        self._direct = direct and bool(O_DIRECT)
         self._root_synced = False  # the names of the root and its parents are durable
 
     @property
@@ -148,7 +154,7 @@ class LocalFiles:
                 and direct_io_length(offset, address_of(into), length, len(into))
             ):
                 try:
-                    done = self._read(path, offset, length, into, flag=os.O_DIRECT)
+                    done = self._read(path, offset, length, into, flag=O_DIRECT)
                 except OSError as error:
                     if error.errno not in INVALID_OR_UNSUPPORTED:
                         raise
@@ -224,7 +230,10 @@ class LocalFiles:
     @contextmanager
     def syncing(self, folder: str) -> Iterator[None]:
         """Make the names in a folder durable when the block has succeeded."""
-        fd = self.fs.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if not O_DIRECTORY:  # Windows cannot open a folder: its journal makes names durable
+            yield
+            return
+        fd = self.fs.open(folder, os.O_RDONLY | O_DIRECTORY)
         try:
             yield
             # EINVAL: this file system has no fsync for folders, so it determines how durable names
@@ -291,7 +300,7 @@ class LocalFiles:
 
     def _read(self, path: str, offset: int, length: int, into: memoryview, flag: int = 0) -> int:
         # O_NONBLOCK: a FIFO that has replaced the file is an error, not a wait for its writer
-        fd = self.fs.open(path, os.O_RDONLY | os.O_NONBLOCK | flag)
+        fd = self.fs.open(path, os.O_RDONLY | O_NONBLOCK | flag)
         address = address_of(into)
         done = 0
         try:

@@ -11,9 +11,12 @@ import ctypes
 import errno
 import os
 import stat
+from threading import Lock
 from typing import NamedTuple
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
+from holdfast.machine import OPEN_FLAGS, find_libc
+
+_LIBC = find_libc()
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 
@@ -21,6 +24,15 @@ UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 """The errors of a call that the file system does not support."""
 INVALID_OR_UNSUPPORTED = UNSUPPORTED | {errno.EINVAL}
 """The same for O_DIRECT and ``renameat2``, which some file systems do not accept as arguments."""
+
+
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+O_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+"""Flags of ``open``, 0 on a system without them: only Linux has the first, Windows has none."""
+
+_position_lock = Lock()
+"""Held while a descriptor has the position of one call, on Windows."""
 
 
 class FileStat(NamedTuple):
@@ -41,21 +53,31 @@ class Fs:
     """The real file system."""
 
     def open(self, path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        return os.open(path, flags | OPEN_FLAGS, 0o666)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         """Write, and return the number of bytes written, which may be less than requested."""
-        return os.pwrite(fd, data, offset)
+        if hasattr(os, "pwrite"):
+            return os.pwrite(fd, data, offset)
+        with _position_lock:
+            os.lseek(fd, offset, os.SEEK_SET)
+            return os.write(fd, data)
 
     def preadv(self, fd: int, into: memoryview, offset: int) -> int:
         """Read, and return the number of bytes read.
 
         It may be less than requested, and it is 0 at the end of the file.
         """
-        return os.preadv(fd, [into], offset)
+        if hasattr(os, "preadv"):
+            return os.preadv(fd, [into], offset)
+        with _position_lock:
+            os.lseek(fd, offset, os.SEEK_SET)
+            data = os.read(fd, len(into))
+        into[: len(data)] = data
+        return len(data)
 
     def fallocate(self, fd: int, length: int) -> bool:
         """Reserve ``length`` bytes and set the file size.
@@ -63,6 +85,8 @@ class Fs:
         Return False if the file system does not support it. This uses the system call and not
         ``posix_fallocate``, which writes zeros to the whole file if the call is not supported.
         """
+        if not hasattr(_LIBC, "fallocate"):
+            return False
         while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(length)) != 0:
             code = ctypes.get_errno()
             if code in UNSUPPORTED:
@@ -85,7 +109,10 @@ class Fs:
         return _file_stat(os.stat(path, follow_symlinks=follow))
 
     def link(self, source: str, target: str) -> None:
-        os.link(source, target, follow_symlinks=False)
+        if os.link in os.supports_follow_symlinks:
+            os.link(source, target, follow_symlinks=False)
+        else:
+            os.link(source, target)
 
     def rename_noreplace(self, source: str, target: str) -> None:
         """Rename without replacing an existing file.

@@ -14,7 +14,7 @@ from holdfast.buffers import address_of, as_byte_view, direct_io_length
 from holdfast.errors import StoreError
 from holdfast.storage.checks import WrittenRanges, check_written_length, refuse_partial
 from holdfast.storage.local.files import LocalFiles
-from holdfast.storage.local.os_calls import INVALID_OR_UNSUPPORTED, UNSUPPORTED
+from holdfast.storage.local.os_calls import INVALID_OR_UNSUPPORTED, O_DIRECT, UNSUPPORTED
 from holdfast.storage.store import Stat, Upload
 from holdfast.types import ALIGNMENT
 
@@ -158,7 +158,7 @@ class LocalUpload(Upload):
 
     def _open_direct(self) -> None:
         try:
-            self._direct_fd = self._fs.open(self._temp_path, os.O_WRONLY | os.O_DIRECT)
+            self._direct_fd = self._fs.open(self._temp_path, os.O_WRONLY | O_DIRECT)
             self._descriptors.callback(self._fs.close, self._direct_fd)
         except OSError as error:
             if error.errno not in INVALID_OR_UNSUPPORTED:

@@ -11,29 +11,34 @@ would keep the memory of a deleted file until it ends.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
 from holdfast.buffers import Buffer
+from holdfast.machine import after_fork, find_libc
 from holdfast.types import MIB
+
+if sys.platform != "win32":  # where nothing uses this module
+    import fcntl
 
 Allocate = Callable[[int, int], object]
 """Allocates the bytes of a file from the first offset up to the second one. Raises ``OSError``."""
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC = find_libc()
+if _LIBC is not None:
+    _LIBC.mmap.restype = ctypes.c_void_p
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES = 64 * MIB
 """The bytes that one call maps, so that a thread that ends the process does not wait for long."""
 
 _F_SETSIG = 10
-_IGNORED_SIGNAL = signal.SIGURG
+_IGNORED_SIGNAL: int = getattr(signal, "SIGURG", 0)
 """The signal of a broken lease. By default, it is SIGIO, which ends the process."""
 
 _open_files: weakref.WeakSet[MappedFile] = weakref.WeakSet()
@@ -132,4 +137,4 @@ def _close_in_child() -> None:
         file.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+after_fork(_close_in_child)

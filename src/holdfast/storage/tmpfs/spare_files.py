@@ -17,6 +17,7 @@ from contextlib import suppress
 from threading import Lock
 
 from holdfast.buffers import Buffer
+from holdfast.machine import after_fork
 from holdfast.storage.local.os_calls import Fs
 from holdfast.storage.tmpfs.mapped_file import MappedFile
 from holdfast.types import MIB
@@ -164,4 +165,4 @@ def _forget_in_child() -> None:
         spares._forget()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+after_fork(_forget_in_child)

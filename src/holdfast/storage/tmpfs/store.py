@@ -11,8 +11,8 @@ file system was mounted with ``huge=within_size``, a new file is as fast as a sp
 
 from __future__ import annotations
 
-import fcntl
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -24,6 +24,9 @@ from holdfast.storage.tmpfs.spare_files import SUFFIX, SpareFiles
 from holdfast.storage.tmpfs.upload import TmpfsUpload
 from holdfast.threads import no_op
 from holdfast.types import ALIGNMENT
+
+if sys.platform != "win32":
+    import fcntl
 
 
 class TmpfsStore(LocalStore):

@@ -6,7 +6,6 @@ read the secret, and can also take part in the job's own collectives.
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import socket
 import struct
@@ -102,6 +101,8 @@ def _route_to(host: str) -> str:
 
 def _interface_address(name: str) -> str:
     """Return the IPv4 address of a network interface."""
+    import fcntl  # a tier needs Linux
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", name.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])

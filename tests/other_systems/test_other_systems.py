@@ -1,0 +1,171 @@
+"""Holdfast without what only Linux has: see ``tests/other_systems/removed.py``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SYSTEMS = ("darwin", "win32")
+pytestmark = pytest.mark.slow
+
+EVERY_MODULE = """
+import importlib, pkgutil
+import holdfast
+for name in holdfast.__all__:
+    getattr(holdfast, name)
+for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print("done")
+"""
+
+CRASH = """
+import os, sys, numpy, holdfast
+state = {"x": numpy.zeros(3), "progress": holdfast.Progress()}
+root = os.environ["TEST_FOLDER"] + "/run"
+ckpt = holdfast.Checkpointer(root, state, save=holdfast.EverySteps(1) | holdfast.AtEnd())
+ckpt.__enter__()
+ckpt.resume()
+ckpt.step()
+ckpt.wait()
+print("step", state["progress"].step, flush=True)
+if os.environ["TEST_END"] == "crash":
+    os._exit(0)
+if os.environ["TEST_END"] == "wait":
+    sys.stdin.read()
+ckpt.__exit__(None, None, None)
+"""
+
+REFUSED = """
+import os, sys, holdfast
+from holdfast.cli import main
+for name in ("MemoryTier", "LocalTier"):
+    try:
+        if name == "MemoryTier":
+            holdfast.MemoryTier(every=holdfast.EverySteps(1))
+        else:
+            holdfast.LocalTier(os.environ["TEST_FOLDER"])
+    except holdfast.errors.HoldfastError as e:
+        print(e)
+sys.argv = ["holdfast", "run", "true"]
+try:
+    main()
+except SystemExit as e:
+    print("exit code", e.code)
+"""
+
+LOCAL_TIER = """
+import os, numpy, holdfast
+folder = os.environ["TEST_FOLDER"]
+for expected in (0, 3):
+    state = {"x": numpy.zeros(3), "progress": holdfast.Progress()}
+    tiers = [holdfast.LocalTier(folder + "/disk")]
+    save = holdfast.EverySteps(1) | holdfast.AtEnd()
+    with holdfast.Checkpointer(folder + "/run", state, save=save, tiers=tiers) as ckpt:
+        ckpt.resume()
+        assert state["progress"].step == expected
+        for _ in range(3):
+            ckpt.step()
+assert holdfast.Run(folder + "/run").latest().step == 6
+print("done")
+"""
+
+NO_LINKS = """
+import errno, os, holdfast, numpy
+def link(*args, **kwargs):
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+os.link = link
+holdfast.save(os.environ["TEST_FOLDER"] + "/version_1", {"x": numpy.zeros(3)})
+"""
+
+
+def start(system: str, script: str, folder: Path, end: str = "") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.other_systems.removed", system, script],
+        cwd=ROOT,
+        env={**os.environ, "TEST_FOLDER": str(folder), "TEST_END": end},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(system: str, script: str, folder: Path, end: str = "") -> tuple[str, str]:
+    """Return what a script prints to stdout and to stderr, without what the removed calls need."""
+    process = start(system, script, folder, end)
+    out, err = process.communicate(timeout=120)
+    return out, err
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_module_is_imported(system: str, tmp_path: Path) -> None:
+    out, err = run(system, EVERY_MODULE, tmp_path)
+    assert out.endswith("done\n"), err
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_save_load_resume_and_the_commands(system: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("training_script.py").read_text()
+    out, err = run(system, script, tmp_path)
+    assert out.endswith("done\n"), err
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_another_system_wrote_is_read_on_linux(system: str, tmp_path: Path) -> None:
+    import holdfast
+
+    run(system, CRASH, tmp_path, "end")
+    assert holdfast.Run(tmp_path / "run").latest().verify().ok  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_training_resumes_after_a_crash(system: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        assert run(system, CRASH, tmp_path, "crash")[0] == f"step {step}\n"
+
+
+def test_macos_refuses_a_second_training(tmp_path: Path) -> None:
+    with start("darwin", CRASH, tmp_path, "wait") as first:
+        try:
+            assert first.stdout is not None
+            line = first.stdout.readline()
+            _, err = run("darwin", CRASH, tmp_path, "end")
+        finally:
+            first.communicate("", timeout=60)
+    assert line == "step 1\n"
+    assert f"process {first.pid}" in err
+    assert run("darwin", CRASH, tmp_path, "end")[0] == "step 2\n"
+
+
+def test_what_cannot_work_on_macos_says_what_is_missing(tmp_path: Path) -> None:
+    out, err = run("darwin", REFUSED, tmp_path)
+    tier, code = out.splitlines()
+    assert tier.startswith("A MemoryTier needs Linux: darwin lacks a file system in memory")
+    assert "`holdfast run` needs Linux: darwin lacks /proc" in err
+    assert code == "exit code 1"
+
+
+def test_what_cannot_work_on_windows_says_what_is_missing(tmp_path: Path) -> None:
+    out, err = run("win32", REFUSED, tmp_path)
+    memory, local, _ = out.splitlines()
+    assert memory.startswith("A MemoryTier needs Linux: win32 lacks a file system in memory")
+    assert local.startswith("A LocalTier needs Linux or macOS: win32 lacks file locks by flock")
+    assert "`holdfast run` needs Linux: win32 lacks /proc" in err
+
+
+def test_a_local_tier_works_on_macos(tmp_path: Path) -> None:
+    out, err = run("darwin", LOCAL_TIER, tmp_path)
+    assert out.endswith("done\n"), err
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_file_system_without_links_is_refused(system: str, tmp_path: Path) -> None:
+    _, err = run(system, NO_LINKS, tmp_path)
+    assert "a file system with hard links or renameat2(RENAME_NOREPLACE)" in err
+    assert not [*tmp_path.rglob("manifest.json")]

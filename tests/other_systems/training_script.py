@@ -1,0 +1,90 @@
+"""What a user does with a local folder: save, load, train, resume, and the commands."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import holdfast
+from holdfast.cli import main
+
+root = Path(os.environ["TEST_FOLDER"])
+large = torch.arange(3_000_000, dtype=torch.float32)  # larger than a direct read
+state = {"large": large, "array": np.arange(9), "note": "line\r\nline\x1a", "bytes": b"a\r\nb\x1ac"}
+holdfast.save(root / "one" / "version_1", state, step=1)
+loaded = holdfast.load(root / "one" / "version_1")
+assert loaded["large"].equal(large)
+assert loaded["array"].tolist() == [*range(9)]
+assert (loaded["note"], loaded["bytes"]) == (state["note"], state["bytes"])
+pending = holdfast.save_async(root / "one" / "version_2", state, step=2)
+assert pending.wait().verify().ok
+into = {"large": torch.zeros_like(large), "array": np.zeros(9, int), "note": "", "bytes": b""}
+holdfast.load(root / "one" / "version_2", into=into)
+assert into["large"].equal(large)
+try:
+    holdfast.save(root / "one" / "version_2", state, step=2)
+except holdfast.errors.AlreadyExists:
+    pass
+else:
+    raise AssertionError("a snapshot was replaced")
+
+
+def train(steps: int) -> int:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    sampler = holdfast.ElasticSampler(1000, batch_size=4, seed=0)
+    progress = holdfast.Progress()
+    members = {
+        "model": model,
+        "optimizer": optimizer,
+        "progress": progress,
+        "sampler": sampler,
+        "rng": holdfast.RNG(),
+    }
+    policies = {
+        "save": holdfast.EverySteps(2) | holdfast.OnException() | holdfast.AtEnd(),
+        "keep": holdfast.KeepLast(2),
+    }
+    with holdfast.Checkpointer(root / "run", members, **policies) as ckpt:
+        ckpt.resume()
+        began = progress.step
+        for _, _ in zip(range(steps), sampler, strict=False):
+            model(torch.ones(3, 4)).sum().backward()
+            optimizer.step()
+            ckpt.step({"loss": 1.0})
+        return began
+
+
+assert train(5) == 0
+assert train(4) == 5
+run = holdfast.Run(root / "run")
+assert run.latest().step == 9
+assert run.sweep(grace=0).removed is not None
+
+for command in (
+    ["ls", f"{root / 'run'}"],
+    ["show", f"{root / 'run'}@latest"],
+    ["verify", f"{root / 'run'}"],
+    ["diff", f"{root / 'one' / 'version_1'}", f"{root / 'one' / 'version_2'}"],
+    ["copy", f"{root / 'run'}@latest", f"{root / 'copied' / 'version_9'}"],
+    ["sweep", f"{root / 'run'}"],
+    ["export", f"{root / 'run'}@latest", f"{root / 'x.safetensors'}", "--to", "safetensors"],
+    ["export", f"{root / 'run'}@latest", f"{root / 'x.pt'}", "--to", "torch"],
+    ["import", f"{root / 'x.safetensors'}", f"{root / 'imported_1'}", "--step", "9"],
+    ["import", f"{root / 'x.pt'}", f"{root / 'imported_2'}", "--step", "9"],
+):
+    sys.argv = ["holdfast", *command]
+    code: object = None
+    try:
+        main()
+    except SystemExit as e:
+        code = e.code
+    assert not code, (command, code)
+for imported in ("imported_1", "imported_2"):
+    assert "weight" in str(holdfast.Run(root / imported).latest().keys())
+
+holdfast.save("memory://store/version_1", state, step=1)
+assert holdfast.load("memory://store/version_1")["large"].equal(large)
+print("done")
