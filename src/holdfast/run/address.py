@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from holdfast.interop.foreign_snapshot import ForeignSnapshot, open_foreign
 from holdfast.interop.members import is_foreign
 from holdfast.run.evaluations.objectives import read_recorded_objectives
 from holdfast.run.run import Run
+from holdfast.sinks.default_terminal import default_terminal
 from holdfast.storage.open import open_store
 from holdfast.storage.store import within
 from holdfast.text import format_list
@@ -272,8 +274,8 @@ def load(  # noqa: PLR0913  (the public face)
     ``device="saved"`` stands for the devices from which the tensors were saved, and
     ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
     With ``into``, a dict like the one that was saved, fill that dict in place and return a
-    ``LoadReport`` of what was loaded, kept, ignored, and converted. ``keys``: load only leaves
-    whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*`` matches within a
+    ``LoadReport``; a terminal shows what was kept, ignored, or converted. ``keys``: load only
+    leaves whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*`` matches within a
     level, ``**`` across levels.
 
     ``url`` may also be a checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or
@@ -306,7 +308,11 @@ def load(  # noqa: PLR0913  (the public face)
             snapshot = _open_any(location, into, keys, leniency.rename)
             if isinstance(snapshot, ForeignSnapshot):
                 leniency = replace(leniency, rename=snapshot.renames_within)
-    return load_snapshot(snapshot, into, keys, device, leniency, ranks)
+    if into is None or isinstance(snapshot, ForeignSnapshot):  # a warning lists what is left out
+        return load_snapshot(snapshot, into, keys, device, leniency, ranks)
+    with ExitStack() as shown:
+        shown.callback(default_terminal.open(snapshot.url))
+        return load_snapshot(snapshot, into, keys, device, leniency, ranks)
 
 
 def _open_any(

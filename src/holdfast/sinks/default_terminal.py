@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any
 
 from holdfast import events
+from holdfast.settings import read_settings
 from holdfast.sinks.terminal import SHOWN_EVENTS, Terminal
 from holdfast.sinks.wording import text_field
+from holdfast.threads import no_op
 
 _FREQUENT = frozenset({"saved", "save_skipped"})
 """A training may emit these at every step."""
@@ -47,7 +49,10 @@ class DefaultTerminal:
         self._last_lines: dict[tuple[str, str], float] = {}
 
     def open(self, run: str) -> Callable[[], None]:
-        """Print the events of ``run`` until the returned function is called, once."""
+        """Print the events of ``run`` until the returned function is called, once, unless
+        ``HOLDFAST_QUIET`` is 1."""
+        if read_settings().quiet:
+            return no_op
         if not self._runs:
             self._last_lines.clear()
             self._attached = events.attach_default(self)

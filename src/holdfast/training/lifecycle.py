@@ -15,7 +15,6 @@ from weakref import finalize
 from holdfast import events
 from holdfast.errors import HoldfastError, NoProgress, Preempted
 from holdfast.machine import is_running
-from holdfast.settings import read_settings
 from holdfast.sinks.default_terminal import default_terminal
 from holdfast.threads import no_op
 
@@ -61,7 +60,7 @@ def is_process_ending() -> bool:
 def show_lines(checkpointer: object, run: str, quiet: bool) -> Callable[[], object]:
     """Print the events of ``run`` on a terminal until the returned function is called, or
     ``checkpointer`` is discarded, unless the user wants none."""
-    if quiet or read_settings().quiet:
+    if quiet:
         return no_op
     close = finalize(checkpointer, default_terminal.open(run))
     close.atexit = False

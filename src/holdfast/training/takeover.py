@@ -55,8 +55,8 @@ There is no lock: each access is a single operation of the dict.
 os.register_at_fork(after_in_child=_trainers.clear)  # they belong to the parent
 
 
-def _forget(saver: ref[Saver]) -> None:
-    _trainers.pop(saver, None)
+def _forget(saver: ref[Saver], trainers: dict[ref[Saver], ref[Trainer]] = _trainers) -> None:
+    trainers.pop(saver, None)  # a parameter: at the exit of the interpreter, globals are None
 
 
 def take_over(trainer: Trainer) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from holdfast import events
@@ -172,4 +173,5 @@ def _bind(
         raise no_match_error(snapshot, keys)
     saved = [key for key, _ in walk(tree) if selected(key)]
     report = LoadReport.from_differences(snapshot.url, saved, binder.differences, leniency.rename)
+    report = replace(report, ignored=(*report.ignored, *snapshot.left_out))
     return finalize, report, binder.differences.describe_reassigned()

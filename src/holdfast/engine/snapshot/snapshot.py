@@ -90,6 +90,8 @@ class Snapshot:
     ``checked_headers``: the names of the shards whose headers were compared with their digests.
     """
 
+    left_out: Sequence[str] = ()  # members of a checkpoint of another library
+
     def __init__(
         self,
         location: Location,
