@@ -259,7 +259,8 @@ def test_a_damaged_manifest_can_be_replaced_although_others_refer_to_its_files(
 ) -> None:
     """The version may be incremental. Its shard has a different name in the full copy."""
     to = f"memory://cli-healed-from-copies-{step}"
-    hf.Run(store).delete(Version(3))
+    for stat in [*store.list("version_3")]:
+        store.delete(stat.key)
     for each in (3, 4):
         save(store, each, more=np.arange(30_000.0))
     assert hf.Run(store).open(Version(4)).bases == {Version(1), Version(3)}
