@@ -14,6 +14,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,17 @@ def Unsupported() -> None:
 
 
 @raising
+def MemberFailed() -> None:
+    class Bad:
+        def state_dict(self) -> dict[str, Any]:
+            raise KeyError("average")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    holdfast.save("snap", {"model": linear(), "ema": Bad()})
+
+
+@raising
 def RankFailed() -> None:
     def save(rank: int) -> None:
         fs = FaultFs(None, *[Fault("open", error=errno.ENOSPC, lasting=True)] * rank)
@@ -306,6 +318,45 @@ def SaveFailed() -> None:
 @causes
 def UnsavedSteps() -> None:
     save_run(25)
+
+
+def train_with_dropout(rng: dict[str, Any]) -> None:
+    model = torch.nn.Sequential(linear(), torch.nn.Dropout())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, **rng}
+    with holdfast.Checkpointer("runs/a", state) as ckpt:
+        ckpt.resume(missing="keep")
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+
+
+@causes
+def InexactResume() -> None:
+    train_with_dropout({})
+
+
+@causes
+def KeptValues() -> None:
+    train_with_dropout({})
+    train_with_dropout({"rng": holdfast.RNG()})
+
+
+@causes
+def UnconsumedSamples() -> None:
+    sampler = holdfast.ElasticSampler(8, batch_size=2, seed=0)
+    loader = DataLoader(range(8), batch_sampler=sampler)
+    state = {"sampler": sampler, "progress": holdfast.Progress()}
+    for _ in range(2):
+        with (
+            suppress(KeyboardInterrupt),
+            holdfast.Checkpointer("runs/a", state, save=holdfast.EverySteps(1)) as ckpt,
+        ):
+            if ckpt.resume() is None:
+                for number, _ in enumerate(loader):
+                    ckpt.step()
+                    if number == 1:
+                        raise KeyboardInterrupt
 
 
 @causes
