@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos demo demo-elastic demo-evaluate quick test test-chaos test-stores tools servers lint ci bench clean
+.PHONY: chaos demo demo-elastic demo-evaluate quick reference test test-chaos test-stores tools servers lint ci bench clean
 
 # torchvision of this release cannot be imported beside the CPU build of PyTorch, and then torchmetrics cannot either.
 # So it is in a folder of its own, which only the processes of tests/zoo use.
@@ -78,6 +78,10 @@ demo demo-elastic: SERVERS := $(if $(filter hdfs,$(STORE)),hdfs,ceph)
 # A server that cannot be installed is skipped, with a message. STORES=--require-servers: it fails instead.
 test-stores: $(VENV)/.ready servers
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m stores tests/stores --durations=10 $(STORES)
+
+# docs/reference.md, from the docstrings of the public names. A test fails if it is not current.
+reference: $(VENV)/.ready
+	$(RUN) -m tests.docs.reference
 
 # What CI runs.
 ci: test test-chaos lint

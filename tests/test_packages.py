@@ -80,7 +80,8 @@ def test_the_docstring_limits_the_imports() -> None:
     assert allowed_imports(ROOT / "data") == {ROOT}
     engine = ROOT / "engine"
     assert allowed_imports(engine / "state") == {
-        ROOT, ROOT / "format", engine / "planning", engine / "distributed"
+        ROOT, ROOT / "format", ROOT / "format/values", engine / "planning", engine / "distributed",
+        engine / "state", engine / "state/tensors",
     }  # fmt: skip
     assert engine / "saving" in allowed_imports(engine / "transform")
 

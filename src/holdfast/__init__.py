@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.data.progress import Progress
     from holdfast.data.rng import RNG
     from holdfast.data.sampler import ElasticSampler
+    from holdfast.engine.loading.report import LoadReport
     from holdfast.engine.saving.pending import Pending
     from holdfast.engine.saving.save import save, save_async
     from holdfast.engine.snapshot.leaf import LeafView
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
     from holdfast.run.address import open_version as open
     from holdfast.run.policy import (
         AtEnd,
+        AtSteps,
         EveryEpoch,
         EverySeconds,
         EverySteps,
         KeepBest,
         KeepEvery,
         KeepLast,
+        KeepSteps,
         Never,
         OnException,
         StopWhen,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AtEnd",
+    "AtSteps",
     "Boxed",
     "Checkpointer",
     "ElasticSampler",
@@ -62,7 +66,9 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "KeepSteps",
     "LeafView",
+    "LoadReport",
     "LocalTier",
     "MemoryTier",
     "Never",
@@ -96,6 +102,7 @@ __all__ = [
 
 _LAZY_NAMES = {
     "AtEnd": "run.policy",
+    "AtSteps": "run.policy",
     "Boxed": "engine.state.sharding",
     "Checkpointer": "training.checkpointer",
     "ElasticSampler": "data.sampler",
@@ -106,7 +113,9 @@ _LAZY_NAMES = {
     "KeepBest": "run.policy",
     "KeepEvery": "run.policy",
     "KeepLast": "run.policy",
+    "KeepSteps": "run.policy",
     "LeafView": "engine.snapshot.leaf",
+    "LoadReport": "engine.loading.report",
     "LocalTier": "tiers.local_tier",
     "MemoryTier": "tiers.memory_tier",
     "Never": "run.policy",

@@ -10,6 +10,7 @@
       PlanError        state and snapshot do not match: MissingLeaf, UnexpectedLeaf, ShapeMismatch,
                        DTypeMismatch, Unsupported
       CommitError      a save failed: RankFailed, DeadlinePassed
+      MemberFailed     the code of an object in the state raised an exception
       NoSnapshot       a run has no usable version
       TaskError        a task queue cannot do what was asked: LeaseLost, JobFailed
       NotTrusted       the verdicts on a version do not allow to continue from it
@@ -187,6 +188,14 @@ class DeadlinePassed(CommitError):
     """A requested save was not confirmed before the deadline."""
 
 
+class MemberFailed(HoldfastError):
+    """An object in the state raised in its own code, such as ``state_dict()``.
+
+    ``__cause__`` is its exception (fields: ``member``, the key of the object; ``live_state`` if the
+    live state may be partly overwritten).
+    """
+
+
 class NoSnapshot(HoldfastError):
     """A run has no usable version (fields: ``skipped``)."""
 
@@ -266,6 +275,22 @@ class NothingSaved(UserWarning):
     """
 
 
+class InexactResume(UserWarning):
+    """The state lacks something that changes during the training, such as the random generators.
+
+    The message lists what it is, and what to add. A resumed training would continue differently.
+    """
+
+
+class KeptValues(UserWarning):
+    """A resume with ``missing="keep"`` kept live values that the version lacks; the message names
+    each key."""
+
+
+class UnconsumedSamples(UserWarning):
+    """A resumed training ended without a step, although samples of its epoch were left."""
+
+
 class SinkFailed(UserWarning):
     """An event sink raised an error and was detached; the message names the sink and the cause."""
 
@@ -283,4 +308,4 @@ class UncountedBatches(UserWarning):
 
 
 class UncountedEpochs(UserWarning):
-    """An ``ElasticSampler`` starts new epochs, but nobody increments ``progress.epoch``."""
+    """Epochs end, but nobody increments ``progress.epoch``, or not by ``end_epoch``."""

@@ -28,19 +28,22 @@ Sink = Callable[[str, dict[str, Any]], object]
 # There is no lock because each access is a single dict operation. A sink that attaches another
 # sink therefore cannot deadlock, and a forked child cannot inherit a locked lock.
 _attached: dict[object, Sink] = {}
+_defaults: dict[object, Sink] = {}
+"""The sinks that receive events only while no sink is attached."""
 
 
 def emit(name: str, **fields: Any) -> None:
-    """Send the event ``name`` to every attached sink.
+    """Send the event ``name`` to every attached sink, or to the default sinks if there is none.
 
     An ``Exception`` of a sink does not propagate. Other exceptions, such as ``KeyboardInterrupt``,
     do.
     """
-    for key, sink in list(_attached.items()):
+    receivers = _attached or _defaults
+    for key, sink in list(receivers.items()):
         try:
             sink(name, dict(fields))
         except Exception as e:  # noqa: BLE001  (reported, not raised: see the module docstring)
-            if _attached.pop(key, None) is not None:  # only the first of several threads warns
+            if receivers.pop(key, None) is not None:  # only the first of several threads warns
                 with suppress(Exception):  # stderr is closed, so the warning cannot be shown
                     _warn_detached(sink, name, e)
 
@@ -60,10 +63,19 @@ def attach(sink: Sink) -> ExitStack:
             found="a class" if isinstance(sink, type) else None,
             todo=f"Call it: attach({name}())" if isinstance(sink, type) else None,
         )
+    return _add(_attached, sink)
+
+
+def attach_default(sink: Sink) -> ExitStack:
+    """Attach a sink that receives events only while no sink of ``attach`` does."""
+    return _add(_defaults, sink)
+
+
+def _add(sinks: dict[object, Sink], sink: Sink) -> ExitStack:
     key = object()
-    _attached[key] = sink
+    sinks[key] = sink
     detach = ExitStack()
-    detach.callback(_attached.pop, key, None)
+    detach.callback(sinks.pop, key, None)
     return detach
 
 

@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from typing import Any
 
+from holdfast.errors import HoldfastError
 from holdfast.types import DTYPES
 
 
@@ -15,6 +16,15 @@ def torch_or_none() -> Any:
     A program without torch has no torch objects, so it does not need the import.
     """
     return sys.modules.get("torch")
+
+
+def import_torch(what: str) -> Any:
+    """Import torch. Raises ``HoldfastError``, which says ``what`` needs it, if it is missing."""
+    try:
+        import torch
+    except ImportError as e:
+        raise HoldfastError(what, todo='Install torch: pip install "holdfast[torch]"') from e
+    return torch
 
 
 @cache

@@ -20,26 +20,28 @@ class Settings:
     ``threads``: the number of threads that copy, digest, write, and read. ``direct``: whether the
     local store may bypass the page cache with O_DIRECT. ``silent``: seconds without a heartbeat
     after which a rank counts as failed. ``stuck``: seconds without progress after which a rank
-    counts as failed. ``launched_world_size``: the number of processes that torchrun started,
-    according to its ``WORLD_SIZE``.
+    counts as failed. ``quiet``: whether a Checkpointer prints no lines on a terminal.
+    ``launched_world_size``: the number of processes that torchrun started, according to its
+    ``WORLD_SIZE``.
     """
 
     threads: int
     direct: bool
     silent: float
     stuck: float
+    quiet: bool
     launched_world_size: int
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read ``HOLDFAST_THREADS``, ``_DIRECT``, ``_SILENT``, and ``_STUCK``.
+    """Read ``HOLDFAST_THREADS``, ``_DIRECT``, ``_SILENT``, ``_STUCK``, and ``_QUIET``.
 
     ``HOLDFAST_STATUS`` and ``HOLDFAST_GRACE``, which ``holdfast run`` sets, are allowed too: see
     ``status_folder`` and ``run_grace``.
     Raises ``HoldfastError`` for an unknown ``HOLDFAST_`` variable or an invalid value.
     """
     environ = os.environ if environ is None else environ
-    known = {f"HOLDFAST_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK")}
+    known = {f"HOLDFAST_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK", "QUIET")}
     known |= {_STATUS, _GRACE}
     for name in environ:
         if name.startswith("HOLDFAST_") and name not in known:
@@ -54,18 +56,14 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         raise HoldfastError(
             "Invalid value for HOLDFAST_THREADS", expected="1 to 256", found=repr(threads)
         )
-    direct = environ.get("HOLDFAST_DIRECT", "1")
-    if direct not in ("0", "1"):
-        raise HoldfastError(
-            "Invalid value for HOLDFAST_DIRECT", expected="0 or 1", found=repr(direct)
-        )
     run_grace(environ)
     world = environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in environ else "1"
     return Settings(
         threads=int(threads),
-        direct=direct == "1",
+        direct=_read_switch(environ, "HOLDFAST_DIRECT", "1"),
         silent=_read_seconds(environ, "HOLDFAST_SILENT", "60"),
         stuck=_read_seconds(environ, "HOLDFAST_STUCK", "600"),
+        quiet=_read_switch(environ, "HOLDFAST_QUIET", "0"),
         launched_world_size=int(world) if world.isdecimal() else 1,
     )
 
@@ -173,6 +171,13 @@ def _find_variables(
     # not ``items``: another thread may remove a variable meanwhile
     found = ((n, environ.get(n)) for n in list(environ) if n.startswith(beginnings))
     return frozenset((n, v) for n, v in found if v is not None)
+
+
+def _read_switch(environ: Mapping[str, str], name: str, default: str) -> bool:
+    text = environ.get(name, default)
+    if text not in ("0", "1"):
+        raise HoldfastError(f"Invalid value for {name}", expected="0 or 1", found=repr(text))
+    return text == "1"
 
 
 def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:

@@ -88,6 +88,32 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {format_list(ranks, 8)}"
 
 
+def to_printable(text: object) -> str:
+    """Return text from outside as one line without terminal control characters."""
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
+
+
+def format_size(nbytes: int) -> str:
+    """Format a number of bytes for people, such as ``4.2 MiB``."""
+    number, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if number < 999.95:
+            break
+        number, unit = number / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def user_line() -> tuple[str, int]:
+    """Return the file and the number of the user's line that called into Holdfast."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the user's line that called into Holdfast, at any depth of internal calls."""
     frame, level = sys._getframe(1), 2

@@ -397,7 +397,7 @@ def check_all_decoders_reject(raw: bytes) -> None:
 
 
 def test_a_newer_format_is_reported(files: Files) -> None:
-    raw = seal(sealed_content(files[manifest_key(files)]), format_number=3)
+    raw = seal(sealed_content(files[manifest_key(files)]), format_number=4)
     with pytest.raises(FormatTooNew, match="newer version of Holdfast"):
         decode_manifest(raw, "manifest.json")
 

@@ -108,7 +108,6 @@ def test_invalid_arguments(folder: Path) -> None:
     assert "is not a size" in usage_error(
         "runs/a@1", "--to", "hf", "out", "--max-shard-size", "big"
     )
-    check_error_line(export("runs/a", "--to", "hf", "out"), 4, "is a run of 2 versions")
     check_error_line(export("runs/a@7", "--to", "hf", "out"), 4)
     check_error_line(export("zzz", "--to", "hf", "out"), 4, "found nothing")
     check_error_line(

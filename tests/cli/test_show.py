@@ -39,7 +39,7 @@ def test_json_keys_are_stable(run: str) -> None:
         "snapshot", "step", "branch", "created", "writer", "attempt", "digest", "parent", "reason",
         "metrics", "note", "evaluations", "trust", "verdicts", "inexact", "statistics", "shards",
         "bytes", "referred_bytes", "bases", "chain", "intact", "problem",
-        "bytes_checked", "leaves", "values",
+        "bytes_checked", "leaves", "values", "collapsed",
     ]  # fmt: skip
     weights = next(leaf for leaf in report["leaves"] if leaf["key"] == "weights")
     assert weights["boxes"][0].pop("at") > 0

@@ -1,40 +1,58 @@
-"""Run the code blocks of the documents: every Python block, and the Holdfast commands.
+"""Run the code blocks of the documents: every Python block, and the commands.
 
 The blocks of one document run in order, in one namespace and in one folder that is empty at first.
-``python`` marks complete code. Code that cannot run on its own is marked ``text``. In ``console``
-blocks, the lines that begin with ``$ holdfast`` run; the other lines are their output.
+``python`` marks complete code, and ``python FILE`` a script, which is written to that file. Code
+that cannot run on its own is marked ``text``. In ``console`` blocks, the lines run that begin with
+``$ holdfast``, ``$ python``, or ``$ torchrun``. What follows a command is its output, and an
+``output`` block is that of the Python block before it. ``...`` in an output stands for any text.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
-import shlex
+import signal
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-HOLDFAST = Path(sys.executable).with_name("holdfast")
+COMMAND = re.compile(
+    r"^\$ ((?:[A-Z_]+=\S+ )*(?:holdfast|python|torchrun) .*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE
+)
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+LIBRARIES = {
+    "lightning-and-accelerate.md": ["lightning", "accelerate"],
+    "migration.md": ["lightning", "accelerate", "transformers"],
+}
+"""The libraries that a document needs, which may not be installed (the extra ``zoo``)."""
 
 
 @dataclass(frozen=True)
 class Block:
     language: str
+    file: str
     code: str
     line: int
 
 
 def blocks(document: Path) -> list[Block]:
     text = document.read_text()
-    return [
-        Block(m[1].strip(), m[2], text.count("\n", 0, m.start(2)) + 1) for m in FENCE.finditer(text)
-    ]
+    found = []
+    for match in FENCE.finditer(text):
+        language, _, file = match[1].strip().partition(" ")
+        found.append(Block(language, file, match[2], text.count("\n", 0, match.start(2)) + 1))
+    return found
 
 
 def runnable(document: Path) -> bool:
@@ -51,38 +69,67 @@ def document_id(document: Path) -> str:
 def test_code_blocks_run_without_errors(
     document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for library in LIBRARIES.get(document.name, []):
+        if find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+        warnings.simplefilter("ignore")  # these libraries warn of their own and of others
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
+    printed = io.StringIO()
     for block in blocks(document):
-        if block.language == "python":
+        if block.language == "python" and block.file:
+            Path(block.file).write_text(block.code)
+        elif block.language == "python":
             # empty lines in front make tracebacks show the line of the document
             source = "\n" * (block.line - 1) + block.code
-            exec(compile(source, str(document), "exec"), namespace)
+            with redirect_stdout(io.StringIO()) as printed:
+                exec(compile(source, str(document), "exec"), namespace)
+        elif block.language == "output":
+            check_output(printed.getvalue(), block.code, f"line {block.line}")
         elif block.language == "console":
             run_commands(block, tmp_path)
 
 
 def run_commands(block: Block, folder: Path) -> None:
-    """Run the commands of a block, and assert that each succeeds."""
-    commands = [line[2:] for line in block.code.splitlines() if line.startswith("$ holdfast ")]
+    """Run the commands of a block. Assert that each succeeds, or is killed as its output says."""
+    commands = COMMAND.findall(block.code)
     assert commands, f"line {block.line}: no command in this block"
-    for command in commands:
-        words = shlex.split(command)
+    for command, output in commands:
         done = subprocess.run(
-            [HOLDFAST, *words[1:]],
+            ["bash", "-c", command],
             cwd=folder,
-            env={**os.environ, "COLUMNS": "200"},
-            capture_output=True,
+            env={
+                **os.environ,
+                "COLUMNS": "110",
+                "PYTHONUNBUFFERED": "1",
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             check=False,
         )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        if output:
+            killed = "Killed\n" if done.returncode == -signal.SIGKILL else ""
+            check_output(done.stdout + killed, output, command)
+        assert done.returncode == 0 or output.endswith("Killed\n"), f"{command}: {done}"
+
+
+def check_output(found: str, shown: str, where: str) -> None:
+    """Assert that the output is the one that the document shows, with any spaces in its lines."""
+    pattern, found = (
+        "\n".join(" ".join(line.split()) for line in text.strip().splitlines())
+        for text in (shown, found)
+    )
+    regex = ".*".join(map(re.escape, pattern.split("...")))
+    assert re.fullmatch(regex, found, re.DOTALL), f"{where}: {found}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=document_id)
 def test_code_blocks_have_known_languages(document: Path) -> None:
     """Without this test, a block with a misspelled language would be skipped silently."""
-    assert {b.language for b in blocks(document)} <= {"python", "console", "text", "json", "sh", ""}
+    known = {"python", "output", "console", "text", "json", "sh", ""}
+    assert {b.language for b in blocks(document)} <= known
 
 
 def test_readme_is_short() -> None:

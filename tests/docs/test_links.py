@@ -12,12 +12,27 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+SECTION_LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]*)#([^)\s]+)\)")
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_links_refer_to_existing_files(document: Path) -> None:
     for target in LINK.findall(FENCE.sub("", document.read_text())):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_links_to_sections_refer_to_existing_headings(document: Path) -> None:
+    for target, anchor in SECTION_LINK.findall(FENCE.sub("", document.read_text())):
+        other = document.parent / target if target else document
+        if other.suffix == ".md" and other.exists():
+            assert anchor in headings(other), f"{document.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))

@@ -30,7 +30,8 @@ from holdfast.format.records import (
 from holdfast.format.safetensors import MAX_HEADER, build_header
 from holdfast.format.sealed import FORMAT
 from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
-from holdfast.format.validate import check_tree
+from holdfast.format.validate import check_numbered_tree
+from holdfast.format.values import torch_types
 from holdfast.types import ALIGNMENT, DTYPES, MIB
 from tests.forging import store_of, values_equal
 
@@ -67,6 +68,8 @@ def test_the_schema_accepts_the_examples() -> None:
         validator.validate(document)
     tree = {**MANIFEST, "tree": {"dict": NODES}}
     Draft202012Validator(schema).validate(tree)
+    shards = [{**shard, "refers": []} for shard in MANIFEST["shards"]]
+    Draft202012Validator(schema).validate({**tree, "format": 3, "shards": shards, "chain": 0})
 
 
 def test_the_decoders_read_the_examples() -> None:
@@ -137,20 +140,27 @@ def test_the_example_of_format_2_refers_to_that_of_format_1() -> None:
 
 
 def test_the_examples_include_every_kind_of_node() -> None:
-    leaves = check_tree({"dict": NODES}, "f")
+    leaves, number = check_numbered_tree({"dict": NODES}, "f")
+    assert number == FORMAT
     assert leaves.keys() == {
-        "tensor", "array", "structured", "blob", "sparse/indices", "sparse/values"
+        "tensor", "array", "structured", "blob", "sparse/indices", "sparse/values", "subclass/codes"
     }  # fmt: skip
-    plain = {n: v for n, v in NODES.items() if n not in leaves and n not in ("tied", "sparse")}
-    decoded = decode({"dict": plain}, "", lambda n, k: None)
+    plain = {
+        n: v
+        for n, v in NODES.items()
+        if n not in leaves and n not in ("tied", "sparse", "subclass")
+    }
+    decoded = decode({"dict": plain}, "", torch_types.decode)
     for name, value in decoded.items():
         if name not in ("ordered", "items", "counter", "scalar"):
-            assert type(value).__name__ == name
+            assert type(value).__name__.lower() == name
     assert decoded["int"] == -(1 << 64)
     assert decoded["complex"] == complex(1, float("-inf"))
     assert decoded["scalar"] == 1.5
     assert decoded["items"] == {1: "one", "1": "text", (1, 2): None}
     assert decoded["counter"] == {"a": 2}
+    types = torch.bfloat16, torch.device("cuda:0"), torch.Size([2, 3])
+    assert (decoded["dtype"], decoded["device"], decoded["size"]) == types
 
 
 def test_the_table_of_dtypes() -> None:
@@ -162,7 +172,7 @@ def test_the_table_of_dtypes() -> None:
 
 
 def test_names_and_numbers_in_the_text() -> None:
-    assert f"numbers 1 and {FORMAT}" in TEXT.splitlines()[0]
+    assert f"numbers 1 to {FORMAT}" in TEXT.splitlines()[0]
     tree = re.search(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     assert tree is not None
     entries = re.findall(r"^\s+(\S+)", tree[1], re.MULTILINE)
@@ -189,4 +199,4 @@ def test_names_and_numbers_in_the_text() -> None:
 
 
 def test_the_document_is_short() -> None:
-    assert len(TEXT.splitlines()) < 300
+    assert len(TEXT.splitlines()) < 310

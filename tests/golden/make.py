@@ -1,7 +1,8 @@
 """Create the golden files: ``python -m tests.golden.make NUMBER FOLDER``.
 
 ``format-1`` is a small run with a branch, and with every kind of node and every dtype. ``format-2``
-has incremental versions. ``spread`` spreads its shards over 16 folders.
+has incremental versions, and ``format-3`` types of PyTorch. ``spread`` spreads its shards over 16
+folders.
 
 Each function ran once, when its format was final. The files are never created again, and the values
 of ``state`` never change, because later builds must read the files that earlier builds wrote. A new
@@ -133,6 +134,66 @@ def make_2(url: str) -> None:
         base = finish_save(job)
 
 
+class Scaled(torch.Tensor):
+    """A tensor of another class: codes, and a scale for each row."""
+
+    __module__ = "tests.golden.make"  # also if this file is the main program
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    bits: int
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, bits: int = 8) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bits: int = 8) -> None:
+        self.codes, self.scale, self.bits = codes, scale, bits
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], {"bits": self.bits, "dtype": self.scale.dtype}
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
+    ) -> Scaled:
+        return cls(inner["codes"], inner["scale"], context["bits"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def scaled(step: int) -> Scaled:
+    return Scaled(torch.arange(6, dtype=torch.int8).view(2, 3) + step, torch.tensor([[0.5], [2.0]]))
+
+
+def with_types(step: int) -> dict[str, Any]:
+    """Return a state with every node that format 3 added."""
+    types = {
+        "dtypes": [torch.bfloat16, torch.float8_e4m3fn, torch.quint8],
+        "devices": (torch.device("cpu"), torch.device("cuda:0"), torch.device("meta")),
+        "sizes": {"some": torch.Size([2, 3]), "none": torch.Size([])},
+    }
+    frozen = np.arange(33_000, dtype=np.int16)
+    changes, nested = np.full(9, step), Scaled(scaled(step), torch.ones(2, 1), 4)
+    state = {"step": step, "types": types, "frozen": frozen, "changes": changes}
+    return {**state, "scaled": scaled(step), "nested": [nested]}
+
+
+def make_3(url: str) -> None:
+    """Save a full version, and one that refers to it."""
+    run, base = holdfast.Run(url), None
+    for step in (1, 2):
+        metadata = VersionMetadata(step=step)
+        location = run.location(Version(step))
+        job = begin_save(
+            location, with_types(step), metadata, shared_pool(), stage_now=False, base=base
+        )
+        base = finish_save(job)
+
+
 def make_spread(url: str) -> None:
     """Save versions 1 and 2 of a run whose shards are spread."""
     live = {"progress": holdfast.Progress(), "array": np.arange(5.0)}
@@ -144,4 +205,4 @@ def make_spread(url: str) -> None:
 
 
 if __name__ == "__main__":
-    {"1": make, "2": make_2, "spread": make_spread}[sys.argv[1]](sys.argv[2])
+    {"1": make, "2": make_2, "3": make_3, "spread": make_spread}[sys.argv[1]](sys.argv[2])

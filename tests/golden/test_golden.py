@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import holdfast
 from holdfast.format.names import Version
@@ -127,6 +128,44 @@ def test_this_build_writes_the_same_format_2(incremental_run: holdfast.Run, tmp_
         if a.chunk_refs is not None and b.chunk_refs is not None:
             assert (a.chunk_refs.files == b.chunk_refs.files).all()
             assert (a.chunk_refs.offsets == b.chunk_refs.offsets).all()
+
+
+# -- format 3: types of PyTorch ------------------------------------------------------------------
+
+
+def test_every_version_of_format_3_is_intact_and_contains_its_values(tmp_path: Path) -> None:
+    run = holdfast.Run(str(shutil.copytree(HERE / "format-3", tmp_path / "run")))
+    for step, bases in ((1, set()), (2, {Version(1)})):
+        snapshot = run.open(Version(step))
+        assert (snapshot.manifest.number, snapshot.bases, snapshot.chain) == (3, bases, step - 1)
+        report = snapshot.verify()
+        assert report.ok, report.problems
+        found, expected = holdfast.load(snapshot.url), make.with_types(step)
+        assert found["types"] == expected["types"]
+        for name in ("step", "frozen", "changes"):
+            assert values_equal(found[name], expected[name])
+        inner = found["scaled"]
+        assert inner["class"] == "tests.golden.make.Scaled"
+        assert (inner["dtype"], inner["shape"]) == (torch.float32, torch.Size([2, 3]))
+        assert inner["context"] == {"bits": 8, "dtype": torch.float32}
+        assert values_equal(inner["tensors"]["codes"], expected["scaled"].codes)
+        assert found["nested"][0]["tensors"]["codes"]["tensors"].keys() == {"codes", "scale"}
+        live = make.with_types(9)
+        holdfast.load(snapshot.url, into=live)
+        assert values_equal(live["scaled"].codes, expected["scaled"].codes)
+        assert values_equal(live["nested"][0].codes.scale, expected["scaled"].scale)
+        assert snapshot["types/devices/1"] == torch.device("cuda:0")
+
+
+def test_this_build_writes_the_same_format_3(tmp_path: Path) -> None:
+    make.make_3(str(tmp_path / "new"))
+    for step in (1, 2):
+        new = holdfast.Run(str(tmp_path / "new")).open(Version(step))
+        golden = holdfast.Run(str(HERE / "format-3")).open(Version(step))
+        assert new.manifest.tree == golden.manifest.tree
+        (a,), (b,) = new.indexes(), golden.indexes()
+        assert a.leaves == b.leaves
+        assert a.digests == b.digests
 
 
 def test_a_spread_run_is_read_and_continued(tmp_path: Path) -> None:

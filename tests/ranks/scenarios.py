@@ -19,10 +19,11 @@ from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import holdfast
-from holdfast.errors import MissingLeaf, PlanError, Unsupported
+from holdfast.errors import MissingLeaf, PlanError, ShapeMismatch, Unsupported
 from tests.ranks.models import (
     AdamW,
     assert_same_tensors,
@@ -471,6 +472,48 @@ def errors_reach_all_ranks(ranks):
     ranks(3, work)
 
 
+def resized_head(ranks):
+    """The last layers of the live model have another size; each rank has a part of them."""
+
+    def make(outputs):
+        net = seeded_net(outputs)
+        net.c, net.norm = nn.Linear(6, outputs, bias=False), nn.LayerNorm(outputs)
+        for layer in (net.a, net.b):
+            fully_shard(layer)
+        return state_of(fully_shard(net))
+
+    def work():
+        state = make(3)
+        train(state)
+        holdfast.save(ranks.url("resized"), state)
+        saved = gather_state(state)
+        for steps in (0, 2):  # with and without slots before the load
+            state = make(5)
+            train(state, steps)
+            before = gather_state(state)
+            with pytest.raises(ShapeMismatch) as e:
+                holdfast.load(ranks.url("resized"), into=state)
+            resized = ("model/c.weight", "model/norm.weight", "model/norm.bias")
+            assert e.value.mismatched == resized
+            assert_same_tensors(before, gather_state(state))
+            url = ranks.url("resized")
+            # the optimizer first: what it keeps is known only after the model
+            into = dict(reversed(state.items()))
+            report = holdfast.load(url, into=into, mismatched="keep")
+            state["n"] = into["n"]
+            assert {key for key in report.kept if key.startswith("model")} == {*resized}
+            kept = {key for key in before if any(name in key for name in ("c.", "norm."))}
+            loaded = {
+                key: v for key, v in saved.items() if not any(n in key for n in ("c.", "norm."))
+            }
+            after = gather_state(state)
+            assert after.keys() == loaded.keys() | kept
+            assert_same_tensors(loaded | {key: before[key] for key in kept}, after)
+            train(state)
+
+    ranks(2, work)
+
+
 SCENARIOS = [
     fsdp_on_4_2_3_1,
     hsdp_fsdp_with_tp_and_plain,
@@ -486,4 +529,5 @@ SCENARIOS = [
     groups_of_two_ranks,
     random_generators,
     errors_reach_all_ranks,
+    resized_head,
 ]

@@ -255,8 +255,9 @@ def test_all_ranks_load_the_version_that_rank_0_has_found(
     monkeypatch.setattr(address_module, "open_version", resolve)
 
     def load(address: str) -> list[float]:
-        into = {"x": [0.0], "progress": holdfast.Progress()}
-        values: list[float] = holdfast.load(f"{tmp_path}/{address}", into)["x"]
+        into: dict[str, Any] = {"x": [0.0], "progress": holdfast.Progress()}
+        holdfast.load(f"{tmp_path}/{address}", into)
+        values: list[float] = into["x"]
         return values
 
     assert FakeGroup(3).run(lambda rank: load("a@best")) == [[4.0]] * 3

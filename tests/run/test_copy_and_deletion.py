@@ -70,7 +70,7 @@ def with_newer(snapshot: Snapshot) -> MemoryStore:
 
 DELETIONS: dict[str, tuple[Callable[[Snapshot], MemoryStore], Callable[[Store], object]]] = {
     "sweep": (orphans, lambda store: Run(store).sweep(grace=0)),
-    "delete": (committed, lambda store: Run(store).delete(VERSION)),
+    "delete": (with_newer, lambda store: Run(store).delete(VERSION)),
     "retain": (with_newer, lambda store: Run(store).retain(KeepLast(1))),
 }
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
 from holdfast.run.policy import (
+    AtSteps,
     EveryEpoch,
     EverySeconds,
     EverySteps,
@@ -21,6 +22,7 @@ from holdfast.run.policy import (
     KeepEvery,
     KeepLast,
     KeepPolicy,
+    KeepSteps,
     OnException,
     PolicyInput,
     Record,
@@ -46,6 +48,17 @@ def test_every_steps_is_due_at_multiples(step: int, last: int, due: bool) -> Non
 def test_every_steps_is_due_after_skipping_a_multiple() -> None:
     assert EverySteps(100).due(replace(START, step=205, last_step=150))
     assert not EverySteps(100).due(replace(START, step=205, last_step=200))
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "due"),
+    [(9, 0, False), (10, 0, True), (11, 10, False), (12, 9, True), (35, 12, True), (31, 30, False),
+     (99, 31, False), (40, 5, True)],
+)  # fmt: skip
+def test_at_steps_is_due_when_a_listed_step_is_reached_or_passed(
+    step: int, last: int, due: bool
+) -> None:
+    assert AtSteps([30, 10]).due(replace(START, step=step, last_step=last)) is due
 
 
 @pytest.mark.parametrize(("now", "last", "due"), [(59.9, 0, False), (60, 0, True), (65, 60, False)])
@@ -141,7 +154,8 @@ def test_keep_last() -> None:
     [
         ([], []),
         ([90, 99], []),
-        ([0, 90, 100, 110], [100]),
+        ([0, 90, 100, 110], [0, 100]),
+        ([0, 90], [0]),
         ([90, 110, 190, 210, 220], [110, 210]),
         ([90, 350, 360, 410], [350, 410]),  # 350 is the first at or after 100, 200 and 300
         ([100, 200, 300], [100, 200, 300]),
@@ -150,6 +164,60 @@ def test_keep_last() -> None:
 )
 def test_keep_every(steps: list[int], expected: list[int]) -> None:
     assert kept_steps(KeepEvery(100), records(*steps)) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([(5, 30.0), (10, 59.9)], []),
+        ([(0, 0.1), (5, 30.0), (10, 60.0), (15, 61.0)], [0, 10]),
+        ([(5, 59.0), (10, 61.0), (15, 119.0), (20, 121.0), (25, 300.0)], [10, 20, 25]),
+        ([(5, None), (10, 61.0), (15, None), (20, 62.0)], [5, 10, 15]),  # no time: kept
+    ],
+)
+def test_keep_every_by_trained_seconds(
+    seconds: list[tuple[int, float | None]], expected: list[int]
+) -> None:
+    found = [Record(Version(step), {}, trained) for step, trained in seconds]
+    assert kept_steps(KeepEvery(seconds=60), found) == expected
+
+
+@pytest.mark.parametrize(
+    ("listed", "steps", "expected"),
+    [
+        ([20], [10, 20, 30], [20]),
+        ([20], [10, 30, 40], [30]),  # 20 was passed over
+        ([20, 25], [10, 30, 40], [30]),
+        ([20], [10], []),
+        ([0, 40], [0, 10, 40], [0, 40]),
+        ([0], [10, 20], [10]),
+        ([20], [], []),
+    ],
+)
+def test_keep_steps(listed: list[int], steps: list[int], expected: list[int]) -> None:
+    assert kept_steps(KeepSteps(listed), records(*steps)) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "unscored", "expected"),
+    [
+        ([(1, 0.5), 2, 3, 4], 0, [1]),
+        ([(1, 0.5), 2, 3, 4], 2, [1, 3, 4]),
+        ([(1, 0.5), 2, 3, (4, 0.6), 5], 2, [1, 3, 5]),
+        ([(1, nan), (2, 0.5), (3, nan)], 2, [2]),  # NaN is a score
+        ([1, 2, 3], 1, [3]),
+        ([(1, 0.5), (2, 0.6)], 5, [1]),
+    ],
+)
+def test_keep_best_keeps_versions_that_have_no_score_yet(
+    found: list[Any], unscored: int, expected: list[int]
+) -> None:
+    assert kept_steps(KeepBest(1, "loss", unscored=unscored), records(*found)) == expected
+
+
+def test_a_distrusted_version_takes_no_place_of_an_unscored_one() -> None:
+    found = [Record(Version(1)), Record(Version(2), is_distrusted=True), Record(Version(3))]
+    assert kept_steps(KeepBest(1, "loss", unscored=2), found) == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -203,27 +271,36 @@ counts = st.integers(1, 4)
 single = st.one_of(
     st.builds(KeepLast, counts),
     st.builds(KeepEvery, st.integers(1, 30)),
-    st.builds(KeepBest, counts, st.sampled_from(["a", "b"]), st.sampled_from(["min", "max"])),
+    st.builds(KeepEvery, seconds=st.floats(0.5, 20)),
+    st.builds(KeepSteps, st.lists(st.integers(0, 60), min_size=1, max_size=5)),
+    st.builds(
+        KeepBest,
+        counts,
+        st.sampled_from(["a", "b"]),
+        st.sampled_from(["min", "max"]),
+        unscored=st.integers(0, 3),
+    ),
 )
 policies = st.recursive(single, lambda p: st.builds(lambda a, b: a | b, p, p), max_leaves=4)
 values = st.one_of(st.sampled_from([nan, inf, -inf, 0.0, -0.0]), st.integers(-3, 3))
 metrics = st.dictionaries(st.sampled_from(["a", "b"]), values)
-histories = st.lists(st.tuples(st.integers(0, 9), metrics), max_size=25)
+histories = st.lists(st.tuples(st.integers(0, 9), metrics, st.booleans()), max_size=25)
 
 
-def history_of(gaps: list[tuple[int, dict[str, float]]]) -> list[Record]:
-    """Return records with increasing steps, some on later branches."""
-    history, step = [], 0
-    for number, (gap, found) in enumerate(gaps):
+def history_of(gaps: list[tuple[int, dict[str, float], bool]]) -> list[Record]:
+    """Return records with increasing steps, some on later branches. Some record no time."""
+    history, step = [], -1
+    for number, (gap, found, has_time) in enumerate(gaps):
         step += gap + 1
-        history.append(Record(Version(step, number // 10), found))
+        seconds = step * 0.7 if has_time else None
+        history.append(Record(Version(step, number // 10), found, seconds))
     return history
 
 
 @given(policies, histories)
 @settings(derandomize=True, max_examples=300)
 def test_retention_after_every_save_keeps_the_same_versions_as_one_at_the_end(
-    policy: KeepPolicy, gaps: list[tuple[int, dict[str, float]]]
+    policy: KeepPolicy, gaps: list[tuple[int, dict[str, float], bool]]
 ) -> None:
     """Frequent retention loses no version. In addition, the newest version is always kept.
 
@@ -243,7 +320,7 @@ def test_retention_after_every_save_keeps_the_same_versions_as_one_at_the_end(
 @given(policies, policies, histories)
 @settings(derandomize=True, max_examples=100)
 def test_a_combined_policy_keeps_what_either_keeps(
-    a: KeepPolicy, b: KeepPolicy, gaps: list[tuple[int, dict[str, float]]]
+    a: KeepPolicy, b: KeepPolicy, gaps: list[tuple[int, dict[str, float], bool]]
 ) -> None:
     history = history_of(gaps)
     assert (a | b).keep(history) == a.keep(history) | b.keep(history) == (b | a).keep(history)
@@ -338,6 +415,39 @@ def test_an_invalid_count_is_rejected(make: Callable[[Any], object], count: Any)
     make(1)
 
 
+@pytest.mark.parametrize(
+    "steps", [[], None, 5, "12", [1.0], [True], [-1], [3, "4"], [None]], ids=repr
+)
+@pytest.mark.parametrize("make", [AtSteps, KeepSteps])
+def test_an_invalid_list_of_steps_is_rejected(make: Any, steps: Any) -> None:
+    with pytest.raises(HoldfastError, match=r"Invalid argument to \w+.*a list of steps, .*write"):
+        make(steps)
+
+
+def test_step_zero_can_be_kept_but_never_saved_by_its_number() -> None:
+    assert KeepSteps([0]).steps == (0,)
+    with pytest.raises(HoldfastError, match="an int of 1 or more"):
+        AtSteps([0])
+
+
+@pytest.mark.parametrize("arguments", [{"steps": 5, "seconds": 5.0}, {"steps": None}, {}])
+def test_keep_every_takes_steps_or_seconds(arguments: Any) -> None:
+    with pytest.raises(HoldfastError, match=r"KeepEvery\(10_000\) or KeepEvery\(seconds=3600\)"):
+        KeepEvery(**arguments)
+
+
+@pytest.mark.parametrize("unscored", [-1, 1.0, True, None, "2"])
+def test_an_invalid_number_of_unscored_versions_is_rejected(unscored: Any) -> None:
+    with pytest.raises(HoldfastError, match=r"Invalid argument to KeepBest.*unscored=2"):
+        KeepBest(2, "loss", unscored=unscored)
+
+
+@pytest.mark.parametrize("seconds", [s for s in INVALID_SECONDS if s is not None], ids=repr)
+def test_invalid_seconds_of_keep_every_are_rejected(seconds: Any) -> None:
+    with pytest.raises(HoldfastError, match="a finite number of seconds above 0"):
+        KeepEvery(seconds=seconds)
+
+
 @pytest.mark.parametrize("seconds", INVALID_SECONDS, ids=repr)
 def test_invalid_seconds_are_rejected(seconds: Any) -> None:
     with pytest.raises(
@@ -383,5 +493,11 @@ def test_policies_are_values() -> None:
     assert hash(KeepLast(3)) == hash(KeepLast(3))
     assert KeepBest(2, "loss") == KeepBest(2, "loss", mode="min")
     assert repr(KeepBest(2, "loss")) == "KeepBest(count=2, metric='loss', mode='min')"
+    assert repr(KeepBest(2, "loss", unscored=3)).endswith("mode='min', unscored=3)")
+    assert [repr(KeepEvery(5)), repr(KeepEvery(seconds=9))] == [
+        "KeepEvery(steps=5)", "KeepEvery(seconds=9)"
+    ]  # fmt: skip
+    assert AtSteps([30, 10, 10]) == AtSteps((10, 30)) != AtSteps([10])
+    assert hash(KeepSteps([2, 1])) == hash(KeepSteps({1, 2}))
     with pytest.raises(AttributeError):
         KeepLast(3).count = 4  # type: ignore[misc]

@@ -120,8 +120,8 @@ def test_a_copy_by_another_tool_is_read(tmp_path: Path) -> None:
     assert latest is not None
     assert latest.step == 3
     assert latest.verify().ok
-    run.delete(Version(3))
-    assert not (tmp_path / "copy" / "version_3").exists()
+    run.delete(Version(2))
+    assert not (tmp_path / "copy" / "version_2").exists()
     assert [s.verify().ok for s in plain.snapshots()] == [True] * 3
 
 

@@ -83,8 +83,14 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
         ("save_waited", "waited 1.20 s to save step 1400: another save was in progress"),
         ("began", "started a new training in runs/a: it has no version yet"),
         ("stopped", "stopped at step 1500: val_loss no longer improved, its best value was 0.2312"),
+        ("resume_checked", "resumed exactly: 1.31 GiB equal runs/a/version_1200, compared in "
+                           "210 ms"),
+        ("resume_differs", "resumed with differences from runs/a/version_1200: scaler/scale, the "
+                           "next batch of sampler"),
+        ("finished", "finished at step 1512: the newest version is of step 1500"),
         ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: the policy AtEnd() saves "
                          "them"),
+        ("taken_over", "closed an earlier Checkpointer of runs/a"),
         ("resumed", "resumed step 1200 from runs/a/version_1200"),
         ("pin_left", "could not remove the pin pin-1.json: timeout"),
         ("structure_changed", "detected changed leaves of the state in version_9: 2 added, "

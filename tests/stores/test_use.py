@@ -117,6 +117,8 @@ def test_a_training_and_every_command(server_url, tmp_path):
     assert [k for k in keys(holdfast.open_store(backup)) if k.startswith("lease-")] == []
     succeed("attest", backup, newest.step, "--not-ok", "--by", "me")
     assert holdfast.Run(backup).latest().step < newest.step
+    holdfast.save(f"{backup}/version_1", {"n": 1}, step=1)
+    succeed("rm", backup, 1)
 
     succeed("reshard", f"{url}@6", f"{server_url}/c/version_6", "--shards", 3)
     check_values(f"{server_url}/c/version_6", 6)

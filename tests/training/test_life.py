@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from copy import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Stat
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.training.saves.goodput import Goodput
+from tests.engine.unreliable_stores import HookedStore
 from tests.forging import seal, sealed_content
 from tests.trainings import (
     initial_state,
@@ -243,12 +245,11 @@ def test_invalid_choices(arguments: dict[str, Any], message: str) -> None:
         Checkpointer(MemoryStore(), initial_state(), **arguments)
 
 
-def test_every_epoch_requires_a_sampler() -> None:
-    for state in ({"x": 1}, initial_state()):
-        with pytest.raises(HoldfastError, match=r"EveryEpoch.*ElasticSampler"):
-            Checkpointer(MemoryStore(), state, save=EverySteps(5) | EveryEpoch())
-    state = initial_state() | {"sampler": holdfast.ElasticSampler(10, 2)}
-    Checkpointer(MemoryStore(), state, save=EveryEpoch()).close()
+def test_every_epoch_requires_what_counts_epochs() -> None:
+    with pytest.raises(HoldfastError, match=r"EveryEpoch.*Progress.*ElasticSampler"):
+        Checkpointer(MemoryStore(), {"x": 1}, save=EverySteps(5) | EveryEpoch())
+    for state in ({"x": 1, "sampler": holdfast.ElasticSampler(10, 2)}, initial_state()):
+        Checkpointer(MemoryStore(), state, save=EveryEpoch()).close()
 
 
 # -- common mistakes -----------------------------------------------------------------------------
@@ -440,7 +441,8 @@ def test_a_second_training_raises_while_the_first_runs(tmp_path: Any) -> None:
 def test_a_replaced_training_saves_nothing_more() -> None:
     """For example, a node that was believed dead returns, while its successor runs elsewhere."""
     store = MemoryStore()
-    old = Checkpointer(store, state := initial_state(), save=EverySteps(2), on_error="warn")
+    old_store = HookedStore(store)  # as on another machine: this process does not see the same run
+    old = Checkpointer(old_store, state := initial_state(), save=EverySteps(2), on_error="warn")
     train(state, old, 2)
     old.wait()
     with training(store, EverySteps(2)) as (new_state, new):
@@ -517,7 +519,7 @@ def test_a_new_checkpointer_of_a_process_keeps_the_pins_of_the_previous_one() ->
 
 def test_a_writer_in_a_newer_format_is_not_ignored() -> None:
     store = MemoryStore()
-    with training(store, EverySteps(1)) as (state, ckpt):
+    with training(HookedStore(store), EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
         ckpt.wait()
         later = seal(sealed_content(store.get("writer.json", 1 << 20)), 99)
@@ -882,10 +884,10 @@ def test_start_cannot_be_combined_with_at_or_branch(position: dict[str, int]) ->
         assert states_equal(state, initial_state())
 
 
-def test_missing_and_unexpected_require_start() -> None:
+def test_unexpected_requires_start() -> None:
     with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
         with pytest.raises(HoldfastError, match="start="):
-            ckpt.resume(missing="keep")
+            ckpt.resume(unexpected="ignore")
         ckpt.resume()
 
 
@@ -1060,6 +1062,43 @@ def test_goodput_excludes_the_time_of_saves() -> None:
     assert goodput.statistics()["goodput"] == pytest.approx(4 / 18)
     assert goodput.statistics()["blocked_seconds"] == 5 + 2 + 7
     assert goodput.statistics()["last_blocked_seconds"] == 2
+
+
+def test_the_slowdown_of_steps_is_the_ratio_of_medians() -> None:
+    now, saves = [0.0], SimpleNamespace(busy=False)
+    goodput = Goodput(lambda: now[0], lambda: now[0])
+    goodput.saves = saves
+
+    def step(seconds: float, during_save: bool) -> None:
+        saves.busy = during_save
+        goodput.begin_step()
+        saves.busy = False  # the save ends within the step
+        now[0] += seconds
+        goodput.end_step()
+
+    for seconds in (100.0, 2.0, 2.0, 2.0, 2.0):  # the first step compiles
+        step(seconds, during_save=False)
+    for _ in range(4):
+        step(3.0, during_save=True)
+    assert "step_slowdown" not in goodput.statistics()
+    step(3.0, during_save=True)
+    assert goodput.statistics()["step_slowdown"] == 1.5
+    for _ in range(100):
+        step(1.0, during_save=False)
+    assert goodput.statistics()["step_slowdown"] == 3.0
+
+
+def test_the_slowdown_counts_the_steps_between_a_save_and_its_commit() -> None:
+    store = GatedStore()
+    store.open.clear()
+    with Checkpointer(store, initial_state(), save=EverySteps(12)) as ckpt:
+        for _ in range(12):
+            ckpt.step()
+        assert "step_slowdown" not in ckpt.statistics()
+        for _ in range(6):
+            ckpt.step()
+        assert ckpt.statistics()["step_slowdown"] > 0
+        store.open.set()
 
 
 def test_goodput_counts_the_saved_steps_of_all_processes() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import holdfast
 from holdfast.buffers import shared_pool
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
@@ -15,7 +16,15 @@ from holdfast.engine.snapshot.snapshot import open_location
 from holdfast.errors import Denied, SaveFailed
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run import catalog
-from holdfast.run.policy import EverySteps, KeepBest, KeepLast, Never
+from holdfast.run.policy import (
+    AtSteps,
+    EverySteps,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepSteps,
+    Never,
+)
 from holdfast.run.retention import VERSIONS_PER_SAVE
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
@@ -183,3 +192,73 @@ def test_a_manifest_that_changes_right_after_its_commit_is_not_relied_on(change:
             }
         else:
             assert "version_1" in versions, "the newest version is not intact"
+
+
+# -- policies of steps, of time, and of versions without a score ---------------------------------
+
+
+def test_listed_steps_are_saved_and_kept_also_if_they_are_passed_over() -> None:
+    store = MemoryStore()
+    save, keep = EverySteps(4) | AtSteps([10, 15]), KeepSteps([10, 15, 100])
+    with Checkpointer(store, initial_state(), save=save, keep=keep) as ckpt:
+        for _ in range(12):
+            ckpt.step(steps=2)
+            ckpt.wait()
+    assert [v.step for v in Run(store).line()] == [10, 16, 24]  # 24 is the newest
+
+
+def test_versions_are_kept_by_the_seconds_of_training_across_restarts() -> None:
+    """A step takes a second. The time between the two processes does not count, nor does the
+    clock that ``created`` shows."""
+    store, now = MemoryStore(), [0.0]
+
+    def train_to(last_step: int) -> None:
+        keep = KeepEvery(seconds=5)
+        with Checkpointer(store, initial_state(), save=EverySteps(2), keep=keep) as ckpt:
+            ckpt._goodput._clock = lambda: now[0]
+            ckpt._goodput._last_clock = now[0]
+            ckpt.resume()
+            while ckpt.current_step < last_step:
+                now[0] += 1
+                ckpt.step()
+                ckpt.wait()
+
+    train_to(8)
+    assert [v.step for v in Run(store).line()] == [6, 8]
+    now[0] += 1000
+    train_to(24)
+    assert [v.step for v in Run(store).line()] == [6, 10, 16, 20, 24]
+    # 8 is deleted, because 6 stands for the second 5; 16 is the first one after second 15
+
+
+def test_versions_that_record_no_time_are_kept_by_seconds() -> None:
+    store = MemoryStore()
+    for step in (1, 2, 3):
+        holdfast.save(store.at(f"version_{step}"), {"x": [step]}, step=step)
+    assert Run(store).retain(KeepEvery(seconds=60)) == []
+    assert Run(store).retain(KeepEvery(steps=2)) == [Version(1)]
+
+
+def test_versions_wait_for_their_score() -> None:
+    """The newest two without a score stay until an evaluation adds one, or newer ones come."""
+    store, keep = MemoryStore(), KeepBest(1, "val", unscored=2)
+    with Checkpointer(store, initial_state(), save=EverySteps(1), keep=keep) as ckpt:
+        kept = []
+        for step in range(1, 7):
+            ckpt.step()
+            ckpt.wait()
+            kept.append([v.step for v in Run(store).line()])
+            if step in (2, 4):
+                Run(store).add_metrics(Version(step), {"val": 1.0 / step})
+    assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
+
+
+def test_a_distrusted_version_waits_for_no_score() -> None:
+    store = MemoryStore()
+    with Checkpointer(store, initial_state(), save=EverySteps(1)) as ckpt:
+        for _ in range(4):
+            ckpt.step()
+            ckpt.wait()
+    run = Run(store)
+    run.attest(3, ok=False, by="replay", note="step 3 differs")
+    assert run.retain(KeepBest(1, "val", unscored=2)) == [Version(1), Version(3)]

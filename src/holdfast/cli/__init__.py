@@ -22,6 +22,8 @@ from keyword import iskeyword
 from typing import IO, Any
 
 import click
+from click.shell_completion import CompletionItem
+from click.types import StringParamType
 
 from holdfast import events
 from holdfast.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
@@ -40,11 +42,12 @@ VERBS = (
     "evaluate",
     "pin",
     "attest",
+    "rm",
     "sweep",
     "request-save",
     "run",
 )
-_IN_RECORDS = ("pin", "attest")
+_IN_RECORDS = ("pin", "attest", "rm")
 
 
 class UsageErrorLine(click.UsageError):
@@ -73,6 +76,25 @@ def _one_line() -> Iterator[None]:
         raise UsageErrorLine(e.format_message(), e.ctx) from e
 
 
+class _Location(StringParamType):
+    """The type of arguments that name a run, a snapshot, or a file: the shell completes paths."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _store_json_flag(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from holdfast.cli.output import store_json_flag
+
+        store_json_flag(ctx, param, value)
+
+
+_LOCATION = _Location()
+
+
 class VerbGroup(click.Group):
     """Find verbs by name, and convert errors to one line on stderr and an exit code."""
 
@@ -89,6 +111,9 @@ class VerbGroup(click.Group):
         module = cmd_name.replace("-", "_") + "_" * iskeyword(cmd_name)
         package = "holdfast.cli.verbs" + ".records" * (cmd_name in _IN_RECORDS)
         command: click.Command = import_module(f"{package}.{module}").command
+        for param in command.params:
+            if isinstance(param, click.Argument) and param.type is click.STRING:
+                param.type = param.type if param.callback else _LOCATION
         return command
 
     def resolve_command(
@@ -155,6 +180,14 @@ class _WaitingLine:
     cls=VerbGroup, epilog=epilog(), context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(package_name="holdfast", message="holdfast %(version)s")
+@click.option(
+    "--json",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_store_json_flag,
+    help="Print one JSON document, for programs. Also after the command.",
+)
 def cli() -> None:
     """Inspect, verify, compare, copy, and clean up the snapshots of a training run, request a new
     one, or run a training.

@@ -14,6 +14,7 @@ from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
 from holdfast.sinks.wording import to_printable
+from holdfast.text import format_size as format_size  # noqa: PLC0414  (for the verbs)
 from holdfast.text import to_repr
 
 if TYPE_CHECKING:
@@ -122,16 +123,6 @@ def _align(table: Table, max_width: int) -> list[str]:
         for column, texts, each, width in zip(table.columns, columns, lengths, widths, strict=True)
     ]
     return [_GAP.join(line).rstrip(" ") + "\n" for line in zip(*aligned, strict=True)]
-
-
-def format_size(nbytes: int) -> str:
-    """Format a number of bytes for people, such as ``4.2 MiB``."""
-    number, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if number < 999.95:
-            break
-        number, unit = number / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
 def format_speed(nbytes: int, seconds: float) -> str:

@@ -33,14 +33,16 @@ keys_option = click.option(
 def json_option(function: F) -> F:
     """Add the option ``--json``, which the verb receives as ``as_json``."""
 
-    def store_flag(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
-        ctx.meta[_AS_JSON] = value
-        return value
-
     return click.option(
-        "--json", "as_json", is_flag=True, is_eager=True, callback=store_flag,
+        "--json", "as_json", is_flag=True, is_eager=True, callback=store_json_flag,
         help="Print one JSON document, for programs.",
     )(function)  # fmt: skip
+
+
+def store_json_flag(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    """Return True if ``--json`` is given here, or before the verb."""
+    ctx.meta[_AS_JSON] = value or wants_json(ctx)
+    return wants_json(ctx)
 
 
 def wants_json(ctx: click.Context) -> bool:

@@ -53,6 +53,23 @@ def resolve_snapshot(url: str) -> Snapshot:
     raise _not_found_error(url, "snapshot")
 
 
+def resolve_newest(url: str) -> tuple[Snapshot, str | None]:
+    """Do the same as ``resolve_snapshot``, but of a run, return the newest version.
+
+    That is ``RUN@latest``. The second value is a note that says so, or None.
+    """
+    try:
+        return resolve_snapshot(url), None
+    except NotFound as e:
+        if "versions" not in e.fields:
+            raise
+    run, _ = resolve_run(url)
+    newest = run.latest()
+    if newest is None:
+        raise _not_found_error(url, "snapshot")
+    return newest, f"{url} is a run; this is its newest version, {newest.version}"
+
+
 def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:
     """Return the run at ``url`` and its listing.
 

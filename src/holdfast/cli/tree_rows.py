@@ -10,10 +10,11 @@ from typing import Any
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values import torch_types
 from holdfast.text import LongRepr
 from holdfast.types import DTYPES
 
-CONTAINER_KINDS = ("dict", "ordered", "counter", "list", "tuple", "sparse")
+CONTAINER_KINDS = ("dict", "ordered", "counter", "list", "tuple", *tree.PART_TAGS)
 
 _short_repr = LongRepr()
 _short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.maxdict = 6
@@ -54,7 +55,7 @@ class TreeRow:
 
     def value(self) -> Any:
         """Return the plain value of a row of kind ``value``."""
-        return tree.decode(self.node, self.key, tree.reject_leaf)
+        return tree.decode(self.node, self.key, _describe)
 
 
 def format_short(value: Any) -> str:
@@ -77,10 +78,10 @@ def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeR
         yield TreeRow(key, depth, tag, node)
         for i, child in enumerate(node[tag]):
             yield from _walk(snapshot, child, join_key(key, str(i)), depth + 1)
-    elif tag == "sparse":
+    elif tag in tree.PART_TAGS:
         yield TreeRow(key, depth, tag, node)
-        for name, part in node[tag]["parts"].items():
-            yield from _walk(snapshot, part, join_key(key, name), depth + 1)
+        for part, k in tree.parts(node, key):
+            yield from _walk(snapshot, part, k, depth + 1)
     elif tag == "tied" or tag in tree.LEAF_TAGS:
         leaf = snapshot.leaves.get(node["tied"] if tag == "tied" else key)
         yield TreeRow(key, depth, tag, node, *(leaf or ()))
@@ -88,7 +89,14 @@ def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeR
         yield TreeRow(key, depth, "value", node)
 
 
+def _describe(node: Any, key: str) -> Any:
+    """Return one of torch's types as text: a command does not import torch."""
+    if torch_types.TAGS.isdisjoint(node):
+        return tree.reject_leaf(node, key)
+    return torch_types.describe(node)
+
+
 def _is_plain_value(node: Any) -> bool:
     """Return True if a node is a single value without members."""
-    plain_tags = ("int", "float", "complex", "bytes", "bytearray", "scalar")
+    plain_tags = ("int", "float", "complex", "bytes", "bytearray", "scalar", *torch_types.TAGS)
     return type(node) is not dict or next(iter(node)) in plain_tags

@@ -1,4 +1,4 @@
-"""Relates ``progress.epoch``, which the user increments, to the epochs of a sampler."""
+"""Relates ``progress.epoch`` to the epochs of a sampler if a loop never calls ``end_epoch``."""
 
 from __future__ import annotations
 

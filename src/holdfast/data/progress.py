@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from holdfast.errors import PlanError
 
+_FIELDS = {"epoch", "step", "samples"}
+_OPTIONAL_FIELDS = {"epoch_began"}
+"""Fields that a state lacks in the first epoch, and that earlier releases do not write."""
 
-@dataclass(eq=False)
+
 class Progress:
     """The progress of the training.
 
-    The ``Checkpointer`` increments ``step``. The user sets ``epoch`` and ``samples``.
+    The ``Checkpointer`` increments ``step``, and ``Checkpointer.end_epoch`` increments ``epoch``.
+    A loop that does not call ``end_epoch`` sets ``epoch`` itself. The user sets ``samples``.
     """
 
-    epoch: int = field(default=0, init=False)
-    step: int = field(default=0, init=False)
-    samples: int = field(default=0, init=False)
+    def __init__(self) -> None:
+        self.step = self.samples = 0
+        self._epoch = self._epoch_began = 0
+        self._knows_began = False  # and it is not 0
+
+    def __repr__(self) -> str:
+        return f"Progress(epoch={self.epoch}, step={self.step}, samples={self.samples})"
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs before the current one."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._epoch_began, self._knows_began = epoch, self.step, True
+
+    @property
+    def step_in_epoch(self) -> int:
+        """The number of steps since ``epoch`` last changed.
+
+        After a resume within a later epoch of a version of an earlier release, which does not store
+        when it began, those since the resume.
+        """
+        return self.step - self._epoch_began
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "step": self.step, "samples": self.samples}
+        state = {"epoch": self.epoch, "step": self.step, "samples": self.samples}
+        return state | ({"epoch_began": self._epoch_began} if self._knows_began else {})
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Load a state. Raises ``PlanError`` if it is not the state of a ``Progress``."""
-        if not isinstance(state, dict) or set(state) != {"epoch", "step", "samples"}:
+    def check_state_dict(self, state: object) -> None:
+        """Raise ``PlanError`` if this is not the state of a ``Progress``."""
+        if not isinstance(state, dict) or set(state) - _OPTIONAL_FIELDS != _FIELDS:
             raise PlanError(
                 "The loaded value is not the state of a Progress",
                 expected="epoch, step, and samples",
                 found=", ".join(map(str, state)) if isinstance(state, dict) else type(state),
             )
-        self.epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Load a state. Raises ``PlanError`` if it is not the state of a ``Progress``."""
+        self.check_state_dict(state)
+        self._epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]
+        self._epoch_began = state.get("epoch_began", self.step if self._epoch else 0)
+        self._knows_began = "epoch_began" in state

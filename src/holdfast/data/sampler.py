@@ -46,7 +46,8 @@ class ElasticSampler:
     Put the sampler into the state of a ``Checkpointer``, whose ``step`` counts the batches. A pass
     over the loader is an epoch, and the next pass is the next epoch. The first pass after a resume
     is the rest of the epoch, which is empty if the version was saved at the last step of the epoch.
-    After a ``break``, the next pass continues after the last counted batch.
+    After a ``break``, the next pass continues after the last counted batch. ``skip_empty``: never
+    resume into an empty pass, but begin the next epoch, for loops that end at an empty epoch.
 
     Raises ``HoldfastError`` for invalid sizes, such as fewer samples in a batch than ranks.
     """
@@ -59,6 +60,7 @@ class ElasticSampler:
         *,
         shuffle: bool = True,
         drop_last: bool = False,
+        skip_empty: bool = False,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
@@ -67,6 +69,7 @@ class ElasticSampler:
         self.seed = operator.index(seed)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
+        self.skip_empty = bool(skip_empty)
         self._rank, self._ranks = rank, ranks
         self._counted: Position = (0, 0)  # after the last batch that a step has counted
         self._yielded: Position = (0, 0)  # after the last batch that was yielded
@@ -76,6 +79,7 @@ class ElasticSampler:
         self._has_stepped = False  # a step was taken, with any number of batches
         self._uncounted_passes = 0  # passes that ended before any step
         self._resumed = False  # a state was loaded, and no pass has begun since
+        self._has_ended = False  # end_epoch was called since the pass was over
         # passes begun and epoch label at the first iteration after a load
         self._first_iteration: tuple[int, int | None] | None = None
         self._blocks = BatchBlocks()
@@ -116,9 +120,9 @@ class ElasticSampler:
         """Connect the sampler to the user's ``Progress`` and to the other samplers of the state.
 
         A ``Checkpointer`` calls this, with the same ``together`` for all samplers. A state that is
-        saved between two passes resumes with the next epoch if ``progress.epoch`` was incremented
-        before the save. Otherwise, and without a ``Progress``, it resumes with the (empty) rest of
-        the last epoch.
+        saved between two passes resumes with the next epoch if ``end_epoch`` was called before the
+        save, or by a loop that never calls it if ``progress.epoch`` was incremented. Otherwise, it
+        resumes with the (empty) rest of the last epoch.
         """
         self._epoch_labels.follow(progress)
         if together is not None:
@@ -155,6 +159,14 @@ class ElasticSampler:
         if not self._is_epoch_over(position[1]):
             self._group.record_step()
 
+    def end_epoch(self) -> bool:
+        """End the epoch if its pass is over. Return True if this call has ended it."""
+        self._group.has_ends = True
+        if self._has_ended or not self._is_pass_over():
+            return False
+        self._has_ended, self._resumed = True, False
+        return True
+
     def state_dict(self) -> dict[str, int]:
         """Return plain ints and bools that do not depend on ranks and workers.
 
@@ -164,7 +176,8 @@ class ElasticSampler:
         """
         epoch, samples = self._counted
         last_epoch = self._pass_epoch
-        if self._is_pass_over() and self._epoch_labels.is_counted(self._pass_epoch):
+        has_ended = self._has_ended or self._group.is_counted(self._epoch_labels, last_epoch)
+        if has_ended and self._is_pass_over():
             last_epoch += 1
             if self._counted == self._yielded:
                 epoch, samples = last_epoch, 0
@@ -222,9 +235,11 @@ class ElasticSampler:
         self._pass_epoch = state["epoch"] + state["ahead"]
         self._per_step = state["per_step"]
         self._pass_number += 1
-        self._resumed, self._first_iteration = True, None
+        skips = self.skip_empty and self._is_pass_over()
+        self._resumed, self._has_ended, self._first_iteration = not skips, False, None
         self._epoch_labels.reset()
-        self._group.record_load(self, at_beginning=self._counted == (self._pass_epoch, 0))
+        at_beginning = skips or self._counted == (self._pass_epoch, 0)
+        self._group.record_load(self, at_beginning=at_beginning)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's part of each batch of the pass.
@@ -278,7 +293,7 @@ class ElasticSampler:
     def _begin_pass(self) -> None:
         """Determine the position at which a pass begins, and the epoch with which it ends."""
         self._pass_number += 1
-        resumed, self._resumed = self._resumed, False
+        resumed, self._resumed, self._has_ended = self._resumed, False, False
         if not resumed and self._is_pass_over():
             self._pass_epoch += 1
             self._enter_epoch(self._pass_epoch)

@@ -21,6 +21,9 @@ class SamplerGroup:
 
     def __init__(self, epoch_labels: Sequence[EpochLabels] = ()) -> None:
         self.passes_begun = 0
+        self.has_ends = False
+        """True once the loop has called ``end_epoch``: only that ends an epoch."""
+
         self.epoch_labels = list(epoch_labels)
         self._warned = False  # that nobody increments progress.epoch
         self._at_beginning: set[object] = set()
@@ -49,6 +52,10 @@ class SamplerGroup:
         for labels in self.epoch_labels:
             labels.record_step()
 
+    def is_counted(self, labels: EpochLabels, epoch: int) -> bool:
+        """Return True if the loop counts its epochs itself, and has counted this one."""
+        return not self.has_ends and labels.is_counted(epoch)
+
     def begin_pass(self, sampler: object, epoch: int, resumed: bool) -> None:
         """Record the beginning of a pass. ``resumed``: it is the first pass after a resume."""
         self.passes_begun += 1
@@ -69,8 +76,8 @@ class SamplerGroup:
         self._warned = True
         label = self.epoch_labels[0].current
         warn_user(
-            f"{sampler} starts epoch {epoch}, but progress.epoch is still {label}. Add "
-            "progress.epoch += 1 after the loop over the loader. Otherwise, a loop over epochs "
+            f"{sampler} starts epoch {epoch}, but progress.epoch is still {label}. Call "
+            "ckpt.end_epoch() after the loop over the loader. Otherwise, a loop over epochs "
             f"begins at epoch {label} again after a restart",
             UncountedEpochs,
         )

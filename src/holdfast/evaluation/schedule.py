@@ -31,7 +31,8 @@ class Selection:
         """Return the versions that are evaluated at all. ``versions``: those of the lineage."""
         if self.every_steps is None:
             return list(versions)
-        kept = KeepEvery(self.every_steps).keep([Record(version) for version in versions])
+        trained = [Record(version) for version in versions if version.step]
+        kept = KeepEvery(self.every_steps).keep(trained)
         return [version for version in versions if version in kept]
 
     def next(

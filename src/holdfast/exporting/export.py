@@ -31,6 +31,7 @@ from holdfast.exporting.plan import (
     locate_export,
     plan_export,
 )
+from holdfast.exporting.training_files import TRAINING_KINDS
 from holdfast.exporting.write import refuse_existing, write_export
 from holdfast.format.names import parse_version
 from holdfast.format.validate import LeafSpecs
@@ -99,7 +100,7 @@ class PreparedExport:
 def export(
     snapshot: Url | Snapshot,
     path: str | os.PathLike[str],
-    to: Literal["hf", "safetensors", "torch"] = "hf",
+    to: Literal["hf", "safetensors", "torch", "accelerate", "transformers", "lightning"] = "hf",
     *,
     root: str | None = None,
     keys: str | Sequence[str] = (),
@@ -111,8 +112,10 @@ def export(
 
     ``snapshot``: a ``Snapshot``, or an address as for ``holdfast.open``, such as ``"runs/a@best"``.
     ``to``: ``"hf"`` writes the files of Hugging Face, of at most ``max_shard_size`` bytes of
-    tensors each; ``"safetensors"`` one file; ``"torch"`` one file for ``torch.load``. ``path`` may
-    be the name of that one file, and a URL.
+    tensors each; ``"safetensors"`` one file; ``"torch"`` one file for ``torch.load``.
+    ``"accelerate"``, ``"transformers"``, and ``"lightning"`` write a checkpoint from which that
+    library resumes; a warning lists what it lacks. ``path`` may be the name of the one file, and a
+    URL.
 
     ``root`` exports what is below that key, and removes it from the names (default: ``"model"`` if
     there is one, everything for ``"torch"`` or if ``keys`` are given; ``"/"``: everything).
@@ -166,11 +169,18 @@ def prepare_export(
             expected="a number of bytes, 1 or more, such as 5e9",
             found=repr(max_shard_size)[:80],
         )
-    if like is not None and to != "hf":
+    if like is not None and to not in ("hf", "transformers"):
         raise HoldfastError(
             "Configuration and tokenizer are copied only into a folder of Hugging Face",
-            expected="--to hf (to='hf') together with --like (like=)",
+            expected="--to hf or transformers together with --like (like=)",
             found=f"--to {to}",
+        )
+    if to in TRAINING_KINDS and (keys or average > 1):
+        raise HoldfastError(
+            f"A checkpoint for {to} contains the whole model and the optimizers of one version",
+            expected="no keys (keys=, --keys) and no average (average=, --average)",
+            found=f"keys={list(keys)}, average={average}",
+            todo="Export weights with to='hf', 'safetensors', or 'torch'",
         )
     location, name = locate_export(os.fspath(path), to)
     companions = [] if like is None else find_companions(like, location)
@@ -194,6 +204,9 @@ def prepare_export(
             *_distrust_warning(find_distrusted(versions)),
             *_statistics_warning(find_statistics(leaves[-1])),
         )
+    if plan.not_exported:
+        omitted = format_list(plan.not_exported, _MAX_LISTED)
+        warnings = (f"Not in the checkpoint for {to}: {omitted}. See docs/export.md",)
     refuse_existing(location, plan)
     return PreparedExport(tuple(versions), plan, location, warnings)
 

@@ -137,6 +137,19 @@ def plan_sidecar(file: OutputFile, record: Mapping[str, Any]) -> OutputFile:
     )
 
 
+def plan_record(names: Sequence[str], record: Mapping[str, Any]) -> OutputFile:
+    """Plan the file with the record of several files of a checkpoint."""
+    return _text_file(
+        "checkpoint" + SIDECAR_SUFFIX,
+        lambda crcs: seal_text(_to_text(_record_members(record, names, crcs))),
+    )
+
+
+def plan_text(name: str, text: bytes) -> OutputFile:
+    """Plan a file with a given text."""
+    return _text_file(name, lambda _: text)
+
+
 def _record_members(
     record: Record, names: Sequence[str], crcs: Mapping[str, int]
 ) -> dict[str, Any]:

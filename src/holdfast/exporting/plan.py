@@ -28,14 +28,19 @@ from holdfast.exporting.output_layout import (
     plan_torch_file,
 )
 from holdfast.exporting.torch_pickle import build_torch_pickle
+from holdfast.exporting.training_files import TRAINING_KINDS, plan_training_files
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.text import format_list
 
 SUFFIXES = {
     "safetensors": (".safetensors",),
     "torch": (".pt", ".pth", ".bin", ".ckpt"),
     "hf": (),
+    "accelerate": (),
+    "transformers": (),
+    "lightning": (".ckpt",),
 }
 """The export formats, each with the suffixes that make the target a file name, not a folder."""
 
@@ -59,6 +64,7 @@ class ExportPlan:
     ``root``: the key below which everything is exported. ``tensor_count`` and ``nbytes``: the
     number of tensors, and the bytes of their elements. ``left_out``: the number of plain values
     that the format cannot represent. ``companions``: files to copy from another model.
+    ``not_exported``: the members of the state that the library cannot resume from.
     """
 
     kind: str
@@ -68,6 +74,7 @@ class ExportPlan:
     nbytes: int
     left_out: int = 0
     companions: tuple[Companion, ...] = ()
+    not_exported: tuple[str, ...] = ()
 
 
 def plan_export(
@@ -105,10 +112,18 @@ def plan_export(
         matches, count = selected, join_key(root, _AVERAGED_COUNT)
         selected = lambda key: key != count and matches(key)  # noqa: E731  (mypy knows its type)
     left_out = 0
+    not_exported: tuple[str, ...] = ()
     if kind == "torch":
         name = file_name or "model.pt"
         files, tensors = _plan_torch(snapshot, node, root, selected, name, prefix)
         files += [] if record is None else [plan_sidecar(files[0], record)]
+    elif kind in TRAINING_KINDS:
+        tensors, left_out = _select_tensors(snapshot, node, root, selected, prefix)
+        sizes = (max_shard_size, file_name)
+        planned = plan_training_files(snapshot, kind, (node, root), tensors, *sizes, record)
+        _raise_if_refused(snapshot, planned.refused, "torch.load(weights_only=True)")
+        files, not_exported = planned.files, tuple(planned.left_out)
+        tensors = [*([] if kind == "lightning" else tensors), *planned.tensors]
     else:
         tensors, left_out = _select_tensors(snapshot, node, root, selected, prefix)
         files = (
@@ -117,7 +132,7 @@ def plan_export(
             else [plan_safetensors_file(file_name or SINGLE_FILE, tensors, record)]
         )
     nbytes = sum(t.nbytes for t in tensors)
-    parts = tuple(files), len(tensors), nbytes, left_out, tuple(companions)
+    parts = tuple(files), len(tensors), nbytes, left_out, tuple(companions), not_exported
     return ExportPlan(kind, root, *parts)
 
 
@@ -187,10 +202,12 @@ def _select_tensors(
         source = leaf["tied"] if tag == "tied" else key
         if tag == "sparse":
             refused[key] = "sparse"
+        elif tag == "subclass":
+            refused[key] = f"of class {leaf[tag]['class']}"
         elif source not in snapshot.leaves or tag == "blob":
             left_out += 1
         elif len(leaf.get("array", ())) == 3:
-            refused[key] = f"an array of {tree.from_descr(leaf['array'][2])}"
+            refused[key] = f"an array of {from_descr(leaf['array'][2])}"
         elif (dtype := snapshot.leaves[source][0]) in UNSUPPORTED_DTYPES:
             refused[key] = dtype
         else:

@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.engine.loading.bind_optimizer import is_optimizer_node
 from holdfast.engine.loading.targets import LEAF_NODE_TAGS
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values import torch_types
 from holdfast.text import with_article
 from holdfast.types import DTYPES
 
@@ -118,6 +120,8 @@ class TorchPickle:
     def build(self, node: Any, key: str) -> Any:
         """Return the value for a node of the tree."""
         tag = next(iter(node), "") if type(node) is dict else ""
+        if tag == "dict" and is_optimizer_node(children := _children(node, key)):
+            return self._build_optimizer(children, key)
         if tag in ("dict", "ordered", "items"):
             members = _DICT_TYPES[node["of"] if tag == "items" else tag]()
             for name, child, k in tree.children(node, key):
@@ -132,7 +136,30 @@ class TorchPickle:
             return self._build_sparse(node["sparse"], key)
         if tag == "tied" or tag in LEAF_NODE_TAGS:
             return self._build_tensor(node, key)
+        if tag == "subclass":
+            self.refused[key] = f"of class {node[tag]['class']}"
+            return None
+        if tag in torch_types.TAGS:
+            return torch_types.decode(node, key)
         return self._build_plain(tree.decode(node, key, tree.reject_leaf), key)
+
+    def _build_optimizer(self, members: dict[Any, tuple[Any, str]], key: str) -> dict[str, Any]:
+        """Return what ``optimizer.load_state_dict`` accepts: parameters have numbers, in the order
+        of the groups."""
+        (state, state_key), (groups, groups_key) = members["state"], members["groups"]
+        built_groups = self.build(groups, groups_key)
+        names = [name for group in built_groups for name in group["params"]]
+        numbers = {name: number for number, name in enumerate(names)}
+        for group in built_groups:
+            group["params"] = [numbers[name] for name in group.pop("params")]
+        slots = {}
+        for name, child, k in tree.children(state, state_key):
+            built = self.build(child, k)
+            if name in numbers and len(numbers) == len(names):
+                slots[numbers[name]] = built
+            else:
+                self.refused[k] = f"state of {name}, which is not in one group of {key}"
+        return {"state": dict(sorted(slots.items())), "param_groups": built_groups}
 
     def _build_tensor(self, node: Any, key: str) -> Any:
         source = node.get("tied", key)
@@ -170,11 +197,12 @@ class TorchPickle:
         return value
 
 
-def build_torch_pickle(snapshot: Snapshot, node: Any, key: str, prefix: str = "") -> TorchPickle:
-    """Convert the tree below ``node``. Raises ``HoldfastError`` if torch is not installed.
+def _children(node: Any, key: str) -> dict[Any, tuple[Any, str]]:
+    return {name: (child, k) for name, child, k in tree.children(node, key)}
 
-    ``prefix``: that of the names of an averaged model, which is removed.
-    """
+
+def make_pickle(snapshot: Snapshot) -> TorchPickle:
+    """Return an empty pickle. Raises ``HoldfastError`` if torch is not installed."""
     try:
         import torch
     except ImportError as e:
@@ -182,7 +210,15 @@ def build_torch_pickle(snapshot: Snapshot, node: Any, key: str, prefix: str = ""
             "Writing a file for torch.load needs torch",
             todo='Install it: pip install "holdfast[torch]"; or export to safetensors',
         ) from e
-    pickled = TorchPickle(snapshot, torch)
+    return TorchPickle(snapshot, torch)
+
+
+def build_torch_pickle(snapshot: Snapshot, node: Any, key: str, prefix: str = "") -> TorchPickle:
+    """Convert the tree below ``node``. Raises ``HoldfastError`` if torch is not installed.
+
+    ``prefix``: that of the names of an averaged model, which is removed.
+    """
+    pickled = make_pickle(snapshot)
     pickled.value = pickled.build(node, key)
     if prefix:
         pickled.remove_prefix(prefix)

@@ -63,7 +63,9 @@ def write_export(
                 if file.build_text is None:
                     crcs[file.name] = _FileWriter(source, file, location, advance).write()
                 else:
-                    _write_text(file.build_text(crcs), file.name, location)
+                    text = file.build_text(crcs)
+                    _write_text(text, file.name, location)
+                    crcs[file.name] = zlib.crc32(text)
                 written.append(location.key(file.name))
     except BaseException:
         for key in written:
@@ -90,7 +92,11 @@ def refuse_existing(location: Location, plan: ExportPlan) -> None:
             store=location.store.url,
         )
     names = {file.name for file in plan.files} | {c.name for c in plan.companions}
-    if plan.kind == "hf":  # readers would use these instead of the new files
+    if plan.kind in (
+        "hf",
+        "transformers",
+        "accelerate",
+    ):  # readers would use these instead of the new files
         names |= {SINGLE_FILE, INDEX_FILE}
     for name in sorted(names):
         with suppress(NotFound):

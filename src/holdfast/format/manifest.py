@@ -82,6 +82,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tree: Any
     chain: ClassVar[int] = 0
     """The number of versions since the last full version; 0 for a full version."""
+    number: ClassVar[int] = 1
+    """The format number."""
 
 
 class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
@@ -89,17 +91,44 @@ class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
 
     shards: Sequence[IncrementalShard]
     chain: Annotated[int, Meta(gt=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
+    number: ClassVar[int] = 2
+
+
+class TypedManifest(Manifest, frozen=True, forbid_unknown_fields=True):
+    """A manifest of format 3: its tree has nodes that format 1 lacks. It may be incremental."""
+
+    shards: Sequence[IncrementalShard]
+    chain: Annotated[int, Meta(ge=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
+    number: ClassVar[int] = 3
 
 
 _MANIFEST = StrictDecoder(msgspec.json.Decoder(Manifest))
 _INCREMENTAL_MANIFEST: StrictDecoder[Manifest] = StrictDecoder(
     msgspec.json.Decoder(IncrementalManifest)
 )
+_TYPED_MANIFEST: StrictDecoder[Manifest] = StrictDecoder(msgspec.json.Decoder(TypedManifest))
+
+
+_NEWER_MANIFESTS = {2: _INCREMENTAL_MANIFEST, 3: _TYPED_MANIFEST}
+
+
+def with_number(manifest: Manifest, tree_number: int) -> Manifest:
+    """Return the manifest in the lowest format that describes it.
+
+    ``tree_number``: the number that its tree needs, of ``check_numbered_tree``.
+    """
+    if tree_number < 3 or manifest.number == 3:
+        return manifest
+    fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
+    fields["shards"] = [
+        IncrementalShard(s.name, s.length, s.index, s.refers) for s in manifest.shards
+    ]
+    return TypedManifest(**fields, chain=manifest.chain)
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
     """Return the bytes of the file and its digest."""
-    return seal(manifest, 2 if isinstance(manifest, IncrementalManifest) else 1)
+    return seal(manifest, manifest.number)
 
 
 def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
@@ -107,7 +136,7 @@ def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
 
     Raises ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``.
     """
-    manifest, manifest_digest = unseal(raw, _MANIFEST, file, {2: _INCREMENTAL_MANIFEST})
+    manifest, manifest_digest = unseal(raw, _MANIFEST, file, _NEWER_MANIFESTS)
     _check(manifest, file)
     return manifest, manifest_digest
 
@@ -132,6 +161,6 @@ def _check(manifest: Manifest, file: str) -> None:
             require(file, r.bytes <= r.length, "at most the file's length in bytes", r.bytes)
         paths = [r.path for r in shard.refers]
         require(file, len({*paths}) == len(paths), "each reference only once", paths)
-    if isinstance(manifest, IncrementalManifest):
-        any_reference = any(shard.refers for shard in manifest.shards)
-        require(file, any_reference, "a shard that refers to another version", "none")
+    any_reference = any(shard.refers for shard in manifest.shards)
+    expected = "a shard that refers to another version exactly if chain is not 0"
+    require(file, any_reference == (manifest.chain > 0), expected, f"chain {manifest.chain}")

@@ -227,6 +227,12 @@ def escape_level(level: str) -> str:
     return level or "~"
 
 
+def to_dotted(key: str) -> str:
+    """Return a key with dots between its levels, as PyTorch writes the name of a parameter."""
+    dotted = key.replace("/", ".")
+    return dotted.replace("~1", "/").replace("~0", "~") if "~" in key else dotted
+
+
 def join_key(parent: str, level: str) -> str:
     """Return the key of a child: the parent's key (empty at the top), then the child's level."""
     return f"{parent}/{level}" if parent else level

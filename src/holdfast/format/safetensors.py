@@ -65,7 +65,7 @@ def decode_entries(header: bytes) -> tuple[dict[str, HeaderEntry], dict[str, str
     metadata = None if encoded is None else _METADATA.decode(encoded)
     entries = {name: _ENTRY.decode(raw) for name, raw in members.items()}
     first = {} if metadata is None else {"__metadata__": metadata}
-    require_unique_names(header.rstrip(b" "), {**first, **entries})
+    require_unique_names(header.strip(b" "), {**first, **entries})
     return entries, metadata or {}
 
 

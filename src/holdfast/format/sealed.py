@@ -19,7 +19,7 @@ from holdfast.format.digest import HEX_LENGTH, digest
 from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder, describe_invalid
 from holdfast.text import VERIFY_ADVICE
 
-FORMAT = 2
+FORMAT = 3
 """The newest format number that this version of Holdfast writes and reads."""
 
 _HEAD = re.compile(rb'\{"format":([1-9][0-9]{0,8}),"digest":"([0-9a-f]{32})",')

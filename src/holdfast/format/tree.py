@@ -12,6 +12,8 @@ whose first member is a tag that names its type:
 ``tensor`` ``array`` ``blob``   a leaf: its bytes are in the shards, under the node's own key
 ``tied``            the same tensor as the leaf with this key
 ``sparse``          a sparse tensor: its parts are leaves under the node's key
+``dtype`` ``device`` ``size``   of torch: a name, a name with a number, numbers
+``subclass``        a tensor of another class: its inner tensors are below the node's key
 ==================  =========================================================================
 
 A key is the path to a node: levels joined by ``/``. A value of any other type is rejected by key at
@@ -32,7 +34,15 @@ import numpy as np
 
 from holdfast.errors import ManifestInvalid, Unsupported
 from holdfast.format.names import escape_level, join_key
-from holdfast.text import with_article
+from holdfast.format.values import torch_types
+from holdfast.format.values.numpy_dtypes import from_descr, to_descr
+from holdfast.format.values.rejected import (
+    collect,
+    ends_search,
+    list_all,
+    nested_too_deeply,
+    unsupported,
+)
 from holdfast.types import DTYPES
 
 Node = Any
@@ -46,12 +56,14 @@ MAX_DIMENSIONS = 64
 """The limit of NumPy."""
 
 LEAF_TAGS = ("tensor", "array", "blob")
+PART_TAGS = ("sparse", "subclass")
+"""The tags of tensors whose parts are below the node's key."""
+_TENSOR_TAGS = ("tied", *PART_TAGS)
 _INT64_LIMIT = 1 << 63
 _SEQUENCE_TAGS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
 _SEQUENCE_TYPES: dict[str, Callable[[Any], Any]] = {n: t for t, n in _SEQUENCE_TAGS.items()}
 _FLOATS = {"nan": nan, "inf": inf, "-inf": -inf}
 _HEX = re.compile("-?0x[0-9a-f]+")
-_DESCR = re.compile(r"[<>|][biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[a-zA-Z]{1,2}(/[0-9]{1,9})?\])?")
 _DICT_TAGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _PLAIN = frozenset(
     {str, type(None), bool, int, float, complex, bytes, bytearray, *_SEQUENCE_TAGS, *_DICT_TAGS}
@@ -62,6 +74,17 @@ _DICT_TYPES: dict[str, Callable[[], Any]] = {n: t for t, n in _DICT_TAGS.items()
 # -- values to nodes -----------------------------------------------------------------------------
 
 
+def encode_root(value: Any, key: str, encode_other: EncodeOther) -> Node:
+    """Return ``value`` as a node, as ``encode`` does. The error lists all values that cannot be
+    saved."""
+    try:
+        return encode(value, key, encode_other)
+    except Unsupported as e:
+        if (error := list_all(e)) is e:
+            raise
+        raise error from e
+
+
 def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> Node:
     """Return ``value`` as a node.
 
@@ -70,7 +93,7 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
     """
     kind = type(value)
     if depth > MAX_DEPTH:
-        raise unsupported(
+        raise nested_too_deeply(
             value, key, f"it is nested deeper than {MAX_DEPTH} levels, or contains itself"
         )
     if kind not in _PLAIN:
@@ -83,9 +106,8 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
         try:
             value.encode()
         except UnicodeEncodeError as e:
-            raise unsupported(
-                value, key, "its text contains lone surrogates, which UTF-8 cannot encode"
-            ) from e
+            why = "its text contains lone surrogates, which UTF-8 cannot encode"
+            raise unsupported(value, key, why, "Save os.fsencode(text)") from e
         return value
     if value is None or kind is bool:
         return value
@@ -105,14 +127,14 @@ def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> N
 def _encode_dict(value: Any, key: str, encode_other: EncodeOther, depth: int) -> Node:
     name = _DICT_TAGS[type(value)]
     if extra := getattr(value, "__dict__", {}).keys() - {"_metadata"}:
-        raise unsupported(value, key, f"it has the attributes {sorted(extra)}")
+        why = f"it has the attributes {sorted(extra)}"
+        raise unsupported(value, key, why, "Save dict(value), and these attributes beside it")
     names = list(value)
     try:
         levels = child_keys(names, key)
     except ValueError as e:
         raise unsupported(value, key, f"one of its keys cannot be converted to text: {e}") from e
-    items = zip(levels, value.values(), strict=True)
-    children = [encode(v, k, encode_other, depth + 1) for k, v in items]
+    children = _encode_members(value.values(), levels, encode_other, depth + 1)
     if name != "counter" and {*map(type, names)} <= {str}:
         encode("".join(names), key, _reject_key)
         node: Node = {name: dict(zip(names, children, strict=True))}
@@ -132,8 +154,26 @@ def _encode_sequence(value: Any, key: str, encode_other: EncodeOther, depth: int
         return {name: sorted(nodes, key=repr)}
     if all(type(v) is int and is_int64(v) for v in value):
         return {name: list(value)}
-    items = enumerate(value)
-    return {name: [encode(v, join_key(key, str(i)), encode_other, depth + 1) for i, v in items]}
+    keys = [join_key(key, str(i)) for i in range(len(value))]
+    return {name: _encode_members(value, keys, encode_other, depth + 1)}
+
+
+def _encode_members(
+    values: Iterable[Any], keys: list[str], encode_other: EncodeOther, depth: int
+) -> list[Node]:
+    """Encode the members of a container. A member that cannot be saved does not end the search for
+    others, so that the error has all of them."""
+    nodes, errors = [], []
+    for value, key in zip(values, keys, strict=True):
+        try:
+            nodes.append(encode(value, key, encode_other, depth))
+        except Unsupported as e:
+            if ends_search(e):
+                raise
+            errors.append(e)
+    if errors:
+        raise collect(errors)
+    return nodes
 
 
 def _encode_scalar(value: np.generic, key: str) -> Node:
@@ -147,18 +187,6 @@ def _encode_scalar(value: np.generic, key: str) -> Node:
 
 def _reject_key(value: Any, key: str, depth: int) -> Node:
     raise unsupported(value, key, "a key of a dict or a member of a set must be a plain value")
-
-
-def unsupported(value: Any, key: str, why: str) -> Unsupported:
-    """Return the error for a value that cannot be saved; it names the key and the type."""
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return Unsupported(
-        f"{key[:300] or 'The state'!r} is {with_article(kind)} that cannot be saved faithfully:"
-        f" {why}",
-        todo="Convert it to tensors, arrays, numbers, strings, lists, and dicts, or give the"
-        " object state_dict() and load_state_dict()",
-        leaf=key,
-    )
 
 
 def is_int64(value: int) -> bool:
@@ -186,13 +214,15 @@ def child_keys(keys: list[Any], parent: str) -> list[str]:
     return result
 
 
-def _key_text(key: Any) -> str:
+def _key_text(key: Any, depth: int = 0) -> str:
     """Return a key of a dict as text, the same in every process and with every NumPy version."""
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
     if type(key) is tuple:
-        texts = [repr(v) if type(v) is str else _key_text(v) for v in key]
+        texts = [repr(v) if type(v) is str else _key_text(v, depth + 1) for v in key]
         return f"({', '.join(texts)}{',' * (len(key) == 1)})"
     if type(key) is frozenset:
-        return f"{{{', '.join(sorted(map(_key_text, key)))}}}"
+        return f"{{{', '.join(sorted(_key_text(v, depth + 1) for v in key))}}}"
     return str(key)
 
 
@@ -200,8 +230,8 @@ def _key_text(key: Any) -> str:
 
 
 def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any:
-    """Return the value of a node. ``decode_leaf(node, key)`` decodes leaves and tied and sparse
-    tensors.
+    """Return the value of a node. ``decode_leaf(node, key)`` decodes leaves, tied and sparse
+    tensors, and torch's types.
 
     Raises ``ManifestInvalid`` for an unknown or malformed node.
     """
@@ -216,7 +246,7 @@ def decode(node: Node, key: str, decode_leaf: DecodeLeaf, depth: int = 0) -> Any
     try:
         if tag in ("dict", "ordered", "items"):
             return _decode_dict(node, key, decode_leaf, depth)
-        if tag in LEAF_TAGS or tag in ("tied", "sparse"):
+        if tag in LEAF_TAGS or tag in _TENSOR_TAGS or tag in torch_types.TAGS:
             return decode_leaf(node, key)
         if tag in _SEQUENCE_TYPES and len(node) == 1:
             return _decode_sequence(tag, body, key, decode_leaf, depth)
@@ -308,17 +338,23 @@ def members(node: Node, key: str) -> Iterable[tuple[Node, str]] | None:
 def walk(node: Node, key: str = "", split_sparse: bool = True) -> Iterator[tuple[str, Node]]:
     """Yield every leaf and plain value with its key, in the order of the tree.
 
-    ``split_sparse``: yield the parts of a sparse tensor instead of the tensor.
+    ``split_sparse``: yield the parts of a sparse tensor or a subclass instead of the tensor.
     """
     inner = members(node, key)
     if inner is not None:
         for child, k in inner:
             yield from walk(child, k, split_sparse)
-    elif split_sparse and type(node) is dict and "sparse" in node:
-        for name, part in node["sparse"]["parts"].items():
-            yield join_key(key, name), part
+    elif split_sparse and type(node) is dict and next(iter(node)) in PART_TAGS:
+        for part, k in parts(node, key):
+            yield from walk(part, k)
     else:
         yield key, node
+
+
+def parts(node: Node, key: str) -> list[tuple[Node, str]]:
+    """Return the parts of a tensor with one of ``PART_TAGS``, each with its key."""
+    (body,) = node.values()
+    return [(part, join_key(key, escape_level(name))) for name, part in body["parts"].items()]
 
 
 def is_valid_shape(dtype: str, shape: Sequence[Any]) -> bool:
@@ -333,47 +369,6 @@ def is_valid_shape(dtype: str, shape: Sequence[Any]) -> bool:
             return False
         size *= n or 1
     return size < 1 << 62
-
-
-def to_descr(dtype: np.dtype[Any]) -> Any:
-    """Return a NumPy dtype as JSON. Raises ``ValueError`` if it would not survive a round trip."""
-    if dtype.hasobject or dtype.isbuiltin == 2 or _has_metadata(dtype):
-        raise ValueError(f"the elements of dtype {dtype} are not plain bytes")
-
-    def to_lists(descr: Any) -> Any:
-        return [to_lists(d) for d in descr] if isinstance(descr, list | tuple) else descr
-
-    descr = to_lists(np.lib.format.dtype_to_descr(dtype))
-    decoded = from_descr(descr)
-    if decoded != dtype or decoded.type is not dtype.type:
-        raise ValueError(f"the dtype {dtype} cannot be represented in JSON")
-    return descr
-
-
-def _has_metadata(dtype: np.dtype[Any]) -> bool:
-    """Return True if the dtype or a dtype in it has metadata, which ``.npy`` headers omit."""
-    inner = [f[0] for f in (dtype.fields or {}).values()]
-    inner += [dtype.subdtype[0]] if dtype.subdtype else []
-    return bool(dtype.metadata) or any(map(_has_metadata, inner))
-
-
-def from_descr(descr: Any) -> np.dtype[Any]:
-    """Return the dtype of a ``to_descr``. Raises ``ValueError`` or ``TypeError`` if malformed."""
-
-    def check(d: Any, depth: int) -> Any:
-        if type(d) is str and _DESCR.fullmatch(d):
-            return d
-        if type(d) is not list or depth > 16:
-            raise ValueError("not a dtype that NumPy writes")
-        return [
-            (tuple(n) if type(n) is list else n, check(inner, depth + 1), *map(tuple, shape))
-            for n, inner, *shape in d
-        ]
-
-    dtype = np.lib.format.descr_to_dtype(check(descr, 0))
-    if dtype.hasobject or dtype.subdtype is not None:
-        raise ValueError("a dtype with objects or a subarray is never loaded")
-    return dtype
 
 
 def reject_leaf(node: Node, key: str) -> Any:

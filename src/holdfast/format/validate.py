@@ -18,12 +18,14 @@ from holdfast.format.tree import (
     Node,
     children,
     decode,
-    from_descr,
     invalid_node,
     is_int64,
     is_valid_shape,
+    parts,
     reject_leaf,
 )
+from holdfast.format.values import torch_types
+from holdfast.format.values.numpy_dtypes import from_descr
 
 _DICT_FIELDS: dict[str, set[str]] = {
     "dict": {"dict"},
@@ -46,6 +48,15 @@ LeafSpecs = dict[str, tuple[str, tuple[int, ...]]]
 def check_tree(node: Node, file: str) -> LeafSpecs:
     """Check a tree, and return the dtype and global shape of each leaf in the shards, by key.
 
+    Raises as ``check_numbered_tree``.
+    """
+    return check_numbered_tree(node, file)[0]
+
+
+def check_numbered_tree(node: Node, file: str) -> tuple[LeafSpecs, int]:
+    """Check a tree. Return the result of ``check_tree``, and the lowest format number of a manifest
+    that has such a tree: 1 or 3.
+
     Raises ``ManifestInvalid`` for anything that ``format/tree.py`` does not write: an unknown node
     or dtype, an invalid shape, a duplicate key, or a tied leaf without its target.
     """
@@ -56,7 +67,7 @@ def check_tree(node: Node, file: str) -> LeafSpecs:
     for key, target in checker.tied:
         if type(target) is not str or target not in checker.tensors:
             raise invalid_node({"tied": target}, key, file)
-    return checker.leaves
+    return checker.leaves, checker.number
 
 
 def check_plain(node: Node, key: str, file: str) -> None:
@@ -65,8 +76,8 @@ def check_plain(node: Node, key: str, file: str) -> None:
     if type(node) is not dict or next(iter(node), None) != "dict":
         raise invalid_node(node, key, file)
     checker.check_node(node, key, 0)
-    if checker.leaves or checker.tied:
-        raise invalid_node(next(iter([*checker.leaves, *checker.tied])), key, file)
+    if not checker.is_plain:
+        raise invalid_node(next(iter([*checker.leaves, *checker.tied, node])), key, file)
 
 
 @dataclass(slots=True)
@@ -77,6 +88,12 @@ class _Checker:
     leaves: LeafSpecs = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
     tied: list[tuple[str, Any]] = field(default_factory=list)
+    number: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only nodes of plain values were checked."""
+        return not self.leaves and not self.tied and self.number == 1
 
     def check_node(self, node: Node, key: str, depth: int) -> None:
         if type(node) is not dict:
@@ -113,6 +130,11 @@ class _Checker:
             return True
         if tag == "sparse":
             return self._check_sparse(body, key)
+        if tag == "subclass":
+            return self._check_subclass(node, key, depth)
+        if tag in torch_types.TAGS:
+            self.number = 3
+            return torch_types.is_valid(node)
         # no other node contains leaves, and it is well formed if it can be decoded
         decode(node, key, reject_leaf, depth)
         return True
@@ -121,7 +143,7 @@ class _Checker:
         if "metadata" in node:
             checker = _Checker(self.file)
             checker.check_node(node["metadata"], join_key(key, "~metadata"), depth + 1)
-            if checker.leaves or checker.tied or node.get("of") == "dict":
+            if not checker.is_plain or node.get("of") == "dict":
                 return False
         if "items" in node and not (
             type(node["items"]) is list
@@ -159,16 +181,35 @@ class _Checker:
         self.leaves[key] = dtype, tuple(shape)
         return True
 
+    def _check_subclass(self, node: Node, key: str, depth: int) -> bool:
+        self.number = 3
+        body = node["subclass"]
+        if body.keys() != {"class", "dtype", "shape", "context", "parts"} or not body["parts"]:
+            return False
+        context = _Checker(self.file)
+        context.check_node(body["context"], join_key(key, "~context"), depth + 1)
+        for part, k in parts(node, key):
+            if next(iter(part), None) not in ("tensor", "tied", "subclass"):
+                return False
+            self.check_node(part, k, depth + 1)
+        return (
+            not context.leaves
+            and not context.tied
+            and type(body["class"]) is str
+            and torch_types.is_valid({"dtype": body["dtype"]})
+            and torch_types.is_valid({"size": body["shape"]})
+        )
+
     def _check_sparse(self, body: Any, key: str) -> bool:
-        layout, shape, parts = body["layout"], body["shape"], body["parts"]
+        layout, shape, by_name = body["layout"], body["shape"], body["parts"]
         if body.keys() != {"layout", "shape", "coalesced", "parts"}:
             return False
-        for name, part in parts.items():
+        for name, part in by_name.items():
             if next(iter(part), None) not in ("tensor", "tied"):
                 return False
             self.check_node(part, join_key(key, name), 0)
         return (
-            parts.keys() == _SPARSE_PARTS[layout]
+            by_name.keys() == _SPARSE_PARTS[layout]
             and type(shape) is list
             and is_valid_shape("uint8", [0, *shape])
             and type(body["coalesced"]) is bool

@@ -133,6 +133,12 @@ def _remove_wrapper_levels(name: str) -> str:
     return ".".join(level for level in name.split(".") if level not in _WRAPPER_LEVELS)
 
 
+def unwrap_state(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of a module with names without wrapper prefixes."""
+    unwrapped: dict[str, Any] = _unwrap_state(value, "", [])
+    return unwrapped
+
+
 # -- optimizers ----------------------------------------------------------------------------------
 
 

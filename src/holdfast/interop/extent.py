@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from holdfast.engine.state.flatten import SPARSE_PARTS
+from holdfast.engine.state.tensors.sparse import PARTS
 from holdfast.errors import Unsupported
 from holdfast.format.tree import MAX_DEPTH
 from holdfast.types import MIB
@@ -100,7 +100,7 @@ class _Extent:
         return 0
 
     def _add_tensor(self, t: Any) -> None:
-        methods = SPARSE_PARTS.get(str(t.layout).removeprefix("torch."))
+        methods = PARTS.get(str(t.layout).removeprefix("torch."))
         if methods is not None:
             for method in methods.values():
                 self._add_tensor(getattr(t.detach(), method)())

@@ -49,7 +49,7 @@ SUPPORTED_FORMATS = (
 )
 _WEIGHT_SUFFIXES = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
 _LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
-_TRAINER_STATE_FILE = "trainer_state.json"
+TRAINER_STATE_FILE = "trainer_state.json"
 _MAGIC_BYTES = (
     (b"PK\3\4", "a zip file without data.pkl"),
     (b"\x80", "a bare pickle, which can run any code"),
@@ -194,10 +194,18 @@ def _read_folder(folder: ForeignFolder, advance: Advance) -> ForeignCheckpoint:
     return ForeignCheckpoint(path, "huggingface", value, _read_trainer_step(folder), mapped, other)
 
 
+def read_member_file(folder: ForeignFolder, name: str, advance: Advance = no_op) -> Any:
+    """Return the content of a file of ``torch.save`` or safetensors in a folder.
+
+    Raises as ``read_foreign_checkpoint`` does.
+    """
+    return _read_file(folder.open(name), advance).value
+
+
 def _read_trainer_step(folder: ForeignFolder) -> int | None:
     """Return the step that the Trainer of Transformers recorded next to the model, if any."""
     with suppress(OSError, HoldfastError, ValueError, RecursionError):
-        file = folder.open(_TRAINER_STATE_FILE)
+        file = folder.open(TRAINER_STATE_FILE)
         raw = file.read(0, file.length)
         return step_from_state(json.loads(raw, object_pairs_hook=unique_members))
     return None
@@ -237,11 +245,13 @@ def _insert_placeholders(
         return [_insert_placeholders(v, placeholders) for v in value]
     if not isinstance(value, TensorBoxes | StoredTensor):
         return value
+    if id(value) in placeholders:  # a tied tensor
+        return placeholders[id(value)][0]
     import torch
 
     placeholder = torch.empty((), dtype=getattr(torch, value.dtype)).expand(value.shape)
-    # keeps it alive, so that its id stays unique
-    placeholders[id(placeholder)] = (placeholder, value)
+    # keeps both alive, so that their ids stay unique
+    placeholders[id(placeholder)] = placeholders[id(value)] = (placeholder, value)
     return placeholder
 
 

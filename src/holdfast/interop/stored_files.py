@@ -211,6 +211,14 @@ class StoredTensor:
         """Fill ``view`` with the bytes of the tensor from ``start``. Raises ``StoreError``."""
         (self.extent or self.file).read_into(self.start + start, view)
 
+    def fetch(self) -> Any:
+        """Return the tensor in memory. Raises ``StoreError``."""
+        import torch
+
+        raw = bytearray(self.nbytes)
+        self.read_into(0, memoryview(raw))
+        return torch.frombuffer(raw, dtype=getattr(torch, self.dtype)).view(self.shape)
+
 
 def require_space(files: Sequence[ForeignFile]) -> None:
     """Raise ``NoSpace`` unless the temporary folder has space for all stored files among these."""
@@ -294,7 +302,10 @@ def size_of_foreign(path: str, *, all_files: bool = False) -> int:
 
 
 def is_safetensors(file: ForeignFile) -> bool:
-    """Return True if a file begins like a safetensors file."""
+    """Return True if a file begins like a safetensors file. The header may begin with spaces."""
     head = file.read(0, 9)
     size = int.from_bytes(head[:8], "little")
-    return head[8:] == b"{" and 2 <= size <= min(MAX_HEADER, file.length - 8)
+    if not 2 <= size <= min(MAX_HEADER, file.length - 8):
+        return False
+    first = file.read(8, 8 + size).lstrip(b" ")[:1] if head[8:] == b" " else head[8:]
+    return first == b"{"

@@ -18,8 +18,14 @@ class Guardable(Protocol):
 
     _calls: GuardedCalls
 
-    def step(self, metrics: Mapping[str, Any] | None = None, *, batches: int = 1) -> None:
-        """Count one step, and act on what the ranks have agreed on."""
+    def step(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        steps: int = 1,
+        batches: int | None = None,
+    ) -> None:
+        """Count steps, and act on what the ranks have agreed on."""
 
     def _begin_call(self) -> None:
         """Start the training, if this is its first step."""
@@ -81,7 +87,7 @@ class PreemptionGuard:
 
         Call it after each step, or after each function that makes several: it counts one step. The
         arguments are those of ``Preemption.save_fn``, or else of ``ckpt.step``: the metrics that
-        the version stores, and ``batches=``.
+        the version stores, ``steps=``, and ``batches=``.
 
         Raises what ``ckpt.step`` raises: after a notice, ``Preempted``.
         """

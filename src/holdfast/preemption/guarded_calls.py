@@ -96,12 +96,11 @@ class GuardedCalls:
 
     # -- for the Checkpointer --------------------------------------------------------------------
 
-    def step(self, agreement: Agreement | LocalAgreement) -> frozenset[str]:
-        """Return the actions that all ranks perform after this step.
+    def agree(self, agreement: Agreement | LocalAgreement) -> frozenset[str]:
+        """Return the actions that all ranks perform now, after a step or an epoch.
 
         In a call, there are none, but the error of another rank is raised.
         """
-        self.steps += 1
         if not self.is_running:
             return agreement.step()
         agreement.check()

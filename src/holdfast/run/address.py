@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -24,10 +25,18 @@ from holdfast.engine.distributed.group import (
 )
 from holdfast.engine.loading.binding import Leniency, warn_of_share
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.location import Url, locate, path_advice, suggest_similar_path
+from holdfast.engine.snapshot.location import (
+    Location,
+    Url,
+    locate,
+    path_advice,
+    suggest_similar_path,
+)
 from holdfast.engine.snapshot.snapshot import Snapshot, open_location, open_snapshot
 from holdfast.errors import NotFound
 from holdfast.format.names import Version, split_address
+from holdfast.interop.foreign_snapshot import ForeignSnapshot, open_foreign
+from holdfast.interop.members import is_foreign
 from holdfast.run.evaluations.objectives import read_recorded_objectives
 from holdfast.run.run import Run
 from holdfast.storage.open import open_store
@@ -91,6 +100,12 @@ def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
             if version is None:
                 if "versions" in e.fields:  # a run: the error names one of its versions
                     raise
+                if is_foreign(locate(address)):
+                    raise e.with_advice(
+                        "This may be a checkpoint of another library: load it with"
+                        f" holdfast.load({text!r}, into=state), or save it as a version with"
+                        " `holdfast import`"
+                    ) from e
                 raise e.with_advice(ADDRESS_FORMS) from e
     url, version = resolve_address(text, deadline)
     run = _open_run(url, deadline)
@@ -245,6 +260,7 @@ def load(  # noqa: PLR0913  (the public face)
     unexpected: Literal["error", "ignore"] = "error",
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
+    mismatched: Literal["error", "keep"] = "error",
     group: GroupSpec = None,
     share: bool | None = None,
     timeout: float | None = None,
@@ -252,15 +268,25 @@ def load(  # noqa: PLR0913  (the public face)
     """Load the snapshot at ``url`` and check every byte that is read.
 
     ``url`` may be an address, such as ``"runs/a@best"``: see ``holdfast.open``. Without ``into``,
-    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values. With
-    ``into``, a dict like the one that was saved, fill that dict in place and return it. ``keys``:
-    load only leaves whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*``
-    matches within a level, ``**`` across levels.
+    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values.
+    ``device="saved"`` stands for the devices from which the tensors were saved, and
+    ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
+    With ``into``, a dict like the one that was saved, fill that dict in place and return a
+    ``LoadReport`` of what was loaded, kept, ignored, and converted. ``keys``: load only leaves
+    whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*`` matches within a
+    level, ``**`` across levels.
+
+    ``url`` may also be a checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or
+    safetensors. With ``into``, each live member takes the member of the same name or kind, and an
+    optimizer its numbered state by the order of its parameters: see docs/import.md. A warning lists
+    what the live state has no place for.
 
     The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
     ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
-    dtypes. ``rename={"model/old": "model/new"}`` renames members of the snapshot, with everything
-    below them, before they are matched with the live state. A load fails after ``timeout`` seconds.
+    dtypes. ``mismatched="keep"`` keeps live values that have another shape; a parameter also keeps
+    its optimizer slots, or has none. ``rename={"model/old": "model/new"}`` renames members of the
+    snapshot, with everything below them, before they are matched with the live state. A load fails
+    after ``timeout`` seconds.
 
     Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
     snapshot was saved with, or all raise. If several ranks of a host need the same data of a large
@@ -270,12 +296,29 @@ def load(  # noqa: PLR0913  (the public face)
     after which ``into`` is unchanged.
     """
     warn_of_share(share)
-    leniency = Leniency(missing, unexpected, cast, rename or {})
+    leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
     ranks = LocalGroup() if into is None else current_group(group)
     if isinstance(url, str | os.PathLike) and split_address(os.fspath(url))[1] is not None:
         snapshot = open_on_all_ranks(url, ranks, timeout)
     else:
         location = locate(url).limit("load", timeout)
         with failing_together(ranks, f"the load of {location.url}", location.deadline):
-            snapshot = open_location(location)
+            snapshot = _open_any(location, into, keys, leniency.rename)
+            if isinstance(snapshot, ForeignSnapshot):
+                leniency = replace(leniency, rename=snapshot.renames_within)
     return load_snapshot(snapshot, into, keys, device, leniency, ranks)
+
+
+def _open_any(
+    location: Location,
+    into: dict[str, Any] | None,
+    keys: str | Sequence[str] | None,
+    renames: Mapping[str, str],
+) -> Snapshot:
+    """Open the snapshot at a location, or else the checkpoint of another library."""
+    try:
+        return open_location(location)
+    except NotFound as e:
+        if "versions" in e.fields or not is_foreign(location):
+            raise
+    return open_foreign(location, into, keys, renames)

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import inf
 from typing import Any
 
 from holdfast import events
@@ -57,7 +58,7 @@ class VersionRecord:
     to them, or symbolic links of it lead there. If the manifest is damaged, ``digest`` is empty,
     ``files`` is empty, and ``bases`` holds every version whose name occurs in the manifest's bytes,
     or every older version if there are no bytes. ``manifest`` is the status of the manifest when it
-    was read.
+    was read. ``trained_seconds`` is as in ``Record``.
     """
 
     digest: str = ""
@@ -65,6 +66,7 @@ class VersionRecord:
     bases: frozenset[Version] = frozenset()
     metrics: Mapping[str, float] = field(default_factory=dict)
     manifest: Stat | None = None
+    trained_seconds: float | None = None
 
 
 class Catalog:
@@ -342,8 +344,14 @@ def make_version_record(snapshot: Snapshot) -> VersionRecord:
         files[snapshot.location.key(shard.index.name)] = shard.index.length
         for reference in shard.refers:
             files[snapshot.location.run_key(reference.path.removeprefix("../"))] = reference.length
+    seconds = read_training_metadata(snapshot).get("trained_seconds")
+    is_time = isinstance(seconds, int | float) and 0 <= seconds < inf
     return VersionRecord(
-        snapshot.digest, files, snapshot.bases, select_numbers(snapshot.metadata.get("metrics"))
+        snapshot.digest,
+        files,
+        snapshot.bases,
+        select_numbers(snapshot.metadata.get("metrics")),
+        trained_seconds=seconds if is_time else None,
     )
 
 

@@ -14,16 +14,24 @@ from typing import get_args
 
 from holdfast import events
 from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import HoldfastError
-from holdfast.format.names import MAX_STEP, Version
+from holdfast.errors import HoldfastError, NotFound
+from holdfast.format.names import MANIFEST, MAX_STEP, Version
 from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.evaluations.reader import VersionEvaluations
 from holdfast.run.evaluations.trust import Trust, find_distrust
 from holdfast.run.lineage import lineage_of
 from holdfast.run.listing import FolderFiles, Listing
-from holdfast.run.policy import KeepBest, KeepEvery, KeepLast, KeepPolicy, KeepUnion, Record
+from holdfast.run.policy import (
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    KeepSteps,
+    KeepUnion,
+    Record,
+)
 from holdfast.run.roots import Roots, find_roots
-from holdfast.run.sweep import delete_versions, finish_deletions
+from holdfast.run.sweep import delete_versions, finish_deletions, link_reason
 from holdfast.text import format_list
 from holdfast.threads import look_up_each
 
@@ -99,6 +107,70 @@ def retain(
     return []  # the run changes all the time; the next retention decides
 
 
+def delete(catalog: Catalog, versions: Collection[Version]) -> int:
+    """See ``Run.delete``."""
+    if any({*map(str, versions)} & {*lease.versions} for lease in catalog.leases.live().values()):
+        catalog.leases.confirm()
+    roots = find_roots(catalog)
+    listing, known = roots.listing, roots.version_records
+    for version in versions:
+        if version not in known:
+            raise NotFound(
+                f"There is no {version} in {catalog.store.url}",
+                key=f"{version}/{MANIFEST}",
+                store=catalog.store.url,
+            )
+    folders = {v: catalog.files(v, listing) for v in versions}
+    _, kept = roots.select_deletable(versions)
+    linked = {v: link_reason(folder) for v, folder in folders.items() if folder.links}
+    needed = dict.fromkeys(_resumed_from(catalog, roots) & {*versions}, _NEEDED)
+    if reasons := {**needed, **linked, **kept}:
+        version = min(reasons)
+        also = " Nothing was deleted" if len(versions) > 1 else ""
+        raise HoldfastError(
+            f"{version} of {catalog.store.url} was not deleted: {reasons[version]}",
+            found=format_list([f"{v}: {reasons[v]}" for v in sorted(reasons)[1:]], 5) or None,
+            todo=(
+                "Nothing is deleted through a link. Remove the link and its target yourself"
+                if version in linked and version not in kept
+                else "Keep the version that the training would continue from. After"
+                " resume(at=...) has started a branch from an older one, it can be deleted"
+                if version not in kept
+                else "Delete the versions that refer to it first. `holdfast pin RUN STEP --remove`"
+                " removes a pin"
+            )
+            + (f".{also}" if also else ""),
+            version=str(version),
+            versions=tuple(map(str, sorted(reasons))),
+        )
+    return sum(s.length for s in delete_versions(catalog, folders))
+
+
+_NEEDED = "it is the newest intact version, from which a training continues"
+
+
+def _resumed_from(catalog: Catalog, roots: Roots) -> set[Version]:
+    """Return the newest intact version of the current lineage, and for each degree of trust the
+    newest one that a resume accepts. Retention never deletes any of them."""
+    known = roots.version_records
+    line = [v for v in lineage_of(catalog, roots.listing) if known[v].digest]
+
+    @cache
+    def is_intact(version: Version) -> bool:
+        return catalog.is_intact(known[version])
+
+    @cache
+    def read(version: Version) -> VersionEvaluations:
+        return catalog.evaluations.read(version, known[version].digest)
+
+    intact = (v for v in reversed(line) if is_intact(v))
+    found = {v for v in [next(intact, None)] if v is not None}
+    for trust in get_args(Trust):
+        accepted = (v for v in reversed(line) if find_distrust(read(v), trust) is None)
+        found |= {v for v in [next(filter(is_intact, accepted), None)] if v is not None}
+    return found
+
+
 def _select(
     catalog: Catalog, policy: KeepPolicy, roots: Roots, before_deletion: BeforeDeletion
 ) -> dict[Version, FolderFiles] | None:
@@ -109,6 +181,7 @@ def _select(
     listing, known = roots.listing, roots.version_records
     versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
+    distrusted = set[Version]()
 
     @cache  # each folder is listed once
     def read(version: Version) -> VersionEvaluations:
@@ -116,10 +189,12 @@ def _select(
 
     def add_metrics(version: Version) -> None:
         metrics[version] = catalog.comparable_metrics(version, known[version], read(version))
+        if find_distrust(read(version)) is not None:
+            distrusted.add(version)
 
-    if not _consists_of(policy, KeepLast, KeepEvery):  # the others may use evaluations
+    if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps):  # the others may use evaluations
         look_up_each(versions, add_metrics)
-    records = [Record(v, metrics[v]) for v in versions]
+    records = [Record(v, metrics[v], known[v].trained_seconds, v in distrusted) for v in versions]
     intact: dict[Version, bool] = {}
     while True:
         records = [r for r in records if intact.get(r.version, True)]
@@ -184,7 +259,7 @@ def _relied_on(
     """
     first = next(i for i, r in enumerate(records) if r.version in deletable)
     newest = records[max(0, first - 1) :]
-    if not _consists_of(policy, KeepLast, KeepEvery, KeepBest) or (
+    if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps, KeepBest) or (
         policy.keep(newest) & set(deletable)
     ):
         newest = records

@@ -357,16 +357,14 @@ class Run:
 
     # -- deleting ------------------------------------------------------------------------------
 
-    def delete(self, version: Version | int) -> int:
-        """Delete a version, manifest first, and return the number of bytes that this freed.
+    def delete(self, *versions: Snapshot | Version | int) -> int:
+        """Delete versions, manifests first, and return the number of bytes that this freed.
 
-        ``version``: also the step of one on the current lineage. Raises ``NotFound``, and
-        ``HoldfastError`` if the version is pinned, if a process is reading it, or if another
-        version refers to it.
+        A version is also given by its step on the current lineage. Raises ``NotFound``, and
+        ``HoldfastError`` if one is pinned, a process is reading it, another version refers to it,
+        or a training would continue from it (see ``retain``). Nothing is deleted then.
         """
-        if not isinstance(version, Version):
-            version = self.find(version)
-        return sweep.delete(self.catalog, version)
+        return retention.delete(self.catalog, [self._resolve_version(v) for v in versions])
 
     def retain(self, policy: KeepPolicy) -> list[Version]:
         """Delete the versions that ``policy`` does not keep, and return them, oldest first.

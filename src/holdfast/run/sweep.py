@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from holdfast import events
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
-from holdfast.errors import BrokenLink, HoldfastError, NoSpace, NotFound
+from holdfast.errors import BrokenLink, NoSpace, NotFound
 from holdfast.format import names
 from holdfast.format.names import MAX_STEP, Version
 from holdfast.run.catalog import Catalog, VersionRecord
@@ -62,32 +62,6 @@ _ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
 
 
 # -- deleting ------------------------------------------------------------------------------------
-
-
-def delete(catalog: Catalog, version: Version) -> int:
-    """See ``Run.delete``."""
-    if any(str(version) in lease.versions for lease in catalog.leases.live().values()):
-        catalog.leases.confirm()
-    roots = find_roots(catalog)
-    if version not in roots.version_records:
-        raise NotFound(
-            f"There is no {version} in {catalog.store.url}",
-            key=f"{version}/{names.MANIFEST}",
-            store=catalog.store.url,
-        )
-    folder = catalog.files(version, roots.listing)
-    deletable, kept = roots.select_deletable([version])
-    if not deletable or folder.links:
-        raise HoldfastError(
-            f"{version} of {catalog.store.url} was not deleted:"
-            f" {kept.get(version) or link_reason(folder)}",
-            todo="Nothing is deleted through a link. Remove the link and its target yourself"
-            if deletable
-            else "Delete the versions that refer to it first. `holdfast pin RUN STEP --remove`"
-            " removes a pin",
-            version=str(version),
-        )
-    return sum(s.length for s in delete_versions(catalog, {version: folder}))
 
 
 def link_reason(folder: FolderFiles) -> str:

@@ -39,6 +39,11 @@ class WriterLock:
         self._id: str | None = None
         self._observed_id: str | None = None
 
+    @property
+    def id(self) -> str | None:
+        """The id under which this process holds the lock, or None if it does not."""
+        return self._id
+
     def observe(self) -> None:
         """Remember the owner, which is another rank of this training: ``check`` then raises if
         another training takes the lock over. Raises ``StoreError`` and ``FormatTooNew``."""

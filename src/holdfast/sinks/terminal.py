@@ -11,6 +11,7 @@ from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple, TextIO
 
+from holdfast.generators import Isolation
 from holdfast.sinks.wording import describe_event, describe_saved, number_field, text_field
 
 _STYLES = {
@@ -19,8 +20,13 @@ _STYLES = {
     "structure_changed": "dim",
     "platform_detected": "dim",
     "began": "cyan",
+    "loaded": "cyan",
     "resumed": "cyan",
+    "resume_checked": "cyan",
+    "resume_differs": "yellow",
     "stopped": "cyan",
+    "finished": "cyan",
+    "taken_over": "cyan",
     "skipped": "yellow",
     "save_skipped": "yellow",
     "left_unsaved": "yellow",
@@ -37,6 +43,8 @@ _STYLES = {
     "preempted": "yellow",
     "save_failed": "bold red",
 }
+SHOWN_EVENTS = frozenset(_STYLES)
+"""The events that a ``Terminal`` shows. It also needs ``deleted``, for the line of a save."""
 _MIN_WAIT_SECONDS = 0.1
 """Shorter waits in seconds are not shown: in a fast loop every save waits."""
 _METRICS_DROP_ORDER = 5
@@ -72,6 +80,7 @@ class Terminal:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
+        _import_rich()
         self._stream = stream
         self._deleted: list[str] = []
         self._shown: set[str] = set()
@@ -104,6 +113,14 @@ class Terminal:
             stream = sys.stderr if self._stream is None else self._stream
             if stream is not None:  # None if the program has no console
                 _print_line(stream, parts)
+
+
+def _import_rich() -> None:
+    """Import rich now: it draws a random number, which must not be one of the training's."""
+    with Isolation("call"):
+        import rich.cells
+        import rich.console
+        import rich.text  # noqa: F401
 
 
 def _rank() -> int:

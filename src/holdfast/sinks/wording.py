@@ -10,11 +10,13 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import parse_version
+from holdfast.text import to_printable as to_printable  # noqa: PLC0414  (for the sinks)
 
 _MAX_DEPTH = 8
 _MAX_TEXT = 200
 _MAX_METRICS = 4
 _MAX_NAME = 24
+_MAX_KEYS = 5
 
 
 def number_field(fields: Mapping[str, Any], name: str) -> float | None:
@@ -81,14 +83,6 @@ def _truncate(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 2] + ".."
 
 
-def to_printable(text: object) -> str:
-    """Return text from outside as one line without terminal control characters."""
-    text = str(text)
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
-
-
 def format_error_brief(error: HoldfastError) -> str:
     """Format what happened, what was expected, and what was found, without the advice."""
     return to_printable(HoldfastError(error.what, expected=error.expected, found=error.found))
@@ -126,13 +120,9 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         details += [texts["referred"], texts["reason"], texts["metrics"]]
         return ": ".join(filter(None, (f"saved step {step}", ", ".join(filter(None, details)))))
     if name == "resumed":
-        branch = text_field(fields, "branch", "0")
-        suffix = "" if branch == "0" else f", branch {branch}"
-        url = text_field(fields, "url")
-        saved = parse_version(url.rpartition("/")[2])
-        if saved is None or str(saved.step) != step:  # a part of a version of another run
-            return f"started at step {step} with state from {url}{suffix}"
-        return f"resumed step {step} from {url}{suffix}"
+        return _describe_resume(fields)
+    if name == "loaded":  # for people only if something was kept, ignored, or converted
+        return "; ".join(map(to_printable, str(fields.get("summary") or "").splitlines())) or None
     seconds = number_field(fields, "seconds")
     waited = "waited" if seconds is None else f"waited {format_duration(seconds)}"
     if name == "save_waited":
@@ -155,12 +145,15 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             return f"stopped at step {step}: {metric} was never a number"
         value = to_printable(_format_value(best))
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
+    if name in ("resume_checked", "resume_differs", "finished"):
+        return _describe_end(fields) if name == "finished" else _describe_check(name, fields)
     if name in ("notice", "preempted", "platform_detected"):
         return _describe_preemption(name, fields)
     return {
         "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
         "left_unsaved": f"left the steps after {text_field(fields, 'since')} up to {step} unsaved:"
         " the policy AtEnd() saves them",
+        "taken_over": f"closed an earlier Checkpointer of {text_field(fields, 'run')}",
         "save_failed": f"failed to save step {step}: {error}",
         "save_skipped": f"skipped the save of step {step}: another save was in progress",
         "skipped": f"skipped {version}: {_error_without_todo(fields)}",
@@ -180,6 +173,37 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
         ),
     }.get(name)
+
+
+def _describe_resume(fields: Mapping[str, Any]) -> str:
+    url, step = text_field(fields, "url"), text_field(fields, "step")
+    branch = text_field(fields, "branch", "0")
+    suffix = "" if branch == "0" else f", branch {branch}"
+    saved = parse_version(url.rpartition("/")[2])
+    if saved is None or str(saved.step) != step:  # a part of a version of another run
+        return f"started at step {step} with state from {url}{suffix}"
+    return f"resumed step {step} from {url}{suffix}"
+
+
+def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
+    url, seconds = text_field(fields, "url"), number_field(fields, "seconds")
+    if name == "resume_differs":
+        keys = _list_field(fields, "differing")
+        more = f", and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+        return f"resumed with differences from {url}: {', '.join(keys[:_MAX_KEYS])}{more}"
+    nbytes, total = number_field(fields, "bytes") or 0, number_field(fields, "total") or 0
+    of_total = "" if nbytes == total else f" of {format_size(total)}"
+    what = f"{format_size(nbytes)}{of_total}" if total else "all values"
+    took = "" if seconds is None else f", compared in {format_duration(seconds)}"
+    return f"resumed exactly: {what} equal {url}{took}"
+
+
+def _describe_end(fields: Mapping[str, Any]) -> str:
+    step, newest, error = (text_field(fields, name) for name in ("step", "saved", "error"))
+    end = "no step is saved" if newest == "0" else f"the newest version is of step {newest}"
+    if fields.get("error") is None:
+        return f"finished at step {step}: {end}"
+    return f"ended after step {step}: {end}. The cause is {_truncate(error, 100)}"
 
 
 def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:

@@ -41,6 +41,10 @@ class MemoryStore:
         view._folder += check_key(folder, self.url) + "/"
         return view
 
+    def shares_objects_with(self, other: MemoryStore) -> bool:
+        """Return True if both are views of one store."""
+        return self._objects is other._objects
+
     @property
     def traits(self) -> Traits:
         return Traits(name="memory", alignment=1, durable=False, in_memory=True)

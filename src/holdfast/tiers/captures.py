@@ -134,7 +134,10 @@ class Captures(HostTier):
         """
         last = self._last
         now = PolicyInput(step, 0.0, epochs, last.step, 0.0, last.epochs)
-        if self._tier is None or not self._tier.every.due(now):
+        is_new = step != last.step  # ``end_epoch`` may follow a step whose state is captured
+        if not is_new:
+            self._last = now
+        if self._tier is None or not is_new or not self._tier.every.due(now):
             self._preallocate()
             return False
         self._last = now

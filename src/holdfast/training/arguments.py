@@ -12,7 +12,7 @@ from holdfast.engine.state.loadable import find_unsaved_modules, find_unwritable
 from holdfast.errors import HoldfastError, NothingSaved, PlanError
 from holdfast.format.names import parse_version
 from holdfast.format.records import MAX_PREFIXES
-from holdfast.format.tree import child_keys
+from holdfast.format.tree import MAX_DEPTH, child_keys
 from holdfast.preemption.policy import Preemption
 from holdfast.run.address import resolve_address
 from holdfast.run.policy import KeepPolicy, SavePolicy, StopWhen
@@ -52,7 +52,7 @@ def check_arguments(**values: Any) -> dict[str, str]:
     }
     for name in ("on_error", "on_unchanged"):
         expected_values[name] = values[name] in ("raise", "warn"), '"raise" or "warn"'
-    for name in ("incremental", "overlap"):
+    for name in ("incremental", "overlap", "quiet"):
         expected_values[name] = type(values[name]) is bool, "True or False"
     for name, (is_valid, expected) in expected_values.items():
         if not is_valid:
@@ -67,8 +67,8 @@ def check_arguments(**values: Any) -> dict[str, str]:
     return {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
         for name, value in values.items()
-        # only rank 0 uses the first two, and each host may have its own notices and memory
-        if name not in ("keep", "stop", "preemption", "tiers")
+        # only rank 0 uses the first three, and each host may have its own notices and memory
+        if name not in ("keep", "stop", "quiet", "preemption", "tiers")
     }
 
 
@@ -167,33 +167,19 @@ def check_loadable(state: dict[str, Any], rank: int) -> None:
 
 
 def _walk_dicts(
-    value: dict[Any, Any], path: str, seen: set[int]
+    value: dict[Any, Any], path: str, seen: set[int], depth: int = 0
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield the dicts nested in a state with their paths, each object once.
 
-    ``seen`` holds the ids of those that have been visited.
+    ``seen`` holds the ids of those that have been visited. A dict that is too deep for a save is
+    left out; the save reports it.
     """
-    for name, member in value.items():
+    for name, member in value.items() if depth < MAX_DEPTH else ():
         if type(member) is dict and id(member) not in seen:
             seen.add(id(member))
             key = f"{path}/{name}" if path else str(name)
             yield key, member
-            yield from _walk_dicts(member, key, seen)
-
-
-def check_can_fire(policy: SavePolicy, epochs_known: bool) -> None:
-    """Raise ``HoldfastError`` for a policy that can never fire in this training.
-
-    ``epochs_known`` is True if it is known at each step whether the step completes an epoch.
-    """
-    if policy.wants_epochs and not epochs_known:
-        raise HoldfastError(
-            "EveryEpoch can never fire: nothing in the state shows which step completes an epoch",
-            expected="a holdfast.ElasticSampler in the state",
-            found="none",
-            todo="Add the loader's sampler to the state. With another kind of sampler, call"
-            " ckpt.save() at the end of each epoch",
-        )
+            yield from _walk_dicts(member, key, seen, depth + 1)
 
 
 def check_not_version(run: Run) -> None:
@@ -288,7 +274,9 @@ def not_entered_error() -> HoldfastError:
 def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
     """Return the ``resume`` call that loads the matching part of a version into a changed state."""
     members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
-    misfits = {key.partition("/")[0] for key in error.fields["misfits"]}
+    resized, dtypes = error.fields["mismatched"], error.fields["dtypes"]
+    other_kinds = {*error.fields["misfits"]}.difference(resized, dtypes)
+    misfits = {key.partition("/")[0] for key in other_kinds}
     excluded = set(misfits)
     if any(
         _has_attribute(members.get(m), "parameters", "param_groups", "requires_grad")
@@ -311,6 +299,10 @@ def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
         for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
         if any(not misfits or key.partition("/")[0] in chosen for key in error.fields[name])
     ]
+    if any(key.partition("/")[0] not in excluded for key in resized):
+        arguments.append('mismatched="keep"')
+    if any(key.partition("/")[0] not in excluded for key in dtypes):
+        arguments.append("cast=True")
     return f"resume({', '.join(arguments)}){hint}"
 
 

@@ -41,6 +41,7 @@ class Cadence:
         self._step_counter = step_counter
         self._save_number = 0
         self._requested = False
+        self._begun_step: int | None = None
         self.restart()
 
     @property
@@ -48,17 +49,36 @@ class Cadence:
         """True if a save was skipped since the last save."""
         return self._last_skip is not self._last_save
 
-    def restart(self, since: tuple[int, int] | None = None) -> None:
+    @property
+    def has_begun(self) -> bool:
+        """True if a save of this step has begun, or if nothing was done since the resume.
+
+        All ranks get the same result, also if the save has failed on one of them.
+        """
+        return self._begun_step == self._step_counter.step
+
+    def restart(self, since: tuple[int, int] | None = None, *, is_saving: bool = True) -> None:
         """Count from now on, because a save begins or training resumes from a version.
 
-        ``since``: count from this number of steps and of epochs instead.
+        ``since``: count from this number of steps and of epochs instead. ``is_saving``: a version
+        of this step exists, or will exist.
         """
+        self._renew_proposals()
+        step, seconds, epochs = self._now()
+        self._begun_step = step if is_saving and since is None else None
+        step, epochs = (step, epochs) if since is None else since
+        self._last_save = self._last_skip = step, seconds, epochs
+
+    def _pass_over(self) -> None:
+        """Let neither epochs nor proposals until now cause a save: there is a version already."""
+        self._renew_proposals()
+        (step, seconds, _), epochs = self._last_save, self._step_counter.epochs
+        self._last_save = self._last_skip = step, seconds, epochs
+
+    def _renew_proposals(self) -> None:
         self._save_number += 1
         # the number lets a save that begins before the agreed step answer the proposal too
         self._proposals = f"save {self._save_number}", f"request {self._save_number}"
-        step, seconds, epochs = self._now()
-        step, epochs = (step, epochs) if since is None else since
-        self._last_save = self._last_skip = step, seconds, epochs
 
     def save_reason(
         self,
@@ -73,6 +93,9 @@ class Cadence:
         holds the proposals that the ranks have agreed on for this step. ``busy`` is True if a save
         is in flight.
         """
+        if self.has_begun:  # ``end_epoch``, or the end of a guarded call, follows the step
+            self._pass_over()
+            return None
         if self._group.size == 1:
             self._requested = requested
             due = requested or self.is_due_on_this_rank()

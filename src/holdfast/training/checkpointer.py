@@ -11,7 +11,8 @@ from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.agreement import make_agreement
 from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_group
-from holdfast.engine.loading.binding import Leniency
+from holdfast.engine.loading.binding import STRICT, Leniency
+from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError
@@ -32,16 +33,17 @@ from holdfast.training.arguments import (
     acquire_lock,
     acquire_run,
     check_arguments,
-    check_can_fire,
     check_loadable,
     check_not_version,
     check_state,
 )
 from holdfast.training.cadence import Cadence
 from holdfast.training.ending import Ending, make_savepoint
-from holdfast.training.lifecycle import Lifecycle, exclusive
+from holdfast.training.lifecycle import Lifecycle, exclusive, show_lines
 from holdfast.training.resume import resume_run
-from holdfast.training.resume_point import ResumeRequest, left_state_invalid
+from holdfast.training.resume_point import ResumePoint, ResumeRequest, left_state_invalid
+from holdfast.training.resuming.gaps import GapCheck
+from holdfast.training.resuming.receipt import Consumption, check_resume, record_next_batches
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -49,6 +51,7 @@ from holdfast.training.saves.saver import Saver
 from holdfast.training.saves.version_checks import VersionChecks
 from holdfast.training.start import check_start, start_from
 from holdfast.training.step_counter import StepCounter
+from holdfast.training.takeover import take_over
 from holdfast.training.warn import raise_or_warn
 
 
@@ -85,9 +88,15 @@ class Checkpointer:
     changed, the state is probably a copy that nobody trains. A ``StateUnchanged`` warning names the
     parameters, once. With ``on_unchanged="raise"``, the save raises and commits nothing.
 
+    On a terminal, rank 0 prints a line for each resume and failure, and at most one per minute for
+    saves, unless a sink is attached. ``quiet=True`` or ``HOLDFAST_QUIET=1`` turns this off.
+
     Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
     ``group`` is the ``ProcessGroup`` of these ranks if they are not all ranks. The metrics and the
     clock of rank 0 count. All ranks act on them at a step on which they agree, without collectives.
+
+    If this process has an open Checkpointer of the same run, as after a notebook cell is run again,
+    that one is closed as after an exception. An ``UnsavedSteps`` warning names its unsaved steps.
 
     Raises ``HoldfastError`` for an invalid argument, and ``PlanError`` if the state contains the
     ``state_dict()`` of an optimizer or scheduler.
@@ -111,6 +120,7 @@ class Checkpointer:
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
         on_unchanged: Literal["raise", "warn"] = "warn",
+        quiet: bool = False,
         group: GroupSpec = None,
     ) -> None:
         save = EverySeconds(600) | AtEnd() if save is None else save
@@ -130,12 +140,13 @@ class Checkpointer:
             spread=spread,
             tiers=tiers,
             preemption=preemption,
+            quiet=quiet,
         )
         self.run, self.state = Run(run), state
         self._group = saving_group(group)
         self._early_stop = EarlyStop(stop, self.run, self._group)
         self._step_counter = StepCounter(state)
-        check_can_fire(save, self._step_counter.knows_epochs)
+        self._step_counter.check_can_fire(save)
         check_not_version(self.run)
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
         checks = VersionChecks(self.run, keep, self._early_stop, on_unchanged)
@@ -147,14 +158,24 @@ class Checkpointer:
         self._cadence = Cadence(save, busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
         self._note: Mapping[str, Any] = {}
+        self.start_report: LoadReport | None = None  # of the last resume(), if it used start=
         self._metrics: Mapping[str, Any] = {}
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
-        self._savepoint = make_savepoint(state, save, preemption, self._goodput)
+        self._make_ending(save, on_error, preemption)
+        self._calls = GuardedCalls(self._preemption, self._goodput)
+        self._consumption = Consumption(self.run)
+        self._gaps = GapCheck(self.run.url, state, save, self._group.rank)
+        self._end_lines = show_lines(self, self.run.url, quiet)
+        take_over(self)
+
+    def _make_ending(
+        self, save: SavePolicy, on_error: Literal["raise", "warn"], preemption: Preemption | None
+    ) -> None:
+        self._savepoint = make_savepoint(self.state, save, preemption, self._goodput)
         common = self._saver, self._cadence, self._lifecycle, self._step_counter
         self._ending = Ending(save, on_error, *common, self._start_save, self._savepoint)
         observed = self._step_counter, self._goodput, self._saver, self._ending, self._savepoint
         self._preemption = PreemptionResponse(preemption, self._group, observed)
-        self._calls = GuardedCalls(self._preemption, self._goodput)
 
     def __repr__(self) -> str:
         return f"<Checkpointer {self.run.url} at step {self.current_step}>"
@@ -173,7 +194,7 @@ class Checkpointer:
     # -- resuming ------------------------------------------------------------------------------
 
     @exclusive
-    def resume(
+    def resume(  # noqa: PLR0913  (public interface: the user decides each of them)
         self,
         at: int | None = None,
         *,
@@ -184,6 +205,9 @@ class Checkpointer:
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
+        mismatched: Literal["error", "keep"] = "error",
+        cast: bool = False,
+        check: bool = True,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
@@ -194,8 +218,16 @@ class Checkpointer:
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
-        ``missing``, ``unexpected``, and ``rename`` (as for ``holdfast.load``) determine how much of
-        it is loaded. A run that has versions ignores these arguments and loads its own completely.
+        ``missing``, ``unexpected``, ``rename``, ``mismatched``, and ``cast`` (as for
+        ``holdfast.load``) determine how much of it is loaded; ``start_report`` then says what was.
+        A run that has versions ignores these arguments and loads its own completely.
+
+        ``missing="keep"`` without ``start`` keeps the live values that the version of the run
+        lacks, such as a new member of the state. A ``KeptValues`` warning names each key, and later
+        versions record them.
+
+        Unless ``check=False``, the live state is then compared with the digests of the version, and
+        the next batch of an ``ElasticSampler`` with the recorded one, and an event reports that.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``HoldfastError`` for invalid
@@ -204,13 +236,13 @@ class Checkpointer:
         self._lifecycle.check_open()
         self._preemption.watch()
         self._saver.wait_on_all_ranks()
-        leniency = Leniency(missing, unexpected, False, rename or {})
+        leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
+        own, request = leniency if start is None else STRICT, ResumeRequest(at, branch, trust)
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
-            request = ResumeRequest(at, branch, trust)
-            point = resume_run(self.run, self.state, self._group, request, *parts)
+            point = resume_run(self.run, self.state, self._group, request, *parts, own)
             if point is None and start is not None:
                 point = start_from(start, self.state, self._group, keys, leniency)
         except BaseException as e:
@@ -224,25 +256,46 @@ class Checkpointer:
         if point is None:
             events.emit("began", run=self.run.url)
             return None
+        self._continue_from(point)
+        if check and (point.from_own_run or (keys is None and leniency == STRICT)):
+            check_resume(self.run.url, point.snapshot, self.state, self._group)
+        return point.snapshot
+
+    def _continue_from(self, point: ResumePoint) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
+        self.start_report = point.start_report
         self._step_counter.resume_at(point.step, point.from_own_run)
+        self._gaps.restart()
+        self._consumption.restart(point.snapshot, point.step)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
         self._goodput.resume_from(point.training_metadata)
-        self._cadence.restart()
+        self._cadence.restart(is_saving=self._saver.saved_step == self.current_step)
         self._tiers.memory.restart(self.current_step, self._step_counter.epochs)
         self._early_stop.resume_from(point.training_metadata, point.step)
-        events.emit("resumed", url=point.snapshot.url, step=self.current_step, branch=self._branch)
-        return point.snapshot
+        events.emit(
+            "resumed",
+            run=self.run.url,
+            url=point.snapshot.url,
+            step=self.current_step,
+            branch=self._branch,
+        )
 
     # -- training ------------------------------------------------------------------------------
 
     @exclusive
-    def step(self, metrics: Mapping[str, Any] | None = None, *, batches: int = 1) -> None:
+    def step(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        steps: int = 1,
+        batches: int | None = None,
+    ) -> None:
         """Count one step, and save if a save is due. Call it after every optimizer step.
 
         ``metrics`` maps names to numbers. If this step is saved, its version stores them.
-        ``batches`` is the number of batches in the step, if gradients are accumulated.
+        ``steps`` is the number of optimizer steps, if a function makes several at once.
+        ``batches`` is the number of their batches (default: ``steps``), for accumulated gradients.
 
         When this method returns, the state may change again. The error of an earlier save is raised
         here; several ranks raise it when the next save is due. The step is counted even then. After
@@ -254,9 +307,37 @@ class Checkpointer:
             try:
                 self._metrics = check_metrics(metrics)
             finally:  # count the step even if the metrics are invalid: the optimizer has stepped
-                self._step_counter.add_step(batches)
+                self._step_counter.add_steps(steps, steps if batches is None else batches)
+                self._calls.steps += 1
                 agreed = self._agree()
             self._act(agreed)
+
+    @exclusive
+    def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Increment ``progress.epoch``, and save if a save is due. Call it after each pass over the
+        data, on all ranks. ``EveryEpoch`` then works with any loader.
+
+        ``metrics`` are added to those of the step. If it is already saved, with the old epoch, they
+        are added to its version as by ``Run.add_metrics``, and nothing is saved: a resume from
+        there begins with the (empty) rest of the epoch, and ``end_epoch`` follows.
+
+        Raises what ``step`` raises, and ``HoldfastError`` if the state has no ``Progress``, or if
+        other code has changed ``progress.epoch`` since the last call.
+        """
+        self._lifecycle.check_open()
+        added_metrics = check_metrics(metrics)
+        with self._goodput.paused():
+            self._ensure_started()
+            self._step_counter.end_epoch()
+            self._metrics = {**self._metrics, **added_metrics}
+            self._raise_or_warn(lambda: self._add_if_saved(added_metrics))
+            self._act(self._agree())
+
+    def _add_if_saved(self, metrics: Mapping[str, Any]) -> None:
+        if metrics and self._cadence.has_begun:
+            newest = self._saver.wait_on_all_ranks()
+            if newest is not None and self._saver.saved_step == self.current_step:
+                self._saver.add_metrics(newest, metrics, "evaluation")
 
     @exclusive
     def _begin_call(self) -> None:
@@ -274,6 +355,7 @@ class Checkpointer:
     def _act(self, agreed: frozenset[str]) -> None:
         """Leave if the ranks have agreed on that, and save if a save is due."""
         self._ensure_started()
+        self._gaps.check(self._step_counter.has_counted)
         if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
             return
         self._calls.respond(agreed)
@@ -284,7 +366,7 @@ class Checkpointer:
 
     def _agree(self) -> frozenset[str]:
         """Return what the ranks have agreed on for the state after the last step."""
-        agreed, step = self._calls.step(self._agreement), self.current_step
+        agreed, step = self._calls.agree(self._agreement), self.current_step
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
         self._ending.ladder.observe(step, self._metrics)
         self._savepoint.mark(self._make_label, self._preemption.is_pending, self._calls.is_running)
@@ -309,7 +391,8 @@ class Checkpointer:
 
     def _make_spec(self, reason: str, metrics: Mapping[str, Any] | None = None) -> SaveSpec:
         version, note, last_metrics, stop = self._make_label()
-        return SaveSpec(version, reason, last_metrics if metrics is None else metrics, note, stop)
+        metrics, training = last_metrics if metrics is None else metrics, dict(stop)
+        return SaveSpec(version, reason, metrics, note, training | record_next_batches(self.state))
 
     def _start_save(
         self, reason: str, metrics: Mapping[str, Any] | None = None, limit: Deadline | None = None
@@ -363,6 +446,9 @@ class Checkpointer:
         - ``background_seconds``: the time that saves took in the background.
         - ``goodput``: the share of wall time since the run first began that was spent on steps
           that a committed version holds.
+        - ``step_slowdown``: how many times as long your own steps take while a save is in flight.
+          It is the ratio of two medians, of the last 100 steps that began during a save and of the
+          last 100 others, without the time in this object. Absent with fewer than 5 of a kind.
         - ``store_requests`` and others: see ``holdfast.storage.throttle.Statistics``.
         """
         return {**self._goodput.statistics(), **store_statistics(self.run.store)}
@@ -381,6 +467,8 @@ class Checkpointer:
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
+            if error is None and self._group.rank == 0 and not self.should_stop:
+                self._consumption.check(self.current_step)
             unsaved = self._ending.finish(error, self._calls.is_leaving)
         finally:
             self._release()
@@ -400,6 +488,7 @@ class Checkpointer:
                 saver.writer_lock.release(self._preemption.cleanup_seconds)
                 self._tiers.close(saver.saved_step == self.current_step and not saver.busy)
             finally:
+                self._end_lines()
                 self._preemption.finish(self._lifecycle.interruption())
 
     def __enter__(self) -> Self:

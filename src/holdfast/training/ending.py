@@ -26,6 +26,7 @@ from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
 from holdfast.restarts.ladder import Ladder
 from holdfast.run.policy import Never, SavePolicy
+from holdfast.text import user_line
 from holdfast.threads import no_op
 from holdfast.training.arguments import not_entered_error
 from holdfast.training.cadence import Cadence
@@ -40,6 +41,7 @@ from holdfast.training.warn import (
     describe_cause,
     raise_or_warn,
     unsaved_reason,
+    warn_collected,
     warn_unsaved_steps,
 )
 
@@ -70,7 +72,7 @@ class Ending:
         start_save: Callable[[str, None, Deadline], object],
         savepoint: StepSavepoint,
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         self._on_error = on_error
         self._group = saver.group
         self._saver = saver
@@ -91,7 +93,7 @@ class Ending:
         with suppress(StoreError, CommitError):  # an event has reported it
             saver.in_flight.wait_before_last(saver.begun_step == step, deadline)
         is_saved = saver.saved_step == step
-        if not is_saved and not isinstance(self._policy, Never):
+        if not is_saved and not isinstance(self.policy, Never):
             self._start_save("preemption", None, deadline)
             self._saver.wait_on_all_ranks(deadline)
 
@@ -106,15 +108,15 @@ class Ending:
 
     def check_entered(self) -> None:
         """Raise ``HoldfastError`` if ``OnException`` is used outside a ``with`` block."""
-        if self._policy.on_exception and not self._is_entered:
+        if self.policy.on_exception and not self._is_entered:
             raise not_entered_error()
 
     def warn_if_collected(self, checkpointer: object) -> None:
         """Warn of unsaved steps if ``checkpointer`` is discarded, or the process ends, without
         ``close``."""
         if self._group.rank == 0:
-            parts = self._policy, self._lifecycle, self._saver, self._step_counter
-            finalize(checkpointer, _warn_collected, *parts)
+            parts = self.policy, self._lifecycle, self._saver, self._step_counter
+            finalize(checkpointer, warn_collected, *parts, user_line())
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class Ending:
         remain unsaved that nothing has reported.
         """
         could_save = self._lifecycle.can_save
-        at_end = could_save and self._policy.at_end and not is_process_ending()
+        at_end = could_save and self.policy.at_end and not is_process_ending()
         if at_end and error is not None:
             report_exception(self._group, error)
         try:
@@ -172,13 +174,14 @@ class Ending:
         if not isinstance(error, SystemExit) or error.code:
             first = agreement.publish_error(error)
         try:
-            self._finish_after(error, release)
+            self.finish_here(error, release)
             self.ladder.end(error)
         finally:
             if first is not None:
                 raise first from error
 
-    def _finish_after(self, error: BaseException, release: Callable[[], object]) -> None:
+    def finish_here(self, error: BaseException, release: Callable[[], object]) -> None:
+        """Do the same, but do not tell the other ranks, and leave the record of restarts alone."""
         problems: list[str] = []
         could_save = self._lifecycle.can_save
         try:
@@ -211,41 +214,27 @@ class Ending:
 
     def _save_after(self, error: BaseException, problems: list[str]) -> None:
         label = self._savepoint.label
-        if self._policy.on_exception and label is not None:
+        if self.policy.on_exception and label is not None:
             ExceptionSave(self._savepoint, self._group, self._saver).save(label, error, problems)
-        elif self._policy.at_end:
+        elif self.policy.at_end:
             report_exception(self._group, error)
 
     def warn_unsaved(self, error: BaseException | None) -> None:
         """Warn, on rank 0, of the steps that no version holds. Emit an event on all ranks."""
         step, saved_step, url = self._step_counter.step, self._saver.saved_step, self._saver.run.url
-        if step != saved_step and not isinstance(self._policy, Never):
+        if step != saved_step and not isinstance(self.policy, Never):
             events.emit("left_unsaved", run=url, step=step, since=saved_step)
             if self._group.rank == 0:
                 skipped = self._cadence.skipped_since_save
-                reason = unsaved_reason(self._policy, error, skipped)
+                reason = unsaved_reason(self.policy, error, skipped)
                 warn_unsaved_steps(url, step, saved_step, reason)
 
     def close(self) -> None:
+        if self._start_save is not no_op:
+            saver, step = self._saver, self._step_counter.step
+            self._lifecycle.emit_finished(saver.url, step, saver.saved_step)
         self._start_save = no_op  # it refers to the Checkpointer, which refers to this object
         self._savepoint.close()
-
-
-def _warn_collected(
-    policy: SavePolicy, lifecycle: Lifecycle, saver: Saver, step_counter: StepCounter
-) -> None:
-    """Warn of the unsaved steps of a Checkpointer that was never closed.
-
-    It may be collected at any moment, in any thread, and at the end of the process. Therefore
-    nothing is saved, and no sink is called, which could hold a lock.
-    """
-    step, begun_step = step_counter.step, saver.begun_step
-    if lifecycle.can_save and step != begun_step and not isinstance(policy, Never):
-        ended = "the process ended" if is_process_ending() else "the Checkpointer was discarded"
-        reason = f"{ended} before close(). Use a with block, or call close()"
-        if not policy.at_end:
-            reason += f", and write save={policy} | AtEnd()"
-        warn_unsaved_steps(saver.run.url, step, begun_step, reason)
 
 
 def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:

@@ -10,9 +10,14 @@ from sys import _getframe
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import finalize
 
-from holdfast.errors import HoldfastError
+from holdfast import events
+from holdfast.errors import HoldfastError, NoProgress, Preempted
 from holdfast.machine import is_running
+from holdfast.settings import read_settings
+from holdfast.sinks.default_terminal import default_terminal
+from holdfast.threads import no_op
 
 
 class _HasLifecycle(Protocol):
@@ -53,8 +58,19 @@ def is_process_ending() -> bool:
     return not main_thread().is_alive()
 
 
+def show_lines(checkpointer: object, run: str, quiet: bool) -> Callable[[], object]:
+    """Print the events of ``run`` on a terminal until the returned function is called, or
+    ``checkpointer`` is discarded, unless the user wants none."""
+    if quiet or read_settings().quiet:
+        return no_op
+    close = finalize(checkpointer, default_terminal.open(run))
+    close.atexit = False
+    return close
+
+
 class Lifecycle:
     """The states of a Checkpointer: resumed, started (by the first step or save), and closed.
+    ``was_taken_over``: a newer Checkpointer of this process closes it, or has closed it.
 
     ``is_state_valid`` is False after a ``resume`` that failed and may have overwritten a part of
     the live state.
@@ -62,7 +78,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.is_state_valid = True
-        self.is_resumed = self.is_started = self.is_closed = False
+        self.is_resumed = self.is_started = self.is_closed = self.was_taken_over = False
         self._pid = os.getpid()
         self._outer_exception = id(None)
         self.calls: dict[FrameType, str] = {}
@@ -80,6 +96,14 @@ class Lifecycle:
             if not self.is_forked and is_running(other):
                 raise _refusal(self.calls.pop(frame), frame, name, other)
             self.calls.pop(other, None)
+
+    def running_call(self) -> tuple[str, bool] | None:
+        """Return the name of the running call, and whether it is in this thread, or None."""
+        for frame, name in self.calls.copy().items():
+            if is_running(frame):
+                return name, _is_below(_getframe(), frame)
+            self.calls.pop(frame, None)
+        return None
 
     @property
     def is_forked(self) -> bool:
@@ -100,9 +124,24 @@ class Lifecycle:
         error = sys.exception()
         return None if id(error) == self._outer_exception else error
 
+    def emit_finished(self, run: str, step: int, saved_step: int) -> None:
+        """Emit ``finished`` for a training that has begun, unless another event says why it ends.
+
+        ``saved_step``: the step of the newest version.
+        """
+        error = self.interruption()
+        is_named = self.was_taken_over or isinstance(error, Preempted | NoProgress)
+        if (self.is_started or self.is_resumed) and not is_named:
+            events.emit("finished", run=run, step=step, saved=saved_step, error=error)
+
     def check_open(self) -> None:
         """Raise ``HoldfastError`` if the Checkpointer is closed, or in a forked process."""
         self._outer_exception = id(sys.exception())
+        if self.was_taken_over:
+            raise HoldfastError(
+                "The Checkpointer is closed: a newer one of this process has taken its run over",
+                todo="Use the newer one. To train twice in one process, use two runs",
+            )
         if self.is_closed:
             raise HoldfastError("The Checkpointer is closed", todo="Create a new one")
         self.check_not_forked()

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group
+from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import (
     Denied,
@@ -47,6 +48,7 @@ from holdfast.training.resume_point import (
     describe_skipped,
     make_resume_point,
 )
+from holdfast.training.resuming.kept import note_kept
 
 
 def resume_run(
@@ -57,6 +59,7 @@ def resume_run(
     acquire_lock: Callable[[], object],
     tiers: Tiers,
     ladder: Ladder,
+    leniency: Leniency = STRICT,
 ) -> ResumePoint | None:
     """Load the newest intact version of a run into ``state``, or return None if the run is empty.
 
@@ -74,7 +77,7 @@ def resume_run(
     _check_arguments(request)
     tiers.open(run.store, state, is_resumed=True)
     collective = group.collective(f"the resume of {run.url}")
-    loader = StateLoader(state, group, tiers)
+    loader = StateLoader(state, group, tiers, leniency)
     try:
         with collective:
             found = tiers.find(collective)
@@ -85,6 +88,8 @@ def resume_run(
                 point = _follow_coordinator(run, loader, collective)
             if point is None and loader.error is not None:
                 _require_valid_state(loader, collective, ladder)
+            if isinstance(point, ResumePoint) and leniency.missing == "keep":
+                point = note_kept(point, state, collective)
             if tiers.local.is_open and not isinstance(point, str):
                 own = loader.leftovers if collective.rank == 0 else None
                 loader.leftovers = collective.broadcast(own, list[Candidate])
@@ -212,12 +217,15 @@ def _coordinate(
     except PlanError as e:
         if "missing" not in e.fields:
             raise  # from an object in the state, which gives more specific advice
+        is_new = e.fields["missing"] and not (e.fields["unexpected"] or e.fields["misfits"])
+        keep = ' Or keep the live values of these keys: resume(missing="keep").' if is_new else ""
         raise type(e)(
             e.what,
             expected=e.expected,
             found=e.found,
-            todo="Restore the earlier structure of the state. Or continue with the changed state in"
-            f" a new run: use another folder and {suggest_start(run.url, loader.state, e)}",
+            todo=f"Restore the earlier structure of the state.{keep} Or continue with the changed"
+            " state in a new run: use another folder and"
+            f" {suggest_start(run.url, loader.state, e)}",
             **e.fields,
         ) from e
     except NoSnapshot:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.engine.distributed.group import Group
+from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import (
     Denied,
@@ -77,7 +79,8 @@ class ResumePoint:
     stopping and goodput that the version stores. ``skipped`` holds the newer states that were not
     loaded. ``durable`` is the newest version of the run. ``tier`` is the name of the tier from
     which the version was loaded, or None if it is a version of the run. ``distrust``: why the
-    version is distrusted, if a person has named it.
+    version is distrusted, if a person has named it. ``start_report``: what was loaded from a
+    version of another run.
     """
 
     snapshot: Snapshot
@@ -90,6 +93,7 @@ class ResumePoint:
     durable: Snapshot | None = None
     tier: TierName | None = None
     distrust: NotTrusted | None = None
+    start_report: LoadReport | None = None
 
     @property
     def sessions(self) -> list[str]:
@@ -133,6 +137,7 @@ class StateLoader:
     state: dict[str, Any]
     group: Group
     tiers: Tiers
+    leniency: Leniency = STRICT
     error: HoldfastError | None = None
     partially_loaded: bool = False
     first_from_tier: tuple[Snapshot, TierName | None] | None = None
@@ -147,7 +152,7 @@ class StateLoader:
         because the version may then be intact.
         """
         try:
-            load_snapshot(snapshot, self.state, group=self.group)
+            load_snapshot(snapshot, self.state, leniency=self.leniency, group=self.group)
         except HoldfastError as e:
             self.error, self.partially_loaded = e, self.partially_loaded or left_state_invalid(e)
             cause = e.__cause__ if isinstance(e, RankFailed) else None

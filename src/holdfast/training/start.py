@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.engine.distributed.group import Group
@@ -15,6 +16,9 @@ from holdfast.run.address import open_on_all_ranks
 from holdfast.run.catalog import read_training_metadata
 from holdfast.training.resume_point import ResumePoint
 
+KEEP_MISSING = Leniency(missing="keep")
+"""What may be tolerated in versions of the run itself."""
+
 
 def check_start(
     start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
@@ -23,7 +27,7 @@ def check_start(
 
     ``goes_back`` is True if the caller also selects a version of the run itself. Raises
     ``HoldfastError`` for ``start`` together with such a version, for a partial selection without
-    ``start``, and for a ``start`` that is not an address.
+    ``start`` other than ``missing="keep"``, and for a ``start`` that is not an address.
     """
     is_location = isinstance(start, str | os.PathLike) or hasattr(start, "put_if_absent")
     if start is not None and not is_location:
@@ -40,10 +44,11 @@ def check_start(
             found=f"{start=} and at= or branch=",
             todo='Write the step in the address: resume(start="RUN@120")',
         )
-    if start is None and (keys is not None or leniency != STRICT):
+    if start is None and (keys is not None or leniency not in (STRICT, KEEP_MISSING)):
         raise HoldfastError(
-            "A run always resumes from its own versions completely",
-            expected="keys=, missing=, unexpected=, or rename= only together with start=",
+            "A run always resumes all of its own versions",
+            expected="keys=, unexpected=, rename=, mismatched=, or cast= only together with start=."
+            ' missing="keep" keeps new members of the state',
             found="no start=",
             todo="Pass start=, or load the snapshot with holdfast.load",
         )
@@ -62,8 +67,9 @@ def start_from(
     loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
     """
     snapshot = open_on_all_ranks(start, group)
-    load_snapshot(snapshot, state, keys, None, leniency, group)
-    is_complete = keys is None and leniency == STRICT
+    report = load_snapshot(snapshot, state, keys, None, leniency, group)
+    # a conversion of dtypes leaves nothing out
+    is_complete = keys is None and replace(leniency, cast=False) == STRICT
     metadata = read_training_metadata(snapshot) if is_complete else {}
     return ResumePoint(
         snapshot,
@@ -72,4 +78,5 @@ def start_from(
         note={"started_from": {"url": snapshot.url, "digest": snapshot.digest}},
         # the state of early stopping belongs to the model, but goodput belongs to the run
         training_metadata={"stop": metadata["stop"]} if "stop" in metadata else {},
+        start_report=report,
     )

@@ -1,4 +1,4 @@
-"""The position of a training: its step count, and the samplers that advance with it."""
+"""The position of a training: its steps and epochs, and the samplers that advance with it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from holdfast.data.progress import Progress
 from holdfast.data.sampler import ElasticSampler
 from holdfast.data.sampler_group import SamplerGroup
 from holdfast.engine.state.walk import find_instances
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UncountedEpochs
 from holdfast.generators import open_block
-from holdfast.text import with_article
+from holdfast.run.policy import SavePolicy
+from holdfast.text import to_repr, warn_user, with_article
+
+LONG_EPOCH = 10_000
+"""The number of steps after which a policy that waits for ``end_epoch`` is probably forgotten."""
 
 
 class StepCounter:
@@ -35,7 +39,10 @@ class StepCounter:
         for sampler in self._samplers:
             sampler.follow(self._saved_progress, sampler_group)
         self._expected_step: int | None = None
+        self._expected_epoch: int | None = None
         self._block: object | None = None
+        self._needs_ends = False  # a policy waits for the first call of end_epoch
+        self._count_epochs()
 
     @property
     def step(self) -> int:
@@ -47,23 +54,40 @@ class StepCounter:
         """True if a step has ended since the start of the process, or the last resume."""
         return self._expected_step is not None
 
-    @property
-    def knows_epochs(self) -> bool:
-        """True if it is known at each step whether the step completes an epoch."""
-        return bool(self._samplers)
+    def check_can_fire(self, policy: SavePolicy) -> None:
+        """Raise ``HoldfastError`` for a policy that can never fire in this training."""
+        if not policy.wants_epochs or self._samplers:
+            return
+        self._needs_ends = True
+        if self._saved_progress is None:
+            raise HoldfastError(
+                "EveryEpoch can never fire: nothing in the state counts epochs",
+                expected="a holdfast.Progress or a holdfast.ElasticSampler in the state",
+                found="neither",
+                todo='Add "progress": holdfast.Progress() to the state, and call ckpt.end_epoch()'
+                " after each epoch",
+            )
 
     @property
     def epochs(self) -> int:
-        """The number of epochs that the first sampler has completed, or 0 without a sampler."""
-        return self._samplers[0].epochs if self._samplers else 0
+        """The number of completed epochs: those of the first sampler, and those that ``end_epoch``
+        has ended early. Without a sampler: those that it has ended, also before the resume."""
+        return self._ended_epochs + (self._samplers[0].epochs if self._samplers else 0)
 
-    def add_step(self, batches: int) -> None:
-        """Count one more step, which consists of ``batches`` batches.
+    def add_steps(self, steps: int, batches: int) -> None:
+        """Count ``steps`` more steps, which consist of ``batches`` batches together.
 
         Raises ``HoldfastError`` if other code has changed the step count since the last step.
         """
         progress = self._progress
         _check_step(progress.step, self._expected_step)
+        if type(steps) is not int or steps < 1:
+            raise HoldfastError(
+                "Invalid number of steps",
+                expected="an int of 1 or more",
+                found=to_repr(steps)[:200],
+                todo="Call step() after each step, or step(steps=k) after a function that makes k",
+            )
         self._check_block()
         for sampler in self._samplers:
             sampler.check(batches)  # check all samplers before any of them advances
@@ -71,8 +95,50 @@ class StepCounter:
             sampler.advance(batches)
         # if an interrupt ends this method here, the next call must not report a wrong count
         self._expected_step = None
-        progress.step += 1
+        progress.step += steps
         self._expected_step = progress.step
+        if self._needs_ends and (
+            progress.epoch != self._ended_epochs or progress.step_in_epoch >= LONG_EPOCH
+        ):
+            self._warn_epochs()
+
+    def end_epoch(self) -> None:
+        """Count an epoch as complete, in ``progress.epoch`` and for the samplers.
+
+        Raises ``HoldfastError``, and counts nothing, without a ``Progress`` in the state, and if
+        other code has changed ``progress.epoch`` since the last call.
+        """
+        progress = self._saved_progress
+        if progress is None:
+            raise HoldfastError(
+                "end_epoch() has nowhere to count the epoch",
+                expected='a Progress in the state: {"progress": holdfast.Progress(), ...}',
+                found="none, so a restart would begin at epoch 0",
+            )
+        _check_epoch(progress.epoch, self._expected_epoch)
+        has_ended = [sampler.end_epoch() for sampler in self._samplers]
+        self._needs_ends = False
+        self._expected_epoch = None  # as in add_steps
+        progress.epoch += 1
+        self._expected_epoch = progress.epoch
+        if not has_ended:
+            self._ended_epochs = progress.epoch
+        elif not has_ended[0]:  # the first sampler does not count this one
+            self._ended_epochs += 1
+
+    def _count_epochs(self) -> None:
+        """Count the epochs of ``progress`` as ended, unless a sampler counts them."""
+        epoch = self._progress.epoch
+        self._ended_epochs = epoch if type(epoch) is int and not self._samplers else 0
+
+    def _warn_epochs(self) -> None:
+        self._needs_ends = False
+        warn_user(
+            f"ckpt.end_epoch() was not called before step {self._progress.step} (progress.epoch is"
+            f" {self._progress.epoch}), and EveryEpoch waits for it. Call it after each epoch,"
+            " instead of progress.epoch += 1. If your epochs are this long, add EverySteps(...)",
+            UncountedEpochs,
+        )
 
     def _check_block(self) -> None:
         """Raise ``HoldfastError`` if the step before was in the same block of ``isolated_rng``.
@@ -94,9 +160,10 @@ class StepCounter:
         ``from_own_run`` is True if a version of the run itself was loaded. Its step then replaces
         that of the ``Progress`` in the state.
         """
-        self._expected_step = None
+        self._expected_step = self._expected_epoch = None
         if from_own_run or self._saved_progress is None:
             self._progress.step = step
+        self._count_epochs()
 
 
 def _check_step(step: Any, expected_step: int | None) -> None:
@@ -113,4 +180,21 @@ def _check_step(step: Any, expected_step: int | None) -> None:
             expected=expected_step,
             found=step,
             todo="Do not assign progress.step; ckpt.step() counts the steps",
+        )
+
+
+def _check_epoch(epoch: Any, expected_epoch: int | None) -> None:
+    """Raise ``HoldfastError`` unless ``epoch`` is a count, and is the expected one."""
+    if type(epoch) is not int:
+        raise HoldfastError(
+            "progress.epoch is not a number of epochs",
+            expected="an int",
+            found=f"{epoch!r}, {with_article(type(epoch).__name__)}"[:200],
+        )
+    if expected_epoch is not None and epoch != expected_epoch:
+        raise HoldfastError(
+            "progress.epoch was changed between two calls of end_epoch()",
+            expected=expected_epoch,
+            found=epoch,
+            todo="Remove `progress.epoch += 1`; ckpt.end_epoch() counts the epochs",
         )

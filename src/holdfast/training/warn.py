@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal
@@ -16,9 +17,11 @@ from holdfast.errors import (
     StoreError,
     UnsavedSteps,
 )
-from holdfast.run.policy import SavePolicy
+from holdfast.run.policy import Never, SavePolicy
 from holdfast.text import warn_user
+from holdfast.training.lifecycle import Lifecycle, is_process_ending
 from holdfast.training.saves.saver import Saver
+from holdfast.training.step_counter import StepCounter
 
 
 def raise_or_warn(
@@ -74,9 +77,45 @@ def attach_secondary_errors(error: BaseException, messages: Sequence[str]) -> No
 
 def warn_unsaved_steps(run_url: str, step: int, last_saved_step: int, reason: str) -> None:
     """Warn that the steps after ``last_saved_step`` are not in any version, and why."""
+    warn_user(describe_unsaved_steps(run_url, step, last_saved_step, reason), UnsavedSteps)
+
+
+def describe_unsaved_steps(run_url: str, step: int, last_saved_step: int, reason: str) -> str:
+    """Return the text of that warning."""
     is_one = step <= last_saved_step + 1
     steps = f"Step {step} is" if is_one else f"Steps {last_saved_step + 1} to {step} are"
-    warn_user(f"{steps} not in any version of {run_url}: {reason}", UnsavedSteps)
+    return f"{steps} not in any version of {run_url}: {reason}"
+
+
+def warn_collected(
+    policy: SavePolicy,
+    lifecycle: Lifecycle,
+    saver: Saver,
+    step_counter: StepCounter,
+    line: tuple[str, int],
+) -> None:
+    """Warn of the unsaved steps of a Checkpointer that was never closed.
+
+    It may be collected at any moment, in any thread, and at the end of the process. Therefore
+    nothing is saved, and no sink is called, which could hold a lock. ``line``: the user's line that
+    made the first step. At the end of the process, Python would print a traceback if warnings are
+    errors; the message then is a line on stderr.
+    """
+    step, begun_step = step_counter.step, saver.begun_step
+    if not lifecycle.can_save or step == begun_step or isinstance(policy, Never):
+        return
+    ended = "the process ended" if is_process_ending() else "the Checkpointer was discarded"
+    reason = f"{ended} before close(). Use a with block, or call close()"
+    if not policy.at_end:
+        reason += f", and write save={policy} | AtEnd()"
+    message = describe_unsaved_steps(saver.run.url, step, begun_step, reason)
+    try:
+        warnings.warn_explicit(message, UnsavedSteps, *line)
+    except UnsavedSteps:
+        if not is_process_ending():
+            raise
+        with suppress(Exception):  # stderr may be missing or closed
+            sys.stderr.write(f"holdfast: {message}\n")
 
 
 def describe_cause(error: BaseException) -> str:

@@ -34,10 +34,11 @@ def assert_load_fails(snapshot, live, kind, *parts, **options):
 
 
 def assert_loads(snapshot, live, expected, **options):
-    """Assert that the load returns ``live`` itself, with the values of ``expected``."""
-    made = holdfast.load(save_state(snapshot), into=live, **options)
-    assert made is live
+    """Assert that the load gives ``live`` the values of ``expected``. Return its report."""
+    report = holdfast.load(save_state(snapshot), into=live, **options)
+    assert isinstance(report, holdfast.LoadReport)
     assert_same(expected, live)
+    return report
 
 
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
@@ -90,7 +91,7 @@ def test_a_long_list_of_shape_or_dtype_differences_is_shortened_more():
         ShapeMismatch,
         "17 with a different shape: k0 [2], live [3], k1",
         "k4 [2], live [3], and 12 more.",
-        "keys=[...] without the keys that do not fit",
+        'as needed: mismatched="keep", which keeps k0, k1, k2, k3, k4, and 12 more.',
     )
     assert e.misfits == tuple(state)
     assert "missing=" not in str(e)
@@ -101,7 +102,7 @@ def test_a_long_list_of_shape_or_dtype_differences_is_shortened_more():
         DTypeMismatch,
         "17 with a different dtype or kind: k0 float32, live float64",
         "and 12 more.",
-        "cast=True (of holdfast.load), keys=",
+        "as needed: cast=True, keys=[...] without k2, k3, k4, k5, k6, and 3 more.",
     )
     assert set(e.misfits) == set(state)
 
@@ -110,13 +111,9 @@ def test_the_advice_names_only_options_that_help_and_are_not_set():
     a, b, both = {"a": 1}, {"b": 1}, {"a": 1, "b": 2}
     assert_load_fails(a, both, MissingLeaf, 'as needed: missing="keep".')
     assert_load_fails(both, a, UnexpectedLeaf, 'as needed: keys="a", unexpected="ignore".')
-    assert_load_fails(
-        a, b, PlanError, 'as needed: missing="keep", unexpected="ignore", rename={...}.'
-    )
+    assert_load_fails(a, b, PlanError, 'as needed: missing="keep", unexpected="ignore".')
     assert_load_fails(a, b, UnexpectedLeaf, 'as needed: unexpected="ignore".', missing="keep")
-    assert_load_fails(
-        a, {"a": ONE}, DTypeMismatch, "as needed: keys=[...] without the keys that do not fit"
-    )
+    assert_load_fails(a, {"a": ONE}, DTypeMismatch, "as needed: keys=[...] without a.")
 
 
 SLOTS = {"state": {"w": {"m": ONE, "v": ONE}}, "groups": [{"lr": 0.1}]}
@@ -432,8 +429,9 @@ def test_lenient_loads_still_refuse_other_shapes_and_dtypes():
 
 
 def test_an_invalid_value_of_a_lenient_option_is_refused():
-    with pytest.raises(PlanError, match="Invalid value for missing= or unexpected="):
-        holdfast.load(save_state({"a": 1}), into={"a": 1}, missing="ignore")
+    for name in ("missing", "unexpected", "mismatched", "cast"):
+        with pytest.raises(PlanError, match=f"Invalid value for {name}="):
+            holdfast.load(save_state({"a": 1}), into={"a": 1}, **{name: "both"})
 
 
 FLOATS = [d for d in TORCH_DTYPES if d.is_floating_point and d is not torch.float4_e2m1fn_x2]

@@ -9,7 +9,14 @@ from torch import nn, optim
 from torch.optim import lr_scheduler as lrs
 
 import holdfast
-from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
+from holdfast.errors import (
+    DTypeMismatch,
+    MemberFailed,
+    MissingLeaf,
+    PlanError,
+    ShapeMismatch,
+    UnexpectedLeaf,
+)
 from tests.engine.states import (
     Stateful,
     assert_same,
@@ -710,7 +717,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
     m = net()
     url = save_state({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
     adam = optim.Adam(m.parameters(), 0.5)
-    message = r"o saved with .*momentum.*, live Adam with .*betas.*keys=\[\.\.\.\] without"
+    message = r"o saved with .*momentum.*, live Adam with .*betas.*as needed: keys=.m.\."
     for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
         with pytest.raises(DTypeMismatch, match=message) as e:
             holdfast.load(url, into={"m": m, "o": adam}, **lenient)
@@ -990,15 +997,15 @@ def test_load_state_dict_gets_tensors_with_their_own_memory():
     assert b.state["t"].data_ptr() != live.data_ptr()
 
 
-def test_an_error_from_load_state_dict_notes_that_the_live_state_is_not_valid():
+def test_an_error_from_load_state_dict_says_that_the_live_state_is_not_valid():
     class Broken(Stateful):
         def load_state_dict(self, state):
             raise ValueError("no")
 
     url = save_state({"t": torch.ones(2), "mine": Stateful(n=1)})
-    with pytest.raises(ValueError, match="no") as e:
+    with pytest.raises(MemberFailed, match="not valid") as e:
         holdfast.load(url, into={"t": torch.zeros(2), "mine": Broken()})
-    assert "not valid" in e.value.__notes__[0]
+    assert isinstance(e.value.__cause__, ValueError)
 
 
 def test_a_generator_can_be_saved_through_get_state():

@@ -438,4 +438,5 @@ def test_a_forked_child_cannot_wait_for_a_pending_save(store: HookedStore) -> No
     pending._pid += 1
     with pytest.raises(HoldfastError, match="forked"):
         pending.wait()
-    assert states_equal(holdfast.load("run/version_1", into=initial_state()), state_after(1))
+    holdfast.load("run/version_1", into=(loaded := initial_state()))
+    assert states_equal(loaded, state_after(1))

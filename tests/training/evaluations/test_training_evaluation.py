@@ -136,6 +136,24 @@ def test_paused_metrics_are_exactly_those_of_the_version_of_the_step() -> None:
         assert (evaluation.newest.version, evaluation.newest.is_exact) == ("version_10", True)
 
 
+def test_every_epoch_evaluates_at_the_first_batch_after_end_epoch_and_at_the_end() -> None:
+    with training() as job, job.evaluating(every=holdfast.EveryEpoch()):
+        for _ in range(3):
+            for _ in range(4):
+                job.step()
+            job.ckpt.end_epoch({"loss": 1.0})
+    versions = [version for version, _ in exact(job.store)]
+    assert versions == ["version_4", "version_8", "version_12"]
+
+
+def test_every_epoch_needs_what_counts_epochs() -> None:
+    with (
+        holdfast.Checkpointer(MemoryStore(), {"x": [1.0]}, save=Never()) as ckpt,
+        pytest.raises(HoldfastError, match="can never fire"),
+    ):
+        TrainingEvaluation(ckpt, None, evaluate, data=DATA, every=holdfast.EveryEpoch())
+
+
 @settings(derandomize=True, max_examples=30)
 @given(records=st.integers(1, 40), batch_size=st.none() | st.integers(1, 45))
 def test_metrics_of_batches_equal_those_of_the_whole(records: int, batch_size: int | None) -> None:
@@ -600,7 +618,6 @@ def test_going_back_abandons_the_evaluation_in_progress() -> None:
         ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
         ("keep", True, "keep="), ("data", [], "is empty"), ("data", iter([1]), "map-style"),
         ("name", "a b", "not a valid name"), ("function", "evaluate", "evaluate="),
-        ("every", holdfast.EveryEpoch(), "can never fire"),
     ],
 )  # fmt: skip
 def test_an_invalid_argument_is_an_error(option: str, value: Any, match: str) -> None:

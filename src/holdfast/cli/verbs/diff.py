@@ -150,8 +150,8 @@ def _leaf_kind(row: TreeRow) -> str:
 
 def _compare_containers(a: TreeRow, b: TreeRow) -> Change | None:
     """Return the difference between two containers of one kind, apart from their members."""
-    if a.kind == "sparse":
-        x, y = ({k: v for k, v in r.node["sparse"].items() if k != "parts"} for r in (a, b))
+    if a.kind in tree.PART_TAGS:
+        x, y = ({k: v for k, v in r.node[r.kind].items() if k != "parts"} for r in (a, b))
         return Change(a.key, "kind", x, y) if x != y else None
     if a.kind in ("list", "tuple"):
         return None

@@ -1,4 +1,4 @@
-"""``holdfast export SNAPSHOT --to safetensors|torch|hf DIR``: write files for other libraries."""
+"""``holdfast export SNAPSHOT --to FORMAT DIR``: write files for other libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.cli.console import (
     progress_bar,
 )
 from holdfast.cli.output import json_option, keys_option, print_result
-from holdfast.cli.resolve import format_count, refuse_address, resolve_snapshot
+from holdfast.cli.resolve import format_count, refuse_address, resolve_newest
 from holdfast.exporting.export import ExportResult, PreparedExport, prepare_export
 from holdfast.exporting.plan import SUFFIXES
 
@@ -42,7 +42,8 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     "kind",
     type=click.Choice(list(SUFFIXES)),
     required=True,
-    help="safetensors: one file. torch: one file for torch.load. hf: Hugging Face files.",
+    help="safetensors: one file. torch: one file for torch.load. hf: Hugging Face files."
+    " accelerate, transformers, lightning: a checkpoint from which that library resumes.",
 )
 @click.option(
     "--root",
@@ -86,11 +87,15 @@ def command(  # noqa: PLR0913  (one for each option)
 ) -> None:
     """Write the tensors of SNAPSHOT into the folder DIR, in a format of another library.
 
-    Every byte is checked. No existing file is overwritten, and a failed export leaves no file
-    behind. DIR may also be the name of the file, such as out/llama.safetensors.
+    If SNAPSHOT is a run, its newest version is exported. Every byte is checked. No existing file is
+    overwritten, and a failed export leaves no file behind. DIR may also be the name of the file,
+    such as out/llama.safetensors.
     """
+    opened, note = resolve_newest(snapshot)
+    if note is not None and not as_json:
+        click.echo(f"holdfast: {note}", err=True)
     prepared = prepare_export(
-        resolve_snapshot(snapshot),
+        opened,
         to,
         kind,
         root=root,

@@ -25,7 +25,7 @@ from holdfast.cli.output import (
     keys_option,
     print_json,
 )
-from holdfast.cli.resolve import format_count, resolve_snapshot
+from holdfast.cli.resolve import format_count, resolve_newest
 from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from holdfast.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations, read_statuses
 from holdfast.engine.planning.select import make_key_filter
@@ -58,10 +58,13 @@ def command(
 ) -> None:
     """Show the origin of SNAPSHOT, and its tree of leaves and values.
 
-    Only the manifest is read, and with --layout the indexes. On a terminal, a long tree is limited
-    to the levels that fit, unless --all, --depth, or --keys is given.
+    If SNAPSHOT is a run, its newest version is shown. Only the manifest is read, and with --layout
+    the indexes. On a terminal, a long tree is limited to the levels that fit, unless
+    --all, --depth, or --keys is given.
     """  # fmt: skip
-    opened = resolve_snapshot(snapshot)
+    opened, note = resolve_newest(snapshot)
+    if note is not None and not as_json:
+        click.echo(f"holdfast: {note}", err=True)
     rows = list(filter_rows(iter_tree_rows(opened), keys))
     if keys and not rows:
         raise MissingLeaf(
@@ -72,7 +75,7 @@ def command(
         )
     layouts = _read_layouts(opened) if layout else None
     if as_json:
-        print_json(_build_document(opened, rows, layouts))
+        print_json(_build_document(opened, rows, layouts, depth))
     else:
         render(opened, rows, layouts, depth, may_limit=not everything and not keys)
 
@@ -88,6 +91,14 @@ def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRo
         if (r.kind not in CONTAINER_KINDS and selected(r.key))
         or (r.kind == "value" and _matches_element(r, selected))
     )
+
+
+def _container_name(row: TreeRow) -> str:
+    """Return what a container is: the name of its class, for a tensor subclass."""
+    if row.kind != "subclass":
+        return row.kind
+    name: str = row.node["subclass"]["class"]
+    return name.rpartition(".")[2]
 
 
 def _matches_element(row: TreeRow, selected: Callable[[str], bool]) -> bool:
@@ -113,8 +124,14 @@ def _read_layouts(snapshot: Snapshot) -> Layouts:
 
 
 def _build_document(
-    snapshot: Snapshot, rows: Sequence[TreeRow], layouts: Layouts | None
+    snapshot: Snapshot, rows: Sequence[TreeRow], layouts: Layouts | None, depth: int | None
 ) -> dict[str, Any]:
+    collapsed = [
+        {"key": r.key, "kind": r.kind, "leaves": leaves, "bytes": nbytes}
+        for r, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True)
+        if depth is not None and r.depth == depth - 1 and r.kind in CONTAINER_KINDS
+    ]
+    rows = [r for r in rows if depth is None or r.depth < depth]
     manifest, metadata = snapshot.manifest, snapshot.metadata
     problem, evaluations = _find_problem(snapshot), read_evaluations(snapshot)
     return {
@@ -159,6 +176,7 @@ def _build_document(
             if r.kind != "value" and r.kind not in CONTAINER_KINDS
         ],
         "values": [{"key": r.key, "value": r.value()} for r in rows if r.kind == "value"],
+        "collapsed": collapsed,
     }
 
 
@@ -274,7 +292,7 @@ def _table_lines(
         if row.kind in CONTAINER_KINDS:
             count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
             size = format_size(nbytes) if nbytes else ""
-            yield name, f"{row.kind}, {count}", size, "" if row.depth else "bold"
+            yield name, f"{_container_name(row)}, {count}", size, "" if row.depth else "bold"
         elif row.kind == "value":
             yield name, format_short(row.value()), "", "cyan"
         else:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from holdfast.engine.loading.binding import Binding
+from holdfast.engine.loading.bind_subclass import bind_subclass
+from holdfast.engine.loading.binding import STATE_INVALID, Binding
 from holdfast.engine.loading.targets import Finalize
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import modules, sharding
+from holdfast.engine.state.tensors import subclasses
 from holdfast.format.names import escape_level, join_key
 from holdfast.lazy_torch import dtype_name
 
@@ -24,16 +26,23 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     members = binding.dict_members(module, node, key)
     if members is None:
         return lambda: module
-    state = module.state_dict()
+    with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
+        state = module.state_dict()
+    live = dict(module.named_parameters(remove_duplicate=False))
+    live.update(module.named_buffers(remove_duplicate=False))
     in_place = {_memory_key(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
     fresh: dict[str, Finalize] = {}
     plain_names = modules.strip_wrapper_names(module, list(state), key)
     for (name, value), plain_name in zip(state.items(), plain_names, strict=True):
         child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
         if not binding.selected(k):
-            continue
-        if child is ABSENT:
+            if child is not ABSENT and _is_dense(value):
+                binding.note_unselected(value, child, k)
+        elif child is ABSENT:
             binding.differences.missing.append(k)
+        elif name in live and subclasses.is_subclass(live[name]):
+            # the member itself: its alias in the state dict may have copies of inner tensors
+            bind_subclass(binding, live[name], child, k)
         elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
             fresh[name] = binding.targets.add_fresh(child, k)
         elif _is_resized_by_load(binding, module, name, value, child, k):
@@ -49,7 +58,10 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
     def finalize() -> Any:
         if fresh or _has_custom_load(module):
             state.update({name: finalize_value() for name, finalize_value in fresh.items()})
-            module.load_state_dict(state)
+            with modules.calling(
+                module, key, "load_state_dict", STATE_INVALID, live_state="not valid"
+            ):
+                module.load_state_dict(state)
         return module
 
     return finalize
@@ -98,6 +110,7 @@ def _is_dense(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and not torch.nn.parameter.is_lazy(value)
         and value.layout is torch.strided
+        and not subclasses.is_subclass(value)
     )
 
 

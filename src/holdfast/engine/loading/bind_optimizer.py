@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from holdfast.engine.loading.binding import Binding
+from holdfast.engine.loading.bind_subclass import bind_subclass
+from holdfast.engine.loading.binding import Binding, can_cast
 from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import (
     ABSENT,
@@ -15,8 +16,10 @@ from holdfast.engine.planning.select import (
 )
 from holdfast.engine.state import optimizers, sharding
 from holdfast.engine.state.loadable import shares_elements
+from holdfast.engine.state.tensors import subclasses
 from holdfast.format import tree
 from holdfast.format.names import escape_level, join_key
+from holdfast.lazy_torch import dtype_name
 
 _MIN_DIFFERING_OPTIONS = 2
 
@@ -26,7 +29,8 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
 
     Slots that do not exist yet (before the first step) are created. If a parameter had no slots
     when the snapshot was saved, its live slots are removed, so that training continues as if it had
-    never stopped.
+    never stopped. A parameter that keeps its live value because it has another shape also keeps
+    its live slots, or has none.
     """
     if node is ABSENT:
         if binding.selected(key) or binding.selected(f"{key}/state"):
@@ -43,33 +47,32 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     }
     # a parameter's name is its path in the state, with dots
     renames = number_renames({old.replace("/", "."): new for old, new in binding.renames.items()})
+    kept = _resized_parameters(binding, live)
     finalizers: dict[str, dict[str, Finalize]] = {}
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
-    for name, slots, k in tree.children(saved, state_key):
-        name = _rename_parameter(name, renames)
+    for saved_name, slots, k in tree.children(saved, state_key):
+        name = _rename_parameter(saved_name, renames)
         if name not in live:
             binding.note_unexpected([(slots, k)])
             continue
         parameter, group = live[name]
+        if name in kept:
+            binding.note_kept_slots(kept[name], tree.children(slots, k))
+            continue
         live_slots = optimizer.state.get(parameter, {})
-        finalizers[name] = {
-            slot: _bind_slot(
-                binding,
-                live_slots.get(slot),
-                parameter,
-                _slot_device(parameter, group, slot),
-                child,
-                slot_key,
-            )
-            for slot, child, slot_key in tree.children(slots, k)
-            if binding.selected(slot_key)
-        }
+        finalizers[name] = {}
+        for slot, child, slot_key in tree.children(slots, k):
+            if binding.selected(slot_key):
+                device = _slot_device(parameter, group, slot)
+                old = _live_slot(optimizer, live_slots.get(slot), parameter, child, slot_key)
+                place = old, parameter, device, child, slot_key
+                finalizers[name][slot] = _bind_slot(binding, *place, saved_name)
     groups = _bind_groups(binding, optimizer, grouped, renames, *members["groups"])
 
     def finalize() -> Any:
         if exact:
-            for name in live.keys() - finalizers.keys():
+            for name in live.keys() - finalizers.keys() - kept.keys():
                 optimizer.state.pop(live[name][0], None)
         for name, slot_finalizers in finalizers.items():
             slots = {slot: finalize_slot() for slot, finalize_slot in slot_finalizers.items()}
@@ -84,17 +87,26 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     return finalize
 
 
+def _resized_parameters(
+    binding: Binding, live: dict[str, tuple[Any, dict[str, Any]]]
+) -> dict[str, str]:
+    """Return the parameters that keep their live values because of their shapes. Their slots are
+    kept as well: saved slots belong to the saved values, and all slots to one another."""
+    found = {name: binding.resized_parameter(value, name) for name, (value, _) in live.items()}
+    return {name: shapes for name, shapes in found.items() if shapes is not None}
+
+
 def _note_other_object(
     binding: Binding, optimizer: Any, members: dict[Any, tuple[Any, str]], node: Any, key: str
 ) -> bool:
     """If the saved value is not an optimizer of this class, record a difference and return True."""
-    if _is_optimizer_node(members):
+    if is_optimizer_node(members):
         return _note_other_class(binding, optimizer, *members["groups"], key)
     binding.note_other_kind(type(optimizer).__name__, node, key)
     return True
 
 
-def _is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
+def is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
     """Return True if a node was made by ``optimizers.optimizer_state``. A PyTorch ``state_dict`` of
     an optimizer has a different structure."""
     if members.keys() != {"state", "groups"}:
@@ -145,37 +157,80 @@ def _rename_parameter(name: Any, renames: NumberedRenames) -> Any:
     return new.replace("/", ".") + name[len(old) :]
 
 
+def _live_slot(optimizer: Any, live: Any, parameter: Any, node: Any, key: str) -> Any:
+    """Return the live slot. If it does not exist yet and is saved as a tensor subclass, let the
+    optimizer create it as its first step would, if it has torchao's method for that."""
+    create = getattr(optimizer, "_new_buffer", None)
+    if live is not None or tag_of(node) != "subclass" or create is None:
+        return live
+    for signed in (True, False):
+        slot = create(parameter, signed)
+        if subclasses.is_subclass(slot) and subclasses.fits(slot, node, key):
+            return slot
+    return None
+
+
 def _bind_slot(
-    binding: Binding, live: Any, parameter: Any, device: Any, node: Any, key: str
+    binding: Binding, live: Any, parameter: Any, device: Any, node: Any, key: str, saved: Any
 ) -> Finalize:
-    """Fill the live slot in place if it has the saved shape and dtype and is on ``device``;
-    otherwise, load the slot into fresh memory."""
+    """Fill the live slot in place if it has the saved shape and dtype (or one to which it may be
+    converted) and is on ``device``; otherwise, load the slot into fresh memory. ``saved``: the name
+    of the parameter in the snapshot."""
     torch = binding.torch
+    if isinstance(live, torch.Tensor) and (
+        subclasses.is_subclass(live) or tag_of(node) == "subclass"
+    ):
+        return bind_subclass(binding, live, node, key)
+    if not (type(node) is dict and "tensor" in node):
+        return binding.targets.add_fresh(node, key, device)
+    source, _ = binding.targets.resolve_leaf(node, key)
+    stored, shape = binding.targets.snapshot.leaves[source]
     if live is None:
-        live = _empty_slot_like(binding, parameter, node, key)
-    if isinstance(live, torch.Tensor) and type(node) is dict and "tensor" in node:
-        source, _ = binding.targets.resolve_leaf(node, key)
-        stored = binding.targets.snapshot.leaves[source]
-        same = (str(live.dtype).removeprefix("torch."), tuple(live.shape)) == stored
+        dtype = _converted_dtype(binding, parameter, saved, stored, shape)
+        live = _empty_slot_like(binding, parameter, dtype or stored, shape, key)
+        if live is None and dtype is not None:
+            live = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+    if isinstance(live, torch.Tensor):
+        live_dtype = dtype_name(live.dtype)
+        is_cast = live_dtype != stored and binding.cast and can_cast(stored, live.dtype)
+        same = tuple(live.shape) == shape and (live_dtype == stored or is_cast)
         writable = live.layout is torch.strided and not shares_elements(live)
         if same and writable and live.device == torch.device(device):
+            if is_cast:
+                binding.differences.casts[key] = f"{stored} to {live_dtype}"
             binding.add_tensor(live, source, key)
             return lambda: live
     return binding.targets.add_fresh(node, key, device)
 
 
-def _empty_slot_like(binding: Binding, parameter: Any, node: Any, key: str) -> Any:
+def _converted_dtype(
+    binding: Binding, parameter: Any, saved: Any, stored: str, shape: tuple[int, ...]
+) -> str | None:
+    """Return the dtype to which a new slot is converted, if ``cast=True`` converts its parameter.
+
+    Only a slot that was saved in the dtype of its parameter is converted with it, as PyTorch's
+    ``load_state_dict`` does. Numbers, such as step counters, and slots that were kept in a higher
+    precision on purpose keep their dtypes.
+    """
+    if not binding.cast or not shape or binding.saved_dtypes.get(saved) != stored:
+        return None
+    live = dtype_name(parameter.dtype)
+    return live if live != stored and can_cast(stored, parameter.dtype) else None
+
+
+def _empty_slot_like(
+    binding: Binding, parameter: Any, dtype: str, shape: tuple[int, ...], key: str
+) -> Any:
     """Allocate a slot that does not exist yet, distributed over the ranks like its parameter.
 
     Return None if the parameter is not distributed, or if the slot has one element. Also return
     None, and record a difference, for a slot of another shape, because only the optimizer knows how
     to distribute it.
     """
-    if not (type(node) is dict and "tensor" in node and sharding.is_distributed_tensor(parameter)):
+    if not sharding.is_distributed_tensor(parameter):
         return None
-    name, shape = binding.targets.snapshot.leaves[binding.targets.resolve_leaf(node, key)[0]]
     if shape == tuple(parameter.shape):
-        return sharding.empty_like(parameter, getattr(binding.torch, name))
+        return sharding.empty_like(parameter, getattr(binding.torch, dtype))
     if len(shape) and prod(shape) > 1:
         binding.differences.kinds[key] = (
             f"a slot of shape {list(shape)}, live no slot yet for a parameter of shape"

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.engine.loading.bind_stateful import bind_stateful
-from holdfast.engine.loading.binding import Binding
+from holdfast.engine.loading.binding import STATE_INVALID, Binding
 from holdfast.engine.loading.targets import Finalize
 from holdfast.engine.planning.select import ABSENT
+from holdfast.engine.state.modules import calling
 from holdfast.engine.state.replication import PerRank, Replicated
 
 Bind = Callable[[Any, Any, str], Finalize]
@@ -54,7 +55,8 @@ def bind_per_rank(binding: Binding, bind: Bind, value: Any, node: Any, key: str)
 
     def derive() -> Any:
         finalize_child()
-        value.derive(binding.rank)
+        with calling(value, key, "derive", STATE_INVALID, live_state="not valid"):
+            value.derive(binding.rank)
         return value
 
     return finalize_child if has_own else derive

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.engine.loading.binding import Binding
+from holdfast.engine.loading.binding import STATE_INVALID, Binding
 from holdfast.engine.loading.targets import Finalize, is_leaf, tag_of
 from holdfast.engine.planning.select import ABSENT
+from holdfast.engine.state.modules import UNCHANGED, calling
 from holdfast.format import tree
 from holdfast.format.names import escape_level, join_key
 from holdfast.generators import keep_restored
@@ -36,19 +37,39 @@ def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize
         return lambda: value
     if not binding.is_any_selected(node, key):
         return lambda: value
+    if _note_resized(binding, value, key):
+        return lambda: value
     finalize_state = binding.targets.add_fresh(node, key, "cpu")
     check = getattr(value, "check_state_dict", None)
     adapt = _compare_with_live(binding, value, node, key) if check is None else _unchanged
     if check is not None and not any(is_leaf(n) for _, n in tree.walk(node, key)):
-        check(finalize_state())
+        with calling(value, key, "check_state_dict", f"Nothing was loaded. {UNCHANGED}"):
+            check(finalize_state())
 
     def finalize() -> Any:
         state = adapt(finalize_state())
-        value.load_state_dict(state)
+        with calling(value, key, "load_state_dict", STATE_INVALID, live_state="not valid"):
+            value.load_state_dict(state)
         keep_restored(state)
         return value
 
     return finalize
+
+
+def _note_resized(binding: Binding, value: Any, key: str) -> bool:
+    """If the object is an optimizer of a parameter that keeps its live value because of its shape,
+    record a difference and return True: its own code would load the saved state of all of them."""
+    for group in getattr(value, "param_groups", None) or ():
+        for parameter in group["params"] if isinstance(group, dict) and "params" in group else ():
+            name = binding.parameter_names.get(id(parameter))
+            shapes = binding.resized_parameter(parameter, name)
+            if shapes is not None:
+                binding.differences.kinds[key] = (
+                    f"the state of all parameters, live {type(value).__name__} with {name or key}"
+                    f" of another shape ({shapes}), whose own load_state_dict cannot leave it out"
+                )
+                return True
+    return False
 
 
 def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Adapt:

@@ -18,14 +18,18 @@ from holdfast.engine.loading.bind_module import bind_module
 from holdfast.engine.loading.bind_optimizer import bind_optimizer
 from holdfast.engine.loading.bind_ranks import bind_per_rank, bind_wrapped
 from holdfast.engine.loading.bind_stateful import bind_stateful
+from holdfast.engine.loading.bind_subclass import bind_subclass
 from holdfast.engine.loading.binding import Binding
 from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import ABSENT
 from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.replication import Replicated, keeps_per_rank
 from holdfast.engine.state.sharding import Boxed
+from holdfast.engine.state.tensors import subclasses
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.format.values.numpy_dtypes import from_descr
+from holdfast.format.values.rejected import nested_too_deeply, unsupported
 from holdfast.lazy_torch import dtype_name
 
 _NON_VALUE_TAGS = frozenset(
@@ -47,9 +51,9 @@ class Binder(Binding):
         if isinstance(value, np.ndarray):
             return self._bind_leaf(self._bind_array, value, node, key)
         if isinstance(value, dict) and (type(value) is dict or not modules.is_stateful(value)):
-            return self._bind_dict(value, node, key)
+            return self._bind_nested(self._bind_dict, value, node, key)
         if type(value) in (list, tuple):
-            return self._bind_sequence(value, node, key)
+            return self._bind_nested(self._bind_sequence, value, node, key)
         if isinstance(value, Boxed):
             return self._bind_leaf(self._bind_boxed, value, node, key)
         if isinstance(value, Replicated):
@@ -84,14 +88,31 @@ class Binder(Binding):
 
     # -- containers ----------------------------------------------------------------------------
 
+    def _bind_nested(
+        self, bind: Callable[[Any, Any, str], Finalize], value: Any, node: Any, key: str
+    ) -> Finalize:
+        """Bind a container. Raises ``Unsupported`` if no save accepts one that is so deep."""
+        self.depth += 1
+        if self.depth > tree.MAX_DEPTH + 1:
+            why = f"it is nested deeper than {tree.MAX_DEPTH} levels, or contains itself"
+            raise nested_too_deeply(value, key, why)
+        try:
+            return bind(value, node, key)
+        finally:
+            self.depth -= 1
+
     def _bind_dict(self, value: Any, node: Any, key: str) -> Finalize:
         members = self.dict_members(value, node, key)
         if members is None:
             return lambda: value
+        try:
+            live_keys = tree.child_keys(list(value), key)
+        except ValueError as e:
+            raise unsupported(value, key, f"a key cannot be converted to text: {e}") from e
         finalizers = {
             # prefer the snapshot's key, which is unique even if two names have the same text
             name: self.bind(value[name], *members.pop(name, (ABSENT, live_key)))
-            for name, live_key in zip(value, tree.child_keys(list(value), key), strict=True)
+            for name, live_key in zip(value, live_keys, strict=True)
         }
         self.note_unexpected(members.values())
 
@@ -129,6 +150,8 @@ class Binder(Binding):
     # -- leaves --------------------------------------------------------------------------------
 
     def _bind_tensor(self, value: Any, node: Any, key: str) -> Finalize:
+        if subclasses.is_subclass(value) or tag_of(node) == "subclass":
+            return bind_subclass(self, value, node, key)
         if type(node) is dict and "sparse" in node:
             return self._bind_sparse(value, node, key)
         source = self.tensor_source(value, node, key)
@@ -153,10 +176,11 @@ class Binder(Binding):
         stored, live_dtype = self.targets.snapshot.leaves[source][0], dtype_name(value.dtype)
         if layout != body["layout"]:
             self.note_other_kind(f"tensor {layout}", node, key)
-        elif shape != body["shape"]:
-            self.differences.shapes[key] = f"{body['shape']}, live {shape}"
+        elif shape != body["shape"] or key in self.resized:
+            self.note_resized(None, key, body["shape"], shape)
+            return lambda: value
         elif stored != live_dtype:
-            self.differences.dtypes[key] = f"{stored}, live {live_dtype}"
+            self.note_other_dtype(key, stored, live_dtype, can_cast=False)
         return self.targets.add_fresh(node, key, value.device)
 
     def _bind_array(self, value: np.ndarray[Any, Any], node: Any, key: str) -> Finalize:
@@ -165,18 +189,22 @@ class Binder(Binding):
             self.note_other_kind("array", node, key)
             return lambda: value
         name, shape, *descr = self.targets.resolve_leaf(node, key)[1]["array"]
-        dtype = tree.from_descr(descr[0]) if descr else np.dtype(name)
+        dtype = from_descr(descr[0]) if descr else np.dtype(name)
         shape = shape[:-1] if descr else shape
-        if list(value.shape) != shape:
-            self.differences.shapes[key] = f"{shape}, live {list(value.shape)}"
-        elif value.dtype != dtype and not (self.cast and _can_cast_array(dtype, value.dtype)):
-            self.differences.dtypes[key] = f"{dtype}, live {value.dtype}"
-        elif value.flags.writeable and not descr:
+        if list(value.shape) != shape or key in self.resized:
+            self.note_resized(value, key, shape, value.shape)
+            return lambda: value
+        can_cast = _can_cast_array(dtype, value.dtype)
+        if value.dtype != dtype and self.cast and can_cast:
+            self.differences.casts[key] = f"{dtype} to {value.dtype}"
+        elif value.dtype != dtype:
+            self.note_other_dtype(key, dtype, value.dtype, can_cast)
+            return lambda: value
+        if value.flags.writeable and not descr:
             self.targets.add(source, value)
-        else:
-            finalize = self.targets.add_fresh(node, key)
-            return lambda: _assign_array(value, finalize())
-        return lambda: value
+            return lambda: value
+        finalize = self.targets.add_fresh(node, key)
+        return lambda: _assign_array(value, finalize())
 
 
 def _can_cast_array(stored: np.dtype[Any], dtype: np.dtype[Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.planning.select import KeyFilter
+from holdfast.engine.planning.select import KeyFilter, suggest_renames
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
@@ -22,17 +22,24 @@ from holdfast.text import MAX_SHOWN, format_list, format_ranks
 _MAX_MISMATCHES_SHOWN = 5
 _MAX_SUGGESTED_KEYS = 5
 
+SLOT_OF = "slot of a parameter"
+"""How the description of an optimizer's slot begins that does not fit because its parameter has
+another shape."""
+
 
 @dataclass(slots=True)
 class Differences:
     """The differences between a snapshot and the live state into which it is loaded.
 
     ``missing``: keys of the live state that the snapshot lacks; ``unexpected``: keys of the
-    snapshot that the live state lacks; ``shapes``, ``dtypes``, and ``kinds``: a description of both
-    sides, by key; ``ranks``: the ranks whose states differ, or an empty list if all do. The error
-    that ``raise_if_any`` raises has the keys as fields: ``missing``, ``unexpected``, and
-    ``misfits`` for the rest. ``objects``: the keys of the objects with a ``load_state_dict`` of
-    their own whose state has missing or unexpected keys.
+    snapshot that the live state lacks; ``shapes``, ``dtypes`` (which can be converted), and
+    ``kinds``: a description of both sides, by key; ``resized``: like ``shapes``, but also of keys
+    that are not loaded, and without the slots of an optimizer; ``casts``: both dtypes of the leaves
+    that are converted; ``ranks``: the ranks whose states differ, or an empty list if all do. The
+    error that ``raise_if_any`` raises has the keys as fields: ``missing``, ``unexpected``,
+    ``misfits`` for the rest, and ``mismatched`` and ``dtypes`` for those of the rest that only have
+    another shape or dtype. ``objects``: the keys of the objects with a ``load_state_dict`` of their
+    own whose state has missing or unexpected keys.
 
     ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
     it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
@@ -44,6 +51,8 @@ class Differences:
     shapes: dict[str, str] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    resized: dict[str, str] = field(default_factory=dict)
+    casts: dict[str, str] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     saved_ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -85,7 +94,7 @@ class Differences:
             keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
             setattr(combined, name, list(keys))
         for one, ranks in groups:
-            for name in ("shapes", "dtypes", "kinds"):
+            for name in ("shapes", "dtypes", "kinds", "resized", "casts"):
                 setattr(combined, name, getattr(one, name) | getattr(combined, name))
             if one.missing or one.shapes or one.dtypes or one.kinds:
                 combined.ranks += ranks
@@ -115,7 +124,7 @@ class Differences:
         for key, saved in self.saved_ranks.items():
             text = _describe_reassignment(saved, self.loaded_ranks[key])
             keys_by_text.setdefault(text, []).append((key, 1))
-        return "; ".join(f"{_format_keys(keys)} {text}" for text, keys in keys_by_text.items())
+        return "; ".join(f"{format_keys(keys)} {text}" for text, keys in keys_by_text.items())
 
     def raise_if_any(
         self,
@@ -125,40 +134,45 @@ class Differences:
         *,
         missing: bool = True,
         unexpected: bool = True,
+        mismatched: bool = True,
     ) -> None:
         """Raise one error that lists all differences, of the narrowest class that fits them.
 
-        ``node``: the snapshot's tree; ``selected``: a filter for the leaves to load; ``missing``
-        and ``unexpected``: False if such keys are not errors.
+        ``node``: the snapshot's tree; ``selected``: a filter for the leaves to load; ``missing``,
+        ``unexpected``, and ``mismatched`` (other shapes): False if such keys are not errors.
         """
         lacking, surplus = self.missing * missing, self.unexpected * unexpected
-        misfits = [*self.shapes, *self.dtypes, *self.kinds]
+        shapes = self.shapes if mismatched else {}
+        # a parameter stands for its slots
+        shapes = {k: t for k, t in shapes.items() if not t.startswith(SLOT_OF)} or shapes
+        others = self.dtypes | self.kinds
+        misfits = [*shapes, *others]
         if not (lacking or surplus or misfits):
             return
         saved = [key for key, _ in tree.walk(node)]
         live = [*(set(saved) - set(self.unexpected)), *self.missing]
         kinds: list[tuple[type[PlanError], str, str]] = [
-            (MissingLeaf, "missing in the snapshot", _format_keys(fold_keys(lacking, saved))),
-            (UnexpectedLeaf, "unexpected in the snapshot", _format_keys(fold_keys(surplus, live))),
-            (ShapeMismatch, "with a different shape", _format_mismatches(self.shapes)),
-            (
-                DTypeMismatch,
-                "with a different dtype or kind",
-                _format_mismatches(self.dtypes | self.kinds),
-            ),
+            (MissingLeaf, "missing in the snapshot", format_keys(fold_keys(lacking, saved))),
+            (UnexpectedLeaf, "unexpected in the snapshot", format_keys(fold_keys(surplus, live))),
+            (ShapeMismatch, "with a different shape", format_mismatches(shapes)),
+            (DTypeMismatch, "with a different dtype or kind", format_mismatches(others)),
         ]
-        counts = (len(lacking), len(surplus), len(self.shapes), len(self.dtypes) + len(self.kinds))
+        counts = (len(lacking), len(surplus), len(shapes), len(others))
         present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
         error_class = present[0][1] if len(present) == 1 else PlanError
-        members = "" if lacking else _suggest_keys(filter(selected, saved), surplus)
+        below = [k for k in saved if not self.kinds.keys().isdisjoint(key_prefixes(k))]
+        members = "" if lacking else _suggest_keys(filter(selected, saved), [*surplus, *below])
+        renames = suggest_renames(lacking, surplus)
+        fitting = {*live}.difference(below, shapes, others)
         options = (
+            (f"rename={_quote_renames(renames)}", renames),
             (f"keys={members}", members),
             ('missing="keep"', lacking),
             ('unexpected="ignore"', surplus),
-            ("rename={...}", lacking and surplus),
             ("check_state_dict(state) in a class whose keys change in training", self.objects),
-            ("cast=True (of holdfast.load)", self.dtypes),
-            ("keys=[...] without the keys that do not fit and without their optimizer", misfits),
+            (f'mismatched="keep", which keeps {_format_few(shapes, fitting)}', shapes),
+            ("cast=True", self.dtypes),
+            (f"keys=[...] without {_format_few(self.kinds, fitting)}", self.kinds and not members),
         )
         advice = ", ".join(option for option, needed in options if needed)
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
@@ -169,6 +183,8 @@ class Differences:
             missing=tuple(lacking),
             unexpected=tuple(surplus),
             misfits=tuple(misfits),
+            mismatched=tuple(shapes),
+            dtypes=tuple(self.dtypes),
         )
 
 
@@ -192,10 +208,10 @@ def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, in
     ``present``: the keys that this side has. If it has no key below some level, that level replaces
     all keys below it. Return each key or level with the number of leaves that it represents.
     """
-    present_levels = {level for key in present for level in _key_prefixes(key)}
+    present_levels = {level for key in present for level in key_prefixes(key)}
     below: dict[str, list[str]] = {}
     for key in keys:
-        highest = next((level for level in _key_prefixes(key) if level not in present_levels), key)
+        highest = next((level for level in key_prefixes(key) if level not in present_levels), key)
         below.setdefault(highest, []).append(key)
     return [(h if len(k) > 1 else k[0], len(k)) for h, k in below.items()]
 
@@ -220,7 +236,7 @@ def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
     return quoted if len(selected) == 1 else f"[{quoted}]"
 
 
-def _key_prefixes(key: str) -> Iterator[str]:
+def key_prefixes(key: str) -> Iterator[str]:
     """Return the key of each level: ``a``, ``a/b``, and ``a/b/c`` for ``a/b/c``."""
     return accumulate(key.split("/"), join_key)
 
@@ -228,12 +244,23 @@ def _key_prefixes(key: str) -> Iterator[str]:
 _DIFFERENCES = msgspec.json.Decoder(Differences)
 
 
-def _format_keys(folded: Sequence[tuple[str, int]]) -> str:
-    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in folded[:MAX_SHOWN]]
-    return format_list(shown, len(shown), total=len(shown) + sum(n for _, n in folded[MAX_SHOWN:]))
+def _quote_renames(renames: Mapping[str, str]) -> str:
+    pairs = ", ".join(f'"{old}": "{new}"' for old, new in renames.items())
+    return f"{{{pairs}}}"
 
 
-def _format_mismatches(mismatches: Mapping[str, str]) -> str:
+def format_keys(folded: Sequence[tuple[str, int]], limit: int = MAX_SHOWN) -> str:
+    """Return keys or levels, each with the number of its leaves, as text."""
+    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in folded[:limit]]
+    return format_list(shown, len(shown), total=len(shown) + sum(n for _, n in folded[limit:]))
+
+
+def _format_few(keys: Iterable[str], others: Iterable[str]) -> str:
+    return format_keys(fold_keys([*keys], others), _MAX_SUGGESTED_KEYS)
+
+
+def format_mismatches(mismatches: Mapping[str, str]) -> str:
+    """Return the first keys as text, each with the description of both sides."""
     shown = [f"{key} {text}" for key, text in islice(mismatches.items(), _MAX_MISMATCHES_SHOWN)]
     return format_list(shown, len(shown), total=len(mismatches))
 

@@ -21,14 +21,17 @@ from holdfast.engine.distributed.group import (
     LocalGroup,
 )
 from holdfast.engine.loading.binder import Binder
-from holdfast.engine.loading.binding import STRICT, Leniency
+from holdfast.engine.loading.binding import STATE_INVALID, STRICT, Leniency
+from holdfast.engine.loading.devices import device_chooser
 from holdfast.engine.loading.differences import no_match_error
+from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from holdfast.engine.loading.targets import Finalize, LoadTargets
 from holdfast.engine.planning.select import ABSENT, make_key_filter, prune, rename
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state import modules
 from holdfast.errors import HoldfastError, PlanError, RankFailed, RanksChanged
+from holdfast.format.tree import walk
 from holdfast.generators import Isolation
 from holdfast.text import warn_user, with_article
 from holdfast.threads import gc_paused
@@ -42,14 +45,15 @@ def load_snapshot(
     leniency: Leniency = STRICT,
     group: Group | None = None,
 ) -> Any:
-    """Load an open snapshot, as ``holdfast.load`` does, which is in ``run/address.py``.
+    """Load an open snapshot, as ``holdfast.load`` does, which is in ``run/address.py``. Return the
+    loaded state, or the ``LoadReport`` of a load ``into`` a live state.
 
     Without a ``group``, this process loads alone.
     """
     group = LocalGroup() if group is None or into is None else group
     limit = snapshot.location.deadline
     collective = group.collective(f"the load of {snapshot.location.name}", deadline=limit)
-    targets = LoadTargets(snapshot, device)
+    targets = LoadTargets(snapshot, device_chooser(snapshot, device))
     try:
         # One pin protects all ranks, because no rank reads before the broadcast.
         with collective, snapshot.pin_while_reading() if group.rank == 0 else nullcontext():
@@ -65,12 +69,6 @@ def load_snapshot(
         collective.close()
 
 
-_STATE_INVALID = (
-    "The live state may be partly overwritten and is not valid; load an intact version into it"
-    " before training continues"
-)
-
-
 def _load(
     reader: Snapshot | SharedReader,
     into: dict[str, Any] | None,
@@ -82,11 +80,11 @@ def _load(
     # before any memory is allocated: the indexes prove that the bytes for the shapes exist
     reader.indexes()
     try:
-        finalize, reassigned = _bind(targets, into, keys, leniency, collective)
+        finalize, report, reassigned = _bind(targets, into, keys, leniency, collective)
     except RankFailed as e:
         if e.is_state_invalid or isinstance(e.__cause__, HoldfastError):
             raise  # the error already states whether the other rank had begun to read
-        raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
+        raise e.with_advice(STATE_INVALID, live_state="not valid") from e
     if reassigned and collective.rank == 0:
         warn_user(
             f"The per-rank values in {targets.snapshot.url} do not match the ranks that load them:"
@@ -104,11 +102,19 @@ def _load(
         if into is None or (isinstance(e, HoldfastError) and e.is_state_invalid):
             raise
         if isinstance(e, HoldfastError):
-            raise e.with_advice(_STATE_INVALID, live_state="not valid") from e
-        e.add_note(_STATE_INVALID)
+            raise e.with_advice(STATE_INVALID, live_state="not valid") from e
+        e.add_note(STATE_INVALID)
         raise
-    events.emit("loaded", url=targets.snapshot.url, leaves=len(targets.requests))
-    return loaded
+    events.emit(
+        "loaded",
+        url=targets.snapshot.url,
+        leaves=len(targets.requests),
+        kept=0 if report is None else len(report.kept),
+        ignored=0 if report is None else len(report.ignored),
+        cast=0 if report is None else len(report.cast),
+        summary="" if report is None else report.summary,
+    )
+    return loaded if report is None else report
 
 
 @gc_paused
@@ -119,11 +125,12 @@ def _bind(
     keys: str | Sequence[str] | None,
     leniency: Leniency,
     collective: Collective,
-) -> tuple[Finalize, str]:
+) -> tuple[Finalize, LoadReport | None, str]:
     """Give every requested leaf a target, live or fresh, without changing the live state.
 
-    Return a function that returns the loaded state after the bytes are read, and a description of
-    the per-rank values that other ranks load than saved them. Raises ``PlanError``.
+    Return a function that returns the loaded state after the bytes are read, what that load does to
+    a live state, and a description of the per-rank values that other ranks load than saved them.
+    Raises ``PlanError``.
     """
     snapshot, selected = targets.snapshot, make_key_filter(keys)
     tree = snapshot.manifest.tree
@@ -133,24 +140,36 @@ def _bind(
         tree = prune(tree, selected)
         if tree is ABSENT:
             raise no_match_error(snapshot, keys)
-        return targets.add_fresh(tree, ""), ""
+        return targets.add_fresh(tree, ""), None, ""
     if not isinstance(into, dict):
         raise PlanError(
             f"into= is {with_article(type(into).__name__)}",
             expected='a dict like the one that was saved, such as {"model": model}',
             found=type(into).__name__,
         )
+    targets.is_live = True
     names = modules.parameter_names(into)
     binder = Binder(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
     finalize = binder.bind(into, tree, "")
     binder.differences.combine_ranks(collective)
+    if resized := binder.differences.resized:
+        # again, because the slots of resized parameters are kept, and a parameter may come after
+        # its optimizer. What one rank keeps, all ranks keep.
+        del finalize
+        targets.clear()
+        binder = binder.with_resized(resized)
+        finalize = binder.bind(into, tree, "")
+        binder.differences.combine_ranks(collective)
     binder.differences.raise_if_any(
         snapshot.url,
         tree,
         selected,
         missing=leniency.missing == "error",
         unexpected=leniency.unexpected == "error",
+        mismatched=leniency.mismatched == "error",
     )
     if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
         raise no_match_error(snapshot, keys)
-    return finalize, binder.differences.describe_reassigned()
+    saved = [key for key, _ in walk(tree) if selected(key)]
+    report = LoadReport.from_differences(snapshot.url, saved, binder.differences, leniency.rename)
+    return finalize, report, binder.differences.describe_reassigned()

@@ -10,8 +10,11 @@ from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.leaf import allocate, as_records
 from holdfast.engine.snapshot.read import Target
 from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.errors import DTypeMismatch
 from holdfast.format import tree
 from holdfast.format.names import MANIFEST, join_key
+from holdfast.format.values import torch_types
+from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.types import Box
 
 Finalize = Callable[[], Any]
@@ -23,13 +26,21 @@ BYTE_TAGS = frozenset({*tree.LEAF_TAGS, "tied"})
 
 @dataclass(slots=True)
 class LoadTargets:
-    """All targets of one load. ``fresh`` holds the memory of leaves that have no live memory."""
+    """All targets of one load. ``fresh`` holds the memory of leaves that have no live memory, and
+    ``device_of`` returns its device for a leaf's key."""
 
     snapshot: Snapshot
-    device: Any = None
+    device_of: Callable[[str], Any] = lambda key: None
     requests: list[ReadRequest] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     fresh: dict[str, Any] = field(default_factory=dict)
+    is_live: bool = False
+    """Whether there is a live state: it never gets the inner tensors of a tensor subclass."""
+
+    def clear(self) -> None:
+        """Discard all targets, and release the fresh memory."""
+        for part in (self.requests, self.targets, self.fresh):
+            part.clear()
 
     def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
         """Return the key under which a leaf's bytes are stored, and the node that describes it."""
@@ -48,11 +59,15 @@ class LoadTargets:
     def add_fresh(self, node: Any, key: str, device: Any = None) -> Finalize:
         """Allocate memory for all leaves of a node, and request them. Return the ``Finalize``
         function that decodes the node's value."""
+        if self.is_live and self.snapshot.manifest.number == 3:
+            self._refuse_subclasses(node, key)
         for k, n in tree.walk(node, key):
             if is_leaf(n):
                 source, leaf = self.resolve_leaf(n, k)
                 if source not in self.fresh:
-                    leaf_device = self.device if device is None else device
+                    leaf_device = device
+                    if device is None and "tensor" in leaf:
+                        leaf_device = self.device_of(source)
                     spec = self.snapshot.leaves[source]
                     self.fresh[source] = allocate(leaf, k, *spec, leaf_device)
                     self.add(source, self.fresh[source])
@@ -60,16 +75,49 @@ class LoadTargets:
 
     def decode_leaf(self, node: Any, key: str) -> Any:
         """Return the value of a leaf whose bytes are read. Callback for ``tree.decode``."""
+        if not torch_types.TAGS.isdisjoint(node):
+            return torch_types.decode(node, key)
         if "sparse" in node:
             return self._make_sparse(node["sparse"], key)
+        if "subclass" in node:
+            return self._inner_tensors(node, key)
         source, leaf = self.resolve_leaf(node, key)
         loaded = self.fresh[source]
         if "blob" in leaf:
             return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](loaded.data)
         if "array" in leaf and len(leaf["array"]) == 3:
-            dtype = tree.from_descr(leaf["array"][2])
+            dtype = from_descr(leaf["array"][2])
             return as_records(loaded, dtype).reshape(loaded.shape[:-1])
         return loaded
+
+    def _refuse_subclasses(self, node: Any, key: str) -> None:
+        """Raise ``DTypeMismatch`` if the node has a tensor of another class than ``Tensor``."""
+        for k, n in tree.walk(node, key, split_sparse=False):
+            if tag_of(n) == "subclass":
+                name = n["subclass"]["class"]
+                raise DTypeMismatch(
+                    f"The live state has no tensor of the class {name} at {k!r}; nothing was"
+                    " changed",
+                    expected="a live tensor of that class, which is filled in place",
+                    found="none, and no class is created from its name",
+                    todo="Quantize the live model first, or let the optimizer step once before the"
+                    " load; or exclude it with keys=, and load its inner tensors without into=",
+                    leaf=k,
+                )
+
+    def _inner_tensors(self, node: Any, key: str) -> dict[str, Any]:
+        """Return what a tensor subclass consists of. Its class is not looked up."""
+        body = node["subclass"]
+        return {
+            "class": body["class"],
+            "dtype": torch_types.decode({"dtype": body["dtype"]}, key),
+            "shape": torch_types.decode({"size": body["shape"]}, key),
+            "context": tree.decode(body["context"], key, torch_types.decode),
+            "tensors": {
+                name: self.decode_leaf(part, k)
+                for name, (part, k) in zip(body["parts"], tree.parts(node, key), strict=True)
+            },
+        }
 
     def _make_sparse(self, body: Any, key: str) -> Any:
         import torch

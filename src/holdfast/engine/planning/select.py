@@ -86,7 +86,7 @@ def prune(node: Any, key_filter: KeyFilter, key: str = "") -> Any:
         if elements and all(p is ABSENT for p in elements):
             return ABSENT
         return {tag: [None if p is ABSENT else p for p in elements]}
-    if tag == "sparse":
+    if tag in tree.PART_TAGS:
         chosen = any(key_filter(k) for k, _ in tree.walk(node, key))
         return _rename_members(node, {}, key, set()) if chosen else ABSENT
     if not key_filter(key):
@@ -162,6 +162,85 @@ def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, st
     return sorted((number, old, new) for old, (number, new) in found)
 
 
+_MAX_RENAMES = 3
+_MAX_RENAMES_TRIED = 8
+_SLOT_KEY = re.compile("/(state|groups)/")
+
+
+def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str, str]:
+    """Return the renames that give keys of the snapshot (``surplus``) the names that the live state
+    has (``lacking``), if each has only one plausible origin. Otherwise, return an empty dict.
+
+    A rename is plausible if both names end alike (``head.weight`` and ``fc.weight``), if there is
+    no more similar one, and if it gives every key below it a name that is lacking.
+    """
+    new_keys, old_keys = (  # slots follow their parameters
+        {key for key in keys if not _SLOT_KEY.search(key)} for keys in (lacking, surplus)
+    )
+    renames: dict[str, str] = {}
+    # the side with fewer keys: adding many layers must not hide that one was renamed
+    fewer, ordered = (new_keys, lacking) if len(new_keys) <= len(old_keys) else (old_keys, surplus)
+    for key in [key for key in ordered if key in fewer][:_MAX_RENAMES_TRIED]:
+        if key not in fewer or len(renames) == _MAX_RENAMES:
+            continue
+        found = {
+            rename: covered
+            for rename in _most_similar(key, new_keys, old_keys)
+            if (covered := _keys_below(rename, new_keys, old_keys)) is not None
+        }
+        if len(found) == 1:
+            (((old, new), (old_below, new_below)),) = found.items()
+            renames[old] = new
+            old_keys -= old_below
+            new_keys -= new_below
+    return renames
+
+
+def _most_similar(key: str, new_keys: set[str], old_keys: set[str]) -> list[tuple[str, str]]:
+    """Return the renames between a key of one side and the most similar keys of the other side, or
+    none if there are too many."""
+    is_new = key in new_keys
+    pairs = ((k, key) if is_new else (key, k) for k in (old_keys if is_new else new_keys))
+    scored = [found for pair in pairs if (found := _find_rename(*pair)) is not None]
+    best = max((score for score, _, _ in scored), default=None)
+    top = list({(old, new) for score, old, new in scored if score == best})
+    return top if len(top) <= _MAX_RENAMES_TRIED else []
+
+
+def _keys_below(
+    rename: tuple[str, str], new_keys: set[str], old_keys: set[str]
+) -> tuple[set[str], set[str]] | None:
+    """Return the old and new keys that a rename covers, or None unless they correspond."""
+    old, new = rename
+    old_below, new_below = (
+        {k for k in keys if k == name or k.startswith((f"{name}.", f"{name}/"))}
+        for name, keys in ((old, old_keys), (new, new_keys))
+    )
+    renamed = {new + key[len(old) :] for key in old_below}
+    return (old_below, new_below) if renamed == new_below else None
+
+
+def _find_rename(old_key: str, new_key: str) -> tuple[tuple[int, int], str, str] | None:
+    """Return the rename between two keys that differ in one level: how many names they have in
+    common behind and before what differs, and the two names of that level."""
+    old, new = old_key.split("/"), new_key.split("/")
+    differing = [i for i, (a, b) in enumerate(zip(old, new)) if a != b]
+    if len(old) != len(new) or len(differing) != 1:
+        return None
+    level = differing[0]
+    a, b = old[level].split("."), new[level].split(".")
+    limit = min(len(a), len(b)) - 1
+    before = next((i for i in range(limit) if a[i] != b[i]), limit)
+    behind = next((i for i in range(limit) if a[-1 - i] != b[-1 - i]), limit)
+    behind = min(behind, limit)
+    below = len(old) - level - 1
+    if behind + below == 0:
+        return None
+    old_name, new_name = (".".join(name[: len(name) - behind]) for name in (a, b))
+    parents = old[:level]
+    return (behind + below, before), "/".join([*parents, old_name]), "/".join([*parents, new_name])
+
+
 def _find_members(node: Any, keys: Sequence[str], key: str) -> set[str]:
     """Return those of the keys that the tree has."""
     found: set[str] = set()
@@ -229,10 +308,8 @@ def _rename_members(node: Any, renames: NumberedRenames, key: str, used_names: s
                 for i, c in enumerate(node[tag])
             ]
         }
-    if tag == "sparse":
-        parts = {
-            n: _rename_members(p, renames, join_key(key, n), used_names)
-            for n, p in node[tag]["parts"].items()
-        }
+    if tag in tree.PART_TAGS:
+        placed = zip(node[tag]["parts"], tree.parts(node, key), strict=True)
+        parts = {n: _rename_members(p, renames, k, used_names) for n, (p, k) in placed}
         return {tag: {**node[tag], "parts": parts}}
     return _with_stored_key(node, key) if tag in tree.LEAF_TAGS else node

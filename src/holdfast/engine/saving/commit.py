@@ -35,11 +35,12 @@ from holdfast.format.manifest import (
     Manifest,
     Shard,
     encode_manifest,
+    with_number,
 )
 from holdfast.format.names import MANIFEST, parse_version
 from holdfast.format.records import Spread
 from holdfast.format.sealed import check_length
-from holdfast.format.validate import check_tree
+from holdfast.format.validate import check_numbered_tree
 from holdfast.threads import look_up_each
 
 
@@ -148,13 +149,14 @@ class Receipt(msgspec.Struct, frozen=True):
 
     ``shard``: the rank's shard, or None if the rank had nothing to write; ``data_bytes``: the bytes
     of the boxes that the shard holds or refers to; ``unchanged``: what
-    ``Observation.on_written`` returned.
+    ``Observation.on_written`` returned; ``devices``: the map of the devices of its tensors.
     """
 
     rank: int
     shard: IncrementalShard | None
     data_bytes: int = 0
     unchanged: list[str] | None = []
+    devices: Any = None
 
 
 def check_receipts(
@@ -236,10 +238,11 @@ def put_manifest(
     Raises ``CommitError`` if another save committed this version first, and ``StoreError``. The
     error's field ``outcome`` is "unknown" if the store cannot say whether the manifest exists.
     """
-    raw, manifest_digest = encode_manifest(manifest)
     # do not commit a manifest that a reader would reject
+    leaves, number = check_numbered_tree(manifest.tree, MANIFEST)
+    manifest = with_number(manifest, number)
+    raw, manifest_digest = encode_manifest(manifest)
     check_length(location.key(MANIFEST), raw, MAX_MANIFEST, FEWER_LEAVES)
-    leaves = check_tree(manifest.tree, MANIFEST)
     if plan is not None and (mismatched := plan.mismatched_leaves(leaves)):
         raise CommitError(
             f"Nothing was committed to {location.url}: the tree and the boxes have different"

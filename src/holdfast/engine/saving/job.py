@@ -10,7 +10,8 @@ from typing import Any
 
 from holdfast import machine
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.saving.commit import NO_RESULT, CommitResult
+from holdfast.engine.planning.devices import DeviceMap, make_device_map, merge_device_maps
+from holdfast.engine.saving.commit import NO_RESULT, CommitResult, Receipt
 from holdfast.engine.saving.image import Image, Piece, release_buffers
 from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.partition import Partition
@@ -49,7 +50,7 @@ class VersionMetadata:
         content = {"reason": self.reason, "metrics": dict(self.metrics), "note": dict(self.note)}
         optional = {"training": self.training, "objectives": self.objectives}
         content |= {name: dict(value) for name, value in optional.items() if value}
-        return tree.encode(content, "metadata", tree.reject_value)
+        return tree.encode_root(content, "metadata", tree.reject_value)
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     that remain to be staged in the background; ``staging_error``: the
     error with which this rank failed to stage the save while other ranks may have succeeded;
     ``observer``: compares the trainable leaves with those of the version before, if not None.
+    ``devices``: those of this rank's tensors, by key (``FlatState.devices``).
     ``copy_to_peers``: called with the ``Receipt`` of this rank's files once they are written.
     """
 
@@ -79,6 +81,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     deferred: DeferredStaging | None = None
     staging_error: Exception | None = None
     observer: Observation | None = None
+    devices: Mapping[str, Any] = field(default_factory=dict)
     copy_to_peers: Callable[[Any], object] = no_op
     result: CommitResult = NO_RESULT
 
@@ -95,11 +98,17 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         if self.upload is not None:
             self.upload.abort()
 
-    def build_manifest(self, shards: Sequence[Shard], chain: int) -> Manifest:
+    def device_map(self) -> DeviceMap:
+        """Return the map of the devices of this rank's tensors."""
+        return make_device_map({key: str(device) for key, device in self.devices.items()})
+
+    def build_manifest(
+        self, shards: Sequence[Shard], chain: int, receipts: Sequence[Receipt]
+    ) -> Manifest:
         """Return the manifest that commits these shards.
 
         ``chain``: the number of versions from this one back to a full one, if a shard refers to
-        another version.
+        another version; ``receipts``: those of all ranks.
         """
         metadata = self.metadata
         version = names.parse_version(self.location.folder.rpartition("/")[2])
@@ -115,6 +124,10 @@ class SaveJob(AbstractContextManager["SaveJob"]):
             "staged_seconds": round(self.staged_at - self.started_at, 6),
             "written_seconds": round(time.perf_counter() - self.staged_at, 6),
         }
+        added: dict[str, Any] = {"statistics": {"dict": statistics}}
+        devices = merge_device_maps(receipt.devices for receipt in receipts)
+        if devices is not None:
+            added["devices"] = tree.encode(devices, "metadata/devices", tree.reject_value)
         fields: dict[str, Any] = {
             "attempt": self.partition.attempt,
             "created": machine.utc_now(),
@@ -122,9 +135,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
             "step": step,
             "branch": metadata.branch,
             "parent": metadata.parent,
-            "metadata": {
-                "dict": {**self.metadata_node["dict"], "statistics": {"dict": statistics}}
-            },
+            "metadata": {"dict": {**self.metadata_node["dict"], **added}},
             "tree": self.partition.tree,
         }
         if not any(s.refers for s in shards):

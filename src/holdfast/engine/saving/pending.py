@@ -11,6 +11,7 @@ from contextlib import suppress
 from threading import Thread, current_thread
 from typing import TYPE_CHECKING
 
+from holdfast.engine.distributed.error_report import format_with_notes
 from holdfast.errors import CommitError, HoldfastError
 from holdfast.machine import after_fork
 from holdfast.threads import Claim, Latch, start_thread
@@ -155,8 +156,12 @@ def _report_unawaited() -> bool:
     for pending in failed:
         _unawaited.discard(pending)
         with suppress(Exception):  # without a stderr, the exit code still reports the failure
-            sys.stderr.write(f"holdfast: the save to {pending.url} failed:\n")
-            traceback.print_exception(pending._error)
+            error, text = pending._error, f"holdfast: the save to {pending.url} failed:"
+            if isinstance(error, HoldfastError):  # its message says everything
+                sys.stderr.write(f"{text} {type(error).__name__}: {format_with_notes(error)}\n")
+            else:
+                sys.stderr.write(f"{text}\n")
+                traceback.print_exception(error)
     return bool(failed)
 
 

@@ -177,6 +177,7 @@ def begin_save(
             split_into_pieces(len(image.header), image.length),
             workers,
             started_at,
+            devices=flat.devices(),
         )
         try:
             if stage_now:
@@ -221,7 +222,7 @@ def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_
                 with before_commit():
                     shards = check_receipts(location, receipts, collective.size, job.partition.plan)
                     chain = 1 if base is None else base.manifest.chain + 1
-                    manifest = job.build_manifest(shards, chain)
+                    manifest = job.build_manifest(shards, chain, receipts)
                     fence(receipts)
                 collective.advance()  # raises if the deadline has passed
                 collective.begin_commit()  # raises if another rank failed before

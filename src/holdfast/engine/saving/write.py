@@ -52,8 +52,9 @@ def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
     """
     location, collective, image = job.location, job.collective, job.image
     rank, pieces, workers = collective.rank, job.pieces, job.workers
+    devices = job.device_map()
     if rank and not image.leaf_boxes:
-        return Receipt(rank, None)
+        return Receipt(rank, None, devices=devices)
     shard_name = names.shard_name(rank, collective.size, job.partition.attempt)
     index_name = names.index_name(rank, collective.size, job.partition.attempt)
     data_bytes = image.length - len(image.header)
@@ -69,7 +70,7 @@ def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
         shard = write_index(location, index_name, shard_name, image, digests)
         if job.observer is not None:
             unchanged = job.observer.on_written(image, digests)
-        return Receipt(rank, shard, data_bytes, unchanged)
+        return Receipt(rank, shard, data_bytes, unchanged, devices)
     release_buffers(layout.unneeded_pieces(pieces), workers.pool)
     packed = PackedImage(location.url, layout, pieces)
     packed_pieces = split_into_pieces(len(layout.header), layout.length)
@@ -77,7 +78,7 @@ def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
     shard = write_index(location, index_name, shard_name, layout.image, digests, layout)
     if job.observer is not None:
         unchanged = job.observer.on_written(layout.image, digests)
-    return Receipt(rank, shard, data_bytes, unchanged)
+    return Receipt(rank, shard, data_bytes, unchanged, devices)
 
 
 def write_shard(

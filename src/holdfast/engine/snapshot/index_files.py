@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate, groupby
+from math import prod
+
+import numpy as np
 
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.spread import RESTORE_SPREAD, SpreadStore
 from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound, StoreError
 from holdfast.format.digest import digest
 from holdfast.format.index import ShardIndex, decode_index
-from holdfast.format.index_columns import SchemaCache
+from holdfast.format.index_columns import LeafSchema, SchemaCache
 from holdfast.format.manifest import MAX_MANIFEST, Shard
 from holdfast.format.names import SPREAD
+from holdfast.format.validate import LeafSpecs
+from holdfast.ragged import Ints
 from holdfast.storage.store import Store
 from holdfast.text import VERIFY_ADVICE
 from holdfast.threads import look_up_each
@@ -136,3 +142,48 @@ def _has_lost_record(store: Store) -> bool:
     with suppress(StoreError):
         return isinstance(store, SpreadStore) and store.has_lost_record()
     return False  # it is only advice
+
+
+def check_indexes(url: str, file: str, leaves: LeafSpecs, indexes: Sequence[ShardIndex]) -> None:
+    """Check that the indexes of a snapshot hold its ``leaves``, all elements of each.
+
+    ``file``: the key of its manifest. Raises ``ManifestInvalid``.
+    """
+
+    def contradiction_error(expected: str, found: str, leaf: str) -> ManifestInvalid:
+        return ManifestInvalid(
+            f"The manifest and the indexes of {url} contradict each other",
+            expected=expected,
+            found=found,
+            todo="Load another version; this one was not written by a correct Holdfast",
+            file=file,
+            leaf=leaf,
+        )
+
+    numels_by_schema = dict[LeafSchema, Ints]()
+    for index in indexes:
+        schema, numels = index.leaves.schema, index.leaves.stored_numels()
+        if schema in numels_by_schema:
+            # clipped, so that the next sum does not overflow 64 bits
+            numels = np.minimum(numels + numels_by_schema[schema], 1 << 62)
+        else:  # shards that share a schema need only one check of its leaves
+            for key, *spec in zip(schema.keys, schema.dtypes, schema.shapes, strict=True):
+                if leaves.get(key) != tuple(spec):
+                    raise contradiction_error(
+                        f"leaf {key} as {leaves.get(key)}",
+                        f"{tuple(spec)} in the index of {index.shard}",
+                        key,
+                    )
+        numels_by_schema[schema] = numels
+    stored: Counter[str] = Counter()
+    for schema, numels in numels_by_schema.items():
+        for key, numel in zip(schema.keys, numels.tolist(), strict=True):
+            stored[key] += numel
+    for key, (_, shape) in leaves.items():
+        # every element of a shape has stored bytes, so a shape cannot demand too much memory
+        if key not in stored or stored[key] < prod(shape):
+            raise contradiction_error(
+                f"{prod(shape)} elements of leaf {key[:200]!r}",
+                f"{stored[key]} in the indexes",
+                key,
+            )

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from holdfast import lazy_torch
 from holdfast.engine.planning.boxes import TensorIndex, box_from_index
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.read import Target
 from holdfast.errors import HoldfastError
-from holdfast.format import tree
+from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.types import DTYPES, Box
 
 
@@ -46,7 +47,7 @@ class LeafView:
         self.dtype, self.shape = self._stored_dtype, _ = snapshot.leaves[self._source_key]
         self._record_dtype: np.dtype[Any] | None = None
         if "array" in self._node and len(self._node["array"]) == 3:
-            self._record_dtype = tree.from_descr(self._node["array"][2])
+            self._record_dtype = from_descr(self._node["array"][2])
             self.dtype, self.shape = str(self._record_dtype), self.shape[:-1]
 
     def __repr__(self) -> str:
@@ -96,14 +97,7 @@ def allocate(node: Any, key: str, dtype: str, sizes: tuple[int, ...], device: An
     """
     if "tensor" not in node:
         return np.empty(sizes, dtype)
-    try:
-        import torch
-    except ImportError as e:
-        raise HoldfastError(
-            f"The leaf {key!r} is a torch tensor",
-            todo='Install torch: pip install "holdfast[torch]"',
-            leaf=key,
-        ) from e
+    torch = lazy_torch.import_torch(f"The leaf {key!r} is a torch tensor")
     if not hasattr(torch, dtype):
         raise HoldfastError(
             f"The leaf {key!r} has dtype {dtype}, which torch {torch.__version__} does not support",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 from typing import Any
-
-import numpy as np
 
 from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
 from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.index_files import check_length, read_indexes
+from holdfast.engine.snapshot.index_files import check_indexes, check_length, read_indexes
 from holdfast.engine.snapshot.leaf import LeafView
 from holdfast.engine.snapshot.location import (
     Location,
@@ -23,16 +19,33 @@ from holdfast.engine.snapshot.location import (
     versions_in,
 )
 from holdfast.engine.snapshot.read import Target, execute_read_plan, read_workers
+from holdfast.engine.snapshot.subtree import (
+    SubtreeView,
+    describe_members,
+    is_container,
+    missing_key,
+    to_html,
+    walk_containers,
+)
 from holdfast.engine.snapshot.verify import CheckedChunks, Report, verify
 from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
 from holdfast.format import tree
 from holdfast.format.index import ShardIndex
-from holdfast.format.index_columns import LeafSchema
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version
-from holdfast.format.validate import LeafSpecs, check_plain, check_tree
-from holdfast.ragged import Ints
+from holdfast.format.sealed import require
+from holdfast.format.validate import LeafSpecs, check_numbered_tree, check_plain
+from holdfast.format.values import torch_types
+from holdfast.text import format_size, to_printable
 from holdfast.threads import gc_paused, look_up_each, no_op
+
+PUBLIC_NAMES = (
+    *("bases", "chain", "created", "keys", "metadata", "metrics", "nbytes", "referred_bytes"),
+    *("step", "tree", "url", "verify", "version"),
+)
+
+_SHOWN_METRICS = 6
+_MISSING = object()
 
 
 def open_snapshot(url: Url) -> Snapshot:
@@ -91,11 +104,29 @@ class Snapshot:
         if manifest is not None and leaves is None:  # a caller that committed it passes its leaves
             self._leaves = self._check_manifest(manifest)
         self._nodes: dict[str, Any] | None = None
+        self._containers: dict[str, Any] | None = None
         self._indexes: list[ShardIndex] | None = None
         self.checked_headers: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"<Snapshot {self.url} step={self.step} leaves={len(self.leaves)}>"
+        if self._manifest is None:  # nothing is read for this
+            return f"<Snapshot {self.url}, not read yet>"
+        members = describe_members(self.leaves, self.manifest.tree, "")
+        return f"<Snapshot {self._title}: {members}>"
+
+    def _repr_html_(self) -> str:
+        metrics = "".join(f", {k} {v:.6g}" for k, v in [*self.metrics.items()][:_SHOWN_METRICS])
+        return to_html(f"{self._title}{metrics}", self.leaves, self.manifest.tree, "")
+
+    @property
+    def _title(self) -> str:
+        step = "" if self.step is None else f" step {self.step},"
+        size = format_size(self.nbytes + self.referred_bytes)
+        return f"{to_printable(self.url)}:{step} {size}"
+
+    def __dir__(self) -> list[str]:
+        """Return the public names. The others are for the packages of Holdfast."""
+        return [*PUBLIC_NAMES, *(name for name in super().__dir__() if name.startswith("__"))]
 
     @property
     def manifest(self) -> Manifest:
@@ -127,10 +158,14 @@ class Snapshot:
     def _check_manifest(self, manifest: Manifest) -> LeafSpecs:
         file = self.location.key(MANIFEST)
         check_plain(manifest.metadata, "metadata", file)
-        return check_tree(manifest.tree, file)
+        leaves, number = check_numbered_tree(manifest.tree, file)
+        fits = (number == 3) == (manifest.number == 3)
+        require(file, fits, f"nodes of format {manifest.number}", f"nodes of format {number}")
+        return leaves
 
     @property
     def url(self) -> str:
+        """The location of the snapshot."""
         return self.location.url
 
     @property
@@ -164,12 +199,30 @@ class Snapshot:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, and the
-        ``objectives`` of the policies of a ``Checkpointer``."""
+        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, the ``devices`` of
+        the tensors, and the ``objectives`` of the policies of a ``Checkpointer``."""
         metadata: dict[str, Any] = tree.decode(
             self.manifest.metadata, "metadata", tree.reject_value
         )
         return metadata
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the save. ``Run.metrics`` has those of evaluations, too."""
+        found = self.metadata.get("metrics")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def tree(self) -> Any:
+        """The state as it was saved, a dict, with a ``LeafView`` for each tensor and array, and a
+        ``SubtreeView`` for each sparse tensor. Nothing is read."""
+        return tree.decode(self.manifest.tree, "", self._view)
+
+    def _view(self, node: Any, key: str) -> Any:
+        """Return a view of a node that is no plain value, or the value of a type of torch."""
+        if not torch_types.TAGS.isdisjoint(node):
+            return torch_types.decode(node, key)
+        return SubtreeView(self, key) if "sparse" in node else LeafView(self, key, node)
 
     @property
     def nbytes(self) -> int:
@@ -206,21 +259,35 @@ class Snapshot:
     def __iter__(self) -> Iterator[str]:
         return iter(self.nodes())
 
+    @property
+    @gc_paused
+    def containers(self) -> Mapping[str, Any]:
+        """The tree's nodes of dicts, lists, tuples, and sparse tensors by key, without the root."""
+        if self._containers is None:
+            self._containers = dict(walk_containers(self.manifest.tree))
+        return self._containers
+
+    def __len__(self) -> int:
+        """Return the number of leaves and plain values."""
+        return len(self.nodes())
+
+    def __bool__(self) -> bool:
+        return True  # also without a leaf
+
     def __contains__(self, key: object) -> bool:
-        return key in self.nodes()
+        return key in self.nodes() or key in self.containers
 
     def __getitem__(self, key: str) -> Any:
-        """Return a plain value, or a ``LeafView`` of a tensor or array. Raises ``KeyError``."""
-        if key not in self.nodes():
-            below = [k for k in self.nodes() if k.startswith(f"{key}/")]
-            known = below or list(self.nodes())
-            names = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
-            label = "the keys below it are" if below else "the keys are"
-            raise KeyError(f"{key} is neither a leaf nor a plain value; {label} {names}")
-        node = self.nodes()[key]
-        if type(node) is dict and next(iter(node)) in (*tree.LEAF_TAGS, "tied"):
-            return LeafView(self, key, node)
-        return tree.decode(node, key, tree.reject_value)
+        """Return a plain value, a ``LeafView`` of a tensor or array, or a ``SubtreeView`` of the
+        members below ``key``. A list or tuple of plain values is one value. Raises ``KeyError``."""
+        node = self.nodes().get(key, _MISSING)
+        if node is _MISSING:
+            if key not in self.containers:
+                raise KeyError(missing_key(key, list(self.nodes())))
+            node = self.containers[key]
+            if is_container(node, key):
+                return SubtreeView(self, key)
+        return tree.decode(node, key, self._view)
 
     def indexes(self) -> list[ShardIndex]:
         """Return the indexes of all shards, checked against the manifest and the tree.
@@ -238,53 +305,14 @@ class Snapshot:
         """Do the same as ``indexes``, but read them again and do not keep them."""
         self.check_lengths(self.manifest.shards)
         indexes = read_indexes(self.location, self.manifest.shards)
-        self._check_indexes(indexes)
+        check_indexes(self.url, self.location.key(MANIFEST), self.leaves, indexes)
         return indexes
 
     @gc_paused
     def set_indexes(self, indexes: list[ShardIndex]) -> None:
         """Check and keep the indexes of all shards, which the caller received in another way."""
-        self._check_indexes(indexes)
+        check_indexes(self.url, self.location.key(MANIFEST), self.leaves, indexes)
         self._indexes = indexes
-
-    def _check_indexes(self, indexes: Sequence[ShardIndex]) -> None:
-        leaves, numels_by_schema = self.leaves, dict[LeafSchema, Ints]()
-        for index in indexes:
-            schema, numels = index.leaves.schema, index.leaves.stored_numels()
-            if schema in numels_by_schema:
-                # clipped, so that the next sum does not overflow 64 bits
-                numels = np.minimum(numels + numels_by_schema[schema], 1 << 62)
-            else:  # shards that share a schema need only one check of its leaves
-                for key, *spec in zip(schema.keys, schema.dtypes, schema.shapes, strict=True):
-                    if leaves.get(key) != tuple(spec):
-                        raise self._contradiction_error(
-                            f"leaf {key} as {leaves.get(key)}",
-                            f"{tuple(spec)} in the index of {index.shard}",
-                            key,
-                        )
-            numels_by_schema[schema] = numels
-        stored: Counter[str] = Counter()
-        for schema, numels in numels_by_schema.items():
-            for key, numel in zip(schema.keys, numels.tolist(), strict=True):
-                stored[key] += numel
-        for key, (_, shape) in leaves.items():
-            # every element of a shape has stored bytes, so a shape cannot demand too much memory
-            if key not in stored or stored[key] < prod(shape):
-                raise self._contradiction_error(
-                    f"{prod(shape)} elements of leaf {key[:200]!r}",
-                    f"{stored[key]} in the indexes",
-                    key,
-                )
-
-    def _contradiction_error(self, expected: str, found: str, leaf: str) -> ManifestInvalid:
-        return ManifestInvalid(
-            f"The manifest and the indexes of {self.url} contradict each other",
-            expected=expected,
-            found=found,
-            todo="Load another version; this one was not written by a correct Holdfast",
-            file=self.location.key(MANIFEST),
-            leaf=leaf,
-        )
 
     def check_files(self) -> None:
         """Check that every file, including those of base versions, has the expected length.

@@ -2,6 +2,6 @@
 
 Terms: a *leaf* is one tensor or array of the state under its key. Every other value is a plain
 value in the tree. A *savepoint* is the state at the last step boundary.
-May import: the root modules, ``format``, and from the engine ``planning`` and ``distributed``. It
-does no storage I/O.
+May import: the root modules, ``format``, and from the engine ``planning``, ``distributed``, and the
+packages in ``state``. It does no storage I/O.
 """

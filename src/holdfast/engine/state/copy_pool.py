@@ -11,6 +11,7 @@ import numpy as np
 
 from holdfast import lazy_torch
 from holdfast.engine.state.sharding import is_distributed_tensor
+from holdfast.engine.state.tensors.subclasses import is_subclass
 from holdfast.engine.state.walk import to_local
 
 AllocationKey = tuple[Any, Any, Any]
@@ -71,7 +72,7 @@ class CopyPool:
             self._check()
             return t.detach().clone()
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-            return t  # flatten rejects it and names it
+            return self._copy_subclass(t)
         t = t.detach()
         if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_meta:
             return t.clone()
@@ -89,6 +90,21 @@ class CopyPool:
             self._in_use[memory_key] = target.copy_(t)
             self._copied_addresses.add(t.data_ptr())
         return self._in_use[memory_key]
+
+    def _copy_subclass(self, t: Any) -> Any:
+        if not is_subclass(t):
+            return t  # flatten rejects it and names it
+        names, context = t.__tensor_flatten__()
+        inner = {}
+        for name in names:
+            part = getattr(t, name)
+            if is_subclass(part):
+                inner[name] = self._copy_subclass(part)
+            else:  # not into memory that is reused: the attribute may be a temporary tensor
+                self._cloned_bytes += part.nbytes
+                self._check()
+                inner[name] = part.detach().clone()
+        return type(t).__tensor_unflatten__(inner, context, t.shape, t.stride())
 
     def copy_array(self, a: np.ndarray[Any, Any]) -> Any:
         """Return a copy of an array."""

@@ -22,25 +22,22 @@ from holdfast.engine.state.replication import (
     find_ddp_replication,
     keeps_per_rank,
 )
+from holdfast.engine.state.tensors import sparse, subclasses
 from holdfast.errors import Unsupported
 from holdfast.format import tree as nodes
-from holdfast.format.names import join_key
-from holdfast.format.tree import unsupported
+from holdfast.format.names import escape_level, join_key
+from holdfast.format.values import torch_types
+from holdfast.format.values.numpy_dtypes import to_descr
+from holdfast.format.values.rejected import (
+    NOT_PLAIN,
+    nested_too_deeply,
+    rejections_within,
+    unsupported,
+)
 from holdfast.generators import DeferredIsolation
 from holdfast.text import with_article
 from holdfast.threads import gc_paused
 from holdfast.types import DTYPES, Box
-
-_ROWS = {"crow": "crow_indices", "col": "col_indices", "values": "values"}
-_COLUMNS = {"ccol": "ccol_indices", "row": "row_indices", "values": "values"}
-SPARSE_PARTS = {
-    "sparse_coo": {"indices": "_indices", "values": "_values"},
-    "sparse_csr": _ROWS,
-    "sparse_bsr": _ROWS,
-    "sparse_csc": _COLUMNS,
-    "sparse_bsc": _COLUMNS,
-}
-"""The parts of a sparse tensor by its layout, each with the method that returns the part."""
 
 
 # One is created for every leaf, and creating a frozen dataclass takes eight times as long.
@@ -76,12 +73,19 @@ class FlatState:
     from_first: dict[str, Any] = field(default_factory=dict)
     merged_lists: list[str] = field(default_factory=list)
 
+    def devices(self) -> dict[str, Any]:
+        """Return the devices of the tensors by key; only one tensor if all are on one device."""
+        tensors = [leaf for leaf in self.leaves if type(leaf.source) is not np.ndarray]
+        if len({leaf.source.device for leaf in tensors}) < 2:
+            tensors = tensors[:1]
+        return {leaf.key: leaf.source.device for leaf in tensors}
+
 
 @gc_paused
 def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
     """Flatten a state, as the rank ``rank`` of the save.
 
-    Raises ``Unsupported``, which names the first value that cannot be saved faithfully.
+    Raises ``Unsupported``, which names all values that cannot be saved faithfully.
     """
     if type(state) is not dict:
         raise Unsupported(
@@ -99,7 +103,13 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
             and torch.distributed.is_initialized()
         ):
             flattener.replication_by_address = find_ddp_replication(state)
-        flattener.flat.tree = nodes.encode(state, "", flattener.encode_value)
+        try:
+            flattener.flat.tree = nodes.encode_root(state, "", flattener.encode_value)
+        except RecursionError as e:
+            raise Unsupported(
+                "The state is nested too deeply for Python's recursion limit",
+                todo="Use fewer levels, or raise the limit with sys.setrecursionlimit()",
+            ) from e
         return flattener.flat
 
 
@@ -116,6 +126,8 @@ class _Flattener:
     flat: FlatState = field(default_factory=FlatState)
     replication_by_address: dict[int, Replication] = field(default_factory=dict)
     forced_replication: Replication | None = None
+    inside_object: int = 0
+    """The number of objects with their own ``state_dict()`` around the value."""
     key_by_memory: dict[tuple[Any, ...], str] = field(default_factory=dict)
     enclosing_ids: list[int] = field(default_factory=list)
     tensor_by_address: dict[int, tuple[str, str, Any]] = field(default_factory=dict)
@@ -140,9 +152,7 @@ class _Flattener:
             self._add_array(key, np.frombuffer(bytes(value), np.uint8))
             return {"blob": [type(value).__name__, len(value)]}
         if isinstance(value, np.ndarray):
-            raise unsupported(
-                value, key, "it is a subclass of ndarray; convert it with numpy.asarray()"
-            )
+            raise unsupported(value, key, "it is a subclass of ndarray")
         return self._encode_object(value, key, depth)
 
     def _add_array(self, key: str, a: np.ndarray[Any, Any]) -> None:
@@ -159,16 +169,20 @@ class _Flattener:
         first = isinstance(value, Replicated)
         self.forced_replication = Replication.FROM_FIRST if first else Replication.REPLICATED
         own_key = key if first else join_key(key, str(self.rank))
-        node = (
-            nodes.encode(value.value, own_key, self.encode_value, depth + 1)
-            if isinstance(value, PerRank | Replicated)
-            else self._encode_object(value, own_key, depth)
-        )
+        try:
+            node = (
+                nodes.encode(value.value, own_key, self.encode_value, depth + 1)
+                if isinstance(value, PerRank | Replicated)
+                else self._encode_object(value, own_key, depth + 1)
+            )
+        finally:
+            self.forced_replication = None
         (self.flat.from_first if first else self.flat.per_rank)[key] = node
-        self.forced_replication = None
         return {"first" if first else "own": key}
 
     def _encode_object(self, value: Any, key: str, depth: int) -> Any:
+        if (node := torch_types.encode(value)) is not None:
+            return node
         self.isolation.begin()  # what its code draws is undone
         if sharding.is_distributed_tensor(value):
             return self._encode_distributed(value, key)
@@ -178,6 +192,8 @@ class _Flattener:
             return self._encode_rank_dependent(value, key, depth)
         if id(value) in self.enclosing_ids:
             raise unsupported(value, key, "its state contains itself")
+        if len(self.enclosing_ids) > nodes.MAX_DEPTH:
+            raise nested_too_deeply(value, key, "each object's state has another object")
         modules.require_complete(value, key)
         self.enclosing_ids.append(id(value))
         try:
@@ -191,7 +207,7 @@ class _Flattener:
             elif modules.is_stateful(value) and not isinstance(value, type):
                 return self._encode_stateful(value, key, depth)
             else:
-                raise unsupported(value, key, "it is not a tensor, an array, or a plain value")
+                raise unsupported(value, key, NOT_PLAIN)
             return nodes.encode(state, key, self.encode_value, depth)
         finally:
             self.enclosing_ids.pop()
@@ -202,7 +218,9 @@ class _Flattener:
         An error for a value inside that state also names the object, because the user may not know
         the value.
         """
-        state = value.state_dict()
+        with modules.calling(value, key, "state_dict", f"Nothing was saved. {modules.UNCHANGED}"):
+            state = value.state_dict()
+        self.inside_object += 1
         try:
             return nodes.encode(state, key, self.encode_value, depth)
         except Unsupported as e:
@@ -214,13 +232,15 @@ class _Flattener:
                 expected=e.expected,
                 found=e.found,
                 todo=e.todo,
-                **e.fields,
+                **{**e.fields, "rejections": rejections_within(e, name)},
             )
             raise error.with_advice(
                 f"Or leave the whole of {key[:300]!r} out of the state, or wrap it in an object"
                 " whose state_dict() and load_state_dict() convert it",
                 member=key,
             ) from e
+        finally:
+            self.inside_object -= 1
 
     def _encode_tensor(self, t: Any, key: str) -> Any:
         """Encode a tensor. This is called for every leaf of a model: keep it short."""
@@ -228,9 +248,7 @@ class _Flattener:
         if type(t) not in self.plain_classes:
             if sharding.is_distributed_tensor(t):
                 return self._encode_distributed(t, key)
-            raise unsupported(
-                t, key, "it is a subclass of Tensor whose structure Holdfast does not know"
-            )
+            return self._encode_subclass(t, key)
         if t.layout is not torch.strided or t.is_nested:
             return self._encode_sparse(t, key)
         leaf_type = self.leaf_types.get((t.dtype, t.shape))
@@ -285,25 +303,51 @@ class _Flattener:
             return {"tied": first_key}
         replication = self.forced_replication or Replication.REPLICATED
         for box, part in parts.box_tensors:
+            if subclasses.is_subclass(part):
+                why = f"its local tensor is a {subclasses.class_name(part)}"
+                raise unsupported(value, key, why, "Save it from an optimizer that is not sharded")
             if not isinstance(part, np.ndarray) and (part.is_conj() or part.is_neg()):
                 part = part.resolve_conj().resolve_neg()
             self.flat.leaves.append(LocalLeaf(key, name, shape, part, box, replication))
         return {"array" if parts.is_numpy else "tensor": [name, list(shape)]}
 
+    def _encode_subclass(self, t: Any, key: str) -> Any:
+        """Encode a tensor of another class by its inner tensors."""
+        if not subclasses.is_subclass(t):
+            raise unsupported(
+                t,
+                key,
+                "it is a subclass of Tensor without __tensor_flatten__",
+                "Save tensor.as_subclass(torch.Tensor)",
+            )
+        if self.inside_object:
+            raise unsupported(
+                t,
+                key,
+                "no load could pass it to the load_state_dict() of the object that has it",
+                "Save tensor.dequantize(), if the class has it",
+            )
+        self.isolation.begin()
+        inner = subclasses.inner_tensors(t, key)
+        if len(self.enclosing_ids) > nodes.MAX_DEPTH // 2 or any(
+            id(part) in self.enclosing_ids for part in inner.values()
+        ):
+            raise nested_too_deeply(t, key, "it contains itself")
+        self.enclosing_ids.append(id(t))
+        try:
+            parts = {
+                name: self._encode_tensor(part, join_key(key, escape_level(name)))
+                for name, part in inner.items()
+            }
+        finally:
+            self.enclosing_ids.pop()
+        if any("sparse" in part for part in parts.values()):
+            raise unsupported(t, key, "one of its inner tensors is sparse")
+        return {"subclass": {**subclasses.describe(t, key), "parts": parts}}
+
     def _encode_sparse(self, t: Any, key: str) -> Any:
         layout = str(t.layout).removeprefix("torch.")
-        problems = (
-            (t.is_meta, "a meta tensor has no data; materialize it before the save"),
-            (
-                t.is_quantized,
-                "it is a quantized tensor; save its int_repr(), scale, and zero point",
-            ),
-            (t.is_nested, "it is a nested tensor; save its values and offsets"),
-            (layout not in SPARSE_PARTS, f"its layout {t.layout} is opaque"),
-        )
-        for is_present, problem in problems:
-            if is_present:
-                raise unsupported(t, key, problem)
+        sparse.check(t, layout, key)
         t = t.detach()
         return {
             "sparse": {
@@ -312,7 +356,7 @@ class _Flattener:
                 "coalesced": layout == "sparse_coo" and t.is_coalesced(),
                 "parts": {
                     name: self._encode_tensor(getattr(t, method)(), join_key(key, name))
-                    for name, method in SPARSE_PARTS[layout].items()
+                    for name, method in sparse.PARTS[layout].items()
                 },
             }
         }
@@ -327,9 +371,10 @@ class _Flattener:
             self._add_array(key, a)
             return {"array": [name, list(a.shape)]}
         try:
-            descr = nodes.to_descr(a.dtype)
+            descr = to_descr(a.dtype)
         except ValueError as e:
-            raise unsupported(a, key, str(e)) from e
+            advice = "Save array.tolist(), or convert it to a dtype without objects"
+            raise unsupported(a, key, str(e), advice * a.dtype.hasobject) from e
         flat = np.ascontiguousarray(a).reshape(-1)
         raw = flat.view(np.uint8).reshape(rows) if a.nbytes else np.empty(rows, "u1")
         self._add_array(key, raw)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from holdfast.engine.state.walk import find_named_instances
-from holdfast.errors import PlanError, Unsupported
+from holdfast.errors import HoldfastError, MemberFailed, PlanError, Unsupported
 from holdfast.lazy_torch import torch_or_none
 from holdfast.text import format_list, with_article
 
@@ -34,6 +35,30 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
+
+
+@contextmanager
+def calling(value: object, key: str, method: str, effect: str, **fields: Any) -> Iterator[None]:
+    """Raise ``MemberFailed`` from an exception of the object's ``method``, which the block calls.
+
+    ``effect``: what happened to the live state, for the message. An error of Holdfast passes.
+    """
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as e:
+        kind = with_article(type(value).__qualname__)
+        raise MemberFailed(
+            f"{f'{key[:300]!r}, {kind}' if key else kind.capitalize()}, raised an exception in its"
+            f" {method}(): {type(e).__qualname__}: {str(e)[:1000]}",
+            todo=f"{effect}. Correct {method}(), or leave the object out of the state",
+            member=key,
+            **fields,
+        ) from e
+
+
+UNCHANGED = "Holdfast has not modified the live state"
 
 
 def require_complete(value: object, key: str) -> None:
@@ -135,7 +160,8 @@ def _strip_wrappers(name: str, wrapped_paths: set[str]) -> str:
 
 def module_state(module: torch.nn.Module, key: str) -> dict[str, Any]:
     """Return ``module.state_dict()`` without wrapper prefixes. The tensors share memory."""
-    state = module.state_dict()
+    with calling(module, key, "state_dict", f"Nothing was saved. {UNCHANGED}"):
+        state = module.state_dict()
     return dict(zip(strip_wrapper_names(module, list(state), key), state.values(), strict=True))
 
 

@@ -36,11 +36,11 @@ from holdfast.format.manifest import (
     FEWER_LEAVES,
     MAX_MANIFEST,
     FileEntry,
-    IncrementalManifest,
     Manifest,
     Shard,
     decode_manifest,
     encode_manifest,
+    with_number,
 )
 from holdfast.format.names import MANIFEST, parse_version
 from holdfast.format.safetensors import build_header
@@ -81,7 +81,7 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance) -> Snapshot:
             found=manifest_digest,
             todo="Open the snapshot again",
         )
-    if isinstance(manifest, IncrementalManifest):
+    if manifest.chain:
         copies = [_plan_full(snapshot, n, index) for n, index in enumerate(indexes)]
         shards = [shard_copy.shard for shard_copy in copies]
         manifest = full_manifest(snapshot, attempt=attempt_of_copy(snapshot), shards=shards)
@@ -202,7 +202,7 @@ def full_manifest(snapshot: Snapshot, **changes: Any) -> Manifest:
     """Return the snapshot's manifest as that of a full snapshot, with other values of some
     fields."""
     fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
-    return Manifest(**{**fields, **changes})
+    return with_number(Manifest(**{**fields, **changes}), snapshot.manifest.number)
 
 
 def _copy_shard(

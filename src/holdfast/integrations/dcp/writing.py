@@ -34,6 +34,7 @@ from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.errors import CommitError, PlanError, ShapeMismatch, Unsupported
 from holdfast.format import names, tree
 from holdfast.format.manifest import Manifest
+from holdfast.format.values.rejected import unsupported
 from holdfast.integrations.dcp import fqns
 from holdfast.integrations.dcp.shared import (
     METADATA_KEY,
@@ -224,7 +225,7 @@ def _resolve_item(
         return _WrittenItem(path, leaf_box, {"blob": ["bytes", raw.size]}), leaf
     data = item.tensor_data
     if data is None:
-        raise tree.unsupported(value, key, "DCP planned bytes, but its planner provides a tensor")
+        raise unsupported(value, key, "DCP planned bytes, but its planner provides a tensor")
     tensor, dtype = _materialize_tensor(value, key)
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     if box.sizes != tuple(tensor.shape):
@@ -264,14 +265,14 @@ def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
     tensor = value if wait is None else wait(value)
     supported = (torch.Tensor, torch.nn.Parameter)
     if type(tensor) not in supported or tensor.layout is not torch.strided or tensor.is_nested:
-        raise tree.unsupported(
+        raise unsupported(
             value, key, "DCP saves it as a tensor, and only strided tensors are supported"
         )
     if tensor.is_meta or (tensor.numel() and not tensor.data_ptr()):
-        raise tree.unsupported(value, key, "it has no data; materialize it before saving")
+        raise unsupported(value, key, "it has no data; materialize it before saving")
     dtype = dtype_name(tensor.dtype)
     if dtype is None or tensor.is_quantized:
-        raise tree.unsupported(value, key, f"the dtype {tensor.dtype} cannot be stored as bytes")
+        raise unsupported(value, key, f"the dtype {tensor.dtype} cannot be stored as bytes")
     return tensor.detach().resolve_conj().resolve_neg(), dtype
 
 

@@ -16,7 +16,6 @@ from holdfast.evaluation.worker import count_records
 from holdfast.run.evaluations.metrics import check_name
 from holdfast.run.policy import Never, SavePolicy
 from holdfast.text import warn_user
-from holdfast.training.arguments import check_can_fire
 from holdfast.training.cadence import Cadence
 from holdfast.training.checkpointer import Checkpointer
 from holdfast.training.evaluations.recording import read_last, record_exact, record_inexact
@@ -110,7 +109,7 @@ class TrainingEvaluation:
         _check("keep", keep, not keep or on == "current", 'False, except with on="current"')
         _check("evaluate", evaluate, callable(evaluate), "a function")
         records = count_records(data)
-        check_can_fire(every, ckpt._step_counter.knows_epochs)
+        ckpt._step_counter.check_can_fire(every)
         self.name = check_name(name)
         self.newest: Score | None = None
         """The result of the newest evaluation, or None."""

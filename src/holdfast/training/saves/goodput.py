@@ -6,9 +6,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 Clock = Callable[[], float]
+
+
+MIN_STEPS = 5
+"""The number of steps of each kind from which their durations are compared."""
+
+
+class Saves(Protocol):
+    """The saves of the training."""
+
+    @property
+    def busy(self) -> bool:
+        """True if a save is in flight."""
 
 
 class Durations:
@@ -17,6 +29,9 @@ class Durations:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=100)
         self.add = self._recent.append
+
+    def __len__(self) -> int:
+        return len(self._recent)
 
     def p95(self) -> float | None:
         """Return the duration that 95 % do not exceed, or None if there is none."""
@@ -51,6 +66,9 @@ class Goodput:
         self._committed_seconds = 0.0
         self._last_clock = clock()
         self.step_durations = Durations()
+        self._steps_during_saves, self._other_steps = Durations(), Durations()
+        self.saves: Saves | None = None
+        self._is_during_save = False
         self.save_durations = Durations()
         """From the beginning of a save until it is committed."""
 
@@ -126,10 +144,12 @@ class Goodput:
         seconds = now - self._last_clock
         self._trained_seconds += seconds
         self.step_durations.add(seconds)
+        (self._steps_during_saves if self._is_during_save else self._other_steps).add(seconds)
         self._last_clock = now
 
     def begin_step(self) -> None:
         """Start to count time as training."""
+        self._is_during_save = self.saves is not None and self.saves.busy
         self._last_clock = self._clock()
 
     def to_metadata(self) -> dict[str, float]:
@@ -155,14 +175,23 @@ class Goodput:
         """Record that a committed version holds the first ``trained_seconds`` of training."""
         self._committed_seconds = max(self._committed_seconds, trained_seconds)
 
+    def _slowdown(self) -> float | None:
+        """Return the ratio of the median durations of steps that began while a save was in flight,
+        and of the other steps, or None if there are too few of one kind."""
+        kinds = self._steps_during_saves, self._other_steps
+        during, otherwise = (steps.median() or 0.0 for steps in kinds)
+        return during / otherwise if min(map(len, kinds)) >= MIN_STEPS and otherwise else None
+
     def statistics(self) -> dict[str, float]:
         """See ``Checkpointer.statistics``."""
         wall = self._wall() - self._started
         goodput = min(max(self._committed_seconds / wall, 0.0), 1.0) if wall > 0 else 0.0
+        slowdown = self._slowdown()
         return {
             **self.counts,
             **{f"{name}_seconds": s for name, s in self.seconds.items()},
             "goodput": goodput,
+            **({} if slowdown is None else {"step_slowdown": slowdown}),
         }
 
 

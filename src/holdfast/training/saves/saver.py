@@ -81,7 +81,7 @@ class Saver:
         self._attempt = ""
         self._session = session_metadata(random_id())
         self._tiers, self._local, self.can_flush = tiers, tiers.local, tiers.can_flush
-        self.in_flight = SavesInFlight(self.group, run.url)
+        self.in_flight = goodput.saves = SavesInFlight(self.group, run.url)
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds, self._blocked_seconds = 0.0, [0.0]
         self._closing = self._is_saving_savepoint = False

@@ -1,4 +1,4 @@
-"""The verbs that store a small record about versions: pin and attest.
+"""The verbs that take steps of a run: pin, attest, and rm.
 
 Terms: those of the command line, and of ``run``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,

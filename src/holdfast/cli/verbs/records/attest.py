@@ -7,14 +7,14 @@ import click
 from holdfast.cli.console import make_console, print_line
 from holdfast.cli.output import json_option, print_json
 from holdfast.cli.resolve import resolve_run
-from holdfast.cli.verbs.records.pin import parse_step_and_branch
+from holdfast.cli.verbs.records.pin import find_step, parse_version
 from holdfast.format.names import EvaluationFile, parse_evaluation
 
 
-def _parse_steps(
+def _parse_versions(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
-) -> list[tuple[int, int | None]]:
-    return [parse_step_and_branch(ctx, param, value) for value in values]
+) -> list[str | tuple[int, int | None]]:
+    return [parse_version(ctx, param, value) for value in values]
 
 
 def _check_author(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -33,7 +33,7 @@ def _require_result(ctx: click.Context, param: click.Parameter, value: bool | No
 
 @click.command("attest", short_help="Record whether versions can be trusted.")
 @click.argument("run")
-@click.argument("steps", metavar="STEP...", nargs=-1, required=True, callback=_parse_steps)
+@click.argument("steps", metavar="STEP...", nargs=-1, required=True, callback=_parse_versions)
 @click.option(
     "--ok/--not-ok", default=None, callback=_require_result, help="The result of the check."
 )
@@ -41,7 +41,12 @@ def _require_result(ctx: click.Context, param: click.Parameter, value: bool | No
 @click.option("--note", default="", help="Why, for people.")
 @json_option
 def command(
-    run: str, steps: list[tuple[int, int | None]], ok: bool, by: str, note: str, as_json: bool
+    run: str,
+    steps: list[str | tuple[int, int | None]],
+    ok: bool,
+    by: str,
+    note: str,
+    as_json: bool,
 ) -> None:
     """Record the verdict of a check on the versions of each STEP in RUN.
 
@@ -49,11 +54,11 @@ def command(
     never the latest or the best one. Versions that were saved after it are not affected: name their
     steps as well if they are bad. If a version does not exist, nothing is recorded.
 
-    STEP is a step on the current lineage, such as 120; 120.1 is step 120 on branch 1. "ls" shows
-    the verdicts.
+    STEP is a step on the current lineage, such as 120; 120.1 is step 120 on branch 1. It may
+    also be latest, best, or best:METRIC. "ls" shows the verdicts.
     """
     opened, _ = resolve_run(run)
-    snapshots = [opened.open(opened.find(*step)) for step in steps]
+    snapshots = [opened.open(opened.find(*find_step(opened, step))) for step in steps]
     for snapshot in snapshots:
         opened.attest(snapshot, ok=ok, by=by, note=note)
     names = [str(snapshot.version) for snapshot in snapshots]

@@ -1,0 +1,95 @@
+"""The devices of a state's tensors, as a manifest records them: a short map from keys to devices.
+
+A *device map* is a device such as ``cuda:0``, if all tensors are on it. Otherwise, it is a dict
+whose members are the next parts of the keys (``/model``, ``.fc``), each with a map of its own. The
+member ``*`` is the map of all parts that are not listed, and the empty name is the tensor whose key
+ends here. None is a device that is not known. So the size of a map does not depend on the number
+of tensors as long as they follow a pattern, such as step counters on the CPU.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+DeviceMap = str | None | dict[str, Any]
+
+_OTHERS = "*"
+_MAX_PARTS = 24
+_NEXT_PART = re.compile(r"(?=[/.])")
+
+
+def make_device_map(devices: Mapping[str, str]) -> DeviceMap:
+    """Return the map of tensors by key. None: there is no tensor."""
+    if len(found := {*devices.values()}) < 2:
+        return next(iter(found), None)
+    root: dict[str, Any] = {}
+    for key, device in devices.items():
+        node = root
+        for part in _split(key):
+            node = node.setdefault(part, {})
+        node[""] = device
+    return _fold(root, {})
+
+
+def merge_device_maps(maps: Iterable[DeviceMap]) -> DeviceMap:
+    """Return one map for the tensors of all ranks.
+
+    Where ranks have other devices of one type, the map has the type (``cuda``): which of them a
+    rank uses belongs to the rank, not to the tensor. Where the types differ, it has None.
+    """
+    distinct = {msgspec.json.encode(m): m for m in maps if m is not None}
+    merged: DeviceMap = None
+    for number, one in enumerate(distinct.values()):
+        merged = _merge(merged, one) if number else one
+    return merged
+
+
+def find_device(devices: object, key: str) -> str | None:
+    """Return the device of a tensor, or None if the map, which may be invalid, does not tell."""
+    for part in (*_split(key), ""):
+        if not isinstance(devices, dict):
+            break
+        devices = devices.get(part, devices.get(_OTHERS))
+    return devices if isinstance(devices, str) else None
+
+
+def _split(key: str) -> list[str]:
+    return _NEXT_PART.split(f"/{key}", _MAX_PARTS)[1:]
+
+
+def _fold(node: dict[str, Any], interned: dict[Any, DeviceMap]) -> DeviceMap:
+    """Return the map of a node. ``interned`` has one object for all equal maps, so that they can
+    be compared by their ids."""
+    maps = {
+        part: _fold(child, interned) if type(child) is dict else interned.setdefault(child, child)
+        for part, child in node.items()
+    }
+    ids = [id(m) for m in maps.values()]
+    usual, count = (ids[0], len(ids)) if len(set(ids)) == 1 else Counter(ids).most_common(1)[0]
+    if count == len(ids) and isinstance(first := next(iter(maps.values())), str):
+        return first
+    if count > 1:
+        first = next(m for m in maps.values() if id(m) == usual)
+        maps = {_OTHERS: first} | {part: m for part, m in maps.items() if id(m) != usual}
+    return interned.setdefault(tuple((part, id(m)) for part, m in maps.items()), maps)
+
+
+def _merge(a: DeviceMap, b: DeviceMap) -> DeviceMap:
+    if a == b:
+        return a
+    if isinstance(a, dict) or isinstance(b, dict):
+        a, b = (m if isinstance(m, dict) else {_OTHERS: m} for m in (a, b))
+        return {part: _merge_member(a, b, part) for part in dict.fromkeys([*a, *b])}
+    types = {str(device).partition(":")[0] for device in (a, b) if device is not None}
+    return types.pop() if len(types) == 1 and None not in (a, b) else None
+
+
+def _merge_member(a: dict[str, Any], b: dict[str, Any], part: str) -> DeviceMap:
+    sides = [m.get(part, m.get(_OTHERS, m)) for m in (a, b)]
+    known = [m for m, side in zip(sides, (a, b), strict=True) if m is not side]
+    return _merge(*known) if len(known) == 2 else known[0]

@@ -1,0 +1,47 @@
+"""The live values that a resume has kept, because the version lacks them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.state.flatten import flatten
+from holdfast.errors import KeptValues
+from holdfast.format.tree import walk
+from holdfast.text import warn_user
+from holdfast.training.resume_point import ResumePoint
+
+
+def note_kept(point: ResumePoint, state: dict[str, Any], collective: Collective) -> ResumePoint:
+    """Return ``point`` with the keys of the values that were kept on any rank in its note, which
+    later versions store. Warn of them on rank 0. All ranks call this after the load."""
+    own = find_kept(point.snapshot, state, collective.rank)
+    gathered = collective.gather(own, list[str])
+    kept = None if gathered is None else sorted({key for keys in gathered for key in keys})
+    kept = collective.broadcast(kept, list[str])
+    if not kept:
+        return point
+    if collective.rank == 0:
+        warn_user(
+            f"{point.snapshot.url} lacks {len(kept)} keys of the live state, whose values were kept"
+            f' because of missing="keep": {", ".join(kept)}. The training does not continue exactly'
+            " with respect to them. The versions that it saves record this",
+            KeptValues,
+        )
+    recorded = {"version": str(point.snapshot.version), "keys": kept}
+    return replace(point, note={**point.note, "kept": recorded})
+
+
+def find_kept(snapshot: Snapshot, state: dict[str, Any], rank: int) -> list[str]:
+    """Return the keys of the live state that a snapshot lacks. A value that is stored per rank, or
+    taken from the first rank, has one key."""
+    saved = set(snapshot.keys())
+    above = {key[:i] for key in saved for i, c in enumerate(key) if c == "/"}
+    kept = []
+    for key, node in walk(flatten(state, rank).tree):
+        is_of_ranks = type(node) is dict and not node.keys().isdisjoint(("own", "first"))
+        if key not in saved and not (is_of_ranks and key in above):
+            kept.append(key)
+    return kept

@@ -1,0 +1,125 @@
+"""The completion of shells, and ``--json`` anywhere on the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.cli import VERBS
+from tests.cli.invoke import run_cli
+
+HOLDFAST = Path(sys.executable).with_name("holdfast")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
+
+
+def complete(shell: str, *words: str) -> list[list[str]]:
+    """Return what the shell is told: type and value of each completion."""
+    env = {
+        **os.environ,
+        "_HOLDFAST_COMPLETE": f"{shell}_complete",
+        "COMP_WORDS": " ".join(["holdfast", *words]),
+        "COMP_CWORD": words[-1] if shell == "fish" else str(len(words)),
+    }
+    done = subprocess.run([HOLDFAST], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    if shell == "zsh":
+        lines = done.stdout.splitlines()
+        return [list(pair) for pair in zip(lines[::3], lines[1::3], strict=True)]
+    if shell == "fish" and "\t" in done.stdout:
+        return [line.split("\t")[0].split(",", 1) for line in done.stdout.splitlines()]
+    return [line.split(",", 1) for line in done.stdout.splitlines() if line]
+
+
+@pytest.mark.slow
+def test_every_shell_completes_commands() -> None:
+    assert complete("bash", "sh") == [["plain", "show"]]
+    assert complete("zsh", "sh") == [["plain", "show"]]
+    assert [v for _, v in complete("bash", "")] == list(VERBS)
+    fish = {value.partition("\n")[0] for pair in complete("fish", "sh") for value in pair}
+    assert "show" in fish
+
+
+@pytest.mark.slow
+def test_options_and_paths_are_completed() -> None:
+    assert complete("bash", "show", "--de") == [["plain", "--depth"]]
+    assert complete("bash", "export", "a", "--to", "s") == [["plain", "safetensors"]]
+    for verb in ("show", "ls", "copy", "rm"):
+        assert complete("bash", verb, "runs/") == [["file", "runs/"]]
+    assert complete("bash", "rm", "runs/a", "1") == []  # a step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_line_in_the_document_works(shell: str, tmp_path: Path) -> None:
+    line = re.search(
+        rf"^.*_HOLDFAST_COMPLETE={shell}_source.*?(?=  +#)", DOCUMENT.read_text(), re.MULTILINE
+    )
+    assert line is not None
+    env = {**os.environ, "PATH": f"{HOLDFAST.parent}:{os.environ['PATH']}"}
+    source = subprocess.run(
+        [HOLDFAST], env={**env, "_HOLDFAST_COMPLETE": f"{shell}_source"}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert "_holdfast_completion" in source.stdout
+    if shell != "bash" or shutil.which("bash") is None:
+        return  # the protocol is tested above
+    script = f"{line[0]}\nCOMP_WORDS=(holdfast sh) COMP_CWORD=1\n_holdfast_completion holdfast\n"
+    script += 'echo "${COMPREPLY[@]}"\n'
+    done = subprocess.run(
+        ["bash", "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("show\n", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--json", "ls", "RUN"], ["ls", "--json", "RUN"], ["ls", "RUN", "--json"],
+        ["--json", "ls", "RUN", "--json"],
+    ],
+)  # fmt: skip
+def test_json_may_be_anywhere(run: str, arguments: list[str]) -> None:
+    result = run_cli(*[run if a == "RUN" else a for a in arguments])
+    assert (result.code, result.err) == (0, "")
+    assert [v["step"] for v in result.json["versions"]] == [20, 40, 60]
+    assert run_cli("ls", run).out.startswith(run)  # it does not stay on
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_errors_are_json_too(empty_url: str, first: bool) -> None:
+    words = ["ls", empty_url]
+    result = run_cli(*(["--json", *words] if first else [*words, "--json"]))
+    assert result.json["exit"] == result.code == 4
+
+
+def test_json_without_a_command_is_a_mistake() -> None:
+    result = run_cli("--json")
+    assert result.code == 2
+    assert result.out == ""
+
+
+def test_show_respects_depth_in_json(tmp_path: Path) -> None:
+    state = {"model": {"fc": {"w": np.zeros(4), "n": 1}, "b": np.zeros(2)}, "step": 7}
+    holdfast.save(tmp_path / "version_1", state, step=1)
+
+    def shown(*options: object) -> tuple[list[str], list[str], list[object]]:
+        document = run_cli("show", tmp_path / "version_1", "--json", *options).json
+        keys = [[row["key"] for row in document[kind]] for kind in ("leaves", "values")]
+        return keys[0], keys[1], document["collapsed"]
+
+    everything = ["model/fc/w", "model/b"], ["model/fc/n", "step"]
+    fc = {"key": "model/fc", "kind": "dict", "leaves": 2, "bytes": 32}
+    model = {"key": "model", "kind": "dict", "leaves": 3, "bytes": 48}
+    assert shown() == (*everything, [])
+    assert shown("--depth", 1) == ([], ["step"], [model])
+    assert shown("--depth", 2) == (["model/b"], ["step"], [fc])
+    assert shown("--depth", 3) == shown("--depth", 9) == (*everything, [])
+    assert shown("--all") == (*everything, [])

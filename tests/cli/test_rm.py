@@ -1,0 +1,120 @@
+"""``holdfast rm`` and ``Run.delete``."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.cli.exit_codes import exit_code
+from holdfast.errors import HoldfastError, NotFound
+from holdfast.format.names import Version
+from holdfast.run.evaluations.lease import LeaseHolder
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from tests.cli.invoke import run_cli, train_branch
+
+
+def versions(store: MemoryStore) -> list[str]:
+    return [str(v) for v in Run(store).listing().versions]
+
+
+def test_versions_are_deleted_by_their_steps(run: str, store: MemoryStore) -> None:
+    nbytes = sum(s.length for s in store.list("") if s.key.startswith(("version_20", "version_40")))
+    result = run_cli("rm", run, 20, 40, 20, "--json")
+    assert result.code == 0
+    assert result.json == {"run": run, "deleted": ["version_20", "version_40"], "bytes": nbytes}
+    assert versions(store) == ["version_60"]
+
+
+def test_the_text_names_what_was_deleted(run: str, store: MemoryStore) -> None:
+    result = run_cli("rm", run, 20)
+    assert result.out.startswith("deleted version_20: ")
+    assert (result.code, result.err) == (0, "")
+    assert versions(store) == ["version_40", "version_60"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([20, 60], "version_60 .* not deleted: it is the newest intact version.*Nothing was"),
+        ([20, 99], "no version of step 99"),
+        ([40, 20], "version_40 of .* was not deleted: it is pinned"),
+    ],
+)
+def test_all_versions_are_deleted_or_none(
+    run: str, store: MemoryStore, steps: list[int], message: str
+) -> None:
+    Run(store).pin(40)
+    result = run_cli("rm", run, *steps)
+    assert result.code != 0
+    assert re.search(message, result.err), result.err
+    assert versions(store) == ["version_20", "version_40", "version_60"]
+
+
+def test_branches(run: str, store: MemoryStore) -> None:
+    """The newest version of an abandoned branch is not the one that a training continues from."""
+    train_branch(store, 20, 60)
+    assert versions(store)[-2:] == ["version_60", "version_60.1"]
+    assert run_cli("rm", run, "60.1").code != 0
+    assert run_cli("rm", run, "60").code != 0  # the one of the current branch
+    assert run_cli("rm", run, "60.0").code == 0
+    assert versions(store) == ["version_20", "version_40", "version_40.1", "version_60.1"]
+
+
+def test_what_a_resume_needs_is_kept(store: MemoryStore) -> None:
+    """As by retention: the newest intact version, and the newest one that is not distrusted."""
+    run = Run(store)
+    run.attest(60, ok=False, by="replay")
+    for step in (40, 60):
+        with pytest.raises(HoldfastError, match="newest intact version"):
+            run.delete(step)
+    run.delete(20)
+    damaged = next(s.key for s in store.list("version_60") if s.key.endswith("safetensors"))
+    store.delete(damaged)
+    assert Run(store).delete(60) > 0  # damaged: no training continues from it
+    with pytest.raises(HoldfastError, match="newest intact version"):
+        run.delete(40)
+    assert versions(store) == ["version_40"]
+
+
+def test_delete_accepts_steps_versions_and_snapshots(store: MemoryStore) -> None:
+    run = Run(store)
+    assert run.delete(20, run.open(Version(40))) > 0
+    assert versions(store) == ["version_60"]
+    with pytest.raises(NotFound):
+        run.delete(Version(20))
+    assert run.delete() == 0
+
+
+def test_a_version_in_use_by_an_evaluation_is_kept(run: str, store: MemoryStore) -> None:
+    holder = LeaseHolder(store, "val", seconds=2.0)
+    holder.acquire()
+    holder.start()
+    holder.protect([Version(20)])
+    result = run_cli("rm", run, 20, 40)
+    assert "the evaluation val is using it" in result.err
+    assert versions(store) == ["version_20", "version_40", "version_60"]
+    holder.release()
+    assert run_cli("rm", run, 20, 40).code == 0
+
+
+def test_a_version_that_another_one_refers_to_is_kept() -> None:
+    store, state = MemoryStore(), {"x": np.arange(20_000.0), "y": np.zeros(1)}
+    with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1), incremental=True) as ckpt:
+        for _ in range(3):
+            state["y"] += 1
+            ckpt.step()
+    run = Run(store)
+    with pytest.raises(HoldfastError, match=r"version_1 .* not deleted: version_. refers to it"):
+        run.delete(1)
+    assert versions(store) == ["version_1", "version_2", "version_3"]
+
+
+@pytest.mark.parametrize("arguments", [("rm",), ("rm", "RUN"), ("rm", "RUN", "latest")])
+def test_mistakes(run: str, arguments: tuple[str, ...]) -> None:
+    result = run_cli(*(run if a == "RUN" else a for a in arguments))
+    assert result.code == exit_code(HoldfastError("")) or result.code == 2
+    assert result.err.count("\n") <= 1

@@ -1,0 +1,410 @@
+"""docs/errors.md describes every error, warning, and exit, with messages that Holdfast writes.
+
+A new class in ``holdfast.errors`` needs a section. A section with a message needs a function here
+that causes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import re
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import holdfast
+from holdfast import errors
+from holdfast.format.sealed import seal
+from holdfast.run.save_request import request_and_wait
+from holdfast.storage.local.store import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing import Fault, FaultFs
+from tests.docs.test_docs import ROOT
+from tests.engine.unreliable_stores import HookedStore
+from tests.fakegroup import FakeGroup
+
+PAGE = (ROOT / "docs" / "errors.md").read_text()
+SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
+MESSAGE = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CLASSES = {
+    name: value
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and issubclass(value, BaseException) and not name.startswith("_")
+}
+
+
+# -- what causes each message ----------------------------------------------------------------------
+
+CAUSES: dict[str, Callable[[], str | None]] = {}
+"""Each function returns the message of an error, or None after it caused a warning."""
+
+
+def causes(cause: Callable[[], Any]) -> Callable[[], Any]:
+    """Register a function under the name of the class that it causes."""
+    CAUSES[cause.__name__] = cause
+    return cause
+
+
+def raising(cause: Callable[[], Any]) -> Callable[[], str]:
+    """Register a function that raises the class of its name."""
+
+    def message() -> str:
+        with pytest.raises(CLASSES[cause.__name__]) as caught:
+            cause()
+        return str(caught.value)
+
+    CAUSES[cause.__name__] = message
+    return message
+
+
+def linear() -> torch.nn.Module:
+    return torch.nn.Linear(4, 2)
+
+
+def save_snapshot(**more: Any) -> Path:
+    holdfast.save("snap", {"model": linear(), **more})
+    return Path("snap")
+
+
+def save_run(last: int = 40, run: str = "runs/a") -> dict[str, Any]:
+    state = {"model": linear(), "progress": holdfast.Progress()}
+    with holdfast.Checkpointer(run, state, save=holdfast.EverySteps(10)) as ckpt:
+        while ckpt.current_step < last:
+            ckpt.step()
+    return state
+
+
+def shard_of(snapshot: str | Path) -> Path:
+    (path,) = Path(snapshot).glob("shard-*.safetensors")
+    return path
+
+
+def flip_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@raising
+def HoldfastError() -> None:
+    holdfast.EverySteps(0)
+
+
+@raising
+def FormatError() -> None:
+    shard = shard_of(save_snapshot())
+    shard.write_bytes(shard.read_bytes()[:-10])
+    holdfast.load("snap")
+
+
+@raising
+def ManifestInvalid() -> None:
+    Path(save_snapshot(), "manifest.json").write_text("{}")
+    holdfast.open("snap")
+
+
+@raising
+def FormatTooNew() -> None:
+    class Content(msgspec.Struct):
+        new: int = 1
+
+    Path(save_snapshot(), "manifest.json").write_bytes(seal(Content(), 99)[0])
+    holdfast.open("snap")
+
+
+@raising
+def DigestMismatch() -> None:
+    flip_last_bit(shard_of(save_snapshot()))
+    holdfast.load("snap")
+
+
+@raising
+def NotFound() -> None:
+    holdfast.open("runs/typo")
+
+
+@raising
+def AlreadyExists() -> None:
+    save_snapshot()
+    save_snapshot()
+
+
+def save_with_fault(error: int) -> None:
+    fs = FaultFs(None, Fault("open", error=error, lasting=True))
+    holdfast.save(LocalStore("runs/a", fs=fs), {"model": linear()})
+
+
+@raising
+def Denied() -> None:
+    save_with_fault(errno.EACCES)
+
+
+@raising
+def NoSpace() -> None:
+    save_with_fault(errno.ENOSPC)
+
+
+@raising
+def Unavailable() -> None:
+    save_with_fault(errno.ESTALE)
+
+
+@raising
+def StoreError() -> None:
+    save_with_fault(errno.EIO)
+
+
+@raising
+def BrokenLink() -> None:
+    shard = shard_of(save_snapshot())
+    shard.unlink()
+    shard.symlink_to("/mnt/disk-2/shard.safetensors")
+    holdfast.load("snap")
+
+
+@raising
+def PlanError() -> None:
+    save_snapshot(note="x")
+    holdfast.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
+
+
+@raising
+def MissingLeaf() -> None:
+    save_snapshot()
+    holdfast.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
+
+
+@raising
+def UnexpectedLeaf() -> None:
+    save_snapshot(note="x")
+    holdfast.load("snap", into={"model": linear()})
+
+
+@raising
+def ShapeMismatch() -> None:
+    save_snapshot()
+    holdfast.load("snap", into={"model": torch.nn.Linear(4, 3)})
+
+
+@raising
+def DTypeMismatch() -> None:
+    save_snapshot()
+    holdfast.load("snap", into={"model": linear().double()})
+
+
+@raising
+def Unsupported() -> None:
+    holdfast.save("snap", {"model": linear(), "path": Path("data")})
+
+
+@raising
+def RankFailed() -> None:
+    def save(rank: int) -> None:
+        fs = FaultFs(None, *[Fault("open", error=errno.ENOSPC, lasting=True)] * rank)
+        holdfast.save(LocalStore("runs/a", fs=fs), {"value": holdfast.PerRank(torch.zeros(4))})
+
+    group = FakeGroup(2)
+    raise next(e for e in group.outcomes(save) if isinstance(e, errors.RankFailed))
+
+
+@raising
+def DeadlinePassed() -> None:
+    save_run()
+    request_and_wait(holdfast.Run("runs/a"), 0.1)
+
+
+@raising
+def NoSnapshot() -> None:
+    state = save_run(10)
+    flip_last_bit(shard_of("runs/a/version_10"))
+    with holdfast.Checkpointer("runs/a", state) as ckpt:
+        ckpt.resume()
+
+
+@raising
+def TaskError() -> None:
+    holdfast.tasks.Queue().job("val@100")
+
+
+@raising
+def LeaseLost() -> None:
+    queue = holdfast.tasks.Queue(lease_seconds=0.001)
+    queue.add("training", 10, task_size=5, name="train")
+    task = queue.training.get()
+    time.sleep(0.01)
+    task.consumed(5)
+
+
+@raising
+def JobFailed() -> None:
+    queue = holdfast.tasks.Queue(attempts=1)
+    job = queue.add("evaluation", 10, task_size=5, name="val@100")
+    queue.evaluation.get().fail("ValueError: bad record")
+    job.wait(timeout=1)
+
+
+@causes
+def NotTrusted() -> str:
+    state = save_run()
+    for step in (10, 20, 30, 40):
+        holdfast.Run("runs/a").attest(step, ok=False, by="nan-detector", note="NaN in layer 3")
+    with pytest.raises(errors.NoSnapshot) as caught, holdfast.Checkpointer("runs/a", state) as ckpt:
+        ckpt.resume()
+    assert isinstance(caught.value.__cause__, errors.NotTrusted)
+    return str(caught.value.__cause__)
+
+
+@causes
+def Preempted() -> str:
+    state = {"model": linear(), "progress": holdfast.Progress()}
+    with pytest.raises(errors.Preempted) as caught, holdfast.Checkpointer("runs/a", state) as ckpt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            ckpt.step()
+            time.sleep(0.001)
+    assert caught.value.code == 75
+    return f"holdfast: {caught.value.reason}"
+
+
+# -- warnings --------------------------------------------------------------------------------------
+
+
+@causes
+def SkippedVersion() -> None:
+    state = save_run()
+    flip_last_bit(shard_of("runs/a/version_40"))
+    with holdfast.Checkpointer("runs/a", state) as ckpt:
+        ckpt.resume()
+
+
+@causes
+def SaveFailed() -> None:
+    def fail(method: str, key: str) -> None:
+        if method == "put":
+            raise errors.NoSpace("Cannot write the shard: No space left on device")
+
+    store = HookedStore(MemoryStore())
+    state = {"model": linear(), "progress": holdfast.Progress()}
+    with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(10), on_error="warn") as ckpt:
+        ckpt.step()
+        store.before = fail
+        while ckpt.current_step < 10:
+            ckpt.step()
+
+
+@causes
+def UnsavedSteps() -> None:
+    save_run(25)
+
+
+@causes
+def StateUnchanged() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": deepcopy(model), "progress": holdfast.Progress()}
+    with holdfast.Checkpointer("runs/a", state, save=holdfast.EverySteps(10)) as ckpt:
+        while ckpt.current_step < 20:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+
+
+@causes
+def MetricMissing() -> None:
+    keep = holdfast.KeepBest(1, "val_loss")
+    save = holdfast.EverySteps(1)
+    with holdfast.Checkpointer("runs/a", {"model": linear()}, save=save, keep=keep) as ckpt:
+        for _ in range(4):
+            ckpt.step({"loss": 1.0})
+
+
+@causes
+def NothingSaved() -> None:
+    metric = torch.nn.Module()
+    metric.register_buffer("count", torch.zeros(1), persistent=False)
+    with holdfast.Checkpointer("runs/a", {"model": linear(), "metric": metric}) as ckpt:
+        ckpt.step()
+
+
+@causes
+def SinkFailed() -> None:
+    def to_dashboard(name: str, fields: dict[str, Any]) -> None:
+        raise ConnectionError("no route to host")
+
+    with holdfast.attach(to_dashboard):
+        save_snapshot()
+
+
+@causes
+def RanksChanged() -> None:
+    FakeGroup(2).run(lambda rank: holdfast.save("snap", {"seen": holdfast.PerRank({"n": rank})}))
+    FakeGroup(3).run(
+        lambda rank: holdfast.load("snap", into={"seen": holdfast.PerRank({"n": rank})})
+    )
+
+
+def sampler_steps(**state: Any) -> Iterator[tuple[int, Any]]:
+    sampler = holdfast.ElasticSampler(8, batch_size=2, seed=0)
+    loader = DataLoader(range(8), batch_sampler=sampler)
+    save = holdfast.EverySteps(100) | holdfast.AtEnd()
+    with holdfast.Checkpointer("runs/a", {"sampler": sampler, **state}, save=save) as ckpt:
+        for _ in range(3):
+            for number, _ in enumerate(loader):
+                yield number, ckpt
+
+
+@causes
+def UncountedBatches() -> None:
+    for number, ckpt in sampler_steps():
+        if number % 2:  # gradient accumulation over two batches, without batches=2
+            ckpt.step()
+
+
+@causes
+def UncountedEpochs() -> None:
+    for _, ckpt in sampler_steps(progress=holdfast.Progress()):
+        ckpt.step()
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_the_page_describes_every_class_and_nothing_else() -> None:
+    missing, unknown = CLASSES.keys() - SECTIONS.keys(), SECTIONS.keys() - CLASSES.keys()
+    assert not missing, f"write a section of docs/errors.md for {sorted(missing)}"
+    assert not unknown, f"docs/errors.md describes classes that do not exist: {sorted(unknown)}"
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_section_says_what_to_do(name: str) -> None:
+    assert "**What to do:**" in SECTIONS[name]
+
+
+def test_every_message_of_the_page_is_checked() -> None:
+    assert {name for name, text in SECTIONS.items() if MESSAGE.search(text)} == CAUSES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(SECTIONS.keys() & CAUSES.keys()))
+def test_the_message_is_what_holdfast_writes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        message = CAUSES[name]()
+    if message is None:
+        message = next(str(w.message) for w in caught if w.category is CLASSES[name])
+    (shown,) = MESSAGE.findall(SECTIONS[name])
+    pattern = ".*".join(map(re.escape, " ".join(shown.split()).split("...")))
+    assert re.fullmatch(pattern, " ".join(message.split())), message

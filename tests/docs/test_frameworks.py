@@ -1,0 +1,82 @@
+"""The scripts of docs/lightning-and-accelerate.md resume exactly after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from tests.docs.test_docs import ROOT, blocks
+
+SCRIPTS = {
+    b.file: b.code
+    for b in blocks(ROOT / "docs" / "lightning-and-accelerate.md")
+    if b.language == "python"
+}
+
+KILLED = """
+import os, runpy, sys, time
+import holdfast
+
+count = holdfast.Checkpointer.step
+
+def step(ckpt, *args, **kwargs):
+    if ckpt.current_step == int(sys.argv[2]):
+        ckpt.wait()  # for the newest version that is due
+        os.kill(os.getpid(), int(sys.argv[3]))
+    if ckpt.current_step >= int(sys.argv[2]):
+        time.sleep(0.05)  # so that a notice is seen before the last step
+    return count(ckpt, *args, **kwargs)
+
+holdfast.Checkpointer.step = step
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+"""Runs a script, which gets a signal in the step after a given one."""
+
+
+def run_script(folder: Path, run: str, *arguments: object) -> int:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "RUN": run},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (0, 75, -signal.SIGKILL), done.stdout + done.stderr
+    return done.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["lightning", "accelerate"])
+def test_a_training_that_is_killed_resumes_exactly(library: str, tmp_path: Path) -> None:
+    """In the middle of an epoch, at the end of one (step 32), and after SIGTERM."""
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    script = f"train_{library}.py"
+    (tmp_path / script).write_text(SCRIPTS[script])
+    (tmp_path / "killed.py").write_text(KILLED)
+    assert run_script(tmp_path, "whole", script) == 0
+    kills = [(20, signal.SIGKILL, -9), (33, signal.SIGKILL, -9), (50, signal.SIGTERM, 75)]
+    for step, number, code in kills:
+        assert run_script(tmp_path, "parts", "killed.py", script, step, int(number)) == code
+    assert run_script(tmp_path, "parts", script) == 0
+    assert any(
+        s.metadata["reason"] == "preemption" for s in holdfast.Run(tmp_path / "parts").snapshots()
+    )
+    whole, parts = (holdfast.open(tmp_path / run / "version_64") for run in ("whole", "parts"))
+    keys = list(whole.keys())
+    assert len(keys) > 40
+    assert {key: content(whole, key) for key in keys} == {key: content(parts, key) for key in keys}
+
+
+def content(snapshot: holdfast.Snapshot, key: str) -> object:
+    """Return the numbers of a tensor or an array, or a value."""
+    leaf = snapshot[key]
+    return leaf[...].tolist() if isinstance(leaf, holdfast.LeafView) else leaf

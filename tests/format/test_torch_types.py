@@ -1,0 +1,262 @@
+"""dtypes, devices, and sizes of PyTorch are plain values, in manifests of format 3."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.engine.snapshot.location import Location
+from holdfast.engine.transform.copy import copy_snapshot
+from holdfast.engine.transform.reshard import reshard
+from holdfast.errors import (
+    DTypeMismatch,
+    HoldfastError,
+    ManifestInvalid,
+    PlanError,
+    Unsupported,
+)
+from holdfast.format.values import torch_types
+from holdfast.storage.memory import MemoryStore
+from tests.engine.states import unused_url
+from tests.fakegroup import FakeGroup
+from tests.forging import (
+    Files,
+    Json,
+    manifest_key,
+    save_to_files,
+    seal,
+    sealed_content,
+    store_of,
+)
+
+DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+STATE: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "devices": [torch.device("cpu"), torch.device("cuda:1"), torch.device("meta")],
+    "nested": {"size": (torch.Size([2, 3]), torch.Size([]))},
+}
+
+
+def save(state: dict[str, Any]) -> holdfast.Snapshot:
+    return holdfast.save(unused_url(), state)
+
+
+def test_they_are_restored_with_their_types() -> None:
+    snapshot = save(STATE)
+    assert holdfast.load(snapshot.url) == STATE
+    loaded = holdfast.load(snapshot.url)["nested"]["size"][0]
+    assert type(loaded) is torch.Size
+    opened = holdfast.open(snapshot.url)
+    assert opened["dtype"] is torch.bfloat16
+    assert opened["devices/1"] == torch.device("cuda:1")
+    assert opened.verify().ok
+
+
+def test_every_dtype_of_pytorch_is_restored() -> None:
+    assert holdfast.load(save({"d": list(DTYPES)}).url)["d"] == DTYPES
+    assert len(DTYPES) > 30
+
+
+@given(st.lists(st.integers(0, 2**63 - 1), max_size=5), st.integers(0, 127))
+def test_any_size_and_device(sizes: list[int], index: int) -> None:
+    state = {"size": torch.Size(sizes), "device": torch.device("cuda", index)}
+    assert holdfast.load(save(state).url) == state
+
+
+def test_they_replace_live_values() -> None:
+    live = {
+        "dtype": torch.float64,
+        "devices": [torch.device("cpu")] * 3,
+        "nested": {"size": (torch.Size([9]), None)},
+    }
+    holdfast.load(save(STATE).url, into=live)
+    assert live == STATE
+    with pytest.raises(DTypeMismatch, match=r"nested/size/0 size, live tuple"):
+        holdfast.load(save(STATE).url, into={"nested": {"size": ((9,), None)}}, keys="nested/**")
+
+
+def test_they_are_not_members_of_sets_or_names() -> None:
+    for value in ({torch.float32}, {torch.float32: 1}):
+        with pytest.raises(Unsupported, match=r"Save str\(value\)"):
+            save({"x": value})
+    with pytest.raises(Unsupported):
+        holdfast.save(unused_url(), {}, note={"d": torch.float32})
+
+
+# -- the number ----------------------------------------------------------------------------------
+
+
+def test_a_snapshot_has_the_lowest_number() -> None:
+    assert save(STATE).manifest.number == 3
+    misleading = {"dict": {"dtype": "float32"}, "device": "cpu", "size": [1]}
+    assert save(misleading).manifest.number == 1
+
+
+def test_an_incremental_version_and_its_copies(tmp_path: Path) -> None:
+    state = {**STATE, "w": np.zeros(300_000), "progress": holdfast.Progress()}
+    url = str(tmp_path / "run")
+    every = holdfast.EverySteps(1)
+    with holdfast.Checkpointer(url, state, save=every, incremental=True) as ckpt:
+        for _ in range(2):
+            ckpt.step()
+            ckpt.wait()
+    second = holdfast.Run(url).snapshots()[1]
+    assert (second.manifest.number, second.chain) == (3, 1)
+    assert second.verify().ok
+    copies = MemoryStore()
+    copy_snapshot(second, Location(copies, "version_2"))
+    reshard(second, Location(copies, "resharded"), 2)
+    for name in ("version_2", "resharded"):
+        copy = holdfast.open(copies.at(name))
+        assert (copy.manifest.number, copy.chain, copy.bases) == (3, 0, frozenset())
+        assert copy.verify().ok
+        assert holdfast.load(copies.at(name))["devices"] == STATE["devices"]
+
+
+def test_several_ranks_must_agree() -> None:
+    url = unused_url()
+    with FakeGroup(2) as group:
+        group.run(lambda r: holdfast.save(url, STATE))
+        assert holdfast.load(url) == STATE
+        devices = [{"d": torch.device("cuda", r)} for r in range(2)]
+        for error in group.outcomes(lambda r: holdfast.save(unused_url(), devices[r])):
+            assert isinstance(error, HoldfastError)
+        own = [{"d": holdfast.PerRank(d["d"])} for d in devices]
+        url = unused_url()
+        group.run(lambda r: holdfast.save(url, own[r]))
+    assert holdfast.load(url) == {"d": {"0": torch.device("cuda:0"), "1": torch.device("cuda:1")}}
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    url = unused_url()
+    with FakeGroup(2) as group:
+        for error in group.outcomes(
+            lambda r: holdfast.save(url, {"d": [torch.int8, torch.int16][r]})
+        ):
+            assert isinstance(error, PlanError)
+            assert "d: dtype" in str(error)
+
+
+# -- without torch, and forged files -------------------------------------------------------------
+
+
+def test_a_command_does_not_import_torch(tmp_path: Path) -> None:
+    holdfast.save(str(tmp_path / "version_1"), STATE)
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"  # an import of torch raises
+        "import runpy\n"
+        "runpy.run_module('holdfast.cli', run_name='__main__')\n"
+    )
+
+    def run(*args: str) -> str:
+        command = [sys.executable, "-c", code, *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    shown = run("show", str(tmp_path / "version_1"))
+    assert "torch.bfloat16" in shown
+    values = json.loads(run("show", "--json", str(tmp_path / "version_1")))["values"]
+    assert {"key": "dtype", "value": "torch.bfloat16"} in values
+    devices = ["torch.device('cpu')", "torch.device('cuda:1')", "torch.device('meta')"]
+    assert {"key": "devices", "value": devices} in values
+    run("verify", str(tmp_path / "version_1"))
+    run("diff", str(tmp_path / "version_1"), str(tmp_path / "version_1"))
+
+
+def test_a_load_imports_torch_or_says_that_it_needs_it(tmp_path: Path) -> None:
+    holdfast.save(str(tmp_path / "version_1"), STATE)
+    code = (
+        "import sys, holdfast\n"
+        "if sys.argv[2] == 'absent': sys.modules['torch'] = None\n"
+        "try: print(holdfast.load(sys.argv[1])['dtype'])\n"
+        "except holdfast.errors.HoldfastError as e: print(e)\n"
+    )
+    for how, expected in (("there", "torch.bfloat16"), ("absent", "Install torch")):
+        command = [sys.executable, "-c", code, str(tmp_path / "version_1"), how]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert expected in done.stdout
+
+
+def forged(node: Json, number: int = 3, where: str = "tree") -> Files:
+    files = save_to_files({"x": torch.float32})
+    key = manifest_key(files)
+    content = sealed_content(files[key])
+    content[where]["dict"]["x" if where == "tree" else "note"] = node
+    if number == 1:
+        del content["chain"]
+        for shard in content["shards"]:
+            del shard["refers"]
+    return {**files, key: seal(content, number)}
+
+
+def open_files(files: Files) -> holdfast.Snapshot:
+    return holdfast.open(store_of(files).at(next(iter(files)).partition("/")[0]))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"dtype": "os.system"},
+        {"dtype": "__dict__"},
+        {"dtype": "Float32"},
+        {"dtype": ["float32"]},
+        {"dtype": "float32", "more": 1},
+        {"device": "cuda:"},
+        {"device": "cuda:01"},
+        {"device": "cuda:9999"},
+        {"device": "cuda:-1"},
+        {"device": "../x"},
+        {"device": 0},
+        {"size": 3},
+        {"size": [1.0]},
+        {"size": [True]},
+        {"size": [1 << 63]},
+        {"size": {"list": [1]}},
+        {"set": [{"dtype": "float32"}]},
+        {"items": [[{"dtype": "float32"}, 1]], "of": "dict"},
+        {"ordered": {}, "metadata": {"dtype": "float32"}},
+        {"tensor": [{"dtype": "float32"}, [0]]},
+    ],
+    ids=str,
+)
+def test_a_malformed_node_is_refused(node: Json) -> None:
+    with pytest.raises(ManifestInvalid):
+        open_files(forged(node))
+
+
+def test_a_number_that_does_not_fit_the_tree_is_refused() -> None:
+    assert open_files(forged({"dtype": "float16"}))["x"] is torch.float16
+    for files in (forged(1), forged({"dtype": "float16"}, 1)):
+        with pytest.raises(ManifestInvalid, match="nodes of format"):
+            open_files(files)
+    with pytest.raises(ManifestInvalid):
+        open_files(forged({"dtype": "float16"}, 2))  # nothing refers to another version
+    with pytest.raises(ManifestInvalid):
+        open_files(forged({"dict": {"a": {"dtype": "float16"}}}, where="metadata"))
+
+
+@pytest.mark.parametrize(
+    "node", [{"dtype": "onnx"}, {"dtype": "load"}, {"dtype": "float99"}, {"device": "abacus:0"}]
+)
+def test_a_name_that_is_no_dtype_or_device_is_never_used(node: Json) -> None:
+    files = forged(node)
+    with pytest.raises(HoldfastError, match="does not know"):
+        _ = open_files(files)["x"]
+    with pytest.raises(HoldfastError, match="does not know"):
+        holdfast.load(store_of(files).at(next(iter(files)).partition("/")[0]))
+
+
+def test_the_text_of_a_node() -> None:
+    for value in (torch.int8, torch.Size([1])):
+        node = torch_types.encode(value)
+        assert repr(torch_types.describe(node)) == repr(value)

@@ -1,0 +1,62 @@
+"""All ranks end their epochs together, and save the same steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast.run.policy import EveryEpoch, EverySteps, SavePolicy, StopWhen
+from holdfast.run.run import Run
+from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
+
+pytestmark = pytest.mark.filterwarnings("error", "ignore::holdfast.errors.UnsavedSteps")
+
+
+def state_of(trainer: TrainingRank) -> dict[str, Any]:
+    return {**initial_state(trainer.rank, 2), "progress": holdfast.Progress()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [(EveryEpoch(), [3, 6, 9]), (EverySteps(6) | EveryEpoch(), [3, 6, 9]), (EveryEpoch(2), [6])],
+)
+def test_all_ranks_save_at_the_end_of_an_epoch(policy: SavePolicy, expected: list[int]) -> None:
+    with TrainingJob(2) as job:
+
+        def work(trainer: TrainingRank) -> int:
+            with trainer.make_checkpointer(save=policy, state=state_of(trainer)) as ckpt:
+                for _ in range(3):
+                    for _ in range(3):
+                        ckpt.step({"loss": 1.0})
+                    ckpt.end_epoch({"val": 1.0 + trainer.rank})
+                ckpt.wait()
+            return int(trainer.state["progress"].epoch)
+
+        assert job.run(work) == [3, 3]
+        assert job.versions == expected
+        run = Run(job.inner)
+        assert [run.metrics(v)["val"] for v in run.line()] == [1.0] * len(expected)  # of rank 0
+        assert job.leftover_keys() == []
+
+
+def test_all_ranks_stop_after_the_metrics_of_an_epoch() -> None:
+    with TrainingJob(2) as job:
+
+        def work(trainer: TrainingRank) -> bool:
+            stop = StopWhen("val", patience=1)
+            with trainer.make_checkpointer(
+                save=EverySteps(100), stop=stop, state=state_of(trainer)
+            ) as ckpt:
+                end = time.monotonic() + 20
+                while not ckpt.should_stop and time.monotonic() < end:
+                    for _ in range(3):
+                        ckpt.step({"loss": 1.0})
+                    ckpt.end_epoch({"val": 1.0})
+            return ckpt.should_stop
+
+        assert job.run(work) == [True, True]
+        steps = {trainer.ckpt.current_step for trainer in job.ranks}
+        assert len(steps) == 1

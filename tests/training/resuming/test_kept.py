@@ -1,0 +1,82 @@
+"""``resume(missing="keep")``: new members in the state of an existing run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import HoldfastError, KeptValues, MissingLeaf, UnexpectedLeaf
+
+
+def train(folder: Path, state: dict[str, Any], steps: int = 1, **options: Any) -> Any:
+    """Resume, make some steps, and return the newest version."""
+    with holdfast.Checkpointer(folder, state) as ckpt:
+        ckpt.resume(**options)
+        for _ in range(steps):
+            ckpt.step()
+    return holdfast.Run(folder).latest()
+
+
+def test_new_members_are_kept_named_and_recorded(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, {"weights": torch.ones(3)}, steps=3)
+    state = {"weights": torch.zeros(3), "rng": holdfast.RNG(), "ema": torch.full((3,), 7.0)}
+    with pytest.raises(MissingLeaf, match=r'resume\(missing="keep"\)'):
+        train(run, state)
+    assert state["weights"].tolist() == [0, 0, 0]
+    with pytest.warns(KeptValues, match=r"version_3 lacks 2 keys .*: ema, rng\."):
+        version = train(run, state, missing="keep")
+    assert state["weights"].tolist() == [1, 1, 1]
+    assert state["ema"].tolist() == [7, 7, 7]
+    assert version.step == 4
+    assert version.metadata["note"]["kept"] == {"version": "version_3", "keys": ["ema", "rng"]}
+
+    with warnings.catch_warnings():  # nothing is missing any more
+        warnings.simplefilter("error")
+        version = train(run, state, missing="keep")
+    assert (version.step, "kept" in version.metadata["note"]) == (5, False)
+
+
+def test_a_new_layer_of_a_model_is_kept_with_its_slots(tmp_path: Path) -> None:
+    def make() -> tuple[torch.nn.Module, dict[str, Any]]:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        return model, {"model": model, "progress": holdfast.Progress()}
+
+    model, state = make()
+    train(tmp_path / "run", state, steps=2)
+    larger, state = make()
+    larger.append(torch.nn.Linear(2, 1))
+    with pytest.warns(KeptValues, match=r"model/1\.bias, model/1\.weight"):
+        train(tmp_path / "run", state, missing="keep")
+    assert torch.equal(larger[0].weight, model[0].weight)
+    assert state["progress"].step == 3
+
+
+def test_nothing_else_is_tolerated_in_the_own_versions(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, {"a": torch.ones(3), "b": torch.ones(3)})
+    with pytest.raises(UnexpectedLeaf):
+        train(run, {"a": torch.zeros(3)}, missing="keep")
+    options: list[dict[str, Any]] = [
+        {"unexpected": "ignore"}, {"keys": "a"}, {"rename": {"a": "b"}},
+        {"missing": "keep", "unexpected": "ignore"},
+    ]  # fmt: skip
+    for option in options:
+        with pytest.raises(HoldfastError, match="all of its own"):
+            train(run, {"a": torch.zeros(3)}, **option)
+
+
+def test_the_leniency_of_a_start_does_not_apply_to_restarts(tmp_path: Path) -> None:
+    train(tmp_path / "base", {"weights": torch.ones(3)})
+    options: dict[str, Any] = {"start": f"{tmp_path / 'base'}@latest", "missing": "keep"}
+    run, state = tmp_path / "run", {"weights": torch.zeros(3), "head": torch.zeros(2)}
+    train(run, state, **options)
+    assert state["weights"].tolist() == [1, 1, 1]
+    train(run, state, **options)
+    with pytest.raises(MissingLeaf):  # a restart is strict, although the script says "keep"
+        train(run, {**state, "new": torch.zeros(1)}, **options)

@@ -1,0 +1,277 @@
+"""The comparison of the live state with the version after a resume."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import holdfast
+from holdfast.data.next_batch import find_next_batch
+from holdfast.errors import UnconsumedSamples
+from holdfast.training.resuming import receipt
+
+Event = tuple[str, dict[str, Any]]
+
+
+def make_state(**more: Any) -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(8, 300), nn.Dropout(0.1), nn.Linear(300, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.rand_like(p)
+    optimizer.step()
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=8.0),
+        "progress": holdfast.Progress(),
+        "rng": holdfast.RNG(),
+        "array": np.arange(5),
+        "note": "x",
+        "nothing": float("nan"),
+        **more,
+    }
+
+
+def resume(folder: Path, state: dict[str, Any], **options: Any) -> list[Event]:
+    """Resume, and return the events about the comparison."""
+    found: list[Event] = []
+
+    def sink(name: str, fields: dict[str, Any]) -> None:
+        if name.startswith("resume_"):
+            found.append((name, fields))
+
+    with holdfast.attach(sink):
+        ckpt = holdfast.Checkpointer(folder, state, preemption=None)
+        ckpt.resume(**options)
+        ckpt.close()
+    return found
+
+
+def save_run(folder: Path, state: dict[str, Any], steps: int = 2, **options: Any) -> None:
+    save = holdfast.EverySteps(1)
+    with holdfast.Checkpointer(folder, state, save=save, preemption=None, **options) as ckpt:
+        ckpt.resume()
+        sampler = state.get("sampler")
+        for _ in zip(range(steps), sampler or range(steps), strict=False):
+            ckpt.step()
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_an_exact_resume_is_reported_with_the_bytes_of_all_leaves(
+    incremental: bool, tmp_path: Path
+) -> None:
+    save_run(tmp_path, make_state(), incremental=incremental)
+    ((name, fields),) = resume(tmp_path, make_state())
+    assert (name, fields["run"]) == ("resume_checked", holdfast.Run(tmp_path).url)
+    snapshot = holdfast.Run(tmp_path).latest()
+    assert snapshot is not None
+    nbytes = sum(
+        np.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in snapshot.leaves.values()
+    )
+    assert fields["bytes"] == fields["total"] == nbytes > 10_000
+
+
+def test_the_check_can_be_turned_off(tmp_path: Path) -> None:
+    save_run(tmp_path, make_state())
+    assert resume(tmp_path, make_state(), check=False) == []
+
+
+class Forgetful:
+    """An object that does not restore what it saved, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.loads = how, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        value = torch.full((3,), float(self.loads if self.how == "tensor" else 0))
+        return {"value": value, "count": self.loads if self.how == "number" else 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loads += 1
+
+
+@pytest.mark.parametrize(
+    ("how", "key"), [("tensor", "object/value"), ("number", "object/count"), ("", "")]
+)
+def test_an_object_that_does_not_restore_itself_is_named(
+    how: str, key: str, tmp_path: Path
+) -> None:
+    save_run(tmp_path, make_state(object=Forgetful(how)))
+    ((name, fields),) = resume(tmp_path, make_state(object=Forgetful(how)))
+    assert fields.get("differing", []) == [key] * bool(key)
+    assert name == ("resume_differs" if key else "resume_checked")
+
+
+def test_each_part_of_a_state_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change one live object after the load; it alone must be named."""
+    save_run(tmp_path, make_state())
+    check = receipt.check_resume
+
+    def change_model(state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            state["model"][2].weight[3, 299] += 1
+
+    def change_slot(state: dict[str, Any]) -> None:
+        state["optimizer"].state[state["model"][0].bias]["exp_avg"][7] = 9
+
+    changes: dict[str, Any] = {
+        "model/2.weight": change_model,
+        "optimizer/state/model.0.bias/exp_avg": change_slot,
+        "rng/0/torch": lambda state: torch.rand(1),
+        "scaler/scale": lambda state: setattr(state["scaler"], "_init_scale", 3.0),
+        "progress/epoch": lambda state: setattr(state["progress"], "epoch", 5),
+        "array": lambda state: state["array"].__setitem__(0, 7),
+        "note": lambda state: state.__setitem__("note", "y"),
+    }
+    for key, change in changes.items():
+
+        def changed_check(
+            run: str, snapshot: Any, state: dict[str, Any], group: Any, change: Any = change
+        ) -> None:
+            change(state)
+            check(run, snapshot, state, group)
+
+        monkeypatch.setattr("holdfast.training.checkpointer.check_resume", changed_check)
+        ((name, fields),) = resume(tmp_path, make_state())
+        assert name == "resume_differs"
+        assert any(k == key or k.startswith(f"{key}/") for k in fields["differing"]), fields
+        assert len(fields["differing"]) == 1, fields["differing"]
+
+
+def test_a_kept_value_is_not_compared(tmp_path: Path) -> None:
+    save_run(tmp_path, make_state())
+    with pytest.warns(holdfast.errors.KeptValues):
+        ((name, _),) = resume(tmp_path, make_state(ema=torch.rand(3)), missing="keep")
+    assert name == "resume_checked"
+
+
+def test_a_start_is_compared_if_it_is_complete(tmp_path: Path) -> None:
+    save_run(tmp_path / "a", make_state())
+    start = f"{tmp_path / 'a'}@latest"
+    ((name, _),) = resume(tmp_path / "b", make_state(), start=start)
+    assert name == "resume_checked"
+    assert resume(tmp_path / "c", make_state(), start=start, keys="model") == []
+
+
+def test_a_state_in_memory_is_compared(tmp_path: Path, memory: str) -> None:
+    tier = holdfast.MemoryTier(every=holdfast.EverySteps(1), copies=1, path=memory)
+    found: list[Event] = []
+    for number in range(2):
+        state = make_state()
+        options: Any = {"save": holdfast.EverySteps(100), "tiers": [tier], "preemption": None}
+        with (
+            pytest.raises(ZeroDivisionError),
+            holdfast.attach(lambda *event: found.append(event)),
+            holdfast.Checkpointer(tmp_path / "run", state, **options) as ckpt,
+        ):
+            ckpt.resume()
+            assert ckpt.current_step == number
+            ckpt.step()
+            raise ZeroDivisionError
+    (fields,) = (fields for name, fields in found if name == "resume_checked")
+    assert fields["bytes"] == fields["total"] > 10_000
+    assert "resume_differs" not in dict(found)
+
+
+def test_a_branch_is_compared(tmp_path: Path) -> None:
+    save_run(tmp_path, make_state(), steps=3)
+    ((name, fields),) = resume(tmp_path, make_state(), at=2)
+    assert (name, fields["url"].endswith("version_2")) == ("resume_checked", True)
+
+
+# -- the next batch --------------------------------------------------------------------------------
+
+
+def make_sampler(**options: Any) -> holdfast.ElasticSampler:
+    return holdfast.ElasticSampler(**{"length": 40, "batch_size": 4, "seed": 1, **options})
+
+
+def test_a_version_records_the_next_batch(tmp_path: Path) -> None:
+    sampler = make_sampler()
+    save_run(tmp_path, make_state(sampler=sampler), steps=3)
+    snapshot = holdfast.Run(tmp_path).latest()
+    assert snapshot is not None
+    (recorded,) = snapshot.metadata["training"]["next_batches"].values()
+    assert (recorded["epoch"], recorded["samples"], recorded["left"]) == (0, 12, 28)
+    ((name, _),) = resume(tmp_path, make_state(sampler=make_sampler()))
+    assert name == "resume_checked"
+
+
+def test_another_next_batch_is_reported(tmp_path: Path) -> None:
+    save_run(tmp_path, make_state(sampler=make_sampler()), steps=3)
+    ((name, fields),) = resume(tmp_path, make_state(sampler=make_sampler(batch_size=8)))
+    assert (name, fields["differing"]) == ("resume_differs", ["the next batch of sampler"])
+
+
+@given(
+    length=st.integers(1, 60),
+    batch_size=st.integers(1, 20),
+    steps=st.integers(0, 12),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_the_next_batch_is_the_one_that_the_sampler_yields_after_a_resume(
+    length: int, batch_size: int, steps: int, shuffle: bool, drop_last: bool
+) -> None:
+    if drop_last and length < batch_size:
+        return
+    options = {"length": length, "batch_size": batch_size}
+    sampler = make_sampler(shuffle=shuffle, drop_last=drop_last, **options)
+    done = 0
+    while done < steps:
+        for _ in sampler:
+            sampler.advance()
+            done += 1
+            if done == steps:
+                break
+    expected = find_next_batch(sampler)
+    resumed = make_sampler(shuffle=shuffle, drop_last=drop_last, **options)
+    resumed.load_state_dict(sampler.state_dict())
+    assert find_next_batch(resumed).ids.tolist() == expected.ids.tolist()
+    batches = list(resumed)  # the rest of the epoch, which may be empty
+    if expected.epoch > resumed.state_dict()["epoch"] or not batches:
+        assert not batches
+        batches = list(resumed)
+    assert batches[0] == expected.ids.tolist()
+    assert sum(map(len, batches)) == expected.left
+
+
+# -- a loop that consumes nothing ------------------------------------------------------------------
+
+
+def warnings_of_an_idle_loop(folder: Path, state: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resume(folder, state)
+    return [str(w.message) for w in caught if w.category is UnconsumedSamples]
+
+
+def test_a_loop_that_takes_no_step_although_samples_are_left(tmp_path: Path) -> None:
+    ckpt = holdfast.Checkpointer(
+        tmp_path, make_state(sampler=make_sampler()), save=holdfast.EverySteps(1), preemption=None
+    )
+    try:
+        with ckpt:
+            ckpt.resume()
+            for _ in zip(range(3), ckpt.state["sampler"], strict=False):
+                ckpt.step()
+            ckpt.wait()
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    (message,) = warnings_of_an_idle_loop(tmp_path, make_state(sampler=make_sampler()))
+    assert "28 samples of the epoch of sampler were left" in message
+
+
+def test_a_training_that_had_ended_may_end_again(tmp_path: Path) -> None:
+    save_run(tmp_path, make_state(sampler=make_sampler()), steps=3)
+    assert warnings_of_an_idle_loop(tmp_path, make_state(sampler=make_sampler())) == []

@@ -1,0 +1,706 @@
+"""``end_epoch`` ends an epoch of any loader, and ``step`` counts several steps."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.errors import (
+    HoldfastError,
+    PlanError,
+    Preempted,
+    SaveFailed,
+    Unavailable,
+    UncountedEpochs,
+)
+from holdfast.preemption import Preemption, PreemptionGuard
+from holdfast.run.policy import AtEnd, EveryEpoch, EverySteps, Never, StopWhen
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.training.step_counter import LONG_EPOCH
+from tests.preemption.announced import Announced
+from tests.trainings import initial_state, train_step
+
+pytestmark = pytest.mark.filterwarnings("error", "ignore::holdfast.errors.UnsavedSteps")
+
+BATCHES = 4
+"""The number of batches in an epoch of ``SAMPLES`` samples."""
+
+SAMPLES = 16
+
+
+class Training:
+    """A training that resumes, and loops over epochs as the documents say."""
+
+    def __init__(
+        self, store: Any, save: Any, *, sampler: bool, skip_empty: bool = False, **options: Any
+    ) -> None:
+        self.state = initial_state()
+        self.progress: holdfast.Progress = self.state["progress"]
+        self.sampler: holdfast.ElasticSampler | None = None
+        if sampler:
+            self.sampler = holdfast.ElasticSampler(
+                SAMPLES, SAMPLES // BATCHES, skip_empty=skip_empty
+            )
+            self.state["sampler"] = self.sampler
+        self.seen: list[tuple[int, list[int]]] = []
+        self.ckpt = holdfast.Checkpointer(store, self.state, save=save, **options)
+        self.resumed = self.ckpt.resume()
+
+    def epoch(self, stop_after: int | None = None) -> None:
+        """Make one pass, or only its first steps."""
+        batches: Iterator[list[int]] = (
+            iter([[n] for n in range(BATCHES)]) if self.sampler is None else iter(self.sampler)
+        )
+        for number, batch in enumerate(batches, 1):
+            self.seen.append((self.progress.epoch, batch))
+            self.ckpt.step({"loss": train_step(self.state)})
+            if number == stop_after:
+                return
+
+    def metrics(self, step: int) -> dict[str, float]:
+        return Run(self.ckpt.run.store).metrics(Run(self.ckpt.run.store).find(step))
+
+    def versions(self) -> list[int]:
+        self.ckpt.wait()
+        return [v.step for v in Run(self.ckpt.run.store).line()]
+
+
+def load(store: MemoryStore, step: int) -> Any:
+    return holdfast.load(store.at(f"version_{step}"))
+
+
+# -- with any loader -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, [4, 8, 12]), (2, [8]), (3, [12])])
+def test_every_epoch_saves_at_the_end_of_an_epoch_of_any_loader(
+    every: int, expected: list[int]
+) -> None:
+    store = MemoryStore()
+    training = Training(store, EveryEpoch(every), sampler=False)
+    for number in range(3):
+        training.epoch()
+        training.ckpt.end_epoch({"val": 0.5 - number / 10})
+        assert (training.progress.epoch, training.progress.step_in_epoch) == (number + 1, 0)
+    assert training.versions() == expected
+    state = load(store, expected[0])
+    assert state["progress"]["epoch"] == every
+    assert training.metrics(expected[0])["val"] == 0.5 - (every - 1) / 10
+    assert "loss" in training.metrics(expected[0])
+    training.ckpt.close()
+
+
+def test_the_count_of_epochs_continues_after_a_restart() -> None:
+    """``EveryEpoch(2)`` saves after epochs 2 and 4, also if the process restarts after epoch 3."""
+    store = MemoryStore()
+    first = Training(store, EveryEpoch(2) | EverySteps(6), sampler=False)
+    for _ in range(3):
+        first.epoch()
+        first.ckpt.end_epoch()
+    assert first.versions() == [6, 8, 12]  # 12 by its number of steps, with the old epoch
+    first.ckpt.close()
+    second = Training(store, EveryEpoch(2), sampler=False)
+    assert second.progress.epoch == 2
+    second.ckpt.end_epoch()  # of the pass that the version is the end of
+    second.epoch()
+    second.ckpt.end_epoch()
+    assert second.versions() == [6, 8, 12, 16]
+    second.ckpt.close()
+
+
+def test_a_step_that_is_saved_gets_the_metrics_of_its_epoch_and_no_second_version() -> None:
+    store = MemoryStore()
+    with Training(store, EverySteps(4) | EveryEpoch(), sampler=False).ckpt as ckpt:
+        training = Training.__new__(Training)
+        training.__dict__.update(ckpt=ckpt, state=ckpt.state, sampler=None, seen=[])
+        training.progress = ckpt.state["progress"]
+        training.epoch()
+        ckpt.end_epoch({"val": 0.25})
+        assert training.versions() == [4]
+        assert training.metrics(4)["val"] == 0.25
+        assert load(store, 4)["progress"]["epoch"] == 0
+        ckpt.step({"loss": train_step(ckpt.state)})  # nothing is left to be saved for the epoch
+        assert training.versions() == [4]
+
+
+def test_metrics_of_a_step_that_is_not_saved_are_those_of_a_later_save_of_it() -> None:
+    store = MemoryStore()
+    training = Training(store, EverySteps(100) | AtEnd(), sampler=False)
+    training.epoch()
+    training.ckpt.end_epoch({"val": 0.5})
+    training.ckpt.close()
+    assert training.metrics(4)["val"] == 0.5
+    again = Training(store, Never(), sampler=False)
+    assert (again.progress.epoch, again.progress.step_in_epoch) == (1, 0)
+
+
+def test_two_calls_in_a_row_count_two_epochs() -> None:
+    store = MemoryStore()
+    training = Training(store, EveryEpoch(), sampler=False)
+    training.epoch()
+    training.ckpt.end_epoch({"val": 1.0})
+    training.ckpt.end_epoch({"val": 2.0})  # an epoch without a batch
+    assert training.progress.epoch == 2
+    assert training.versions() == [4]
+    assert training.metrics(4)["val"] == 2.0
+    training.epoch()
+    assert training.versions() == [4]
+    training.ckpt.end_epoch()
+    assert training.versions() == [4, 8]
+    training.ckpt.close()
+
+
+def test_an_epoch_before_the_first_step_saves_nothing() -> None:
+    store = MemoryStore()
+    training = Training(store, EveryEpoch(), sampler=False)
+    training.ckpt.end_epoch({"val": 1.0})
+    assert training.progress.epoch == 1
+    assert training.versions() == []
+    training.epoch()
+    training.ckpt.end_epoch()
+    assert training.versions() == [4]
+    training.ckpt.close()
+
+
+def test_end_epoch_stops_a_training_early() -> None:
+    training = Training(
+        MemoryStore(), Never(), sampler=False, stop=StopWhen("val", patience=1, mode="min")
+    )
+    for value in (0.5, 0.6):
+        assert not training.ckpt.should_stop
+        training.epoch()
+        training.ckpt.end_epoch({"val": value})
+    assert training.ckpt.should_stop
+    training.ckpt.close()
+
+
+# -- with an ElasticSampler ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop_after", range(1, BATCHES + 1))
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after: int, ended: bool) -> None:
+    """The version is saved within an epoch, at its last step, or after ``end_epoch``."""
+
+    def loop(training: Training) -> None:
+        while training.progress.epoch < 3:
+            training.epoch()
+            training.ckpt.end_epoch()
+
+    expected = Training(MemoryStore(), Never(), sampler=True)
+    loop(expected)
+    store = MemoryStore()
+    first = Training(store, Never(), sampler=True)
+    first.epoch()
+    first.ckpt.end_epoch()
+    first.epoch(stop_after)
+    if ended and stop_after == BATCHES:
+        first.ckpt.end_epoch()
+    first.ckpt.save()
+    first.ckpt.close()
+    second = Training(store, Never(), sampler=True)
+    loop(second)
+    assert first.seen + second.seen == expected.seen
+
+
+def test_every_epoch_saves_at_the_step_that_completes_an_epoch_of_the_sampler() -> None:
+    store = MemoryStore()
+    training = Training(store, EveryEpoch(), sampler=True)
+    for _ in range(3):
+        training.epoch()
+        training.ckpt.end_epoch({"val": 1.0})
+    assert training.versions() == [4, 8, 12]
+    assert [training.metrics(s)["val"] for s in (4, 8, 12)] == [1.0] * 3
+    training.ckpt.close()
+    resumed = Training(store, EveryEpoch(), sampler=True)
+    assert resumed.progress.epoch == 2  # the version was saved before end_epoch
+    assert resumed.progress.step_in_epoch == 4
+    resumed.epoch()
+    assert resumed.seen == []
+    resumed.ckpt.end_epoch({"val": 2.0})
+    assert resumed.progress.epoch == 3
+    assert resumed.versions() == [4, 8, 12]
+    assert resumed.metrics(12)["val"] == 2.0
+    resumed.epoch()
+    assert resumed.versions() == [4, 8, 12, 16]
+    resumed.ckpt.close()
+
+
+def test_an_epoch_that_ends_early_counts_and_the_sampler_continues() -> None:
+    store = MemoryStore()
+    training = Training(store, EveryEpoch(), sampler=True)
+    training.epoch(3)
+    training.ckpt.end_epoch()
+    training.epoch(3)  # the last batch of the sampler's epoch: its next pass is another one
+    assert training.versions() == [3, 4]
+    assert sorted(i for _, batch in training.seen for i in batch) == list(range(SAMPLES))
+    training.ckpt.end_epoch()
+    assert training.progress.epoch == 2
+    training.ckpt.close()
+
+
+def test_end_epoch_before_the_empty_pass_of_a_resume_begins_the_next_epoch() -> None:
+    store = MemoryStore()
+    training = Training(store, EveryEpoch(), sampler=True)
+    training.epoch()
+    training.ckpt.close()
+    resumed = Training(store, EveryEpoch(), sampler=True)
+    resumed.ckpt.end_epoch()
+    resumed.epoch()
+    assert [epoch for epoch, _ in resumed.seen] == [1] * BATCHES
+    resumed.ckpt.close()
+
+
+@pytest.mark.parametrize("leftover", [0, 1])
+def test_end_epoch_with_accumulated_gradients(leftover: int) -> None:
+    """A step of three batches begins in one epoch, and ends in the next."""
+    sampler = holdfast.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
+    progress = holdfast.Progress()
+    store, count, waiting = MemoryStore(), 0, 0
+    state = {"progress": progress, "sampler": sampler, "x": [1.0]}
+    with holdfast.Checkpointer(store, state, save=Never()) as ckpt:
+        while progress.epoch < 3:
+            for _ in sampler:
+                count, waiting = count + 1, waiting + 1
+                if waiting == 3:
+                    ckpt.step(batches=3)
+                    waiting = 0
+            ckpt.end_epoch()
+        assert (count, progress.epoch) == (3 * len(sampler), 3)
+        ckpt.save()
+    resumed = holdfast.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
+    state = {"progress": holdfast.Progress(), "sampler": resumed, "x": [0.0]}
+    with holdfast.Checkpointer(store, state, save=Never()) as ckpt:
+        ckpt.resume()
+        assert sum(1 for _ in resumed) == count % 3 + len(resumed)
+
+
+# -- an empty pass -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(1, BATCHES + 1))
+def test_a_sampler_never_resumes_into_an_empty_pass(
+    at: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The loop ends at an empty epoch, and counts epochs itself, as Transformers' Trainer does."""
+    warnings.simplefilter("ignore", UncountedEpochs)
+
+    def loop(training: Training, last_step: int) -> None:
+        while training.progress.step < last_step:
+            before = training.progress.step
+            for batch in training.sampler or ():
+                training.seen.append((0, batch))
+                training.ckpt.step({"loss": train_step(training.state)})
+                if training.progress.step == last_step:
+                    break
+            if training.progress.step == before:
+                return
+
+    expected = Training(MemoryStore(), Never(), sampler=True)
+    loop(expected, 3 * BATCHES)
+    store = MemoryStore()
+    first = Training(store, AtEnd(), sampler=True, skip_empty=True)
+    loop(first, BATCHES + at)
+    first.ckpt.close()
+    saved = load(store, first.ckpt.current_step)["sampler"]
+    second = Training(store, AtEnd(), sampler=True, skip_empty=True)
+    assert second.sampler is not None
+    assert second.sampler.state_dict() == saved  # what is live is what was saved
+    loop(second, 3 * BATCHES)
+    assert first.seen + second.seen == expected.seen
+    assert second.progress.step == 3 * BATCHES
+
+
+def test_without_the_option_such_a_loop_ends_early() -> None:
+    store = MemoryStore()
+    training = Training(store, AtEnd(), sampler=True)
+    training.epoch()
+    training.ckpt.close()
+    second = Training(store, AtEnd(), sampler=True)
+    second.epoch()
+    assert second.seen == []
+
+
+class RandomTraining:
+    """A training with dropout, whose loader draws a seed whenever an iterator is created.
+
+    ``skip_empty``: its loop counts steps, not epochs, and must not get an epoch without a step.
+    """
+
+    def __init__(self, store: Any, skip_empty: bool) -> None:
+        torch.manual_seed(1)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.skip_empty, self.progress = skip_empty, holdfast.Progress()
+        self.sampler = holdfast.ElasticSampler(24, 6, skip_empty=skip_empty)
+        generator = torch.Generator().manual_seed(0)
+        data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=generator))
+        self.loader = torch.utils.data.DataLoader(data, batch_sampler=self.sampler)
+        members = (self.model, self.optimizer, self.progress, self.sampler, holdfast.RNG())
+        self.ckpt = holdfast.Checkpointer(store, dict(zip("mopsr", members)), save=Never())
+
+    def train(self, last: tuple[int, int]) -> tuple[list[float], float, int]:
+        """Train until a step and an epoch, and save. Return what the training has come to."""
+        with self.ckpt as ckpt:
+            ckpt.resume()
+            while (self.progress.step, self.progress.epoch) != last:
+                before = self.progress.step
+                for (batch,) in self.loader:
+                    self.optimizer.zero_grad()
+                    self.model(batch).square().mean().backward()
+                    self.optimizer.step()
+                    ckpt.step()
+                    if (self.progress.step, self.progress.epoch) == last:
+                        break
+                else:
+                    if self.skip_empty:
+                        assert self.progress.step > before
+                    else:
+                        ckpt.end_epoch()
+            ckpt.save()
+        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        return weights.tolist(), float(torch.rand(1)), self.progress.step_in_epoch
+
+
+@pytest.mark.parametrize("skip_empty", [False, True])
+def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(
+    skip_empty: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    warnings.simplefilter("ignore", UncountedEpochs)
+    last = (12, 0) if skip_empty else (12, 3)
+    expected = RandomTraining(MemoryStore(), skip_empty).train(last)
+    for step in range(1, 12):
+        for epoch in {0} if skip_empty else {(step - 1) // BATCHES, step // BATCHES}:
+            store = MemoryStore()
+            RandomTraining(store, skip_empty).train((step, epoch))
+            assert RandomTraining(store, skip_empty).train(last) == expected, (step, epoch)
+
+
+# -- several steps at once -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "saved"), [(300, [600, 1200, 1500, 2100]), (500, [500, 1000])])
+def test_a_multiple_that_is_passed_over_is_saved(steps: int, saved: list[int]) -> None:
+    store = MemoryStore()
+    with holdfast.Checkpointer(store, initial_state(), save=EverySteps(500)) as ckpt:
+        while ckpt.current_step < saved[-1]:
+            ckpt.step(steps=steps)
+        ckpt.wait()
+    assert [v.step for v in Run(store).line()] == saved
+
+
+def test_batches_are_as_many_as_steps() -> None:
+    sampler, state = holdfast.ElasticSampler(12, 1), initial_state()
+    with holdfast.Checkpointer(MemoryStore(), {**state, "s": sampler}, save=Never()) as ckpt:
+        batches = iter(sampler)
+        for _ in range(3):
+            next(batches)
+        ckpt.step(steps=3)
+        assert (ckpt.current_step, sampler.left) == (3, 9)
+        for _ in range(4):
+            next(batches)
+        ckpt.step(steps=2, batches=4)
+        assert (ckpt.current_step, sampler.left) == (5, 5)
+        with pytest.raises(HoldfastError, match="more batches"):
+            ckpt.step(steps=2)
+        assert (ckpt.current_step, sampler.left) == (5, 5)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2", None])
+def test_an_invalid_number_of_steps_counts_nothing(steps: Any) -> None:
+    with holdfast.Checkpointer(MemoryStore(), initial_state(), save=Never()) as ckpt:
+        with pytest.raises(HoldfastError, match="Invalid number of steps"):
+            ckpt.step(steps=steps)
+        assert ckpt.current_step == 0
+        ckpt.step(steps=2)
+        assert ckpt.current_step == 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=20),
+    st.integers(1, 7),
+)
+@settings(derandomize=True, max_examples=60, deadline=None)
+def test_any_sequence_of_steps_and_epochs_saves_what_is_due(
+    calls: list[tuple[int, bool]], every: int
+) -> None:
+    store, progress = MemoryStore(), holdfast.Progress()
+    state = {"progress": progress, "x": [0.0]}
+    expected, last, epochs, began = [], 0, 0, 0
+    with holdfast.Checkpointer(store, state, save=EverySteps(every) | EveryEpoch(2)) as ckpt:
+        step = 0
+        for steps, ends in calls:
+            ckpt.step(steps=steps)
+            step += steps
+            if step // every > last // every:
+                expected.append(step)
+                last = step
+            if ends:
+                ckpt.end_epoch()
+                epochs, began = epochs + 1, step
+                if epochs % 2 == 0 and last != step:
+                    expected.append(step)
+                    last = step
+            assert (progress.step_in_epoch, progress.epoch) == (step - began, epochs)
+        ckpt.wait()
+    assert [v.step for v in Run(store).line()] == expected
+
+
+class BrokenStore(MemoryStore):
+    """Refuses shards while ``broken``."""
+
+    broken = False
+
+    def put(self, key: str, length: int) -> Any:
+        if self.broken:
+            raise Unavailable("The server does not answer")
+        return super().put(key, length)
+
+
+def test_metrics_of_an_epoch_whose_save_failed_are_stored_by_the_next_save_of_the_step() -> None:
+    store = BrokenStore()
+    training = Training(store, EverySteps(4) | AtEnd(), sampler=False, on_error="warn")
+    store.broken = True
+    training.epoch()
+    with pytest.warns(SaveFailed):
+        training.ckpt.end_epoch({"val": 0.5})
+    store.broken = False
+    assert training.progress.epoch == 1
+    assert training.versions() == []
+    training.ckpt.close()
+    assert training.metrics(4)["val"] == 0.5
+    assert load(store, 4)["progress"]["epoch"] == 1
+
+
+def test_a_failed_save_is_raised_by_end_epoch_and_the_epoch_is_counted() -> None:
+    store = BrokenStore()
+    training = Training(store, EverySteps(4), sampler=True)
+    store.broken = True
+    training.epoch()
+    with pytest.raises(Unavailable):
+        training.ckpt.end_epoch({"val": 0.5})
+    store.broken = False
+    assert training.progress.epoch == 1
+    training.epoch()
+    training.ckpt.end_epoch()
+    assert training.versions() == [8]
+    training.ckpt.close()
+
+
+def test_the_metrics_of_a_step_whose_save_is_in_flight_are_added_to_it() -> None:
+    store = MemoryStore()
+    training = Training(store, EverySteps(4), sampler=True)
+    training.epoch()
+    training.ckpt.end_epoch({"val": 0.5})
+    assert training.metrics(4) == {"val": 0.5, "loss": training.metrics(4)["loss"]}
+    training.ckpt.close()
+
+
+def test_a_memory_tier_captures_each_epoch_once(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-")
+    request.addfinalizer(folder.cleanup)
+    tier = holdfast.MemoryTier(every=EveryEpoch(), copies=1, path=folder.name)
+    training = Training(str(tmp_path / "run"), Never(), sampler=False, tiers=[tier])
+    captured: list[int] = []
+    capture = training.ckpt._tiers.memory.capture
+    training.ckpt._tiers.memory.capture = (  # type: ignore[method-assign]
+        lambda *args: (captured.append(training.progress.step), capture(*args))[1]
+    )
+    for _ in range(2):
+        end = time.monotonic() + 20
+        while training.ckpt._tiers.memory._is_busy:  # it would skip a capture
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        training.epoch()
+        training.ckpt.end_epoch()
+        training.ckpt.end_epoch()
+    assert captured == [4, 8]
+    training.ckpt.close()
+
+
+# -- mistakes ------------------------------------------------------------------------------------
+
+
+def test_end_epoch_needs_a_progress() -> None:
+    with holdfast.Checkpointer(MemoryStore(), {"x": [1.0]}, save=EverySteps(5)) as ckpt:
+        ckpt.step()
+        with pytest.raises(HoldfastError, match=r"nowhere to count the epoch.*Progress"):
+            ckpt.end_epoch()
+    with pytest.raises(HoldfastError, match=r"EveryEpoch can never fire.*end_epoch\(\)"):
+        holdfast.Checkpointer(MemoryStore(), {"x": [1.0]}, save=EveryEpoch())
+
+
+def test_counting_an_epoch_twice_is_refused() -> None:
+    training = Training(MemoryStore(), Never(), sampler=False)
+    for _ in range(2):
+        training.epoch()
+        if training.progress.epoch:
+            training.progress.epoch += 1
+            with pytest.raises(HoldfastError, match=r"changed between.*found 2"):
+                training.ckpt.end_epoch()
+            assert training.progress.epoch == 2
+            break
+        training.ckpt.end_epoch()
+    training.ckpt.close()
+
+
+def test_a_loop_that_sets_the_epoch_before_each_pass_may_call_end_epoch() -> None:
+    training = Training(MemoryStore(), Never(), sampler=True)
+    for epoch in range(3):
+        training.progress.epoch = epoch
+        training.epoch()
+        training.ckpt.end_epoch()
+    assert training.progress.epoch == 3
+    training.ckpt.close()
+
+
+def test_every_epoch_warns_if_the_user_counts_without_end_epoch() -> None:
+    training = Training(MemoryStore(), EveryEpoch(), sampler=False)
+    training.epoch()
+    training.progress.epoch += 1
+    with pytest.warns(UncountedEpochs, match=r"end_epoch\(\).*instead of progress.epoch"):
+        training.epoch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncountedEpochs)
+        training.epoch()  # once
+    training.ckpt.close()
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_every_epoch_warns_if_no_epoch_ever_ends(is_called: bool) -> None:
+    with holdfast.Checkpointer(MemoryStore(), initial_state(), save=EveryEpoch()) as ckpt:
+        ckpt.step(steps=LONG_EPOCH - 1)
+        if is_called:
+            ckpt.end_epoch()
+            ckpt.step(steps=LONG_EPOCH)
+        else:
+            with pytest.warns(UncountedEpochs, match=f"not called before step {LONG_EPOCH} "):
+                ckpt.step()
+        ckpt.step(steps=LONG_EPOCH)  # once
+
+
+@pytest.mark.parametrize("metrics", [{"val": "x"}, [1], {1: 2.0}])
+def test_invalid_metrics_change_nothing(metrics: Any) -> None:
+    training = Training(MemoryStore(), EveryEpoch(), sampler=True)
+    training.epoch()
+    with pytest.raises(PlanError):
+        training.ckpt.end_epoch(metrics)
+    assert training.progress.epoch == 0
+    training.ckpt.end_epoch({"val": 1.0})
+    assert training.progress.epoch == 1
+    training.ckpt.close()
+
+
+def test_end_epoch_after_close_is_refused() -> None:
+    training = Training(MemoryStore(), EveryEpoch(), sampler=False)
+    training.ckpt.close()
+    with pytest.raises(HoldfastError, match="closed"):
+        training.ckpt.end_epoch()
+    assert training.progress.epoch == 0
+
+
+# -- preemption ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_notice_before_end_epoch_saves_and_leaves_there(is_saved: bool) -> None:
+    """The metrics of the epoch are recorded in both cases, and no epoch is lost."""
+    store, source = MemoryStore(), Announced()
+    save = EverySteps(BATCHES if is_saved else 100)
+    training = Training(store, save, sampler=True, preemption=Preemption(notices=[source]))
+    training.epoch()
+    training.ckpt.wait()
+    source.announce(60.0)
+    end = time.monotonic() + 10
+    while not training.ckpt._preemption.agreement._proposals.qsize():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    with pytest.raises(Preempted) as raised:
+        training.ckpt.end_epoch({"val": 0.5})
+    assert raised.value.code == 75
+    again = Training(store, Never(), sampler=True)
+    assert again.metrics(4)["val"] == 0.5
+    assert again.progress.epoch == (0 if is_saved else 1)
+    again.epoch()
+    assert len(again.seen) == (0 if is_saved else BATCHES)
+    again.ckpt.close()
+
+
+def test_a_guarded_call_may_end_epochs() -> None:
+    """The call is saved as a whole, at its end, with the epoch that it has ended."""
+    store = MemoryStore()
+    training = Training(store, EveryEpoch(), sampler=False)
+    guard = PreemptionGuard(training.ckpt)
+
+    def run_epoch() -> None:
+        training.epoch()
+        training.ckpt.end_epoch({"val": 0.5})
+
+    guard.run(run_epoch)
+    assert training.versions() == [4]
+    assert training.metrics(4)["val"] == 0.5
+    guard.run(training.ckpt.end_epoch)  # it makes no step itself
+    assert training.ckpt.current_step == 5
+    training.ckpt.close()
+
+
+def test_an_exception_after_end_epoch_saves_the_new_epoch(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    with (
+        pytest.raises(ValueError, match="stop"),
+        holdfast.Checkpointer(
+            url, initial_state(), save=EverySteps(100) | holdfast.OnException()
+        ) as ckpt,
+    ):
+        ckpt.step()
+        ckpt.end_epoch({"val": 1.0})
+        raise ValueError("stop")
+    [snapshot] = Run(url).snapshots()
+    assert holdfast.load(snapshot.url)["progress"]["epoch"] == 1
+    assert snapshot.metadata["metrics"] == {"val": 1.0}
+
+
+# -- the state of Progress -----------------------------------------------------------------------
+
+
+def test_the_step_within_the_epoch_survives_a_resume() -> None:
+    store = MemoryStore()
+    training = Training(store, EverySteps(6), sampler=False)
+    training.epoch()
+    training.ckpt.end_epoch()
+    training.epoch()
+    assert training.progress.step_in_epoch == 4
+    assert training.versions() == [6]
+    training.ckpt.close()
+    resumed = Training(store, Never(), sampler=False)
+    assert (resumed.progress.step, resumed.progress.step_in_epoch) == (6, 2)
+
+
+@pytest.mark.parametrize(("epoch", "expected"), [(0, 7), (3, 0)])
+def test_a_progress_of_an_earlier_release_loads(epoch: int, expected: int) -> None:
+    progress = holdfast.Progress()
+    store = MemoryStore()
+    holdfast.save(store, {"progress": {"epoch": epoch, "step": 7, "samples": 1}})
+    holdfast.load(store, into={"progress": progress})
+    assert progress.step_in_epoch == expected
+    assert progress.state_dict() == {"epoch": epoch, "step": 7, "samples": 1}
+    progress.step += 2
+    assert progress.step_in_epoch == expected + 2
+    progress.epoch += 1
+    again = holdfast.Progress()
+    again.load_state_dict(progress.state_dict())
+    again.step += 1
+    assert again.step_in_epoch == 1

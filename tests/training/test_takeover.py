@@ -1,0 +1,446 @@
+"""A cell of a notebook that creates a Checkpointer is run again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast import events
+from holdfast.errors import HoldfastError, NoSpace, SaveFailed, UnsavedSteps
+from holdfast.run.policy import AtEnd, EverySteps, Never, OnException
+from holdfast.run.run import Run
+from holdfast.storage.memory import MemoryStore
+from holdfast.training import takeover
+from holdfast.training.checkpointer import Checkpointer
+from tests.engine.unreliable_stores import HookedStore
+from tests.fakegroup import FakeGroup
+from tests.trainings import initial_state, train
+
+CELL = """
+import numpy as np, holdfast
+progress, weights = holdfast.Progress(), np.zeros(5)
+ckpt = holdfast.Checkpointer("runs/a", {"weights": weights, "progress": progress}, save=SAVE)
+snapshot = ckpt.resume()
+print("resumed from", snapshot and snapshot.step)
+for _ in range(6):
+    weights += 1
+    ckpt.step()
+
+"""
+
+
+def start(store: Any, last_step: int, **options: Any) -> Checkpointer:
+    """Do what the cell does: create a Checkpointer, resume, and train."""
+    state = initial_state()
+    ckpt = Checkpointer(store, state, **{"save": EverySteps(4), **options})
+    ckpt.resume()
+    train(state, ckpt, last_step)
+    return ckpt
+
+
+def run_interpreter(
+    folder: Path, source: str, *arguments: str, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=source,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+# -- interpreters --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_cell_can_be_run_again_in_an_interactive_session(tmp_path: Path) -> None:
+    cell = CELL.replace("SAVE", "holdfast.EverySteps(4)")
+    done = run_interpreter(tmp_path, cell * 3 + "old = ckpt\nprint(ckpt.current_step)\n", "-i")
+    assert done.stdout.split("\n")[:4] == [
+        "resumed from None",
+        "resumed from 4",
+        "resumed from 8",
+        "14",
+    ]
+    notices = [line for line in done.stderr.splitlines() if "taken the run over" in line]
+    assert [line.partition("UnsavedSteps: ")[2].partition(" are")[0] for line in notices] == [
+        "Steps 5 to 6",
+        "Steps 9 to 10",
+    ]
+    # the end of the process without close() is reported as one line, too
+    assert "Steps 13 to 14 are not in any version of runs/a: the process ended" in done.stderr
+    assert [s.step for s in Run(tmp_path / "runs" / "a").snapshots()] == [4, 8, 12]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["-W", "error"]], ids=["", "warnings are errors"])
+def test_the_end_of_the_process_shows_no_traceback(tmp_path: Path, flags: list[str]) -> None:
+    """Neither for unsaved steps nor for a save that is in flight."""
+    source = CELL.replace("SAVE", "holdfast.EverySteps(3)")
+    done = run_interpreter(tmp_path, "", *flags, "-c", source.replace("range(6)", "range(7)"))
+    assert "weakref" not in done.stderr
+    assert "Step 7 is not in any version of runs/a: the process ended" in done.stderr
+    run_interpreter(tmp_path, "", *flags, "-c", source.replace("range(6)", "range(3)"))
+    assert [s.step for s in Run(tmp_path / "runs" / "a").snapshots()] == [3, 6, 9]
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_at_the_end_of_the_process_is_one_line(tmp_path: Path) -> None:
+    source = CELL.replace("SAVE", "holdfast.EverySteps(6)")
+    fail = (
+        "import holdfast.training.saves.saver as saver\n"
+        "from holdfast.errors import NoSpace\n"
+        "def fail(*_):\n    raise NoSpace('The disk is full')\n"
+        "saver.finish_save = fail\n"
+    )
+    done = run_interpreter(tmp_path, "", "-c", fail + source, code=1)
+    assert "holdfast: the save to runs/a/version_6 failed: NoSpace: The disk is full" in done.stderr
+
+
+# -- the same run --------------------------------------------------------------------------------
+
+
+def as_text(path: Path) -> Any:
+    return str(path)
+
+
+def as_relative(path: Path) -> Any:
+    return os.path.relpath(path)
+
+
+def as_link(path: Path) -> Any:
+    link = path.with_name("link")
+    link.symlink_to(path, target_is_directory=True)
+    return link
+
+
+def as_store(path: Path) -> Any:
+    return holdfast.open_store(str(path))
+
+
+def as_url(path: Path) -> Any:
+    return path.as_uri()
+
+
+def with_slash(path: Path) -> Any:
+    return f"{path.parent}//{path.name}/"
+
+
+@pytest.mark.parametrize("spell", [as_text, as_relative, as_link, as_store, as_url, with_slash])
+def test_the_same_run_may_be_spelled_differently(
+    tmp_path: Path, spell: Callable[[Path], Any]
+) -> None:
+    path = tmp_path / "run"
+    old = start(path, 6)
+    with pytest.warns(UnsavedSteps, match=r"^Steps 5 to 6 are not .* continue from step 4"):
+        new = start(spell(path), 7)
+    assert new.current_step == 7
+    with pytest.raises(HoldfastError, match=r"newer one of this process .* Use the newer one"):
+        old.step()
+    new.close()
+
+
+def test_views_of_one_store_in_memory_are_one_run() -> None:
+    store = MemoryStore()
+    old = start(store.at("a"), 6)
+    with start(store.at("b"), 3) as other:  # another run
+        old.wait()
+        with pytest.warns(UnsavedSteps):
+            start(store.at("a"), 5).close()
+        other.save()
+    assert not start(MemoryStore().at("a"), 1).close()
+
+
+def test_no_other_run_is_closed(tmp_path: Path) -> None:
+    first, second = start(tmp_path / "a", 3), start(tmp_path / "b", 3)
+    assert [first.save().step, second.save().step] == [3, 3]
+    first.close()
+    second.close()
+
+
+# -- what happens to the earlier one -------------------------------------------------------------
+
+
+def test_the_save_in_flight_completes() -> None:
+    memory, gate = MemoryStore(), threading.Event()
+    store = HookedStore(memory)
+
+    def before(method: str, key: str) -> None:
+        if key.endswith("version_4/manifest.json") and method == "put_if_absent":
+            gate.wait(30)
+
+    store.before = before
+    old = start(store, 5)
+    threading.Timer(0.05, gate.set).start()
+    with pytest.warns(UnsavedSteps, match="Step 5 is not in any version"):
+        new = start(store, 6)
+    assert old.wait().step == 4  # type: ignore[union-attr]
+    assert [s.step for s in Run(memory).snapshots()] == [4]
+    new.close()
+
+
+def test_nothing_that_may_belong_to_no_step_is_saved() -> None:
+    """Although the policy has ``AtEnd``: a cell may be interrupted in the middle of a step."""
+    store = MemoryStore()
+    start(store, 6, save=EverySteps(4) | AtEnd())
+    with pytest.warns(UnsavedSteps, match="Steps 5 to 6"):
+        Checkpointer(store, initial_state())
+    assert [s.step for s in Run(store).snapshots()] == [4]
+    assert not Run(store).ended()
+
+
+def test_what_an_exception_would_save_is_saved() -> None:
+    """In a ``with`` block that is still open, such as that of another thread."""
+    store, state = MemoryStore(), initial_state()
+    with Checkpointer(store, state, save=EverySteps(4) | OnException()) as old:
+        train(state, old, 6)
+        state["weights"] += 1  # a half step
+        new = Checkpointer(store, initial_state())
+        assert new.resume().step == 6  # type: ignore[union-attr]
+    new.close()
+
+
+def test_a_training_without_unsaved_steps_ends_silently() -> None:
+    store, seen = MemoryStore(), list[Any]()
+    old = start(store, 4)
+    with events.attach(lambda name, fields: seen.append((name, fields))):
+        new = start(store, 4)
+    assert ("taken_over", {"run": store.url, "step": 4, "saved": 4}) in seen
+    old.close()  # does nothing
+    new.save()
+    new.close()
+    never = start(MemoryStore(), 3, save=Never())
+    Checkpointer(never.run.store, initial_state()).close()
+
+
+def test_a_notice_is_shown_each_time() -> None:
+    """By default, Python shows a warning with the same text only once per line."""
+    store = MemoryStore()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        kept = [start(store, 2) for _ in range(3)]  # else the garbage collector may warn first
+    assert [str(w.message)[:14] for w in shown] == ["Steps 1 to 2 a", "Steps 1 to 2 a"]
+    assert {w.filename for w in shown} == {__file__}
+    kept[-1].close()
+
+
+def test_a_failed_save_of_the_earlier_one_is_reported_and_does_not_stop_the_new_one() -> None:
+    store, stepped = HookedStore(MemoryStore()), threading.Event()
+
+    def before(method: str, key: str) -> None:
+        if key.endswith("version_4/manifest.json") and method == "put_if_absent":
+            assert stepped.wait(30)  # otherwise, step 5 may raise the failure
+            raise NoSpace("The disk is full")
+
+    store.before = before
+    old = start(store, 5)
+    stepped.set()
+    with (
+        pytest.warns(SaveFailed, match="The disk is full"),
+        pytest.warns(UnsavedSteps, match="Steps 1 to 5"),
+    ):
+        new = Checkpointer(store, initial_state())
+    store.before = lambda method, key: None
+    assert new.resume() is None
+    new.close()
+    old.close()
+
+
+def test_a_discarded_checkpointer_still_completes_its_save() -> None:
+    memory, gate = MemoryStore(), threading.Event()
+    store = HookedStore(memory)
+
+    def before(method: str, key: str) -> None:
+        if key.endswith("version_4/manifest.json") and method == "put_if_absent":
+            gate.wait(30)
+
+    store.before = before
+    start(store, 4)  # nothing refers to it anymore
+    gc.collect()
+    threading.Timer(0.05, gate.set).start()
+    new = start(store, 5)
+    assert new.save().step == 5
+    assert [s.step for s in Run(memory).snapshots()] == [4, 5]
+    new.close()
+
+
+def test_an_invalid_new_one_leaves_the_earlier_one_open(tmp_path: Path) -> None:
+    old = start(tmp_path / "a", 2)
+    with pytest.raises(HoldfastError, match="Invalid value"):
+        Checkpointer(tmp_path / "a", initial_state(), busy="later")  # type: ignore[arg-type]
+    assert old.save().step == 2
+    old.close()
+
+
+def test_an_interrupt_in_the_middle_of_a_step_is_taken_over_from() -> None:
+    store, state = HookedStore(MemoryStore()), initial_state()
+    old = Checkpointer(store, state, save=EverySteps(2))
+
+    def interrupt(method: str, key: str) -> None:
+        if key == "writer.json":
+            raise KeyboardInterrupt
+
+    store.before = interrupt
+    with pytest.raises(KeyboardInterrupt) as interrupted:  # which keeps the frames of the call
+        train(state, old, 2)
+    store.before = lambda method, key: None
+    train(state, old, 3)
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        store.before = lambda method, key: interrupt(method, "writer.json")
+        train(state, old, 4)
+    store.before = lambda method, key: None
+    with pytest.warns(UnsavedSteps):
+        new = start(store, 4)
+    new.close()
+    assert interrupted
+
+
+# -- other threads, ranks, and processes ---------------------------------------------------------
+
+
+def test_a_with_block_of_another_thread_ends_with_a_clear_error() -> None:
+    store, taken, errors = MemoryStore(), threading.Event(), list[HoldfastError]()
+    started = threading.Event()
+
+    def work() -> None:
+        state = initial_state()
+        try:
+            with Checkpointer(store, state, save=EverySteps(4)) as ckpt:
+                train(state, ckpt, 5)
+                started.set()
+                taken.wait(30)
+                train(state, ckpt, 6)
+        except HoldfastError as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait(30)
+    with pytest.warns(UnsavedSteps, match="Step 5 is"):
+        new = start(store, 4)
+    taken.set()
+    thread.join()
+    assert "has taken its run over" in str(errors[0])
+    new.save()  # the end of the other block has changed nothing
+    new.close()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_call_in_another_thread_is_awaited_for_a_while(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "CALL_SECONDS", 20 if ends else 0.05)
+    memory, gate, reached = MemoryStore(), threading.Event(), threading.Event()
+    store, state = HookedStore(memory), initial_state()
+    old = Checkpointer(store, state, save=EverySteps(9))
+
+    def before(method: str, key: str) -> None:
+        if threading.current_thread() is thread and method == "put_if_absent":
+            reached.set()
+            gate.wait(30)
+
+    store.before = before
+    thread = threading.Thread(target=train, args=(state, old, 1))
+    thread.start()
+    reached.wait(30)
+    if ends:
+        threading.Timer(0.05, gate.set).start()
+        with pytest.warns(UnsavedSteps, match="Step 1 is"):
+            Checkpointer(store, initial_state()).close()
+    else:
+        with pytest.raises(HoldfastError, match=r"in use .* call of step\(\) in another thread"):
+            Checkpointer(store, initial_state())
+        gate.set()
+        thread.join()
+        assert old.save().step == 1  # it was left open
+        old.close()
+    thread.join()
+
+
+def test_a_sink_cannot_replace_the_training_that_called_it() -> None:
+    store, found = MemoryStore(), list[HoldfastError]()
+
+    def sink(name: str, fields: object) -> None:
+        if name == "began":
+            with pytest.raises(HoldfastError, match=r"call of resume\(\) in this thread") as e:
+                Checkpointer(store, initial_state())
+            found.append(e.value)
+
+    with events.attach(sink):
+        old = start(store, 1)
+    assert len(found) == 1
+    old.save()
+    old.close()
+
+
+def test_each_rank_of_a_job_takes_over_from_itself_only(tmp_path: Path) -> None:
+    """The ranks of one job may share a process."""
+
+    def work(rank: int) -> list[int]:
+        steps = []
+        for last_step in (4, 5, 7):  # the cell runs three times
+            ckpt = start(tmp_path / "run", last_step, save=EverySteps(2))
+            steps.append(ckpt.current_step)
+        ckpt.close()
+        return steps
+
+    with FakeGroup(2) as group, warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert group.run(work) == [[4, 5, 7], [4, 5, 7]]
+    assert {str(w.message)[:8] for w in shown if w.category is UnsavedSteps} == {
+        "Step 5 i",
+        "Step 7 i",
+    }
+    assert [s.step for s in Run(tmp_path / "run").snapshots()] == [2, 4, 6]
+
+
+@pytest.mark.slow
+def test_another_process_is_still_refused(tmp_path: Path) -> None:
+    state = {"weights": np.zeros(5), "progress": holdfast.Progress()}
+    old = Checkpointer(tmp_path / "runs" / "a", state, save=EverySteps(4))
+    for _ in range(4):
+        old.step()
+    old.wait()
+    source = CELL.replace("SAVE", "holdfast.EverySteps(4)")
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "Another training writes to this run" in done.stderr
+    old.step()
+    assert old.save().step == 5
+    old.close()
+
+
+@pytest.mark.slow
+def test_a_forked_process_does_not_close_the_training_of_its_parent(tmp_path: Path) -> None:
+    source = CELL.replace("SAVE", "holdfast.EverySteps(4)") + (
+        "import os\n"
+        "if os.fork() == 0:\n"
+        "    try:\n"
+        "        other = holdfast.Checkpointer('runs/a', {'progress': holdfast.Progress()})\n"
+        "    finally:\n"
+        "        os._exit(0)\n"
+        "os.wait()\n"
+        "ckpt.step(); print(ckpt.save().step); ckpt.close()\n"
+    )
+    done = run_interpreter(tmp_path, "", "-c", source)
+    assert done.stdout.split()[-1] == "7"
+    assert done.stderr == ""

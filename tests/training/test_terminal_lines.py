@@ -1,0 +1,253 @@
+"""What a user sees on a terminal, without a sink."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import holdfast
+from holdfast import events
+from holdfast.errors import HoldfastError
+from holdfast.settings import read_settings
+from holdfast.sinks.default_terminal import DefaultTerminal
+from tests.sinks.sample_events import EVENTS, SAVED, RecordingStream
+
+TRAINING = """
+import os, signal, sys
+import holdfast
+
+def train(run, steps, failing_step=None, **options):
+    state = {"weights": [0.0] * 4}
+    save = holdfast.EverySteps(2) | holdfast.AtEnd()
+    with holdfast.Checkpointer(run, state, save=save, **options) as ckpt:
+        ckpt.resume()
+        while ckpt.current_step < steps:
+            ckpt.step({"loss": 0.5})
+            if ckpt.current_step == failing_step:
+                raise ValueError("boom")
+"""
+
+
+def run_on_terminal(
+    program: str, folder: Path, *launcher: str, **variables: str
+) -> tuple[int, list[str]]:
+    """Run a program with a pseudo terminal as stderr. Return its exit code and the lines."""
+    (folder / "train.py").write_text(TRAINING + program)
+    master, slave = pty.openpty()
+    variables = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "xterm", **variables}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, "train.py"],
+        cwd=folder,
+        stderr=slave,
+        env={**os.environ, **variables},
+    )
+    os.close(slave)
+    output = b""
+    try:
+        while block := os.read(master, 65536):
+            output += block
+    except OSError:  # Linux: the last process has closed the terminal
+        pass
+    finally:
+        os.close(master)
+    return process.wait(60), output.decode().splitlines()
+
+
+def without_figures(line: str) -> str:
+    return re.sub(r", compared in .*", "", re.sub(r"(saved step) +(\d+).*", r"\1 \2", line))
+
+
+def test_a_training_shows_one_line_for_each_event(tmp_path: Path) -> None:
+    code, lines = run_on_terminal("train('a', 5)\ntrain('a', 8)\ntrain('b', 1)", tmp_path)
+    assert code == 0
+    assert [without_figures(line) for line in lines] == [
+        "started a new training in a: it has no version yet",
+        "saved step 2",  # the next one within a minute is not shown
+        "finished at step 5: the newest version is of step 5",
+        "resumed step 5 from a/version_5",
+        "resumed exactly: all values equal a/version_5",
+        "saved step 6",
+        "finished at step 8: the newest version is of step 8",
+        "started a new training in b: it has no version yet",
+        "saved step 1",
+        "finished at step 1: the newest version is of step 1",
+    ]
+
+
+def test_the_lines_draw_no_random_numbers(tmp_path: Path) -> None:
+    """rich draws one when it is imported."""
+    program = (
+        "import random\n"
+        "state = random.getstate()\n"
+        "train('a', 3)\n"
+        "train('b', 3)\n"
+        "holdfast.sinks.Terminal(sys.stdout)('saved', {'step': 1})\n"
+        "assert 'rich.style' in sys.modules\n"
+        "assert random.getstate() == state\n"
+    )
+    assert run_on_terminal(program, tmp_path)[0] == 0
+
+
+def test_without_a_terminal_rich_is_not_imported(tmp_path: Path) -> None:
+    code = TRAINING + "train('a', 3)\nprint('rich' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == (b"False", b"")
+
+
+@pytest.mark.slow
+def test_only_rank_0_shows_lines(tmp_path: Path) -> None:
+    program = (
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "train('a', 3)\n"
+        "dist.destroy_process_group()\n"
+    )
+    launcher = "-m", "torch.distributed.run", "--nproc-per-node", "2"
+    code, lines = run_on_terminal(program, tmp_path, *launcher, OMP_NUM_THREADS="1")
+    assert code == 0
+    assert [without_figures(line) for line in lines] == [
+        "started a new training in a: it has no version yet",
+        "saved step 2",
+        "finished at step 3: the newest version is of step 3",
+    ]
+
+
+def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
+    code, lines = run_on_terminal("train('a', 5, failing_step=3)", tmp_path)
+    assert code == 1
+    assert "ended after step 3: the newest version is of step 2. The cause is ValueError: boom" in (
+        lines
+    )
+
+
+def test_a_notice_and_the_exit_are_one_line_each(tmp_path: Path) -> None:
+    program = (
+        "with holdfast.Checkpointer('a', {'x': 1}) as ckpt:\n"
+        "    ckpt.resume()\n"
+        "    ckpt.step()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    while True: ckpt.step()\n"
+    )
+    code, lines = run_on_terminal(program, tmp_path)
+    assert code == 75
+    starts = [re.split(r"[\d:]", line)[0].strip() for line in lines]
+    assert starts == [
+        "started a new training in a",
+        "received a notice of SIGTERM",
+        "saved step",
+        "holdfast",
+    ], lines
+
+
+@pytest.mark.parametrize(
+    ("program", "variables"),
+    [
+        ("train('a', 5, quiet=True)", {}),
+        ("train('a', 5)", {"HOLDFAST_QUIET": "1"}),
+        ("holdfast.attach(lambda name, fields: None)\ntrain('a', 5)", {}),
+    ],
+)
+def test_the_lines_can_be_turned_off(
+    program: str, variables: dict[str, str], tmp_path: Path
+) -> None:
+    assert run_on_terminal(program, tmp_path, **variables) == (0, [])
+
+
+def test_only_a_terminal_gets_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRAINING + "train('a', 5)"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
+    assert done.stderr == b""
+
+
+# -- the sink ----------------------------------------------------------------------------------
+
+
+def replace_stderr(monkeypatch: pytest.MonkeyPatch) -> RecordingStream:
+    """Make stderr a terminal. Call it in the test: pytest replaces stderr after the fixtures."""
+    stream = RecordingStream(is_terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "200")
+    return stream
+
+
+def first_words(stream: RecordingStream) -> list[str]:
+    return [" ".join(line.split()[:3]) for line in stream.writes]
+
+
+def test_saves_of_a_run_are_shown_at_most_once_per_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = replace_stderr(monkeypatch)
+    now = [0.0]
+    terminal = DefaultTerminal(clock=lambda: now[0])
+    close = terminal.open("runs/a"), terminal.open("runs/b")
+    for second in range(0, 130, 10):
+        now[0] = float(second)
+        events.emit("saved", **{**SAVED, "step": second})
+        events.emit("save_skipped", run="runs/a", step=second)
+        if second < 20:  # each run has its own minute, and a failure is always shown
+            events.emit("saved", **{**SAVED, "step": second + 1, "run": "runs/b"})
+            events.emit("save_failed", run="runs/a", step=second, error="x")
+    for c in close:
+        c()
+    assert first_words(stream) == [
+        "saved step 0", "skipped the save", "saved step 1", "FAILED to save", "FAILED to save",
+        "saved step 60", "skipped the save", "saved step 120", "skipped the save",
+    ]  # fmt: skip
+
+
+def test_lines_stop_with_the_last_training_and_never_show_a_quiet_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = replace_stderr(monkeypatch)
+    terminal = DefaultTerminal()
+    first, second = terminal.open("runs/a"), terminal.open("runs/a")
+    events.emit("began", run="runs/quiet")
+    first()
+    events.emit("began", run="runs/a")
+    with holdfast.attach(lambda name, fields: None):
+        events.emit("began", run="runs/a")
+    events.emit("request_unseen", **EVENTS["request_unseen"])  # names no run
+    second()
+    events.emit("began", run="runs/a")
+    assert first_words(stream) == ["started a new", "could not check"]
+
+
+def test_a_discarded_checkpointer_shows_no_more_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    terminal = DefaultTerminal()
+    monkeypatch.setattr("holdfast.training.lifecycle.default_terminal", terminal)
+    ckpt: Any = holdfast.Checkpointer(tmp_path, {"x": 1})
+    assert events._defaults
+    del ckpt
+    gc.collect()
+    assert not events._defaults
+
+
+def test_a_closed_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = replace_stderr(monkeypatch)
+    terminal = DefaultTerminal()
+    close = terminal.open("runs/a")
+    stream.close()
+    events.emit("began", run="runs/a")
+    monkeypatch.setattr(sys, "stderr", None)
+    events.emit("began", run="runs/a")
+    close()
+    assert stream.writes == []
+
+
+@pytest.mark.parametrize("value", ["", "yes", "2"])
+def test_an_invalid_setting_is_an_error(value: str) -> None:
+    with pytest.raises(HoldfastError, match="HOLDFAST_QUIET"):
+        read_settings({"HOLDFAST_QUIET": value})
+    with pytest.raises(HoldfastError, match="quiet"):
+        holdfast.Checkpointer("memory://a/run", {"x": 1}, quiet=1)  # type: ignore[arg-type]
