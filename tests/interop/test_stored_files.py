@@ -232,9 +232,9 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_fetched(store, m
     store.put_if_absent("x.pt", raw := torch_bytes({"w": torch.ones(1 << 20)}))
 
     class Small:
-        f_bavail, f_frsize = 1, 4096
+        free = 4096
 
-    monkeypatch.setattr("holdfast.interop.stored_files.os.statvfs", lambda folder: Small)
+    monkeypatch.setattr("holdfast.interop.stored_files.shutil.disk_usage", lambda folder: Small)
     with pytest.raises(NoSpace, match="cannot be fetched") as caught:
         read_foreign_checkpoint(Location(store, "x.pt"))
     assert "TMPDIR" in str(caught.value)

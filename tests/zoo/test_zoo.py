@@ -35,13 +35,8 @@ FAMILIES: dict[str, dict[str, int]] = {
 """By family, which shares two processes: its groups, and how many states each has at least. The
 name of a group begins with that of the package that it needs."""
 
-UNKNOWN_SUBCLASS = "it is a subclass of Tensor whose structure Holdfast does not know"
 NOT_PLAIN = "it is not a tensor, an array, or a plain value"
 REFUSED = {
-    "torchao: optim.AdamW8bit": UNKNOWN_SUBCLASS,
-    "torchao: optim.AdamW4bit": UNKNOWN_SUBCLASS,
-    "torchao: optim.AdamWFp8": UNKNOWN_SUBCLASS,
-    "torchao: quantize_": UNKNOWN_SUBCLASS,
     "transformers: TrainerState": NOT_PLAIN,
     "transformers: config": NOT_PLAIN,
     "torchmetrics: running mean": "'metric' has a RunningMean that would be lost: torchmetrics"
