@@ -74,10 +74,13 @@ class FlatState:
     merged_lists: list[str] = field(default_factory=list)
 
     def devices(self) -> dict[str, Any]:
-        """Return the devices of the tensors by key; only one tensor if all are on one device."""
+        """Return the devices of the tensors by key; only one tensor if all are on one device; none
+        if a tensor is in a file of another library."""
         tensors = [leaf for leaf in self.leaves if type(leaf.source) is not np.ndarray]
-        if len({leaf.source.device for leaf in tensors}) < 2:
-            tensors = tensors[:1]
+        devices = {getattr(leaf.source, "device", None) for leaf in tensors}
+        if None in devices:
+            return {}
+        tensors = tensors[:1] if len(devices) < 2 else tensors
         return {leaf.key: leaf.source.device for leaf in tensors}
 
 
