@@ -83,7 +83,7 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
         ("save_waited", "waited 1.20 s to save step 1400: another save was in progress"),
         ("began", "started a new training in runs/a: it has no version yet"),
         ("stopped", "stopped at step 1500: val_loss no longer improved, its best value was 0.2312"),
-        ("resume_checked", "resumed exactly: 1.31 GiB equal runs/a/version_1200, compared in "
+        ("resume_checked", "resumed exactly: 1.31 GiB as in runs/a/version_1200, compared in "
                            "210 ms"),
         ("resume_differs", "resumed with differences from runs/a/version_1200: scaler/scale, the "
                            "next batch of sampler"),

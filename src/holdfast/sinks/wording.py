@@ -195,7 +195,7 @@ def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
     of_total = "" if nbytes == total else f" of {format_size(total)}"
     what = f"{format_size(nbytes)}{of_total}" if total else "all values"
     took = "" if seconds is None else f", compared in {format_duration(seconds)}"
-    return f"resumed exactly: {what} equal {url}{took}"
+    return f"resumed exactly: {what} as in {url}{took}"
 
 
 def _describe_end(fields: Mapping[str, Any]) -> str:
