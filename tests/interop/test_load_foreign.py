@@ -530,6 +530,14 @@ def test_all_ranks_load_or_none_does(tmp_path):
 # -- what is not a checkpoint --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value", [torch.rand(3), torch.tensor(0), [1], "text", None])
+def test_a_file_without_members_is_refused(tmp_path, value):
+    torch.save(value, tmp_path / "value.pt")
+    live = make(1)
+    with pytest.raises(PlanError):
+        holdfast.load(tmp_path / "value.pt", into=live)
+
+
 def test_other_folders_are_no_checkpoints(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "notes.txt").write_text("x")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.errors import KeptValues, RankFailed
+from holdfast.errors import KeptValues
 from holdfast.run.policy import EverySteps
 from holdfast.run.run import Run
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
@@ -59,7 +59,9 @@ def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch: pytest.MonkeyPat
         assert (name, fields["differing"]) == ("resume_differs", ["mine/1"])
 
 
-def test_an_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_rank_is_reported_and_ends_no_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from holdfast.training.resuming import receipt
 
     compare = receipt._compare_on_this_rank
@@ -72,9 +74,11 @@ def test_an_error_of_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) 
     with TrainingJob(2) as job:
         job.train(5, save=EverySteps(5))
         monkeypatch.setattr(receipt, "_compare_on_this_rank", fail)
-        first, second = job.outcomes(lambda rank: rank.train(6, save=EverySteps(5)))
-        assert isinstance(first, RankFailed)
-        assert isinstance(second, OSError)
+        with reports() as found:
+            job.train(6, save=EverySteps(5))
+    ((name, fields),) = found
+    assert name == "resume_differs"
+    assert fields["differing"] == ["the state of rank 1, which cannot be compared: OSError: boom"]
 
 
 @pytest.mark.filterwarnings("ignore::holdfast.errors.RanksChanged")

@@ -124,7 +124,7 @@ def is_optimizer_state(value: Any) -> bool:
 def _role_of(value: Any) -> Role | None:
     if is_optimizer_state(value):
         return "optimizer"
-    if value and is_module_state_dict(value):
+    if isinstance(value, dict) and value and is_module_state_dict(value):
         return "model"
     if isinstance(value, dict) and "base_lrs" in value:
         return "scheduler"

@@ -111,6 +111,60 @@ def test_an_object_that_does_not_restore_itself_is_named(
     assert name == ("resume_differs" if key else "resume_checked")
 
 
+class Changed:
+    """An object whose ``state_dict()`` is another one after a load."""
+
+    def __init__(self, after: Any) -> None:
+        self.current: Any = {"value": torch.ones(3), "flag": True, "zero": 0.0}
+        self.after = after
+
+    def state_dict(self) -> dict[str, Any]:
+        if isinstance(self.current, Exception):
+            raise self.current
+        return dict(self.current)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.current = self.after if isinstance(self.after, Exception) else state | self.after
+        if self.after == {}:
+            self.current = {}
+
+
+def test_an_object_that_loses_values_in_a_load_is_named(tmp_path: Path) -> None:
+    save_run(tmp_path, make_state(object=Changed({})))
+    ((name, fields),) = resume(tmp_path, make_state(object=Changed({})))
+    assert name == "resume_differs"
+    assert fields["differing"] == ["object/flag", "object/value", "object/zero"]
+
+
+def test_a_value_of_another_type_differs(tmp_path: Path) -> None:
+    save_run(tmp_path, make_state(object=Changed({"flag": 1, "zero": -0.0})))
+    ((name, fields),) = resume(tmp_path, make_state(object=Changed({"flag": 1, "zero": -0.0})))
+    assert name == "resume_differs"
+    assert fields["differing"] == ["object/flag", "object/zero"]
+
+
+@pytest.mark.parametrize("after", [RuntimeError("boom"), {"new": object()}], ids=["raises", "new"])
+def test_a_state_that_cannot_be_compared_is_reported_and_ends_no_resume(
+    after: Any, tmp_path: Path
+) -> None:
+    save_run(tmp_path, make_state(object=Changed(after)))
+    state = make_state(object=Changed(after))
+    ((name, fields),) = resume(tmp_path, state)
+    assert name == "resume_differs"
+    (problem,) = fields["differing"]
+    assert problem.startswith("the state of rank 0, which cannot be compared: ")
+    assert state["progress"].step == 2
+
+
+def test_a_tensor_from_the_first_rank_is_equal(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        return {"one": holdfast.Replicated(torch.ones(3)), "own": holdfast.PerRank(torch.ones(2))}
+
+    save_run(tmp_path, make())
+    ((name, fields),) = resume(tmp_path, make())
+    assert (name, fields["bytes"]) == ("resume_checked", 20)
+
+
 def test_each_part_of_a_state_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change one live object after the load; it alone must be named."""
     save_run(tmp_path, make_state())

@@ -32,7 +32,13 @@ from holdfast.engine.snapshot.read import Target
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import FlatState, LocalLeaf, flatten
 from holdfast.engine.state.walk import find_named_instances
-from holdfast.errors import FormatError, HoldfastError, StoreError, UnconsumedSamples
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    RankFailed,
+    StoreError,
+    UnconsumedSamples,
+)
 from holdfast.format.digest import digest, digest_parts
 from holdfast.format.index import ShardIndex
 from holdfast.format.tree import walk
@@ -48,14 +54,19 @@ RECORD = "next_batches"
 _MAX_DIFFERENCES = 100
 _MAX_BOXES = 200_000
 """The bytes of a snapshot of more boxes are not compared: to arrange them takes 5 us for each."""
+_MAX_PROBLEM = 500
+"""The number of characters with which an error of a comparison is reported."""
+
 _MAX_READ_CHUNKS = 16
 """The number of chunks that are read to find out which of their leaves differ."""
 
 
 class RankReceipt(msgspec.Struct):
-    """What one rank has compared. ``chunks``: by shard, ranges of the numbers of its chunks."""
+    """What one rank has compared. ``lacking``: keys of the version that its live state lacks.
+    ``chunks``: by shard, ranges of the numbers of its chunks."""
 
     differing: list[str]
+    lacking: list[str]
     chunks: dict[int, list[tuple[int, int]]]
 
 
@@ -72,20 +83,22 @@ def record_next_batches(state: dict[str, Any]) -> dict[str, Any]:
 def check_resume(run: str, snapshot: Snapshot, state: dict[str, Any], group: Group) -> None:
     """Compare the live state with ``snapshot``, which was just loaded, on all ranks.
 
-    Emits ``resume_checked`` on rank 0 if all is equal, and ``resume_differs`` otherwise. Raises an
-    error of a rank on all ranks.
+    Emits ``resume_checked`` on rank 0 if all is equal, and ``resume_differs`` otherwise. The resume
+    is complete before, so an error of the comparison is reported as a difference.
     """
     began = time.perf_counter()
     collective = group.collective(f"the check of the resume of {run}")
     try:
         with collective:
-            own = _compare_on_this_rank(snapshot, state, group.rank, collective.advance)
+            own = _try_to_compare(snapshot, state, group.rank, collective.advance)
             gathered = collective.gather(own, RankReceipt)
     finally:
         collective.close()
     if gathered is None:
         return
     differing = {key for receipt in gathered for key in receipt.differing}
+    # each stage of a pipeline has other keys
+    differing |= set.intersection(*(set(receipt.lacking) for receipt in gathered))
     batches = _compare_batches(_recorded(snapshot), state)
     compared, total = _count_bytes(snapshot.indexes(), gathered)
     names = [*sorted(differing)[:_MAX_DIFFERENCES], *batches]
@@ -164,12 +177,24 @@ def _count_bytes(indexes: Sequence[ShardIndex], receipts: Sequence[RankReceipt])
 # -- one rank --------------------------------------------------------------------------------------
 
 
+def _try_to_compare(
+    snapshot: Snapshot, state: dict[str, Any], rank: int, advance: Any
+) -> RankReceipt:
+    try:
+        return _compare_on_this_rank(snapshot, state, rank, advance)
+    except RankFailed:
+        raise
+    except Exception as e:  # noqa: BLE001  (such as that of a state_dict(), or of too little memory)
+        what = f"the state of rank {rank}, which cannot be compared: {type(e).__name__}: {e}"
+        return RankReceipt([what[:_MAX_PROBLEM]], [], {})
+
+
 @gc_paused
 def _compare_on_this_rank(
     snapshot: Snapshot, state: dict[str, Any], rank: int, advance: Any
 ) -> RankReceipt:
     flat = flatten(state, rank)
-    receipt = RankReceipt(_compare_values(snapshot.nodes(), flat, rank), {})
+    receipt = _compare_values(snapshot.nodes(), flat, rank)
     leaves: dict[str, list[LocalLeaf]] = {}
     for leaf in flat.leaves:
         leaves.setdefault(leaf.key, []).append(leaf)
@@ -197,16 +222,26 @@ def _compare_on_this_rank(
     return receipt
 
 
-def _compare_values(saved: Mapping[str, Any], flat: FlatState, rank: int) -> list[str]:
-    """Return the keys of the live values, and of leaves by their dtype and shape, that differ."""
+def _compare_values(saved: Mapping[str, Any], flat: FlatState, rank: int) -> RankReceipt:
+    """Compare the live values, and the leaves by their dtype and shape."""
     parts = [("", flat.tree), *flat.from_first.items()]
     parts += [(f"{key}/{rank}", node) for key, node in flat.per_rank.items()]
-    live = (item for key, node in parts for item in walk(node, key))
-    return [key for key, node in live if key in saved and not _are_equal(saved[key], node)]
+    live = dict(item for key, node in parts for item in walk(node, key) if not _is_reference(item))
+    differing = [key for key, node in live.items() if not _are_equal(saved.get(key, node), node)]
+    of_ranks = tuple(f"{key}/" for key in flat.per_rank)
+    lacking = [key for key in saved if key not in live and not key.startswith(of_ranks)]
+    return RankReceipt(differing, lacking, {})
+
+
+def _is_reference(item: tuple[str, Any]) -> bool:
+    """Return True for the place of a value per rank, or from the first rank, in a live tree."""
+    _, node = item
+    return type(node) is dict and not node.keys().isdisjoint(("own", "first"))
 
 
 def _are_equal(saved: Any, live: Any) -> bool:
-    return bool(saved == live) or repr(saved) == repr(live)  # NaN does not equal itself
+    # as text: NaN does not equal itself, and 1 equals True, 1.0, and -0.0 equals 0.0
+    return repr(saved) == repr(live) or (type(saved) is dict and bool(saved == live))
 
 
 def _to_ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
