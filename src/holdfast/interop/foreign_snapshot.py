@@ -149,7 +149,13 @@ def open_foreign(
     if left_out:
         names = format_list(left_out, _MAX_LISTED)
         warn_user(f"Not loaded from {checkpoint.path}: {names}", UserWarning)
-    events.emit("imported", **origin, step=checkpoint.step, left_out=left_out)
+    events.emit(
+        "imported",
+        path=checkpoint.path,
+        kind=found.kind,
+        step=checkpoint.step,
+        left_out=left_out,
+    )
     return ForeignSnapshot(
         location, manifest, flat.leaves, found.kind, left_out, checkpoint.stored, within
     )

@@ -385,7 +385,7 @@ def test_a_lost_record_is_restored_only_with_a_number_that_fits() -> None:
 RECORDS = {
     "empty": (b"", ManifestInvalid),
     "flipped": (encode_spread(SPREAD).replace(b"16", b"17"), DigestMismatch),
-    "newer": (seal(SPREAD, 3)[0], FormatTooNew),
+    "newer": (seal(SPREAD, 4)[0], FormatTooNew),
     "hash": (seal(Spread("md5", 16))[0], ManifestInvalid),  # type: ignore[arg-type]
     "one": (seal(Spread("xxh3-128+rank", 1))[0], ManifestInvalid),
     "many": (seal(Spread("xxh3-128+rank", 257))[0], ManifestInvalid),
