@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -13,6 +14,8 @@ import holdfast
 from holdfast.run.policy import EverySteps, KeepPolicy, SavePolicy
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.store import Store
+from holdfast.training import takeover
+from holdfast.training.checkpointer import Checkpointer
 
 
 def initial_state() -> dict[str, Any]:
@@ -92,6 +95,18 @@ def shard_of(store: Store, folder: str) -> str:
     """Return the key of the only shard of a version."""
     [key] = [s.key for s in store.list(folder) if s.key.endswith(".safetensors")]
     return key
+
+
+def forget(ckpt: Checkpointer) -> None:
+    """Let later trainings of this process not know of this one, as if it were in another process
+    or had been killed: otherwise, they would close it."""
+    takeover._trainers.pop(ref(ckpt._saver), None)
+
+
+def delete_version(store: Store, step: int) -> None:
+    """Delete a version, also one from which a training continues, which ``Run.delete`` refuses."""
+    for stat in list(store.list(f"version_{step}")):
+        store.delete(stat.key)
 
 
 def threads_of_trainings() -> list[threading.Thread]:

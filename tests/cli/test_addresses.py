@@ -56,7 +56,9 @@ def by_load(address: str) -> Any:
 
 
 def by_load_into(address: str) -> Any:
-    return holdfast.load(address, into={"x": torch.zeros(4)})["x"]
+    state = {"x": torch.zeros(4)}
+    holdfast.load(address, into=state)
+    return state["x"]
 
 
 def by_resume_start(address: str) -> Any:

@@ -30,6 +30,7 @@ from holdfast.run.policy import KeepLast
 from holdfast.run.run import Run
 from tests.evaluation import functions
 from tests.evaluation.functions import expected, make_model
+from tests.trainings import delete_version
 
 
 def save_version(run: Path, step: int, seed: int | None = None) -> dict[str, Any]:
@@ -306,7 +307,7 @@ def test_a_version_is_not_pending_while_the_evaluation_waits_for_the_next(run: P
     thread.start()
     until(lambda: [s.state for s in Run(run).evaluations(2).values()] == ["DONE"])
     assert len(list_leases(Run(run).store)) == 1
-    Run(run).delete(Version(2))
+    delete_version(Run(run).store, 2)
     own.stop()
     thread.join(20)
     assert not thread.is_alive()

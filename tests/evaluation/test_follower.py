@@ -18,6 +18,7 @@ from holdfast.run.policy import KeepLast
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.run.test_retention import make_run
+from tests.trainings import delete_version
 
 
 def test_each_version_is_opened_twice_whatever_the_number_of_those_that_wait(
@@ -115,7 +116,7 @@ def test_a_version_that_is_deleted_and_saved_again_is_evaluated_again(tmp_path: 
     save(2, 2)
     follower = Follower(run, "val", Selection())
     assert evaluate_all(follower) == [Version(2)]
-    run.delete(Version(2))
+    delete_version(run.store, 2)
     assert evaluate_all(follower) == [], "an older one is not evaluated after a newer one"
     save(2, 3)
     assert evaluate_all(follower) == [Version(2)]

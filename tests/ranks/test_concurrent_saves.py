@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -219,12 +220,17 @@ def test_a_slow_rank_that_makes_progress_does_not_fail(
         job.ranks[slow].before_call = delay
         began = time.monotonic()
         if operation == "load":
-            loaded = job.group.run(lambda rank: holdfast.load(job.url(rank, 2), zero_state(rank)))
+            loaded = [zero_state(rank) for rank in range(len(job.ranks))]
+            job.group.run(partial(load_into, job, loaded))
             assert all(np.array_equal(state["more"], bases[0][1]) for state in loaded)
         else:
             saved = job.group.run(lambda rank: save(rank, 2, bases[rank]))
             assert saved[0][0].referred_bytes > 0
         assert time.monotonic() - began > 2 * timeouts.stuck
+
+
+def load_into(job: Any, states: list[dict[str, Any]], rank: int) -> None:
+    holdfast.load(job.url(rank, 2), states[rank])
 
 
 def zero_state(rank: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from holdfast.run.policy import AtEnd, EverySteps
 from holdfast.storage.memory import MemoryStore
 from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.training.checkpointer import Checkpointer
-from tests.trainings import initial_state, train_step
+from tests.trainings import forget, initial_state, train_step
 
 
 def train(state: dict[str, Any], ckpt: Checkpointer, last_step: int) -> None:
@@ -49,6 +49,7 @@ class Host:
         train(state, ckpt, last_step)
         ckpt._saver.wait()
         ckpt._saver.writer_lock.release()
+        forget(ckpt)
 
     @property
     def folder(self) -> Path:
@@ -84,3 +85,4 @@ def end_as_killed(ckpt: Checkpointer, rank: int) -> None:
     ckpt._saver.close()
     if rank == 0:
         ckpt._saver.writer_lock.release()
+    forget(ckpt)

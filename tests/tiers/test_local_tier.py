@@ -48,7 +48,14 @@ from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.tiers.hosts import flip_bit
 from tests.tiers.hosts import train as train_and_capture
-from tests.trainings import initial_state, state_after, states_equal, train_step
+from tests.trainings import (
+    delete_version,
+    forget,
+    initial_state,
+    state_after,
+    states_equal,
+    train_step,
+)
 
 DEADLINE = 20.0
 
@@ -105,6 +112,7 @@ class Disk:
                 with pytest.raises(type(pending.error)):
                     pending.wait()
         ckpt._saver.writer_lock.release()
+        forget(ckpt)
         self.fails = False
 
     def release(self) -> None:
@@ -697,6 +705,7 @@ def test_a_resume_elsewhere_deletes_nothing_of_a_live_training(disk: Disk) -> No
     (disk.folder / "version_30").mkdir()
     (disk.folder / "version_30" / "shard-00000-of-00001.0123456789ab.safetensors").write_bytes(b"x")
     files = {p for p in disk.folder.rglob("*") if p.is_file()}
+    forget(ckpt)  # it is in another process
     disk.start()
     assert {p for p in disk.folder.rglob("*") if p.is_file()} == files
     disk.is_reachable.set()
@@ -942,7 +951,7 @@ def test_a_copy_of_a_run_accepts_versions_that_were_saved_during_a_promotion(
     parents = [s.manifest.parent for s in Run(run).snapshots()]
     assert [p and p.version for p in parents] == [None, "version_10", "version_10"]
     assert run_cli("copy", run, copy).code == 0
-    Run(copy).delete(30)
+    delete_version(Run(copy).store, 30)
     for step in (10, 20):
         Run(run).delete(step)
     result = run_cli("copy", run, copy)

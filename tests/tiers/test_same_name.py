@@ -19,7 +19,7 @@ from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.memory_tier import MemoryTier
 from holdfast.training.checkpointer import Checkpointer
 from tests.tiers.hosts import Host, flip_bit, train
-from tests.trainings import initial_state
+from tests.trainings import delete_version, initial_state
 
 
 def test_a_save_after_the_capture_of_the_same_step_counts(host: Host) -> None:
@@ -79,7 +79,7 @@ def test_a_host_that_returns_does_not_replace_a_version_of_the_same_step(host: H
 
 def test_a_state_whose_parent_was_replaced_does_not_continue_the_run(host: Host) -> None:
     host.train_and_die(66)  # version_50 is in the run, and version_60 in memory
-    Run(host.run).delete(50)
+    delete_version(host.run, 50)
     trained = train_elsewhere(host, 50)
     resumed, _ = host.start()
     assert host.resumed.step == 50
@@ -113,7 +113,7 @@ def test_a_local_disk_with_another_version_of_the_same_step_is_ignored(tmp_path:
         return state, resumed
 
     start("a", 1.0, 12)
-    Run(run).delete(10)
+    delete_version(run, 10)
     start("b", 2.0, 12)
     state, resumed = start("a", 3.0, 0)
     assert resumed.url == "memory://memory/version_10"

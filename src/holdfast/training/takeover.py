@@ -18,6 +18,7 @@ from weakref import ref
 from holdfast import events
 from holdfast.engine.snapshot.spread import unspread
 from holdfast.errors import FormatTooNew, HoldfastError, SaveFailed, StoreError, UnsavedSteps
+from holdfast.machine import after_fork
 from holdfast.run.policy import Never
 from holdfast.run.writer_lock import find_writer
 from holdfast.storage.local.store import LocalStore
@@ -52,7 +53,7 @@ _trainers: dict[ref[Saver], ref[Trainer]] = {}
 There is no lock: each access is a single operation of the dict.
 """
 
-os.register_at_fork(after_in_child=_trainers.clear)  # they belong to the parent
+after_fork(_trainers.clear)  # they belong to the parent
 
 
 def _forget(saver: ref[Saver], trainers: dict[ref[Saver], ref[Trainer]] = _trainers) -> None:

@@ -39,8 +39,11 @@ def class_name(value: Any) -> str:
 
 
 def inner_tensors(value: Any, key: str) -> dict[str, Any]:
-    """Return the inner tensors by name. Raises ``Unsupported`` if one is not a tensor."""
+    """Return the inner tensors by name. Raises ``Unsupported`` for a nested tensor, and if one is
+    not a tensor."""
     torch: Any = lazy_torch.torch_or_none()
+    if value.is_nested:  # its shape has a symbol
+        raise unsupported(value, key, "it is a nested tensor", "Save its values() and offsets()")
     inner = {name: getattr(value, name, None) for name in _flatten(value, key)[0]}
     if not inner or not all(isinstance(t, torch.Tensor) for t in inner.values()):
         raise unsupported(value, key, f"its inner tensors {list(inner)} are not all tensors")
