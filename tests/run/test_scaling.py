@@ -331,7 +331,8 @@ def test_a_version_saved_again_by_another_process_keeps_its_base() -> None:
     train(3, incremental=False)
     known = Run(store)
     assert known.retain(KeepLast(3)) == []  # it knows that version 3 is self-contained
-    Run(store).delete(Version(3))
+    for stat in [*store.list("version_3")]:  # Run.delete refuses the newest version
+        store.delete(stat.key)
     train(1, incremental=True)
     assert Run(store).open(Version(3)).bases == {Version(2)}
     assert known.retain(KeepLast(1)) == [Version(1)]

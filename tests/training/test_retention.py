@@ -229,6 +229,7 @@ def test_versions_are_kept_by_the_seconds_of_training_across_restarts() -> None:
     train_to(24)
     assert [v.step for v in Run(store).line()] == [6, 10, 16, 20, 24]
     # 8 is deleted, because 6 stands for the second 5; 16 is the first one after second 15
+    assert [r.trained_seconds for r in Run(store).records()] == [6, 10, 16, 20, 24]
 
 
 def test_versions_that_record_no_time_are_kept_by_seconds() -> None:

@@ -289,11 +289,15 @@ class Catalog:
         self, lineage: Iterable[Version], version_records: Mapping[Version, VersionRecord]
     ) -> list[Record]:
         """Return the intact versions of a lineage as the input of keep policies, oldest first."""
-        return [
-            Record(v, self.comparable_metrics(v, version_records[v]))
-            for v in lineage
-            if v in version_records and self.is_intact(version_records[v])
-        ]
+        records = []
+        for v in lineage:
+            known = version_records.get(v)
+            if known is not None and self.is_intact(known):
+                read = self.evaluations.read(v, known.digest)
+                metrics = self.comparable_metrics(v, known, read)
+                is_distrusted = find_distrust(read) is not None
+                records.append(Record(v, metrics, known.trained_seconds, is_distrusted))
+        return records
 
     def metrics(self, version: Version, version_record: VersionRecord) -> dict[str, float]:
         """Return the metrics of the save, updated with those of the evaluations, oldest first."""

@@ -392,3 +392,14 @@ def test_every_leaf_is_loaded_or_kept_as_a_whole_and_reported(saved, live):
     assert report.kept.keys() == live_leaves.keys() - fits
     assert set(report.ignored) == saved_leaves.keys() - live_leaves.keys()
     assert report.cast.keys() == {k for k in fits if saved_leaves[k][1] != live_leaves[k][1]}
+
+
+def test_texts_show_no_control_characters_of_keys(tmp_path):
+    holdfast.save(tmp_path / "s", {"a\x1b[2J\n": torch.ones(2), "b\x1b": torch.ones(3), "c": 1})
+    live = {"b\x1b": torch.zeros(2), "c": 0}
+    with pytest.raises(PlanError) as failure:
+        holdfast.load(tmp_path / "s", into=live)
+    report = holdfast.load(tmp_path / "s", into=live, unexpected="ignore", mismatched="keep")
+    assert report.ignored == ("a\x1b[2J\n",)
+    for text in (str(failure.value), *str(report).split("\n")):
+        assert text.isprintable(), text

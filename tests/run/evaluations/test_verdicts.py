@@ -307,7 +307,10 @@ def test_a_distrusted_version_is_never_the_best(
     assert best.step == 60
     assert [v for v, _ in skipped] == ["version_40"]
     assert run.metrics(40)["val"] == 0.1
-    assert [r.metrics.get("val") for r in run.records()] == [0.3, None, 0.2]
+    records = run.records()
+    assert [r.metrics.get("val") for r in records] == [0.3, None, 0.2]
+    assert [r.is_distrusted for r in records] == [False, True, False]
+    assert KeepBest(1, "other", unscored=2).keep(records[:2]) == {Version(20)}
     assert run.retain(KeepLast(1) | KeepBest(1, "val")) == [Version(20), Version(40)]
 
 

@@ -224,10 +224,11 @@ def test_a_scheduler_of_another_optimizer_is_no_gap(tmp_path: Path) -> None:
     del scheduler
 
 
-def test_a_scheduler_inside_an_object_of_the_state_is_no_gap(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_dict", [False, True])
+def test_a_scheduler_inside_an_object_of_the_state_is_no_gap(in_dict: bool, tmp_path: Path) -> None:
     class Schedules(Position):
         def __init__(self, *schedulers: Any) -> None:
-            self.schedulers = schedulers
+            self.schedulers = dict(enumerate(schedulers)) if in_dict else schedulers
 
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -17,7 +17,7 @@ from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
 from holdfast.format.names import join_key
-from holdfast.text import MAX_SHOWN, format_list, format_ranks
+from holdfast.text import MAX_SHOWN, format_list, format_ranks, to_printable
 
 _MAX_MISMATCHES_SHOWN = 5
 _MAX_SUGGESTED_KEYS = 5
@@ -174,7 +174,7 @@ class Differences:
             ("cast=True", self.dtypes),
             (f"keys=[...] without {_format_few(self.kinds, fitting)}", self.kinds and not members),
         )
-        advice = ", ".join(option for option, needed in options if needed)
+        advice = to_printable(", ".join(option for option, needed in options if needed))
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
         raise error_class(
             f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
@@ -251,7 +251,8 @@ def _quote_renames(renames: Mapping[str, str]) -> str:
 
 def format_keys(folded: Sequence[tuple[str, int]], limit: int = MAX_SHOWN) -> str:
     """Return keys or levels, each with the number of its leaves, as text."""
-    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in folded[:limit]]
+    names = [(to_printable(key), n) for key, n in folded[:limit]]
+    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in names]
     return format_list(shown, len(shown), total=len(shown) + sum(n for _, n in folded[limit:]))
 
 
@@ -261,7 +262,8 @@ def _format_few(keys: Iterable[str], others: Iterable[str]) -> str:
 
 def format_mismatches(mismatches: Mapping[str, str]) -> str:
     """Return the first keys as text, each with the description of both sides."""
-    shown = [f"{key} {text}" for key, text in islice(mismatches.items(), _MAX_MISMATCHES_SHOWN)]
+    few = islice(mismatches.items(), _MAX_MISMATCHES_SHOWN)
+    shown = [to_printable(f"{key} {text}") for key, text in few]
     return format_list(shown, len(shown), total=len(mismatches))
 
 

@@ -236,7 +236,8 @@ def _find_schedulers(members: Sequence[Any], live: Sequence[Any]) -> str:
             continue
         saved.add(id(member))
         for value in getattr(member, "__dict__", {}).values():
-            values = value if isinstance(value, list | tuple) else (value,)
+            values = tuple(value.values()) if isinstance(value, dict) else value
+            values = values if isinstance(values, list | tuple) else (values,)
             pending += [v for v in values if isinstance(v, torch.optim.lr_scheduler.LRScheduler)]
     lacking = [s for s in live if id(s.optimizer) in known and id(s) not in saved]
     if not lacking:
