@@ -8,16 +8,19 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: chaos demo demo-elastic demo-evaluate quick reference test test-chaos test-stores tools servers lint ci bench clean
 
-# torchvision of this release cannot be imported beside the CPU build of PyTorch, and then torchmetrics cannot either.
-# So it is in a folder of its own, which only the processes of tests/zoo use.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -c constraints.txt torch==2.13.0
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The other libraries whose states and files the tests use. torchvision cannot be imported beside the CPU build of
+# PyTorch, and then torchmetrics cannot either: so it is in a folder of its own, which only tests/zoo uses.
+.zoo/.ready: $(VENV)/.ready
 	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[zoo]' || echo "Not installed: the packages of tests/zoo"
 	$(VENV)/bin/pip install --quiet -c constraints.txt --no-deps --upgrade --target .zoo torchvision timm || \
 		echo "Not installed: torchvision and timm, for tests/zoo"
-	touch $@
+	mkdir -p .zoo && touch $@
 
 # STORE=s3 or STORE=hdfs: with a real server, which this installs and starts.
 WITH_STORE := $(if $(STORE),-m tests.stores.with_server $(STORE))
@@ -56,7 +59,7 @@ quick: $(VENV)/.ready
 
 # All tests: about 14 minutes on 2 cores (the aim is 10). Three workers: many tests wait for processes and deadlines.
 # A few failed tests run once more, alone; the last lines name those that have a race.
-test: $(VENV)/.ready tools
+test: .zoo/.ready tools
 	@rm -f .pytest_cache/v/cache/lastfailed
 	$(RUN) -m pytest -q -n 3 --dist worksteal --durations=20 || $(RUN) -m tests.again $$?
 

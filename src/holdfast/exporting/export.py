@@ -206,7 +206,7 @@ def prepare_export(
         )
     if plan.not_exported:
         omitted = format_list(plan.not_exported, _MAX_LISTED)
-        warnings = (f"Not in the checkpoint for {to}: {omitted}. See docs/export.md",)
+        warnings = (f"Not in the checkpoint for {to}: {omitted}",)
     refuse_existing(location, plan)
     return PreparedExport(tuple(versions), plan, location, warnings)
 

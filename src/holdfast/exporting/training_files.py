@@ -93,7 +93,7 @@ def find_members(snapshot: Snapshot, model_key: str) -> TrainingMembers:
             found.scalers.append((node, key))
         else:
             found.left_out.append(key)
-            if {"epoch", "step", "samples"} == names:
+            if {"epoch", "step", "samples"} <= names:
                 found.epoch = tree.decode(*children["epoch"], tree.reject_value)
     return found
 

@@ -227,7 +227,7 @@ def _coordinate(
             " state in a new run: use another folder and"
             f" {suggest_start(run.url, loader.state, e)}",
             **e.fields,
-        ) from e
+        ) from e.__cause__  # the error itself says the same, with advice for a load
     except NoSnapshot:
         ladder.give_up_without_older()
         raise

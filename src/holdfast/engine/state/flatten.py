@@ -92,9 +92,12 @@ def flatten(state: dict[str, Any], rank: int = 0) -> FlatState:
     """
     if type(state) is not dict:
         raise Unsupported(
-            f"The state is {with_article(type(state).__name__)}, not a dict",
+            f"The state is {with_article(type(state).__name__)}, not a plain dict",
             expected='a dict such as {"model": model, "optimizer": optimizer}',
             found=type(state).__name__,
+            todo="Give it a name in a dict, or pass dict(state)"
+            if isinstance(state, dict)
+            else None,
         )
     torch = lazy_torch.torch_or_none()
     classes = () if torch is None else (torch.Tensor, torch.nn.Parameter)

@@ -31,7 +31,7 @@ _POSITION_TODO = (
     "Pass an ElasticSampler to the loader as batch_sampler=, or use a StatefulDataLoader, and add"
     " it to the state"
 )
-_ADD_TODO = 'An existing run continues with resume(missing="keep")'
+_ADD_TODO = 'To add a member to an existing run, call resume(missing="keep") once.'
 
 
 @runtime_checkable
@@ -69,9 +69,9 @@ class GapCheck:
         self._generators = {}
         if gaps:
             warn_user(
-                f"A resume of {self._run} would not be exact, because the state lacks something. "
-                + ". ".join(gaps)
-                + f". {_ADD_TODO}",
+                f"A resume of {self._run} would not be exact, because the state lacks something:"
+                + "".join(f"\n- {gap}." for gap in gaps)
+                + f"\n{_ADD_TODO}",
                 InexactResume,
             )
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from holdfast.data.progress import Progress
 from holdfast.engine.distributed.collective import Collective
+from holdfast.engine.loading.differences import fold_keys, format_keys
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import flatten
 from holdfast.errors import KeptValues
@@ -24,10 +26,14 @@ def note_kept(point: ResumePoint, state: dict[str, Any], collective: Collective)
     if not kept:
         return point
     if collective.rank == 0:
+        names = format_keys(fold_keys(kept, point.snapshot.keys()))
+        counts = [f"{name}.epoch" for name, v in state.items() if isinstance(v, Progress)]
+        counts = [c for c in counts if c.replace(".", "/") in kept]
+        advice = f". Set {counts[0]} before the loop over epochs" if counts else ""
         warn_user(
             f"{point.snapshot.url} lacks {len(kept)} keys of the live state, whose values were kept"
-            f' because of missing="keep": {", ".join(kept)}. The training does not continue exactly'
-            " with respect to them. The versions that it saves record this",
+            f' because of missing="keep": {names}. The training does not continue exactly with'
+            f" respect to them{advice}. The versions that it saves record this",
             KeptValues,
         )
     recorded = {"version": str(point.snapshot.version), "keys": kept}
@@ -44,4 +50,5 @@ def find_kept(snapshot: Snapshot, state: dict[str, Any], rank: int) -> list[str]
         is_of_ranks = type(node) is dict and not node.keys().isdisjoint(("own", "first"))
         if key not in saved and not (is_of_ranks and key in above):
             kept.append(key)
-    return kept
+    steps = {f"{name}/step" for name, v in state.items() if isinstance(v, Progress)}
+    return [key for key in kept if key not in steps]  # set to the step of the version
