@@ -274,7 +274,7 @@ def test_the_epoch_of_a_progress_is_that_of_lightning(tmp_path):
     pytest.importorskip("lightning")
     state, progress = make_state(make_net(0)), holdfast.Progress()
     progress.step, progress.epoch = 20, 3  # its state then says where the epoch began
-    holdfast.save(tmp_path / "version_20", {**state, "progress": progress}, step=20)
+    holdfast.save(tmp_path / "run" / "version_20", {**state, "progress": progress}, step=20)
     with pytest.warns(UserWarning, match="Not in the checkpoint"):
-        holdfast.export(tmp_path / "version_20", tmp_path / "c.ckpt", to="lightning")
+        holdfast.export(tmp_path / "run" / "version_20", tmp_path / "c.ckpt", to="lightning")
     assert torch.load(tmp_path / "c.ckpt", weights_only=True)["epoch"] == 3
