@@ -17,6 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 import holdfast
 from holdfast.errors import InexactResume
 from holdfast.preemption import PreemptionGuard
+from holdfast.training.resuming import gaps
+
+pytestmark = pytest.mark.usefixtures("find_live")
 
 DATA = TensorDataset(torch.arange(12.0).reshape(12, 1))
 
@@ -264,3 +267,20 @@ def test_the_steps_of_a_guarded_call_are_checked(tmp_path: Path) -> None:
 
         with pytest.warns(InexactResume, match="Dropout"):
             PreemptionGuard(ckpt).run(step)
+
+
+def test_live_objects_are_searched_only_if_something_may_be_lacking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search takes up to 0.1 s for a million objects."""
+    searches: list[None] = []
+    monkeypatch.setattr(gaps, "_find_live", lambda: (searches.append(None), ([], []))[1])
+    model = model_of(nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = holdfast.ElasticSampler(len(DATA), batch_size=2)
+    state = {"model": model, "optimizer": optimizer, "sampler": sampler, "rng": holdfast.RNG()}
+    assert warnings_of_steps(tmp_path, state, DataLoader(DATA, batch_sampler=sampler)) == []
+    assert searches == []
+    del state["rng"]
+    warnings_of_steps(tmp_path / "b", state, DataLoader(DATA, batch_sampler=sampler))
+    assert searches == [None]
