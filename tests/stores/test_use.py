@@ -117,8 +117,10 @@ def test_a_training_and_every_command(server_url, tmp_path):
     assert [k for k in keys(holdfast.open_store(backup)) if k.startswith("lease-")] == []
     succeed("attest", backup, newest.step, "--not-ok", "--by", "me")
     assert holdfast.Run(backup).latest().step < newest.step
-    holdfast.save(f"{backup}/version_1", {"n": 1}, step=1)
-    succeed("rm", backup, 1)
+    for step in (1, 2):
+        holdfast.save(f"{server_url}/d/version_{step}", {"n": step}, step=step)
+    succeed("rm", f"{server_url}/d", 1)
+    assert steps_of(f"{server_url}/d") == [2]
 
     succeed("reshard", f"{url}@6", f"{server_url}/c/version_6", "--shards", 3)
     check_values(f"{server_url}/c/version_6", 6)
