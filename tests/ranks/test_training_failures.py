@@ -41,7 +41,7 @@ from tests.ranks.trainings import (
     initial_state,
     matches_uninterrupted,
 )
-from tests.trainings import flip_bit
+from tests.trainings import delete_version, flip_bit
 
 
 def fail_calls(
@@ -797,7 +797,7 @@ def test_a_deleted_base_version_causes_a_full_save() -> None:
         def before_step() -> None:
             if job.ranks[0].ckpt.current_step == 7:
                 job.wait_for_saves()
-                Run(job.inner).delete(Version(5, 0))
+                delete_version(job.inner, 5)
 
         job.before_step = before_step
         job.train(12, save=EverySteps(5), incremental=True)

@@ -312,7 +312,8 @@ def shows_one_line_for_each_save(ranks):
                     ckpt.wait()  # a save that waits for the previous one has an extra line
         lines = all_gather(terminal.getvalue().splitlines())
         assert lines[1:] == [[]] * (len(lines) - 1)
-        assert [line.split()[0] for line in lines[0]] == ["started", "saved", "saved", "left"]
+        words = [line.split()[0] for line in lines[0]]
+        assert words == ["started", "saved", "saved", "finished", "left"]
         assert all("loss 1" in line for line in lines[0][1:3])
 
     ranks(3, work)

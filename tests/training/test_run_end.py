@@ -16,7 +16,7 @@ from holdfast.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.training.test_preemption import Training
-from tests.trainings import initial_state, train, training
+from tests.trainings import delete_version, initial_state, train, training
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::holdfast.errors.MetricMissing")
 
@@ -197,7 +197,7 @@ def test_a_version_that_was_deleted_gets_no_record() -> None:
     with training(store, EverySteps(1)) as (state, ckpt):
         train(state, ckpt, 1)
         ckpt.wait()
-        Run(store).delete(1)
+        delete_version(store, 1)
     assert list(store.list("version_1")) == []
 
 

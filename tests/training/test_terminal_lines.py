@@ -207,6 +207,7 @@ def test_saves_of_a_run_are_shown_at_most_once_per_minute(monkeypatch: pytest.Mo
 def test_lines_stop_with_the_last_training_and_never_show_a_quiet_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(events, "_defaults", {})  # trainings that other tests have left
     stream = replace_stderr(monkeypatch)
     terminal = DefaultTerminal()
     first, second = terminal.open("runs/a"), terminal.open("runs/a")
@@ -224,6 +225,7 @@ def test_lines_stop_with_the_last_training_and_never_show_a_quiet_one(
 def test_a_discarded_checkpointer_shows_no_more_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(events, "_defaults", {})  # trainings that other tests have left
     terminal = DefaultTerminal()
     monkeypatch.setattr("holdfast.training.lifecycle.default_terminal", terminal)
     ckpt: Any = holdfast.Checkpointer(tmp_path, {"x": 1})

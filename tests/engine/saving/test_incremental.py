@@ -35,7 +35,7 @@ from holdfast.storage.store import Store
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.forging import files_of, values_equal
-from tests.trainings import flip_bit, shard_of
+from tests.trainings import delete_version, flip_bit, shard_of
 
 State = dict[str, Any]
 
@@ -396,7 +396,7 @@ def test_an_incremental_save_and_a_load_need_at_most_256_mib_of_extra_memory() -
 
 
 def deleted(store: MemoryStore, base: Snapshot) -> Snapshot:
-    Run(store).delete(base.version)
+    delete_version(store, base.step)
     return base
 
 
