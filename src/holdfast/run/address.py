@@ -308,10 +308,10 @@ def load(  # noqa: PLR0913  (the public face)
             snapshot = _open_any(location, into, keys, leniency.rename)
             if isinstance(snapshot, ForeignSnapshot):
                 leniency = replace(leniency, rename=snapshot.renames_within)
-    if into is None or isinstance(snapshot, ForeignSnapshot):  # a warning lists what is left out
-        return load_snapshot(snapshot, into, keys, device, leniency, ranks)
     with ExitStack() as shown:
-        shown.callback(default_terminal.open(snapshot.url))
+        # of a foreign checkpoint, a warning lists what is left out
+        if into is not None and not isinstance(snapshot, ForeignSnapshot):
+            shown.callback(default_terminal.open(snapshot.url))
         return load_snapshot(snapshot, into, keys, device, leniency, ranks)
 
 

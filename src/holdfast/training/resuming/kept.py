@@ -27,9 +27,8 @@ def note_kept(point: ResumePoint, state: dict[str, Any], collective: Collective)
         return point
     if collective.rank == 0:
         names = format_keys(fold_keys(kept, point.snapshot.keys()))
-        counts = [f"{name}.epoch" for name, v in state.items() if isinstance(v, Progress)]
-        counts = [c for c in counts if c.replace(".", "/") in kept]
-        advice = f". Set {counts[0]} before the loop over epochs" if counts else ""
+        epochs = [name for name in _progress_names(state) if f"{name}/epoch" in kept]
+        advice = f". Set {epochs[0]}.epoch before the loop over epochs" if epochs else ""
         warn_user(
             f"{point.snapshot.url} lacks {len(kept)} keys of the live state, whose values were kept"
             f' because of missing="keep": {names}. The training does not continue exactly with'
@@ -50,5 +49,9 @@ def find_kept(snapshot: Snapshot, state: dict[str, Any], rank: int) -> list[str]
         is_of_ranks = type(node) is dict and not node.keys().isdisjoint(("own", "first"))
         if key not in saved and not (is_of_ranks and key in above):
             kept.append(key)
-    steps = {f"{name}/step" for name, v in state.items() if isinstance(v, Progress)}
+    steps = {f"{name}/step" for name in _progress_names(state)}
     return [key for key in kept if key not in steps]  # set to the step of the version
+
+
+def _progress_names(state: dict[str, Any]) -> list[str]:
+    return [name for name, value in state.items() if isinstance(value, Progress)]
