@@ -178,7 +178,8 @@ def test_no_other_run_is_closed(tmp_path: Path) -> None:
 # -- what happens to the earlier one -------------------------------------------------------------
 
 
-def test_the_save_in_flight_completes() -> None:
+def gated_store() -> tuple[MemoryStore, HookedStore, threading.Event]:
+    """Return a store, its front in which the commit of step 4 waits for an event, and the event."""
     memory, gate = MemoryStore(), threading.Event()
     store = HookedStore(memory)
 
@@ -187,6 +188,11 @@ def test_the_save_in_flight_completes() -> None:
             gate.wait(30)
 
     store.before = before
+    return memory, store, gate
+
+
+def test_the_save_in_flight_completes() -> None:
+    memory, store, gate = gated_store()
     old = start(store, 5)
     threading.Timer(0.05, gate.set).start()
     with pytest.warns(UnsavedSteps, match="Step 5 is not in any version"):
@@ -262,14 +268,7 @@ def test_a_failed_save_of_the_earlier_one_is_reported_and_does_not_stop_the_new_
 
 
 def test_a_discarded_checkpointer_still_completes_its_save() -> None:
-    memory, gate = MemoryStore(), threading.Event()
-    store = HookedStore(memory)
-
-    def before(method: str, key: str) -> None:
-        if key.endswith("version_4/manifest.json") and method == "put_if_absent":
-            gate.wait(30)
-
-    store.before = before
+    memory, store, gate = gated_store()
     start(store, 4)  # nothing refers to it anymore
     gc.collect()
     threading.Timer(0.05, gate.set).start()
