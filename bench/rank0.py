@@ -300,7 +300,7 @@ class _Rank0:
         from bench.resource_usage import PeakMemory
         from bench.simulated_ranks import flatten_state
         from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
-        from holdfast.engine.snapshot.snapshot import open_snapshot
+        from holdfast.engine.snapshot.reader import open_snapshot
 
         _, leaves = flatten_state(0, max(1, self.ranks // 2), self.shape)
         stored = open_snapshot(self.folder)

@@ -140,7 +140,7 @@ def run_damaged(log: CheckLog, size: TrainingSize, a: str, b: str) -> None:
         previous in record.values(), f"branch-1.json records that branch 1 starts at {previous}"
     )
     log.check(
-        holdfast.open(f"{b}/{newest}.1").manifest.branch == 1 and shard in files_of(b, newest),
+        holdfast.open(f"{b}/{newest}.1").version.branch == 1 and shard in files_of(b, newest),
         f"the new version is {newest}.1; the damaged version is unchanged",
     )
     compare_runs(log, a, b)

@@ -82,9 +82,7 @@ def compare_runs(log: CheckLog, a: str, b: str) -> None:
     log.console.print()
     for difference in total.differences[:5]:
         log.write(f"[red]different:[/] {escape(difference)}")
-    names = " and ".join(
-        f"{s.location.store.url.split('/')[-1]}/{s.location.folder}" for s in newest if s
-    )
+    names = " and ".join("/".join(s.url.split("/")[-2:]) for s in newest if s)
     log.check(
         not total.differences and total.nbytes > 0,
         f"{names}: all {total.tensors} tensors ({total.nbytes:,} bytes) and"

@@ -23,7 +23,7 @@ from holdfast.buffers import shared_pool
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import open_location
+from holdfast.engine.snapshot.reader import open_location
 from holdfast.errors import FormatError, ManifestInvalid
 from holdfast.format.index import decode_index
 from holdfast.format.manifest import decode_manifest

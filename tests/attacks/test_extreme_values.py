@@ -12,6 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.cli.output import to_json_value
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import HoldfastError, NotFound, PlanError, Unsupported
 from holdfast.format.records import Evaluation, encode_about_version
 from holdfast.run.policy import EverySteps, KeepBest
@@ -119,7 +120,7 @@ def test_a_step_that_no_reader_accepts_is_not_committed() -> None:
 
 
 def put_evaluation(run: Run, created: str, **metrics: float) -> str:
-    digest = run.open(run.find(1)).digest
+    digest = reader_of(run.open(run.find(1))).digest
     attempt = f"{len(files_of(run.store)):012x}"  # type: ignore[arg-type]
     evaluation = Evaluation("val", attempt, "version_1", digest, created, metrics)
     key = f"version_1/eval-val.{attempt}.json"

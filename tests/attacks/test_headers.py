@@ -19,7 +19,8 @@ from holdfast.engine.loading import shared_read
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.compare import compare_bytes
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
+from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import DigestMismatch, SkippedVersion
@@ -62,7 +63,7 @@ def with_header(files: Files, raw: bytes) -> MemoryStore:
     return store_of({**files, key: raw + data[4096:]})
 
 
-def open_in(store: Any) -> Snapshot:
+def open_in(store: Any) -> SnapshotReader:
     return open_location(Location(store, "version_7"))
 
 
@@ -87,7 +88,7 @@ def read_by_dcp(store: Any) -> None:
 
 def compare(store: Any) -> None:
     other = holdfast.save(MemoryStore().at("x"), zeros())
-    compare_bytes(open_in(store), other, [(key, key) for key in state()])
+    compare_bytes(open_in(store), reader_of(other), [(key, key) for key in state()])
 
 
 USES: dict[str, Callable[[Any], object]] = {
@@ -96,7 +97,7 @@ USES: dict[str, Callable[[Any], object]] = {
     "load keys": lambda store: holdfast.load(store.at("version_7"), keys="c"),
     "load on ranks": load_on_ranks,
     "shared load": lambda store: load_on_ranks(store, 0),
-    "whole leaf": lambda store: open_in(store)["c"].read(),
+    "whole leaf": lambda store: Snapshot(open_in(store))["c"].read(),
     "export": lambda store: stream_leaves(open_in(store), list(state()), lambda *_: None),
     "copy": lambda store: copy_snapshot(open_in(store), Location(MemoryStore(), "x")),
     "reshard": lambda store: reshard(open_in(store), Location(MemoryStore(), "x"), 2),
@@ -220,20 +221,20 @@ def test_a_full_load_reads_the_header_with_the_first_block(large: MemoryStore) -
 
 def test_a_header_is_read_once_per_open_snapshot(large: MemoryStore) -> None:
     recorded = RecordingStore(large)
-    snapshot = open_in(recorded)
-    [index] = snapshot.indexes()
+    reader = open_in(recorded)
+    snapshot, [index] = Snapshot(reader), reader.indexes()
     shard_reads(recorded)
     snapshot["w"].read()  # v is between the header and w
     assert shard_reads(recorded)[0] == (0, index.header)
     for key in ("w", "v"):
-        snapshot[key].read()
+        Snapshot(snapshot)[key].read()
         assert min(shard_reads(recorded))[0] >= index.header
 
 
 def test_a_slice_does_not_read_the_header(large: MemoryStore) -> None:
     recorded = RecordingStore(large)
-    snapshot = open_in(recorded)
-    [index] = snapshot.indexes()
+    reader = open_in(recorded)
+    snapshot, [index] = Snapshot(reader), reader.indexes()
     shard_reads(recorded)
     snapshot["w"][3:5], snapshot["v"][0], snapshot["v"][1:]
     assert len(reads := shard_reads(recorded)) == 3
@@ -244,7 +245,7 @@ def test_a_slice_does_not_read_the_header(large: MemoryStore) -> None:
 
 def test_a_failed_check_is_repeated(files: Files) -> None:
     raw = files[shard_key(files)][:4096]
-    snapshot = open_in(with_header(files, DAMAGE["two names"](raw)))
+    snapshot = Snapshot(open_in(with_header(files, DAMAGE["two names"](raw))))
     for _ in range(2):
         with pytest.raises(DigestMismatch, match="its header"):
             snapshot["c"].read()
@@ -277,7 +278,7 @@ def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.Monk
 def test_boxes_that_are_assembled_in_memory_check_the_headers_too() -> None:
     store = MemoryStore()
     original = holdfast.save(MemoryStore().at("x"), {"w": np.arange(640.0).reshape(20, 32)})
-    write_resharded(original, Location(store, "version_7"), split_columns(2), 2)
+    write_resharded(reader_of(original), Location(store, "version_7"), split_columns(2), 2)
     files = files_of(store)
     for shard in open_in(store).manifest.shards:
         key = f"version_7/{shard.name}"

@@ -101,7 +101,7 @@ def test_a_request_is_answered_and_removed(store: MemoryStore) -> None:
 def test_a_manifest_is_skipped_and_protects_what_it_names(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.engine.snapshot.snapshot.MAX_MANIFEST", MAX_RECORD)
+    monkeypatch.setattr("holdfast.engine.snapshot.reader.MAX_MANIFEST", MAX_RECORD)
     monkeypatch.setattr(catalog, "_PART", 1000)
     for offset in range(990, 1011):  # a name in and around the end of the first part
         store.delete("version_3/manifest.json")

@@ -17,6 +17,7 @@ from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import FormatError, ManifestInvalid, StoreError
 from holdfast.format.index import decode_index
@@ -92,8 +93,10 @@ def rejecting_uses(files: Files) -> list[str]:
     store = store_of(files)
     found = []
     uses: dict[str, Callable[[], Any]] = {
-        "load": lambda: load_snapshot(Run(store).open(Version(2))),
-        "copy": lambda: copy_snapshot(Run(store).open(Version(2)), Location(MemoryStore(), "x")),
+        "load": lambda: load_snapshot(reader_of(Run(store).open(Version(2)))),
+        "copy": lambda: copy_snapshot(
+            reader_of(Run(store).open(Version(2))), Location(MemoryStore(), "x")
+        ),
         "verify": lambda: Run(store).open(Version(2)).verify(),
     }
     for name, use in uses.items():
@@ -116,7 +119,7 @@ ALL_USES = ["load", "copy", "verify"]
 def test_the_unchanged_version_is_valid(files: Files) -> None:
     assert rejecting_uses(forge_last_version(files)) == []
     expected = {**state(2), "b": state(1)["b"]}
-    assert values_equal(load_snapshot(Run(store_of(files)).open(Version(2))), expected)
+    assert values_equal(load_snapshot(reader_of(Run(store_of(files)).open(Version(2)))), expected)
     assert forge_last_version(files)[MANIFEST] == files[MANIFEST]
 
 
@@ -344,7 +347,9 @@ def test_any_field_with_any_wrong_value(files: Files, which: str) -> None:
             edit = {which: lambda c: set_at(c, path, wrong)}  # noqa: B023
             forged = forge_last_version(files, **edit)
             if "load" not in rejecting_uses(forged):
-                assert values_equal(load_snapshot(Run(store_of(forged)).open(Version(2))), expected)
+                assert values_equal(
+                    load_snapshot(reader_of(Run(store_of(forged)).open(Version(2)))), expected
+                )
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import holdfast as hf
 from holdfast.cli.verbs.copy import CopyResult, _copy_run
 from holdfast.cli.verbs.ls import list_versions
 from holdfast.cli.verbs.verify import _verify_run
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import AlreadyExists, CommitError, FormatTooNew, NotFound
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
@@ -593,16 +593,16 @@ def test_the_versions_of_a_run_are_not_all_in_memory(
     """A snapshot has its tree and its indexes in memory: megabytes for a large model."""
     for step in range(1, 21):
         hf.save(f"{empty_url}/a/version_{step}", {"x": np.full(4, step)}, step=step)
-    alive, most = WeakSet[Snapshot](), 0
-    original = Snapshot.__init__
+    alive, most = WeakSet[SnapshotReader](), 0
+    original = SnapshotReader.__init__
 
-    def init(self: Snapshot, *arguments: Any) -> None:
+    def init(self: SnapshotReader, *arguments: Any) -> None:
         nonlocal most
         original(self, *arguments)
         alive.add(self)
         most = max(most, len(alive))
 
-    monkeypatch.setattr(Snapshot, "__init__", init)
+    monkeypatch.setattr(SnapshotReader, "__init__", init)
     copy = ("copy", f"{empty_url}/a", f"{empty_url}/b")
     for arguments in (copy, copy, ("ls", copy[2]), ("verify", copy[2])):
         most = 0
@@ -638,14 +638,14 @@ def test_a_copy_of_a_later_format_is_not_called_damaged(
     run: str, empty_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run_cli("copy", run, empty_url).code == 0
-    original = Snapshot.check_files
+    original = SnapshotReader.check_files
 
-    def check_files(self: Snapshot) -> None:
+    def check_files(self: SnapshotReader) -> None:
         if self.url.startswith(empty_url):
             raise FormatTooNew("its format is 9")
         original(self)
 
-    monkeypatch.setattr(Snapshot, "check_files", check_files)
+    monkeypatch.setattr(SnapshotReader, "check_files", check_files)
     result = run_cli("copy", run, empty_url)
     assert result.code == 8
     assert "a snapshot of a later format" in result.err

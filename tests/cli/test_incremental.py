@@ -13,6 +13,7 @@ from holdfast.buffers import shared_pool
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.format.names import MANIFEST, Version
 from holdfast.format.records import Branch, encode_branch
 from holdfast.storage.memory import MemoryStore
@@ -39,7 +40,12 @@ def save(store: MemoryStore, step: int, **other_values: Any) -> None:
     base = hf.Run(store).open(Version(step - 1)) if step > 1 else None
     finish_save(
         begin_save(
-            location, state, VersionMetadata(step=step), shared_pool(), stage_now=False, base=base
+            location,
+            state,
+            VersionMetadata(step=step),
+            shared_pool(),
+            stage_now=False,
+            base=reader_of(base),
         )
     )
 
@@ -155,7 +161,7 @@ def continue_run(store: MemoryStore, steps: int) -> hf.Snapshot:
     state = {"frozen": np.arange(20_000.0), "adapter": np.zeros(10), "p": hf.Progress()}
     state["p"].step = steps - 1
     with hf.Checkpointer(store, state, incremental=True) as ckpt:
-        ckpt._saver.resume_from(hf.Run(store).open(Version(steps - 1)))
+        ckpt._saver.resume_from(reader_of(hf.Run(store).open(Version(steps - 1))))
         ckpt._lifecycle.is_resumed = True  # it started before the damage
         ckpt.step()
         return ckpt.save()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import Denied
 from holdfast.format.names import MANIFEST, Version, random_id, shard_name
+from holdfast.run.catalog import Catalog
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
@@ -113,14 +114,14 @@ def test_orphans_are_counted(store: MemoryStore) -> None:
 def test_an_unreadable_version_is_listed(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Run.open
+    real = Catalog.open
 
-    def fail(self: Run, version: Version) -> Snapshot:
+    def fail(self: Catalog, version: Version) -> SnapshotReader:
         if version.step == 60:
             raise Denied("Cannot read version_60")
         return real(self, version)
 
-    monkeypatch.setattr(Run, "open", fail)
+    monkeypatch.setattr(Catalog, "open", fail)
     result = run_cli("ls", store.url)
     assert result.code == 0
     assert "unreadable" in result.out

@@ -15,6 +15,7 @@ from rich.console import Console
 import holdfast as hf
 from holdfast.cli.tree_rows import iter_tree_rows
 from holdfast.cli.verbs.show import fitting_depth, render
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.format.names import Version
 from holdfast.format.records import FailedEvaluation
 from holdfast.run.evaluations.lease import LeaseHolder
@@ -124,8 +125,8 @@ def test_depth_limits_the_tree(run: str) -> None:
 def test_a_long_tree_is_limited_to_the_levels_that_fit(empty_url: str) -> None:
     state = {f"block{i}": {str(j): np.zeros(1) for j in range(10)} for i in range(8)}
     snapshot = hf.save(empty_url, state)
-    assert fitting_depth(list(iter_tree_rows(snapshot))) == 1
-    assert fitting_depth(list(iter_tree_rows(snapshot))[:30]) is None
+    assert fitting_depth(list(iter_tree_rows(reader_of(snapshot)))) == 1
+    assert fitting_depth(list(iter_tree_rows(reader_of(snapshot)))[:30]) is None
 
 
 def test_a_shard_of_wrong_length_is_reported(tmp_path: Path) -> None:
@@ -185,8 +186,8 @@ def test_each_row_is_looked_at_a_few_times_whatever_the_number_of_containers(
                 yield row
 
     snapshot = hf.open(empty_url)
-    rows = Rows(iter_tree_rows(snapshot))
-    render(snapshot, rows, None, None, may_limit=True)
+    rows = Rows(iter_tree_rows(reader_of(snapshot)))
+    render(reader_of(snapshot), rows, None, None, may_limit=True)
     assert len(rows) == 2001
     assert rows.looked_at <= 10 * len(rows)
 

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import holdfast
 from holdfast.cli.exit_codes import DIFFERS
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.format import names
 from holdfast.format.names import shard_name
 from holdfast.run.policy import EverySteps
@@ -81,7 +82,9 @@ def test_a_copy_follows_the_record_of_its_destination(run: str, parent: str) -> 
     assert shard_folders(f"{parent}/other") <= {"spread-00", "spread-01", "spread-02"}
     again = run_cli("copy", run, f"{parent}/other", "--json").json
     assert (len(again["copied"]), len(again["present"])) == (0, 2)
-    digests = [[s.digest for s in Run(f"{parent}/{r}").snapshots()] for r in ("spread", "other")]
+    digests = [
+        [reader_of(s).digest for s in Run(f"{parent}/{r}").snapshots()] for r in ("spread", "other")
+    ]
     assert digests[0] == digests[1]
     assert run_cli("copy", f"{run}/version_2", f"{parent}/single/version_2").code == 0
     assert shard_folders(f"{parent}/single") == {"version_2"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli.verbs import verify
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.verify import Problem
 from holdfast.errors import Denied, FormatError, HoldfastError
 from holdfast.format.names import MANIFEST, Version
@@ -97,14 +97,14 @@ def test_abandoned_versions_and_branch_records_are_verified(store: MemoryStore) 
 def test_a_concurrently_deleted_version_is_not_damaged(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Snapshot.verify
+    real = SnapshotReader.verify
 
-    def deleted(snapshot: Snapshot, *rest: Any) -> object:
+    def deleted(snapshot: SnapshotReader, *rest: Any) -> object:
         for stat in list(store.list("version_20")):
             store.delete(stat.key)
         return real(snapshot, *rest)
 
-    monkeypatch.setattr(Snapshot, "verify", deleted)
+    monkeypatch.setattr(SnapshotReader, "verify", deleted)
     result = run_cli("verify", store.url, "--json")
     assert result.code == 0
     assert [v["version"] for v in result.json["versions"]] == ["version_40", "version_60"]

@@ -15,7 +15,8 @@ import holdfast
 from holdfast.engine.distributed.group import current_group
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import NotFound
 from holdfast.format import names
 from holdfast.format.names import Version
@@ -90,19 +91,19 @@ def verify_versions(run: Run, expected: Callable[[int], State]) -> dict[Version,
     digests = {}
     for version in run.listing().versions:
         snapshot = run.open(version)
-        snapshot.check_files()
+        reader_of(snapshot).check_files()
         report = snapshot.verify()
         assert report.ok, report.problems
-        for name in shard_files(snapshot):
-            assert names.parse_attempt(name) == snapshot.manifest.attempt
-        assert [tuple(leaf.shape) for i in snapshot.indexes() for leaf in i.leaves]
-        parent = snapshot.manifest.parent
+        for name in shard_files(reader_of(snapshot)):
+            assert names.parse_attempt(name) == reader_of(snapshot).manifest.attempt
+        assert [tuple(leaf.shape) for i in reader_of(snapshot).indexes() for leaf in i.leaves]
+        parent = reader_of(snapshot).manifest.parent
         if parent is not None:
             assert parent.version in map(str, digests) or not has_manifest(run, parent.version)
         state = initial_state()
-        load_snapshot(snapshot, state, group=current_group())
+        load_snapshot(reader_of(snapshot), state, group=current_group())
         assert states_equal(state, expected(version.step)), f"{version} contains a different state"
-        digests[version] = snapshot.digest
+        digests[version] = reader_of(snapshot).digest
     return digests
 
 
@@ -110,7 +111,7 @@ def has_manifest(run: Run, folder: str) -> bool:
     return any(s.key == f"{folder}/{names.MANIFEST}" for s in run.store.list(folder))
 
 
-def shard_files(snapshot: Snapshot) -> list[str]:
+def shard_files(snapshot: SnapshotReader) -> list[str]:
     return [name for s in snapshot.manifest.shards for name in (s.name, s.index.name)]
 
 
@@ -151,7 +152,8 @@ def check_no_orphans(run: Run) -> None:
     for version in listing.versions:
         snapshot = run.open(version)
         referenced |= {
-            snapshot.location.key(name) for name in (*shard_files(snapshot), names.MANIFEST)
+            reader_of(snapshot).location.key(name)
+            for name in (*shard_files(reader_of(snapshot)), names.MANIFEST)
         }
         files = [stat.key for stat in run.catalog.files(version, listing).stats]
         referenced |= {f for f in files if names.parse_evaluation(f.rpartition("/")[2])}

@@ -17,7 +17,8 @@ from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import CommitError, HoldfastError
 from holdfast.format import names
 from holdfast.format.names import MANIFEST, Version
@@ -141,7 +142,7 @@ def make_state(step: int) -> dict[str, Any]:
     return {"always": changing, "frozen": np.arange(750.0), "once": changed_once}
 
 
-def save(store: Store, step: int, base: Snapshot | None) -> Snapshot:
+def save(store: Store, step: int, base: SnapshotReader | None) -> SnapshotReader:
     location = Location(store, f"version_{step}")
     return finish_save(
         begin_save(
@@ -155,7 +156,7 @@ def save(store: Store, step: int, base: Snapshot | None) -> Snapshot:
     )
 
 
-def make_race() -> tuple[MemoryStore, Snapshot]:
+def make_race() -> tuple[MemoryStore, SnapshotReader]:
     """Return a store with versions 0, 1, and 2, and version 1 as the base for version 3.
 
     Version 1 refers to version 0. Version 2 is full, so retention can delete versions 0 and 1.
@@ -172,7 +173,7 @@ def retain_newest(store: Store) -> None:
     Run(store).retain(KeepLast(1))
 
 
-def check_versions(store: MemoryStore, committed: Snapshot | None) -> None:
+def check_versions(store: MemoryStore, committed: SnapshotReader | None) -> None:
     """Check that every version is intact, also after a sweep, and that no pins remain."""
     for _ in range(2):
         run = Run(store)
@@ -183,7 +184,7 @@ def check_versions(store: MemoryStore, committed: Snapshot | None) -> None:
             report = run.open(version).verify()
             assert report.ok, report.problems
             expected = make_state(version.step)
-            loaded = load_snapshot(run.open(version))
+            loaded = load_snapshot(reader_of(run.open(version)))
             assert all(loaded[k].tobytes() == expected[k].tobytes() for k in expected)
         assert run.listing().process_pins == []
         run.sweep(grace=0, now=1e12)
@@ -220,7 +221,7 @@ def test_save_is_intact_or_fails_if_the_base_is_deleted_at_any_call(
             check_versions(inner, committed)
         if len(calls) < at:
             break
-        outcomes.append("failed" if committed is None else committed.chain)
+        outcomes.append("failed" if committed is None else committed.manifest.chain)
     if deleted_by == "retention":
         assert "failed" not in outcomes
     assert 0 in outcomes
@@ -235,7 +236,7 @@ def test_save_at_any_call_of_a_deletion_is_intact(
     chains = set()
     for at in range(1, 1000):
         inner, base = make_race()
-        store, calls, saved = HookedStore(inner), list[str](), list[Snapshot]()
+        store, calls, saved = HookedStore(inner), list[str](), list[SnapshotReader]()
 
         def before(method: str, key: str) -> None:
             calls.append(key)  # noqa: B023
@@ -254,7 +255,7 @@ def test_save_at_any_call_of_a_deletion_is_intact(
         if not saved:
             break
         check_versions(inner, saved[0])
-        chains.add(saved[0].chain)
+        chains.add(saved[0].manifest.chain)
     assert chains == {0, 2}
 
 
@@ -325,7 +326,7 @@ def test_save_is_intact_in_any_interleaving_with_retention(
     inner, base = make_race()
     saved, deleted = run_interleaved(inner, [lambda s: save(s, 3, base), retain_newest], bits)
     assert deleted is None, deleted
-    assert isinstance(saved, Snapshot), saved
+    assert isinstance(saved, SnapshotReader), saved
     check_versions(inner, saved)
 
 
@@ -337,7 +338,7 @@ def test_verify_names_the_missing_files_of_a_deleted_base() -> None:
     report = Run(inner).open(Version(3)).verify()
     assert [p.file for p in report.problems] == [
         f"version_0/{r.path.rpartition('/')[2]}"
-        for r in Run(inner).open(Version(3)).manifest.shards[0].refers
+        for r in reader_of(Run(inner).open(Version(3))).manifest.shards[0].refers
         if names.parse_reference(r.path) is not None and "version_0" in r.path
     ]
     assert f"version_0/{MANIFEST}" not in {s.key for s in inner.list("")}

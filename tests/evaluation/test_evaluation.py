@@ -19,6 +19,7 @@ import torch
 import holdfast
 from holdfast import events
 from holdfast.engine.snapshot.location import locate
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import HoldfastError, NotFound, Unavailable
 from holdfast.evaluation.evaluation import Evaluation, Outcome
@@ -192,7 +193,9 @@ def test_a_failure_is_recorded_with_its_cause_and_blocks_nothing(
     (outcome,) = evaluation(run, evaluate, workers=workers).run()
     assert outcome.state == "FAILED"
     opened = Run(run).open(Version(5))
-    (record,) = Run(run).catalog.evaluations.read(Version(5), opened.digest).of(FailedEvaluation)
+    (record,) = (
+        Run(run).catalog.evaluations.read(Version(5), reader_of(opened).digest).of(FailedEvaluation)
+    )
     assert record.cause == outcome.cause[: len(record.cause)]
     assert re.search(cause, record.cause), record.cause
     assert Run(run).metrics(5) == {}
@@ -601,7 +604,9 @@ def test_a_folder_without_a_manifest_is_not_evaluated(run: Path) -> None:
 
 def test_a_version_of_any_layout_is_evaluated(run: Path, tmp_path: Path) -> None:
     state = save_version(tmp_path / "other", 5)
-    reshard(holdfast.open(tmp_path / "other" / "version_5"), locate(run / "version_5"), 3)
+    reshard(
+        reader_of(holdfast.open(tmp_path / "other" / "version_5")), locate(run / "version_5"), 3
+    )
     assert len([*(run / "version_5").glob("shard-*.safetensors")]) == 3
     (outcome,) = evaluation(run, workers=1).run()
     check(outcome, run, state)

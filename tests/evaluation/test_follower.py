@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import Unavailable
 from holdfast.evaluation.follower import Follower
 from holdfast.evaluation.schedule import Selection
@@ -25,13 +25,13 @@ def test_each_version_is_opened_twice_whatever_the_number_of_those_that_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, opened = Run(make_run(*range(1, 41))), Counter[Version]()
-    original = run.open
+    original = run.catalog.open
 
-    def count(version: Version) -> Snapshot:
+    def count(version: Version) -> SnapshotReader:
         opened[version] += 1
         return original(version)
 
-    monkeypatch.setattr(run, "open", count)
+    monkeypatch.setattr(run.catalog, "open", count)
     follower, found = Follower(run, "val", Selection(skip_none=True)), []
     while (next_one := follower.next()) is not None:
         snapshot, waiting = next_one

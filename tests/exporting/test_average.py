@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as hst
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import DigestMismatch, FormatError, HoldfastError, NotFound, PlanError
 from holdfast.exporting import average as average_module
 from holdfast.exporting.average import _from_float64, _to_float64
@@ -96,7 +97,8 @@ def test_every_format_has_the_average_and_its_sources(kind: Any, tmp_path: Path)
         file = tmp_path / "out" / "model.safetensors"
         assert st.load_file(file)["w"].tolist() == [3.0] * 3
     assert read_record(file)["averaged"] == [
-        {"version": f"version_{n}", "manifest": s.digest} for n, s in enumerate(snapshots, 1)
+        {"version": f"version_{n}", "manifest": reader_of(s).digest}
+        for n, s in enumerate(snapshots, 1)
     ]
     assert run_cli("verify", tmp_path / "out").code == 0
 
@@ -178,7 +180,7 @@ def test_versions_in_other_layouts(layout: Any, tmp_path: Path) -> None:
     other = tmp_path / "b"
     holdfast.save(other / "version_1", holdfast.load(first.url), step=1)
     location = holdfast.Run(other).location(holdfast.open(second.url).version)
-    write_resharded(second, location, layout(3), 3)
+    write_resharded(reader_of(second), location, layout(3), 3)
     found = export(other, 2, tmp_path / "out")["w"]
     assert torch.equal(found, ((weights[0].double() + weights[1].double()) / 2).float())
 

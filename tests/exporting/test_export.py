@@ -25,7 +25,8 @@ from torch import nn
 import holdfast
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import (
     AlreadyExists,
     DigestMismatch,
@@ -52,10 +53,12 @@ from tests.trainings import flip_bit
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
 
-def export(snapshot: Snapshot | dict[str, Any], kind: str, to: Path, **options: Any) -> ExportPlan:
+def export(
+    snapshot: SnapshotReader | dict[str, Any], kind: str, to: Path, **options: Any
+) -> ExportPlan:
     """Export a snapshot, or a state that is saved first."""
     if isinstance(snapshot, dict):
-        snapshot = holdfast.open(save_state(snapshot))
+        snapshot = reader_of(holdfast.open(save_state(snapshot)))
     location, name = locate_export(str(to), kind)
     plan = plan_export(snapshot, kind, file_name=name, **options)
     write_export(snapshot, plan, location)
@@ -63,14 +66,14 @@ def export(snapshot: Snapshot | dict[str, Any], kind: str, to: Path, **options: 
 
 
 def export_and_read(
-    snapshot: Snapshot | dict[str, Any], to: Path, **options: Any
+    snapshot: SnapshotReader | dict[str, Any], to: Path, **options: Any
 ) -> dict[str, Any]:
     """Export a snapshot, and read it with the safetensors library."""
     export(snapshot, "safetensors", to, **options)
     return st.load_file(to / "model.safetensors")
 
 
-def export_to_torch(snapshot: Snapshot | dict[str, Any], to: Path, **options: Any) -> Any:
+def export_to_torch(snapshot: SnapshotReader | dict[str, Any], to: Path, **options: Any) -> Any:
     """Export a snapshot, and read it with ``torch.load``, with and without mmap."""
     export(snapshot, "torch", to, **options)
     assert zipfile.ZipFile(to / "model.pt").testzip() is None
@@ -177,16 +180,18 @@ def test_the_error_lists_all_leaves_that_safetensors_cannot_store(tmp_path: Path
 
 
 @pytest.fixture
-def training() -> Snapshot:
+def training() -> SnapshotReader:
     net = nn.Linear(3, 2)
     adam = torch.optim.Adam(net.parameters())
     net(torch.ones(3)).sum().backward()
     adam.step()
-    return holdfast.open(save_state({"model": net, "optimizer": adam, "n": [1, torch.ones(1)]}))
+    return reader_of(
+        holdfast.open(save_state({"model": net, "optimizer": adam, "n": [1, torch.ones(1)]}))
+    )
 
 
 def test_the_model_is_exported_unless_another_part_is_selected(
-    training: Snapshot, tmp_path: Path
+    training: SnapshotReader, tmp_path: Path
 ) -> None:
     def selected(**options: Any) -> tuple[list[str], str]:
         plan = plan_export(training, "safetensors", **options)
@@ -216,7 +221,7 @@ def test_the_model_is_exported_unless_another_part_is_selected(
     assert list(export_and_read(training, tmp_path / "d", keys=["n/**"])) == ["n/1"]
 
 
-def test_an_empty_selection_is_an_error(training: Snapshot) -> None:
+def test_an_empty_selection_is_an_error(training: SnapshotReader) -> None:
     for root in ("modle", "model/weight", "model/weight/x", "mode", "n/1", "model/", "n/7"):
         if root != "model/":
             with pytest.raises(MissingLeaf, match=f"nothing below {root}"):
@@ -226,8 +231,8 @@ def test_an_empty_selection_is_an_error(training: Snapshot) -> None:
             plan_export(training, kind, keys=["zzz/**"])
     only_values = holdfast.open(save_state({"n": 1}))
     with pytest.raises(MissingLeaf, match="selection contains nothing"):
-        plan_export(only_values, "safetensors")
-    assert plan_export(only_values, "torch").tensor_count == 0
+        plan_export(reader_of(only_values), "safetensors")
+    assert plan_export(reader_of(only_values), "torch").tensor_count == 0
 
 
 UNUSUAL_NAMES = [
@@ -320,14 +325,14 @@ def test_shards_of_a_hugging_face_checkpoint(
 def test_torch_reads_the_same_state_as_load(tmp_path: Path) -> None:
     state = state_of_all_dtypes()
     at = save_state(state)
-    loaded = export_to_torch(holdfast.open(at), tmp_path)
+    loaded = export_to_torch(reader_of(holdfast.open(at)), tmp_path)
     assert_same(holdfast.load(at), loaded)
     assert loaded["model"]["tied"] is loaded["model"]["w"]
     again = torch.load(tmp_path / "model.pt", weights_only=True, mmap=True)
     assert not any(t.data_ptr() % 64 for t in again["model"].values())
 
 
-def test_torch_reads_a_model(training: Snapshot, tmp_path: Path) -> None:
+def test_torch_reads_a_model(training: SnapshotReader, tmp_path: Path) -> None:
     net = nn.Linear(3, 2)
     net.load_state_dict(export_to_torch(training, tmp_path / "a", root="model"))
     assert_same(dict(holdfast.load(training.url)["model"]), dict(net.state_dict()))
@@ -449,7 +454,7 @@ def test_the_error_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     snapshot = holdfast.open(save_state({"a": np.ones(2)}))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(HoldfastError, match="pip install"):
-        plan_export(snapshot, "torch")
+        plan_export(reader_of(snapshot), "torch")
 
 
 # -- layouts and stores ---------------------------------------------------------------------------
@@ -461,7 +466,7 @@ def test_the_files_do_not_depend_on_the_layout(kind: str, layout: Any, tmp_path:
     state = state_of_all_dtypes()
     for name in ("complex32", "complex128"):
         del state["model"][name]
-    original = holdfast.open(save_state(state))
+    original = reader_of(holdfast.open(save_state(state)))
     resharded = write_resharded(original, Location(MemoryStore(), "version_1"), layout, 4)
     options = {"max_shard_size": 500} if kind == "hf" else {}
     for name, snapshot in (("original", original), ("resharded", resharded), ("again", original)):
@@ -486,7 +491,7 @@ def test_an_incremental_version(tmp_path: Path) -> None:
     latest = holdfast.Run(store).latest()
     assert latest is not None
     assert latest.bases
-    assert_same(export_and_read(latest, tmp_path), state["model"])
+    assert_same(export_and_read(reader_of(latest), tmp_path), state["model"])
 
 
 def test_export_to_another_store() -> None:
@@ -495,7 +500,7 @@ def test_export_to_another_store() -> None:
         at = unused_url().removesuffix("/version_1")
         for to in (f"{at}-root", f"{at}/folder"):
             location, _ = locate_export(to, kind)
-            write_export(snapshot, plan_export(snapshot, kind), location)
+            write_export(reader_of(snapshot), plan_export(reader_of(snapshot), kind), location)
             assert [s.key for s in location.store.list("")] == [location.key(name)]
         raw = location.store.get(location.key(name), 1 << 20)
         if kind == "safetensors":
@@ -537,8 +542,8 @@ def test_few_bytes_wait_if_a_store_only_appends(kind: str, monkeypatch: pytest.M
     monkeypatch.setattr(export_module, "SEGMENT", 2 * nbytes)
     model = {f"w{i:02}": torch.full((nbytes // 4,), i, dtype=torch.float32) for i in range(20)}
     snapshot, store = holdfast.save(unused_url(), {"model": model}), AppendingStore()
-    plan = plan_export(snapshot, kind)
-    write_export(snapshot, plan, Location(store, "out"))
+    plan = plan_export(reader_of(snapshot), kind)
+    write_export(reader_of(snapshot), plan, Location(store, "out"))
     [file] = plan.files
     assert store.position == file.length
     assert store.waiting == {}
@@ -555,7 +560,9 @@ def test_a_large_leaf_does_not_wait_for_a_small_one_that_is_assembled(
     monkeypatch.setattr(export_module, "SEGMENT", nbytes // 8)
     model = {"a": torch.randn(4, 8), "b": torch.randn(nbytes // 4)}
     original = holdfast.save(unused_url(), {"model": model})
-    snapshot = write_resharded(original, Location(MemoryStore(), "v"), split_columns(4), 4)
+    snapshot = write_resharded(
+        reader_of(original), Location(MemoryStore(), "v"), split_columns(4), 4
+    )
     store = AppendingStore()
     plan = plan_export(snapshot, "safetensors")
     write_export(snapshot, plan, Location(store, "out"))
@@ -569,9 +576,11 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
     for kind in ("hf", "torch"):
         reported: list[int] = []
         plan = plan_export(
-            snapshot, kind, keys=["model/[!c]*", "model/w", "model/long"], root="model"
+            reader_of(snapshot), kind, keys=["model/[!c]*", "model/w", "model/long"], root="model"
         )
-        write_export(snapshot, plan, locate_export(str(tmp_path / kind), kind)[0], reported.append)
+        write_export(
+            reader_of(snapshot), plan, locate_export(str(tmp_path / kind), kind)[0], reported.append
+        )
         assert sum(reported) == plan.nbytes > 1_200_000
 
 
@@ -588,8 +597,10 @@ def test_a_version_is_pinned_during_an_export(
     def record_pins(nbytes: int) -> None:
         pins_by_call.append([s.key for s in store.list("") if names.parse_pin(s.key)])
 
-    plan = plan_export(snapshot, "safetensors")
-    write_export(snapshot, plan, locate_export(str(tmp_path), "safetensors")[0], record_pins)
+    plan = plan_export(reader_of(snapshot), "safetensors")
+    write_export(
+        reader_of(snapshot), plan, locate_export(str(tmp_path), "safetensors")[0], record_pins
+    )
     assert [len(k) for k in pins_by_call] == [1]
     assert not [s.key for s in store.list("") if names.parse_pin(s.key)]
 
@@ -629,8 +640,10 @@ def test_existing_files_are_not_changed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for to in (at, run, at / "x.safetensors", run / "x.safetensors", run / "version_2"):
         with pytest.raises(AlreadyExists, match="a snapshot, a version, or a run"):
-            export(snapshot, "safetensors", to)
-    export(snapshot, "safetensors", tmp_path / "exports" / "version_1")  # there is no run
+            export(reader_of(snapshot), "safetensors", to)
+    export(
+        reader_of(snapshot), "safetensors", tmp_path / "exports" / "version_1"
+    )  # there is no run
     for name, kind in [
         ("model.safetensors", "safetensors"),
         ("model.pt", "torch"),
@@ -642,12 +655,14 @@ def test_existing_files_are_not_changed(tmp_path: Path) -> None:
         out.mkdir()
         (out / name).write_text("existing")
         with pytest.raises(AlreadyExists, match=f"There is already a file {name}"):
-            export(snapshot, kind, out, **({"max_shard_size": 8} if "0000" in name else {}))
+            export(
+                reader_of(snapshot), kind, out, **({"max_shard_size": 8} if "0000" in name else {})
+            )
         assert os.listdir(out) == [name]
         assert (out / name).read_text() == "existing"
     (tmp_path / "file").write_text("a file")
     with pytest.raises(StoreError):
-        export(snapshot, "hf", tmp_path / "file")
+        export(reader_of(snapshot), "hf", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "a file"
 
 
@@ -661,12 +676,12 @@ def test_damage_is_reported_and_leaves_no_file(kind: str, tmp_path: Path) -> Non
     out = tmp_path / "out"
     options = {"max_shard_size": 200_000} if kind == "hf" else {}
     with pytest.raises(DigestMismatch, match="damaged between bytes"):
-        export(snapshot, kind, out, **options)
+        export(reader_of(snapshot), kind, out, **options)
     assert not out.exists()
     out.mkdir()
     (out / "existing").touch()
     with pytest.raises(DigestMismatch):
-        export(snapshot, kind, out, **options)
+        export(reader_of(snapshot), kind, out, **options)
     assert os.listdir(out) == ["existing"]
 
 
@@ -675,14 +690,17 @@ def test_a_failure_of_any_call_leaves_no_file(tmp_path: Path) -> None:
     """Fail the n-th writing system call with ENOSPC, for all n."""
     state = {"model": {n: torch.randn(20, 20) for n in "abc"}}
     snapshot = holdfast.open(save_state(state))
-    plans = [plan_export(snapshot, "hf", max_shard_size=1700), plan_export(snapshot, "torch")]
+    plans = [
+        plan_export(reader_of(snapshot), "hf", max_shard_size=1700),
+        plan_export(reader_of(snapshot), "torch"),
+    ]
     for plan in plans:
         for call in ("open", "fallocate", "pwrite", "fsync", "link"):
             for at in range(1, 100):
                 fs = FaultFs(None, Fault(call, at, errno.ENOSPC))
                 location = Location(LocalStore(tmp_path, fs=fs), "out")
                 try:
-                    write_export(snapshot, plan, location)
+                    write_export(reader_of(snapshot), plan, location)
                 except NoSpace:
                     assert not (tmp_path / "out").exists(), (call, at)
                     continue
@@ -738,7 +756,9 @@ def test_memory_does_not_grow_with_the_state() -> None:
         def layout(key: str, shape: tuple[int, ...]) -> Any:
             return split_columns(3)(key, shape) if key.endswith("a") else split_rows(3)(key, shape)
 
-        resharded = write_resharded(original, Location(LocalStore(folder), "version_2"), layout, 3)
+        resharded = write_resharded(
+            reader_of(original), Location(LocalStore(folder), "version_2"), layout, 3
+        )
         for kind in ("hf", "torch"):
             command = [
                 sys.executable,

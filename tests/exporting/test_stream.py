@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import DigestMismatch, NotFound
 from holdfast.exporting import stream
 from holdfast.exporting.stream import stream_leaves
@@ -31,7 +32,7 @@ from tests.trainings import flip_bit
 _store_numbers = itertools.count()
 
 
-def read_streamed(snapshot: Snapshot, keys: list[str]) -> list[bytes]:
+def read_streamed(snapshot: SnapshotReader, keys: list[str]) -> list[bytes]:
     """Return the bytes of the leaves. Fail if a byte is missing or passed twice."""
     pieces: list[dict[int, bytes]] = [defaultdict(bytes) for _ in keys]
     lock = Lock()
@@ -76,7 +77,7 @@ def test_any_layout(sharded_state, window: int) -> None:
     state, layout = sharded_state
     original = holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)
     location = Location(MemoryStore(), "version_1")
-    snapshot = write_resharded(original, location, lambda key, shape: layout[key], 3)
+    snapshot = write_resharded(reader_of(original), location, lambda key, shape: layout[key], 3)
     assert snapshot.verify().ok
     before, stream.WINDOW = stream.WINDOW, window
     try:
@@ -87,14 +88,14 @@ def test_any_layout(sharded_state, window: int) -> None:
 
 
 @pytest.fixture
-def big() -> Snapshot:
+def big() -> SnapshotReader:
     state = {"a": np.arange(900_000.0).reshape(300, 3000), "b": np.arange(7), "c": np.ones((4, 5))}
-    return holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)
+    return reader_of(holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state))
 
 
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
 @pytest.mark.parametrize("window", [1 << 20, 64 << 20])
-def test_leaves_of_many_chunks(big: Snapshot, layout, window, monkeypatch) -> None:
+def test_leaves_of_many_chunks(big: SnapshotReader, layout, window, monkeypatch) -> None:
     monkeypatch.setattr(stream, "WINDOW", window)
     snapshot = write_resharded(big, Location(MemoryStore(), "version_1"), layout, 3)
     expected = [read_elements(big, k).tobytes() for k in "abc"]
@@ -120,7 +121,7 @@ def test_few_bytes_are_read_twice(
     state |= {f"b{i}": np.zeros((3, 100)) for i in range(300)}
     original = holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)
     store = CountingStore()
-    snapshot = write_resharded(original, Location(store, "version_1"), layout, 4)
+    snapshot = write_resharded(reader_of(original), Location(store, "version_1"), layout, 4)
     monkeypatch.setattr(stream, "WINDOW", 16 << 20)
     store.read = 0
     stream_leaves(snapshot, list(state), lambda number, at, data: None)
@@ -129,7 +130,7 @@ def test_few_bytes_are_read_twice(
 
 
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
-def test_damaged_bytes_are_not_passed_on(big: Snapshot, layout) -> None:
+def test_damaged_bytes_are_not_passed_on(big: SnapshotReader, layout) -> None:
     store = MemoryStore()
     snapshot = write_resharded(big, Location(store, "version_1"), layout, 3)
     flip_bit(store, f"version_1/{snapshot.manifest.shards[1].name}", byte=-9)
@@ -137,7 +138,7 @@ def test_damaged_bytes_are_not_passed_on(big: Snapshot, layout) -> None:
         read_streamed(snapshot, ["a", "b", "c"])
 
 
-def test_a_version_that_was_deleted_is_not_damaged(big: Snapshot) -> None:
+def test_a_version_that_was_deleted_is_not_damaged(big: SnapshotReader) -> None:
     big.indexes()
     for stat in list(big.location.store.list("")):
         big.location.store.delete(stat.key)
@@ -146,7 +147,7 @@ def test_a_version_that_was_deleted_is_not_damaged(big: Snapshot) -> None:
     assert big.location.key(MANIFEST)
 
 
-def test_an_exception_of_the_callback_is_raised(big: Snapshot) -> None:
+def test_an_exception_of_the_callback_is_raised(big: SnapshotReader) -> None:
     def write(number: int, at: int, data: memoryview) -> None:
         raise KeyError("from the callback")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.format.names import Version
 from tests.forging import values_equal
 from tests.golden import make
@@ -51,8 +52,8 @@ def test_lineage_and_abandoned_version_are_found(run: holdfast.Run) -> None:
     latest = run.latest()
     assert latest is not None
     assert latest.version == Version(3, 1)
-    assert latest.manifest.parent is not None
-    assert latest.manifest.parent.version == "version_2.1"
+    assert reader_of(latest).manifest.parent is not None
+    assert reader_of(latest).manifest.parent.version == "version_2.1"
     assert latest.metadata["metrics"] == {"loss": 1 / 3}
 
 
@@ -85,8 +86,8 @@ def test_this_build_writes_the_same_format_1(run: holdfast.Run, tmp_path: Path) 
     holdfast.save(str(tmp_path / "version_2"), make.state(2))
     new = holdfast.open(str(tmp_path / "version_2"))
     golden = run.open(Version(2))
-    assert new.manifest.tree == golden.manifest.tree
-    (a,), (b,) = new.indexes(), golden.indexes()
+    assert reader_of(new).manifest.tree == reader_of(golden).manifest.tree
+    (a,), (b,) = reader_of(new).indexes(), reader_of(golden).indexes()
     assert a.leaves == b.leaves
     assert a.digests == b.digests
 
@@ -120,9 +121,9 @@ def test_this_build_writes_the_same_format_2(incremental_run: holdfast.Run, tmp_
     for step in BASES_BY_STEP:
         new = holdfast.Run(str(tmp_path / "new")).open(Version(step))
         golden = incremental_run.open(Version(step))
-        assert new.manifest.tree == golden.manifest.tree
+        assert reader_of(new).manifest.tree == reader_of(golden).manifest.tree
         assert (new.nbytes, new.referred_bytes) == (golden.nbytes, golden.referred_bytes)
-        (a,), (b,) = new.indexes(), golden.indexes()
+        (a,), (b,) = reader_of(new).indexes(), reader_of(golden).indexes()
         assert a.leaves == b.leaves
         assert a.digests == b.digests
         if a.chunk_refs is not None and b.chunk_refs is not None:
@@ -137,7 +138,11 @@ def test_every_version_of_format_3_is_intact_and_contains_its_values(tmp_path: P
     run = holdfast.Run(str(shutil.copytree(HERE / "format-3", tmp_path / "run")))
     for step, bases in ((1, set()), (2, {Version(1)})):
         snapshot = run.open(Version(step))
-        assert (snapshot.manifest.number, snapshot.bases, snapshot.chain) == (3, bases, step - 1)
+        assert (reader_of(snapshot).manifest.number, snapshot.bases, snapshot.chain) == (
+            3,
+            bases,
+            step - 1,
+        )
         report = snapshot.verify()
         assert report.ok, report.problems
         found, expected = holdfast.load(snapshot.url), make.with_types(step)
@@ -162,8 +167,8 @@ def test_this_build_writes_the_same_format_3(tmp_path: Path) -> None:
     for step in (1, 2):
         new = holdfast.Run(str(tmp_path / "new")).open(Version(step))
         golden = holdfast.Run(str(HERE / "format-3")).open(Version(step))
-        assert new.manifest.tree == golden.manifest.tree
-        (a,), (b,) = new.indexes(), golden.indexes()
+        assert reader_of(new).manifest.tree == reader_of(golden).manifest.tree
+        (a,), (b,) = reader_of(new).indexes(), reader_of(golden).indexes()
         assert a.leaves == b.leaves
         assert a.digests == b.digests
 

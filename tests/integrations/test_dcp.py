@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import (
 
 import holdfast
 from holdfast.engine.snapshot.location import is_snapshot, locate
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import (
     AlreadyExists,
     CommitError,
@@ -268,7 +269,10 @@ def test_metadata_contains_the_save_id_and_the_load_id(store):
 
 def test_native_snapshot_has_a_save_id(store):
     snapshot = holdfast.save(store, {"a": 1})
-    assert StorageReader(store).read_metadata().storage_meta.save_id == snapshot.manifest.attempt
+    assert (
+        StorageReader(store).read_metadata().storage_meta.save_id
+        == reader_of(snapshot).manifest.attempt
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable:UserWarning")

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import CommitError, DigestMismatch, HoldfastError, NotFound
 from holdfast.integrations.dcp.reading import StorageReader
 from holdfast.integrations.dcp.writing import StorageWriter
@@ -115,7 +116,7 @@ def test_dtensors_of_any_layout_load_into_other_layouts(
         loaded = holdfast.load(snap.url)
         assert all(loaded[str(s)].equal(arange(*s)) for s in SHAPES)
         expected_bytes = sum(prod(s) * 4 for s in SHAPES)
-        boxes = [b for x in snap.indexes() for leaf in x.leaves for b in leaf.boxes]
+        boxes = [b for x in reader_of(snap).indexes() for leaf in x.leaves for b in leaf.boxes]
         assert sum(prod(b.sizes) * 4 for b in boxes) == expected_bytes, "each element is saved once"
 
 
@@ -322,7 +323,7 @@ def test_saves_with_cached_plans_contain_the_current_state(
         loaded = holdfast.load(tmp_path / f"version_{step}")
         assert loaded["d"].equal(arange(8, 2) + step)
         assert loaded["a"].equal(arange(8, 2) + step)
-        assert len(holdfast.open(tmp_path / f"version_{step}").manifest.shards) == SIZE
+        assert len(reader_of(holdfast.open(tmp_path / f"version_{step}")).manifest.shards) == SIZE
 
 
 def save_async(folder: str) -> None:
@@ -412,10 +413,12 @@ def test_replicated_tensors_are_written_once(world: RankProcesses, tmp_path: Pat
     world.run(save_replicated, str(tmp_path))
     spread, lowest = holdfast.open(tmp_path / "spread"), holdfast.open(tmp_path / "lowest")
     for snap in (spread, lowest):
-        assert sum(len(x.leaves) for x in snap.indexes()) == 8
+        assert sum(len(x.leaves) for x in reader_of(snap).indexes()) == 8
         assert snap.verify().ok
-    assert [len(x.leaves) for x in spread.indexes()] == [2] * SIZE
-    assert len(lowest.indexes()) == 1, "a rank with nothing to write does not write a shard"
+    assert [len(x.leaves) for x in reader_of(spread).indexes()] == [2] * SIZE
+    assert len(reader_of(lowest).indexes()) == 1, (
+        "a rank with nothing to write does not write a shard"
+    )
 
 
 # -- failures ------------------------------------------------------------------------------------

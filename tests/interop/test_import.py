@@ -22,6 +22,7 @@ from torch import nn
 
 import holdfast
 from holdfast.engine.snapshot.location import locate
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, Unsupported
 from holdfast.interop.arrange import arrange_state
 from holdfast.interop.import_ import (
@@ -547,7 +548,7 @@ def test_snapshots_of_holdfast_are_not_imported(tmp_path):
     for path in (tmp_path / "run", tmp_path / "run" / "version_1"):
         with pytest.raises(Unsupported, match="already a Holdfast"):
             read_foreign_checkpoint(str(path))
-    shard = tmp_path / "run" / "version_1" / imported.manifest.shards[0].name
+    shard = tmp_path / "run" / "version_1" / reader_of(imported).manifest.shards[0].name
     with pytest.raises(Unsupported, match="a shard of a Holdfast"):
         read_foreign_checkpoint(str(shard))
 

@@ -16,6 +16,7 @@ from safetensors.torch import save as to_safetensors
 
 import holdfast
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
 from holdfast.interop import stored_files
 from holdfast.interop.arrange import arrange_state
@@ -69,7 +70,8 @@ def torch_bytes(value: object, **options: object) -> bytes:
 def import_from(source: Location, to: MemoryStore, step: int = 1) -> holdfast.Snapshot:
     checkpoint = read_foreign_checkpoint(source)
     flat = flatten_foreign_state(arrange_state(checkpoint.value, None).state)
-    return save_foreign_checkpoint(Location(to, f"version_{step}"), flat, checkpoint, step)
+    location = Location(to, f"version_{step}")
+    return Snapshot(save_foreign_checkpoint(location, flat, checkpoint, step))
 
 
 def temporary_files() -> list[str]:

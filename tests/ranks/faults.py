@@ -22,6 +22,7 @@ import holdfast
 from holdfast.engine.distributed.group import current_group
 from holdfast.engine.distributed.kv import Timeouts
 from holdfast.engine.loading.load import load_snapshot
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import HoldfastError, RankFailed
 from holdfast.format.names import Version
 from holdfast.run.run import Run
@@ -234,7 +235,7 @@ class Trial:
             assert self.seconds[rank] < TIME_LIMIT or rank == self.victim, (self, self.seconds)
             if not isinstance(outcome, BaseException):
                 assert self.committed, (self, rank, "says it is committed")
-                assert outcome.digest == Run(self.inner).open(Version(1, 0)).digest
+                assert outcome.digest == reader_of(Run(self.inner).open(Version(1, 0))).digest
                 continue
             assert isinstance(outcome, HoldfastError), (self, rank, outcome)
             if rank not in self.uncertain_ranks():
@@ -276,7 +277,7 @@ def assert_versions_intact(store: Store, steps: list[int]) -> None:
         report = snapshot.verify()
         assert report.ok, report.problems
         state = initial_state()
-        load_snapshot(snapshot, state, group=current_group())
+        load_snapshot(reader_of(snapshot), state, group=current_group())
         assert states_equal(state, state_after(step)), f"version {step} holds another state"
 
 

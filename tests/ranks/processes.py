@@ -25,6 +25,7 @@ import holdfast
 from holdfast import threads
 from holdfast.engine.saving import save, write
 from holdfast.engine.saving.job import SaveJob
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.storage.local.os_calls import Fs
 from tests.ranks.faults import state_of
 from tests.trainings import state_after
@@ -105,10 +106,10 @@ def run_call(operation: str, url: str, rank: int, size: int, step: int) -> dict[
         return {}
     state = state_of(rank, size, step)
     if operation == "save":
-        return {"digest": holdfast.save(url, state, step=step).digest}
+        return {"digest": reader_of(holdfast.save(url, state, step=step)).digest}
     pending = holdfast.save_async(url, state, step=step)
     state["weights"].tensor[...] = 7
-    return {"digest": pending.wait().digest}
+    return {"digest": reader_of(pending.wait()).digest}
 
 
 def join_process_group(spec: dict[str, Any], rank: int, size: int) -> dist.TCPStore:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
 from holdfast.format.names import Version
 from holdfast.run.run import Run
@@ -47,7 +48,7 @@ def check_save(job: ThreadedJob, faulty: FaultFs, victim: int, folder: Path) -> 
     assert len(set(failed)) == 1, outcomes
     if not failed[0]:
         assert committed
-        assert {o.digest for o in outcomes} == {Run(store).open(Version(1, 0)).digest}
+        assert {o.digest for o in outcomes} == {reader_of(Run(store).open(Version(1, 0))).digest}
     else:
         assert isinstance(victim_outcome, StoreError | CommitError | OSError), victim_outcome
         assert isinstance(outcomes[1 - victim], RankFailed)

@@ -22,7 +22,8 @@ from holdfast.engine.saving import partition
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import open_location
+from holdfast.engine.snapshot.reader import open_location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.storage.memory import MemoryStore
 from holdfast.types import BLOCK_SIZE, DTYPES, MIB
 from tests.fakegroup import FakeGroup
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 def save_on_ranks(store, size, state_of_rank, **options):
     with FakeGroup(size) as group:
         snapshots = group.run(lambda r: holdfast.save(store, state_of_rank(r), **options))
-    assert len({s.digest for s in snapshots}) == 1
+    assert len({reader_of(s).digest for s in snapshots}) == 1
     return snapshots[0]
 
 

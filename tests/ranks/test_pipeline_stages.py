@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.state.sharding import Boxed
 from holdfast.errors import (
     DigestMismatch,
@@ -334,7 +335,9 @@ def test_damage_that_one_rank_reads_raises_on_all_ranks(reader):
 
     store = save_on_ranks(*for_each_rank(4, part))
     name = next(
-        s.name for s in holdfast.open(store).manifest.shards if f"0000{reader}-of" in s.name
+        s.name
+        for s in reader_of(holdfast.open(store)).manifest.shards
+        if f"0000{reader}-of" in s.name
     )
     data, modified = store._objects[name]
     store._objects[name] = (data[:-1] + bytes([data[-1] ^ 1]), modified)

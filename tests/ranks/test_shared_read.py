@@ -30,7 +30,8 @@ from holdfast.engine.loading import shared_read
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.planning.read_plan import ReadItem
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import open_location
+from holdfast.engine.snapshot.reader import open_location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import DigestMismatch, FormatError, PlanError, RankFailed
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -180,8 +181,8 @@ def assert_same_state(a, b):
 def stored_bytes(store):
     """Return the bytes of a snapshot's shards and of its indexes."""
     snapshot = holdfast.open(store)
-    index_bytes = sum(shard.index.length for shard in snapshot.manifest.shards)
-    return sum(i.length for i in snapshot.indexes()), index_bytes
+    index_bytes = sum(shard.index.length for shard in reader_of(snapshot).manifest.shards)
+    return sum(i.length for i in reader_of(snapshot).indexes()), index_bytes
 
 
 # -- bytes read ------------------------------------------------------------------------------------
@@ -323,7 +324,7 @@ def test_an_index_that_is_larger_than_one_block():
 def test_shared_reads_begin_at_aligned_offsets():
     state = {name: torch.full((1_500_001,), ord(name), dtype=torch.uint8) for name in "abcd"}
     store, offsets = save(state, state), []
-    indexes = holdfast.open(store).indexes()
+    indexes = reader_of(holdfast.open(store)).indexes()
     box_offsets = [box.at for i in indexes for leaf in i.leaves for box in leaf.boxes]
     assert len({offset % 4096 for offset in box_offsets}) > 1
 

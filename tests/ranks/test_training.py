@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import Denied, HoldfastError, PlanError, RankFailed, StoreError
 from holdfast.format import names
 from holdfast.format.records import Pin, encode_pin
@@ -446,8 +447,8 @@ def test_save_metrics_and_wait_on_all_ranks() -> None:
             return (
                 waited.step,
                 saved.step,
-                updated.digest,
-                repeated.digest,
+                reader_of(updated).digest,
+                reader_of(repeated).digest,
                 trainer.ckpt.statistics(),
             )
 

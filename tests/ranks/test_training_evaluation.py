@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import HoldfastError, RankFailed
 from holdfast.format.records import Evaluation, InexactEvaluation
 from holdfast.preemption.notice import Notice
@@ -64,7 +65,9 @@ def records(job: TrainingJob, kind: type[Any]) -> list[Any]:
     return [
         record
         for snapshot in run.snapshots()
-        for record in run.catalog.evaluations.read(snapshot.version, snapshot.digest).of(kind)
+        for record in run.catalog.evaluations.read(snapshot.version, reader_of(snapshot).digest).of(
+            kind
+        )
     ]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import (
     CommitError,
     Denied,
@@ -475,7 +476,12 @@ def test_a_save_with_an_unknown_outcome_is_found_when_it_is_repeated() -> None:
                     trainer.ckpt.save()
                 found = trainer.ckpt.save()
                 trainer.train_steps(5)
-                return e.value.outcome, found.step, found.digest, trainer.ckpt.save().step
+                return (
+                    e.value.outcome,
+                    found.step,
+                    reader_of(found).digest,
+                    trainer.ckpt.save().step,
+                )
 
         outcomes = job.run(work)
         assert len(set(outcomes)) == 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.format.names import Version, restart_name
 from holdfast.preemption.exit_status import FAILED, GIVE_UP
 from holdfast.restarts.records import Restart, write_restart
@@ -35,7 +36,7 @@ def make_run(folder: Path, restarts: list[int]) -> Run:
             state["weights"] += 1
             ckpt.step()
     run = Run(folder)
-    digest = run.open(Version(20)).digest
+    digest = reader_of(run.open(Version(20))).digest
     for number, rung in enumerate(restarts):
         left = "version_20" if rung == 2 else None
         record = Restart(rung, 20, "version_20", digest, None, left, CREATED)

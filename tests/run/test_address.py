@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.deadline import Deadline
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import NoSnapshot, NotFound
 from holdfast.format.names import split_address
 from holdfast.run import address as address_module
@@ -58,7 +59,7 @@ def test_policies_record_their_metrics_in_every_version(
 ) -> None:
     train(tmp_path / "a", keep, stop, last=2)
     for snapshot in holdfast.Run(tmp_path / "a").snapshots():
-        assert read_objectives(snapshot) == objectives
+        assert read_objectives(reader_of(snapshot)) == objectives
         assert ("objectives" in snapshot.metadata) == bool(objectives)
         assert snapshot.metadata.get("objectives", {}) == objectives
 
@@ -97,7 +98,7 @@ def test_the_current_lineage_counts(tmp_path: Path) -> None:
     with holdfast.Checkpointer(tmp_path / "a", state, **keep) as ckpt:
         ckpt.resume(at=1)
         ckpt.step({"val/loss": 2.5})
-    assert holdfast.open(f"{tmp_path}/a@best").location.folder == "version_2.1"
+    assert reader_of(holdfast.open(f"{tmp_path}/a@best")).location.folder == "version_2.1"
 
 
 def test_later_evaluations_count(tmp_path: Path) -> None:

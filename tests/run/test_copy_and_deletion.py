@@ -14,7 +14,8 @@ import holdfast
 from holdfast import machine
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavailable
 from holdfast.format.names import (
@@ -43,39 +44,39 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def snapshot() -> Snapshot:
+def snapshot() -> SnapshotReader:
     state = {"big": np.arange(3000.0), "n": 1}
-    return holdfast.save(MemoryStore("source").at("version_7"), state, step=7)
+    return reader_of(holdfast.save(MemoryStore("source").at("version_7"), state, step=7))
 
 
-def orphans(snapshot: Snapshot) -> MemoryStore:
+def orphans(snapshot: SnapshotReader) -> MemoryStore:
     """Return a run in which a copy of the snapshot was interrupted before its manifest."""
     to = committed(snapshot)
     to.delete(f"version_7/{MANIFEST}")
     return to
 
 
-def committed(snapshot: Snapshot) -> MemoryStore:
+def committed(snapshot: SnapshotReader) -> MemoryStore:
     """Return a run with a copy of the snapshot."""
     to = MemoryStore("copy")
     copy_snapshot(snapshot, Location(to, "version_7"))
     return to
 
 
-def with_newer(snapshot: Snapshot) -> MemoryStore:
+def with_newer(snapshot: SnapshotReader) -> MemoryStore:
     to = committed(snapshot)
     holdfast.save(to.at("version_8"), {"n": 2}, step=8)
     return to
 
 
-DELETIONS: dict[str, tuple[Callable[[Snapshot], MemoryStore], Callable[[Store], object]]] = {
+DELETIONS: dict[str, tuple[Callable[[SnapshotReader], MemoryStore], Callable[[Store], object]]] = {
     "sweep": (orphans, lambda store: Run(store).sweep(grace=0)),
     "delete": (with_newer, lambda store: Run(store).delete(VERSION)),
     "retain": (with_newer, lambda store: Run(store).retain(KeepLast(1))),
 }
 
 
-def copy_to(snapshot: Snapshot) -> Callable[[Store], Snapshot]:
+def copy_to(snapshot: SnapshotReader) -> Callable[[Store], SnapshotReader]:
     return lambda store: copy_snapshot(snapshot, Location(store, "version_7"))
 
 
@@ -100,7 +101,7 @@ def check_outcome(to: MemoryStore, copy: Actor, deletion: Actor) -> str:
         assert isinstance(copy.failure, Unavailable | AlreadyExists), copy.failure
         if not exists(to):
             copied = copy.action(to)
-            assert isinstance(copied, Snapshot)
+            assert isinstance(copied, SnapshotReader)
             assert exists(to)
     left = [s.key for s in to.list("") if parse_pin(s.key) or parse_notice(s.key)]
     assert left == []
@@ -108,7 +109,7 @@ def check_outcome(to: MemoryStore, copy: Actor, deletion: Actor) -> str:
 
 
 @pytest.mark.parametrize("name", DELETIONS)
-def test_a_copy_that_runs_during_a_deletion(name: str, snapshot: Snapshot) -> None:
+def test_a_copy_that_runs_during_a_deletion(name: str, snapshot: SnapshotReader) -> None:
     """Run the whole copy before each call of the deletion in turn."""
     prepare, delete = DELETIONS[name]
     outcomes = Counter[str]()
@@ -124,7 +125,7 @@ def test_a_copy_that_runs_during_a_deletion(name: str, snapshot: Snapshot) -> No
 @pytest.mark.parametrize("first", ["copy", "deletion"])
 @pytest.mark.parametrize("name", DELETIONS)
 def test_a_copy_and_a_deletion_that_interrupt_each_other(
-    name: str, first: str, snapshot: Snapshot
+    name: str, first: str, snapshot: SnapshotReader
 ) -> None:
     """Run n calls of one, then m calls of the other, then the rest of the first: for all n, m."""
     prepare, delete = DELETIONS[name]
@@ -143,7 +144,7 @@ def test_a_copy_and_a_deletion_that_interrupt_each_other(
 @pytest.mark.slow
 @pytest.mark.parametrize("prepare", [orphans, lambda _: MemoryStore()], ids=["orphans", "nothing"])
 def test_two_copies_that_interrupt_each_other(
-    prepare: Callable[[Snapshot], MemoryStore], snapshot: Snapshot
+    prepare: Callable[[SnapshotReader], MemoryStore], snapshot: SnapshotReader
 ) -> None:
     calls = count_calls(prepare(snapshot), copy_to(snapshot))
     for n in range(calls + 1):
@@ -162,7 +163,7 @@ def notice(to: Store, version: Version | None) -> str:
 
 @pytest.mark.parametrize("version", [VERSION, None])
 def test_a_notice_stops_a_copy_while_its_process_lives(
-    snapshot: Snapshot, version: Version | None, monkeypatch: pytest.MonkeyPatch
+    snapshot: SnapshotReader, version: Version | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     to = orphans(snapshot)
     key = notice(to, version)
@@ -181,7 +182,9 @@ def test_a_notice_stops_a_copy_while_its_process_lives(
     assert Run(to).sweep().removed == [key]
 
 
-def test_the_next_deletion_removes_a_notice_that_could_not_be_removed(snapshot: Snapshot) -> None:
+def test_the_next_deletion_removes_a_notice_that_could_not_be_removed(
+    snapshot: SnapshotReader,
+) -> None:
     """The process may live for months, and its notice stops copies as long."""
     to = orphans(snapshot)
     store = HookedStore(to)
@@ -202,14 +205,14 @@ def test_the_next_deletion_removes_a_notice_that_could_not_be_removed(snapshot: 
     copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_notice_of_another_version_stops_no_copy(snapshot: Snapshot) -> None:
+def test_a_notice_of_another_version_stops_no_copy(snapshot: SnapshotReader) -> None:
     to = orphans(snapshot)
     notice(to, Version(8))
     copy_snapshot(snapshot, Location(to, "version_7"))
     assert exists(to)
 
 
-def test_an_unreadable_notice_stops_copies(snapshot: Snapshot) -> None:
+def test_an_unreadable_notice_stops_copies(snapshot: SnapshotReader) -> None:
     to = orphans(snapshot)
     to.put_if_absent("deleting/0123456789ab.json", b"damaged")
     with pytest.raises(Unavailable, match="deleting/0123456789ab"):
@@ -233,7 +236,7 @@ class FullStore(HookedStore):
 @pytest.mark.parametrize("name", DELETIONS)
 @pytest.mark.parametrize("is_always_full", [False, True])
 def test_a_full_store_does_not_prevent_deletion(
-    name: str, is_always_full: bool, snapshot: Snapshot
+    name: str, is_always_full: bool, snapshot: SnapshotReader
 ) -> None:
     prepare, delete = DELETIONS[name]
     to = prepare(snapshot)
@@ -267,7 +270,9 @@ def test_a_sweep_of_a_store_that_stays_full_does_not_read_the_run_for_each_file(
     assert counts["stat"] < 64 * 8  # it was 64 * 34
 
 
-def test_retention_writes_no_notice_while_a_reader_protects_all_files(snapshot: Snapshot) -> None:
+def test_retention_writes_no_notice_while_a_reader_protects_all_files(
+    snapshot: SnapshotReader,
+) -> None:
     """The pin of a reader that was killed on another machine counts for a week."""
     to = with_newer(snapshot)
     run, calls, held = Run(store := HookedStore(to)), Counter[str](), list[str]()
@@ -288,7 +293,7 @@ def test_retention_writes_no_notice_while_a_reader_protects_all_files(snapshot: 
     assert not list(to.list("version_7"))
 
 
-def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: Snapshot) -> None:
+def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: SnapshotReader) -> None:
     to = orphans(snapshot)
     store = HookedStore(to)
 
@@ -304,7 +309,7 @@ def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: Snapsh
 
 
 def test_orphan_evaluations_and_lasting_pins_that_a_copy_uses_are_kept(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
 ) -> None:
     to = committed(snapshot)
     Run(to).add_metrics(VERSION, {"loss": 1})
@@ -320,7 +325,7 @@ def test_orphan_evaluations_and_lasting_pins_that_a_copy_uses_are_kept(
 
 
 def test_a_training_that_takes_a_run_over_leaves_the_notices_of_the_previous_one(
-    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+    snapshot: SnapshotReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The previous training may be alive on another machine, and in the middle of a deletion."""
     identity = machine.process_identity

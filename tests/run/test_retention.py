@@ -19,7 +19,8 @@ from holdfast import events
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import HoldfastError, NotFound, SkippedVersion, StoreError, Unavailable
 from holdfast.format.names import MANIFEST, NOTICES, Version, random_id, shard_name
@@ -78,7 +79,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> dict[Version, set[Version]]:
     table: dict[Version, set[Version]] = {}
     real = catalog.make_version_record
 
-    def read(snapshot: Snapshot) -> VersionRecord:
+    def read(snapshot: SnapshotReader) -> VersionRecord:
         found = real(snapshot)
         bases = frozenset(table.get(snapshot.version, ()))
         files = dict(found.files)
@@ -354,7 +355,7 @@ def test_a_read_pins_the_bases_too() -> None:
 
 
 def read_by_load(run: Run) -> object:
-    return load_snapshot(run.open(Version(20)), None)
+    return load_snapshot(reader_of(run.open(Version(20))), None)
 
 
 def read_by_verify(run: Run) -> object:
@@ -362,7 +363,7 @@ def read_by_verify(run: Run) -> object:
 
 
 def read_by_copy(run: Run) -> object:
-    return copy_snapshot(run.open(Version(20)), Location(MemoryStore(), "version_20"))
+    return copy_snapshot(reader_of(run.open(Version(20))), Location(MemoryStore(), "version_20"))
 
 
 @pytest.mark.parametrize("read", [read_by_load, read_by_verify, read_by_copy])
@@ -553,7 +554,7 @@ def test_a_concurrent_reader_fails_at_once_or_reads_everything() -> None:
         store.finish()
         outcomes[reader[1]] += 1
         if reader[1] == "reads":
-            snapshot.check_files()
+            reader_of(snapshot).check_files()
         pins.remove_pin(location, reader[0])
         run.retain(KeepLast(1))
         assert [s.key for s in inner.list("version_1")] == []

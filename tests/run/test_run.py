@@ -19,6 +19,7 @@ from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
 from holdfast.format.digest import digest
@@ -540,7 +541,7 @@ def test_an_inconsistent_listing_is_repeated() -> None:
     finds: list[Callable[[Run], Any]] = [
         Run.latest,
         lambda run: run.best("loss"),
-        lambda run: run.newest(lambda snapshot: snapshot.check_files())[0],
+        lambda run: run.newest(lambda snapshot: reader_of(snapshot).check_files())[0],
     ]
     for find in finds:
         found = find(Run(inconsistent := InconsistentListStore()))
@@ -551,7 +552,9 @@ def test_an_inconsistent_listing_is_repeated() -> None:
 def test_a_version_deleted_meanwhile_causes_no_skipped_event(at: int) -> None:
     emitted: list[str] = []
     with events.attach(lambda name, fields: emitted.append(name)):
-        snapshot, skipped = Run(ChangingStore({at}, first=True)).newest(lambda s: s.check_files())
+        snapshot, skipped = Run(ChangingStore({at}, first=True)).newest(
+            lambda s: reader_of(s).check_files()
+        )
     assert snapshot is not None
     assert skipped == []
     assert "skipped" not in emitted
@@ -608,16 +611,16 @@ def test_an_empty_listing_is_repeated(store: MemoryStore) -> None:
 def test_reading_a_deleted_version_raises_not_found(store: MemoryStore) -> None:
     location = Run(store).location(Version(20))
     uses: list[Callable[[holdfast.Snapshot], object]] = [
-        lambda s: s.check_files(),
-        lambda s: s.indexes(),
+        lambda s: reader_of(s).check_files(),
+        lambda s: reader_of(s).indexes(),
         lambda s: s.verify(),
         lambda s: s["weights"][:],
-        load_snapshot,
-        lambda s: copy_snapshot(s, Location(MemoryStore(), "version_20")),
+        lambda s: load_snapshot(reader_of(s)),
+        lambda s: copy_snapshot(reader_of(s), Location(MemoryStore(), "version_20")),
     ]
     snapshots = [Run(store).open(Version(20)) for _ in uses]
     opened_before = Run(store).open(Version(20))
-    opened_before.indexes()
+    reader_of(opened_before).indexes()
     for key in [s.key for s in store.list("version_20")]:
         store.delete(key)
     for use, snapshot in zip(

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 import holdfast
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
@@ -75,7 +76,11 @@ def make_run(path: Path, count: int) -> Path:
     """Return a run with the versions 10, 20, ..., quickly: their shards are one file."""
     first = holdfast.save(path / "version_10", STATE)
     manifest, _ = decode_manifest((path / "version_10" / MANIFEST).read_bytes(), MANIFEST)
-    shards = [name for shard in first.manifest.shards for name in (shard.name, shard.index.name)]
+    shards = [
+        name
+        for shard in reader_of(first).manifest.shards
+        for name in (shard.name, shard.index.name)
+    ]
     for number in range(2, count + 1):
         folder = path / f"version_{10 * number}"
         folder.mkdir()
@@ -370,7 +375,7 @@ def test_a_copy_of_a_version_does_not_list_its_run(tmp_path: Path) -> None:
     for name, count in (("small", 5), ("large", 50)):
         fs = CountingFs()
         store = LocalStore(make_run(tmp_path / name, count), fs=fs)
-        copy_snapshot(source, Location(store, "version_5"))
+        copy_snapshot(reader_of(source), Location(store, "version_5"))
         assert name not in fs.folders
         counts.append(fs.take())
     assert counts[0] == counts[1]

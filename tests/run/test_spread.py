@@ -12,6 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import HoldfastError
 from holdfast.format import names
 from holdfast.format.names import Version, index_name, shard_name
@@ -174,7 +175,7 @@ def test_a_folder_with_an_unreadable_manifest_is_kept(store: Store) -> None:
 def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path: Path) -> None:
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
     snapshot = run.open(Version(1))
-    [name] = [s.name for s in snapshot.manifest.shards]
+    [name] = [s.name for s in reader_of(snapshot).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_1/{name}")
     shutil.move(path, tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", path)
@@ -188,7 +189,7 @@ def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path: Path) -> None:
 
 def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path: Path) -> None:
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
-    [name] = [s.name for s in run.open(Version(3)).manifest.shards]
+    [name] = [s.name for s in reader_of(run.open(Version(3))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
     moved = path.parents[1] / "version_1" / name
     moved.parent.mkdir(exist_ok=True)
@@ -200,7 +201,7 @@ def test_a_version_to_which_a_link_leads_is_not_deleted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", ["spread", "version"])
 def test_nothing_is_deleted_in_a_linked_folder(level: str, tmp_path: Path) -> None:
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
-    [name] = [s.name for s in run.open(Version(1)).manifest.shards]
+    [name] = [s.name for s in reader_of(run.open(Version(1))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_1/{name}")
     folder = path.parent if level == "version" else path.parents[1]
     shutil.move(folder, tmp_path / "elsewhere")
@@ -216,7 +217,7 @@ def test_nothing_is_deleted_in_a_linked_folder(level: str, tmp_path: Path) -> No
 
 def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path: Path) -> None:
     run = save_steps(LocalStore(tmp_path / "run"), 3, spread=4)
-    [name] = [s.name for s in run.open(Version(3)).manifest.shards]
+    [name] = [s.name for s in reader_of(run.open(Version(3))).manifest.shards]
     [path] = (tmp_path / "run").glob(f"spread-*/version_3/{name}")
     target = path.parents[1] / "version_1"
     target.mkdir(exist_ok=True)

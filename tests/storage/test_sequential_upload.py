@@ -10,6 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import NoSpace, StoreError
 from holdfast.exporting.plan import plan_export
 from holdfast.exporting.write import write_export
@@ -245,8 +246,8 @@ def test_code_that_writes_headers_last_works(monkeypatch, temporary_files, tmp_p
     state = {"model": {str(i): torch.randn(300_000) for i in range(8)}}
     snapshot = holdfast.save(tmp_path / "version_1", state, step=1)
     store = AppendOnlyStore("exports")
-    plan = plan_export(snapshot, "torch", file_name="copy.pt")
-    write_export(snapshot, plan, Location(store, ""))
+    plan = plan_export(reader_of(snapshot), "torch", file_name="copy.pt")
+    write_export(reader_of(snapshot), plan, Location(store, ""))
     (tmp_path / "copy.pt").write_bytes(store.get("copy.pt", 1 << 30))
     loaded = torch.load(tmp_path / "copy.pt", weights_only=True)
     assert torch.equal(loaded["model"]["3"], state["model"]["3"])

@@ -14,6 +14,7 @@ from holdfast.types import MIB
 PROGRAM = """
 import sys, numpy as np, holdfast
 from holdfast.engine.snapshot.location import Location, locate
+from holdfast.engine.snapshot.reader import open_snapshot
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.engine.transform.reshard import reshard
 from tests.memory_peak import print_peak_memory
@@ -21,7 +22,7 @@ verb, a, b, part_size = sys.argv[1:]
 options = {"part_size": int(part_size)} if int(part_size) else {}
 store = holdfast.open_store(b, **options)
 holdfast.save(holdfast.open_store(f"{b}-warm/version_1"), {"model": {"x": np.ones(3)}})
-snapshot = holdfast.open(a)
+snapshot = open_snapshot(a)
 snapshot.indexes()
 with print_peak_memory():
     if verb == "copy":

@@ -16,6 +16,7 @@ import torch
 
 import holdfast
 from holdfast.engine.snapshot.location import Location, locate
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import FormatError
 from holdfast.testing.contract import partial_keys
@@ -40,7 +41,9 @@ def proxy(ceph):
 def source(tmp_path):
     """A local run whose version has two shards of 24 MiB, each of which is two parts."""
     whole = holdfast.save(tmp_path / "whole" / "version_1", STATE, step=1)
-    return write_resharded(whole, locate(tmp_path / "run" / "version_1"), split_rows(2), 2)
+    return write_resharded(
+        reader_of(whole), locate(tmp_path / "run" / "version_1"), split_rows(2), 2
+    )
 
 
 def check_copy(run, steps=(1,)):
@@ -151,7 +154,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again(s3, proxy, tmp_path):
     store = holdfast.open_store(f"{s3}/run", endpoint=proxy.endpoint)
     snapshot = holdfast.Run(store).latest()
     proxy.inject(Fault("flip_reply", "GET", r"\.safetensors$", skip=2, after=1000))
-    copy_snapshot(snapshot, locate(tmp_path / "copy" / "version_1"))
+    copy_snapshot(reader_of(snapshot), locate(tmp_path / "copy" / "version_1"))
     assert proxy.faults[0].hits == 1
     check_copy(holdfast.Run(tmp_path / "copy"))
 
@@ -164,7 +167,7 @@ def test_a_damaged_source_is_refused_and_nothing_is_committed(s3, tmp_path, to):
     flip_bit(run.store, shard, byte=-1)
     target = f"{s3}/copy" if to == "s3" else str(tmp_path / "copy")
     with pytest.raises(FormatError, match="is damaged between bytes"):
-        copy_snapshot(run.latest(), locate(f"{target}/version_1"))
+        copy_snapshot(reader_of(run.latest()), locate(f"{target}/version_1"))
     copied = holdfast.Run(target)
     assert copied.snapshots() == []
     assert [s.key for s in copied.store.list("")] == []
@@ -176,13 +179,14 @@ def test_a_damaged_source_is_refused_and_nothing_is_committed(s3, tmp_path, to):
 COPY = """
 import sys, numpy as np, torch, holdfast
 from holdfast.engine.snapshot.location import locate
+from holdfast.engine.snapshot.reader import open_snapshot
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.exporting.plan import locate_export, plan_export
 from holdfast.exporting.write import write_export
 from tests.memory_peak import print_peak_memory
 verb, a, b = sys.argv[1:]
 holdfast.save(f"{b}-warm/version_1", {"model": {"x": np.ones(3)}})
-snapshot = holdfast.open(a)
+snapshot = open_snapshot(a)
 snapshot.indexes()
 with print_peak_memory():
     if verb == "copy":

@@ -16,6 +16,7 @@ import pytest
 
 import holdfast
 from holdfast.deadline import Deadline
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import (
     DeadlinePassed,
     FormatError,
@@ -180,7 +181,7 @@ def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk: 
     assert snapshot.url == f"{disk.durable.url}/version_10"
     assert snapshot.verify().ok
     local = holdfast.open(disk.folder / "version_10")
-    assert (local.digest, local.verify().ok) == (snapshot.digest, True)
+    assert (reader_of(local).digest, local.verify().ok) == (reader_of(snapshot).digest, True)
 
 
 def test_one_save_may_begin_while_the_one_before_is_promoted(disk: Disk) -> None:
@@ -201,7 +202,7 @@ def test_one_save_may_begin_while_the_one_before_is_promoted(disk: Disk) -> None
     train(state, ckpt, 31)
     ckpt.wait()
     assert disk.promoted == [10, 20, 31]  # the save that was skipped stays due
-    assert Run(disk.durable).snapshots()[0].manifest.parent is None
+    assert reader_of(Run(disk.durable).snapshots()[0]).manifest.parent is None
     assert disk.captured == [20, 31]
 
 
@@ -245,7 +246,7 @@ def test_after_a_fast_restart_the_leftover_is_the_parent_of_the_next_version(dis
     train(state, ckpt, 11)
     ckpt.wait()  # for the leftover
     assert disk.promoted == [10]
-    assert ckpt.save().manifest.parent.version == "version_10"  # type: ignore[union-attr]
+    assert reader_of(ckpt.save()).manifest.parent.version == "version_10"  # type: ignore[union-attr]
 
 
 def test_a_promoted_version_is_loaded_from_the_disk_and_not_promoted_again(disk: Disk) -> None:
@@ -287,7 +288,7 @@ def test_the_newest_of_memory_disk_and_run_counts(disk: Disk, tmp_path: Path) ->
         disk.die(ckpt)
         state, ckpt = disk.start(tiers=tiers)
         assert disk.resumed is not None
-        assert disk.resumed.location.folder == found
+        assert reader_of(disk.resumed).location.folder == found
         assert (folder in disk.resumed.url) == (found != "version_10")
         assert states_equal(state, state_after(disk.resumed.step or 0))
         train(state, ckpt, state["progress"].step + 1)
@@ -837,7 +838,7 @@ def test_going_back_still_promotes_what_the_run_lacks(disk: Disk) -> None:
     run = Run(disk.durable)
     assert run.line() == [Version(10), Version(20, 1)]
     assert [*run.listing().versions] == [Version(10), Version(20), Version(20, 1)]
-    assert run.snapshots()[-1].manifest.parent.version == "version_10"  # type: ignore[union-attr]
+    assert reader_of(run.snapshots()[-1]).manifest.parent.version == "version_10"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])
@@ -948,7 +949,7 @@ def test_a_copy_of_a_run_accepts_versions_that_were_saved_during_a_promotion(
     disk.await_captured([20, 30])
     disk.is_reachable.set()
     ckpt.wait()
-    parents = [s.manifest.parent for s in Run(run).snapshots()]
+    parents = [reader_of(s).manifest.parent for s in Run(run).snapshots()]
     assert [p and p.version for p in parents] == [None, "version_10", "version_10"]
     assert run_cli("copy", run, copy).code == 0
     delete_version(Run(copy).store, 30)

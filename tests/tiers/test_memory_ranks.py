@@ -20,7 +20,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.loading import shared_read
 from holdfast.engine.saving import commit
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import CommitError, SkippedVersion, Unavailable
 from holdfast.format.names import MANIFEST, Version
 from holdfast.preemption import response
@@ -178,7 +178,7 @@ def test_a_peer_saves_the_copies_of_a_lost_host_to_the_run(cluster: Cluster, los
     limit = Deadline.after(20, "the flush of a test")
     records = [MemoryRecord(str(own), cluster.run.url)]
     (flushed,) = flush_states(records, Run(cluster.run), limit)
-    assert isinstance(flushed, Snapshot)
+    assert isinstance(flushed, SnapshotReader)
     assert {shard.name for shard in flushed.manifest.shards} == shards
     assert len(shards) == 4
     assert flushed.verify().ok

@@ -14,7 +14,8 @@ import pytest
 import holdfast
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
 from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError, Unavailable
 from holdfast.format.names import MANIFEST
 from holdfast.storage.memory import MemoryStore
@@ -63,8 +64,10 @@ class CapturedState:
         """Give the host a file of the state."""
         put(self.own, key, self.served.get(key, 1 << 30))
 
-    def open(self) -> Snapshot:
-        return Snapshot(Location(self.store(), FOLDER, is_per_host=True), None, self.saved.digest)
+    def open(self) -> SnapshotReader:
+        return SnapshotReader(
+            Location(self.store(), FOLDER, is_per_host=True), None, reader_of(self.saved).digest
+        )
 
     def replace(self, key: str, data: bytes) -> None:
         self.served.delete(key)
@@ -134,7 +137,7 @@ def test_files_are_read_from_peers_and_not_stored(peers: CapturedState) -> None:
 def test_only_the_chunks_that_a_rank_reads_are_fetched(folder: Path) -> None:
     """With another number of ranks, each needs a part of a shard: one chunk of seven here."""
     peers = CapturedState(folder, 26 << 17)
-    array = peers.open()["w"]
+    array = Snapshot(peers.open())["w"]
     assert np.array_equal(array[1_000_000:1_000_010], np.arange(1e6, 1e6 + 10))
     length = peers.lengths[peers.shard_key]
     assert 0 < peers.nbytes < length / 5

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import (
     Denied,
     HoldfastError,
@@ -45,8 +46,8 @@ def test_an_empty_run_resumes_to_none_and_trains() -> None:
     assert newest is not None
     assert newest.metadata["reason"] == "cadence"
     assert newest.metadata["metrics"]["loss"] == state["history"][-1]
-    assert newest.manifest.parent is not None
-    assert newest.manifest.parent.version == "version_80"
+    assert reader_of(newest).manifest.parent is not None
+    assert reader_of(newest).manifest.parent.version == "version_80"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from holdfast.buffers import shared_pool
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import open_location
+from holdfast.engine.snapshot.reader import open_location
 from holdfast.errors import Denied, SaveFailed
 from holdfast.format.names import MANIFEST, Version
 from holdfast.run import catalog

@@ -12,6 +12,7 @@ import torch
 
 import holdfast
 from holdfast.deadline import Deadline
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import Preempted
 from holdfast.preemption import PreemptionGuard, response
 from holdfast.preemption.notice import Notice
@@ -282,7 +283,7 @@ def test_a_part_of_a_call_of_a_guard_is_not_saved() -> None:
         guard.run(make_two_steps)
     assert (left.value.code, left.value.saved_step) == (75, 3)
     (snapshot,) = Run(store).snapshots()
-    assert read_training_metadata(snapshot)["run_calls"] == 2
+    assert read_training_metadata(reader_of(snapshot))["run_calls"] == 2
 
 
 def test_a_training_that_comes_back_first_saves_itself() -> None:

@@ -16,11 +16,12 @@ from holdfast.engine.snapshot.location import (
     path_advice,
     versions_in,
 )
-from holdfast.engine.snapshot.snapshot import Snapshot, open_snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader, open_snapshot
 from holdfast.engine.snapshot.spread import SpreadStore, unspread
 from holdfast.errors import AlreadyExists, NoSnapshot, NotFound, StoreError
 from holdfast.format import names
-from holdfast.run.address import ADDRESS_FORMS, is_bucket, open_version, resolve_address
+from holdfast.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
+from holdfast.run.lineage import find_latest
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
@@ -36,14 +37,14 @@ _SMALL_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTIC
 """The number of folders on a server in which a run is looked for, to suggest it."""
 
 
-def resolve_snapshot(url: str) -> Snapshot:
+def resolve_snapshot(url: str) -> SnapshotReader:
     """Return the snapshot at ``url``, which may be an address (see ``holdfast.open``).
 
     Raises ``NotFound``, which states what is there instead.
     """
     if _is_address(url):
         resolve_run(resolve_address(url)[0])  # raises an error that states what is there instead
-        return open_version(url)
+        return open_reader(url)
     url = _normalize_path(url)
     try:
         return open_snapshot(url)
@@ -53,7 +54,7 @@ def resolve_snapshot(url: str) -> Snapshot:
     raise _not_found_error(url, "snapshot")
 
 
-def resolve_newest(url: str) -> tuple[Snapshot, str | None]:
+def resolve_newest(url: str) -> tuple[SnapshotReader, str | None]:
     """Do the same as ``resolve_snapshot``, but of a run, return the newest version.
 
     That is ``RUN@latest``. The second value is a note that says so, or None.
@@ -64,7 +65,7 @@ def resolve_newest(url: str) -> tuple[Snapshot, str | None]:
         if "versions" not in e.fields:
             raise
     run, _ = resolve_run(url)
-    newest = run.latest()
+    newest = find_latest(run.catalog)
     if newest is None:
         raise _not_found_error(url, "snapshot")
     return newest, f"{url} is a run; this is its newest version, {newest.version}"
@@ -102,7 +103,7 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
     raise _not_found_error(url, "run")
 
 
-def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
+def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | SnapshotReader:
     """Return the run or the snapshot at ``url``.
 
     If both are there, return the run; ``stray_snapshot_warning`` then warns about the snapshot.
@@ -114,7 +115,7 @@ def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | Snapshot:
     return resolve_run(url) if is_run else resolve_snapshot(url)
 
 
-def check_version_name(snapshot: Snapshot, location: Location) -> None:
+def check_version_name(snapshot: SnapshotReader, location: Location) -> None:
     """Check that a copy of the snapshot may have the name of the location.
 
     Raises ``AlreadyExists`` if it is the name of another version, or an address.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format import tree
 from holdfast.format.names import join_key
 from holdfast.format.values import torch_types
@@ -63,12 +63,12 @@ def format_short(value: Any) -> str:
     return _short_repr.repr(value)
 
 
-def iter_tree_rows(snapshot: Snapshot) -> Iterator[TreeRow]:
+def iter_tree_rows(snapshot: SnapshotReader) -> Iterator[TreeRow]:
     """Yield all rows below the root, in the order of the tree."""
     return (row for row in _walk(snapshot, snapshot.manifest.tree, "", -1) if row.depth >= 0)
 
 
-def _walk(snapshot: Snapshot, node: Any, key: str, depth: int) -> Iterator[TreeRow]:
+def _walk(snapshot: SnapshotReader, node: Any, key: str, depth: int) -> Iterator[TreeRow]:
     tag = next(iter(node), "") if type(node) is dict else ""
     if tag in ("dict", "ordered", "items"):
         yield TreeRow(key, depth, node["of"] if tag == "items" else tag, node)

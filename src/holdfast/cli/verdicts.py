@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError
 from holdfast.format.names import parse_version
 from holdfast.run.evaluations.reader import VersionEvaluations
@@ -13,7 +13,7 @@ from holdfast.run.evaluations.trust import describe_verdict, find_distrust, trus
 from holdfast.run.run import Run
 
 
-def read_evaluations(snapshot: Snapshot) -> VersionEvaluations:
+def read_evaluations(snapshot: SnapshotReader) -> VersionEvaluations:
     """Return what is recorded about a version of a run; nothing about any other snapshot."""
     version = parse_version(snapshot.location.folder)
     if version is None:
@@ -22,7 +22,7 @@ def read_evaluations(snapshot: Snapshot) -> VersionEvaluations:
 
 
 def read_statuses(
-    snapshot: Snapshot, evaluations: VersionEvaluations
+    snapshot: SnapshotReader, evaluations: VersionEvaluations
 ) -> dict[str, EvaluationStatus]:
     """Return the state of each evaluation of a version of a run; of any other snapshot, none."""
     version = parse_version(snapshot.location.folder)

@@ -16,7 +16,7 @@ from holdfast import events
 from holdfast.engine.distributed.group import GroupSpec, saving_group
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.pins import require_manifest
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -279,7 +279,7 @@ class Evaluation:
             protected = waiting[:_MAX_WAITING] if self._skip_none else ()
             self._lease.protect([snapshot.version, *protected])
             with suppress(NotFound):  # deleted before the lease protected it
-                require_manifest(snapshot.location)
+                require_manifest(reader_of(snapshot).location)
                 return snapshot
         if self._lease.protects:  # what was evaluated need not wait for the next version
             self._lease.protect(())
@@ -294,7 +294,7 @@ class Evaluation:
         state: Literal["DONE", "FAILED", "SKIPPED"] = "DONE"
         cause = ""
         try:
-            metrics = self._pool.evaluate(snapshot.url, snapshot.digest)
+            metrics = self._pool.evaluate(snapshot.url, reader_of(snapshot).digest)
             self._record(snapshot, metrics)
         except (WorkerError, TaskError, WorkerLost, NotFound, FormatError, PlanError) as e:
             if self._stopping.is_set():

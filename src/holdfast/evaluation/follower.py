@@ -101,7 +101,7 @@ class Follower:
             if version in self._looked_up or version in self._deleted:
                 continue
             try:
-                digest = self._run.open(version).digest
+                digest = self._run.catalog.open(version).digest
             except (FormatError, NotFound) as e:
                 self._pass_over(version, e)
                 continue

@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.snapshot import open_snapshot
+from holdfast.engine.snapshot.reader import open_snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import HoldfastError, NotFound
 from holdfast.evaluation.functions import FunctionName
 from holdfast.evaluation.metric_states import MetricStates, State, compute
@@ -82,7 +83,7 @@ class Worker:
         if snapshot.digest != digest:
             raise NotFound(f"{url} was replaced by another snapshot", key=url)
         with snapshot.not_found_if_deleted():
-            source: Any = snapshot
+            source: Any = Snapshot(snapshot)
             if self._keys:
                 source = load_snapshot(snapshot, keys=self._keys, device=self._device)
             self._model = self._functions.setup(source)

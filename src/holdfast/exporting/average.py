@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.buffers import Buffer
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError, NotFound, PlanError, Unsupported
 from holdfast.exporting.stream import (
     ContiguousBox,
@@ -55,7 +55,7 @@ _NO_AVERAGE = ("float8_e8m0fnu", "float4_e2m1fn_x2")
 _STATISTICS = ("running_mean", "running_var")
 
 
-def find_versions(snapshot: Snapshot, count: int) -> list[Snapshot]:
+def find_versions(snapshot: SnapshotReader, count: int) -> list[SnapshotReader]:
     """Return the last ``count`` versions of the lineage that ends at a version, oldest first.
 
     Raises ``HoldfastError`` if the snapshot is not a version of a run, or there are fewer versions,
@@ -86,10 +86,10 @@ def find_versions(snapshot: Snapshot, count: int) -> list[Snapshot]:
             key=str(newest),
             store=run.url,
         )
-    return [*(run.open(version) for version in line[:-1]), snapshot]
+    return [*(run.catalog.open(version) for version in line[:-1]), snapshot]
 
 
-def check_versions(versions: Sequence[Snapshot], leaves: Sequence[LeafSpecs]) -> None:
+def check_versions(versions: Sequence[SnapshotReader], leaves: Sequence[LeafSpecs]) -> None:
     """Check that the leaves to export have the same names, dtypes, and shapes in all versions.
 
     Raises ``PlanError``, which lists the differences, and ``Unsupported`` for a dtype whose values
@@ -125,7 +125,7 @@ def find_statistics(leaves: LeafSpecs) -> list[str]:
     return [key for key in leaves if key.endswith(_STATISTICS)]
 
 
-def find_distrusted(versions: Sequence[Snapshot]) -> list[str]:
+def find_distrusted(versions: Sequence[SnapshotReader]) -> list[str]:
     """Return the names of the versions with a negative verdict, each with the reason."""
     catalog = Run(versions[-1].location.store).catalog
     reasons = [(v.version, catalog.find_distrust(v.version, v.digest)) for v in versions]
@@ -139,7 +139,7 @@ class AveragedLeaves:
     the buffers of the threads.
     """
 
-    def __init__(self, versions: Sequence[Snapshot]) -> None:
+    def __init__(self, versions: Sequence[SnapshotReader]) -> None:
         self._versions = versions
         self._pins = ExitStack()
 
@@ -216,7 +216,7 @@ def _is_float(dtype: str) -> bool:
     return dtype in _NUMPY_PARTS or dtype in _TORCH_FLOATS
 
 
-def _nbytes(snapshot: Snapshot, key: str) -> int:
+def _nbytes(snapshot: SnapshotReader, key: str) -> int:
     dtype, shape = snapshot.leaves[key]
     return prod(shape) * DTYPES[dtype].itemsize
 

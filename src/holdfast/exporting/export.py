@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, Literal
 
 from holdfast.engine.snapshot.location import Location, Url
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
 from holdfast.errors import HoldfastError
 from holdfast.exporting.average import (
     AveragedLeaves,
@@ -36,7 +37,7 @@ from holdfast.exporting.write import refuse_existing, write_export
 from holdfast.format.names import parse_version
 from holdfast.format.validate import LeafSpecs
 from holdfast.interop.mmap_files import Advance
-from holdfast.run.address import open_version
+from holdfast.run.address import open_reader
 from holdfast.run.evaluations.metrics import select_numbers
 from holdfast.run.run import Run
 from holdfast.text import format_list, warn_user
@@ -71,7 +72,7 @@ class PreparedExport:
     ``warnings``: what the user should know about the result.
     """
 
-    versions: tuple[Snapshot, ...]
+    versions: tuple[SnapshotReader, ...]
     plan: ExportPlan
     location: Location
     warnings: tuple[str, ...]
@@ -130,7 +131,7 @@ def export(
     remains. Raises ``NotFound``, ``AlreadyExists``, ``FormatError`` for damage, ``PlanError`` for
     what cannot be exported or averaged, ``StoreError``, and ``HoldfastError`` for other arguments.
     """
-    opened = snapshot if isinstance(snapshot, Snapshot) else open_version(snapshot)
+    opened = reader_of(snapshot) if isinstance(snapshot, Snapshot) else open_reader(snapshot)
     prepared = prepare_export(
         opened,
         path,
@@ -147,7 +148,7 @@ def export(
 
 
 def prepare_export(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     path: str | os.PathLike[str],
     to: str,
     *,
@@ -211,7 +212,7 @@ def prepare_export(
     return PreparedExport(tuple(versions), plan, location, warnings)
 
 
-def _leaves(snapshot: Snapshot, plan: ExportPlan) -> LeafSpecs:
+def _leaves(snapshot: SnapshotReader, plan: ExportPlan) -> LeafSpecs:
     return {key: snapshot.leaves[key] for file in plan.files for key in file.keys}
 
 
@@ -233,14 +234,14 @@ def _statistics_warning(keys: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _make_record(versions: Sequence[Snapshot]) -> dict[str, Any]:
+def _make_record(versions: Sequence[SnapshotReader]) -> dict[str, Any]:
     """Return what the exported files say about their origin. It has no host and no full path."""
     snapshot = versions[-1]
     folder = snapshot.location.folder
     is_version = parse_version(folder) is not None
     metrics = select_numbers(snapshot.metadata.get("metrics"))
     if is_version:
-        metrics = Run(snapshot.location.store).metrics(snapshot)
+        metrics = Run(snapshot.location.store).metrics(snapshot.version)
     record: dict[str, Any] = {
         "writer": f"holdfast {__version__}",
         "run": _last_name(snapshot.location.store.url) if is_version else None,

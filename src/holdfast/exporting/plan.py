@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.engine.planning.select import ABSENT, KeyFilter, make_key_filter, match_all, prune
 from holdfast.engine.snapshot.location import Location, locate
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import MissingLeaf, StoreError, Unsupported
 from holdfast.exporting.companions import Companion
 from holdfast.exporting.output_layout import (
@@ -78,7 +78,7 @@ class ExportPlan:
 
 
 def plan_export(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     kind: str,
     *,
     root: str | None = None,
@@ -155,7 +155,7 @@ def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
 # -- selecting ------------------------------------------------------------------------------------
 
 
-def _find_container(snapshot: Snapshot, root: str) -> Any:
+def _find_container(snapshot: SnapshotReader, root: str) -> Any:
     """Return the node at the key ``root``, which must be a container. Raises ``MissingLeaf``."""
     node, key = snapshot.manifest.tree, ""
     while (members := tree.members(node, key)) is not None and key != root:
@@ -188,7 +188,7 @@ def _averaged_model_prefix(node: Any, root: str) -> str:
 
 
 def _select_tensors(
-    snapshot: Snapshot, node: Any, root: str, is_selected: KeyFilter, prefix: str
+    snapshot: SnapshotReader, node: Any, root: str, is_selected: KeyFilter, prefix: str
 ) -> tuple[list[OutputTensor], int]:
     """Return the selected tensors and arrays in tree order, and the number of plain values."""
     tensors: dict[str, OutputTensor] = {}
@@ -231,7 +231,7 @@ def _tensor_name(key: str, root: str) -> str:
 
 
 def _plan_torch(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     node: Any,
     root: str,
     is_selected: KeyFilter,
@@ -248,7 +248,7 @@ def _plan_torch(
     return [plan_torch_file(file_name, pickled.to_bytes(), tensors)], tensors
 
 
-def _raise_if_refused(snapshot: Snapshot, refused: dict[str, str], target: str) -> None:
+def _raise_if_refused(snapshot: SnapshotReader, refused: dict[str, str], target: str) -> None:
     if refused:
         raise Unsupported(
             f"{snapshot.url} has leaves that {target} cannot represent",
@@ -258,11 +258,11 @@ def _raise_if_refused(snapshot: Snapshot, refused: dict[str, str], target: str) 
         )
 
 
-def _nothing_selected_error(snapshot: Snapshot, root: str) -> MissingLeaf:
+def _nothing_selected_error(snapshot: SnapshotReader, root: str) -> MissingLeaf:
     return MissingLeaf(
         f"The selection contains nothing of {snapshot.url} that can be exported",
         expected=f"tensors or arrays below {root}" if root else "tensors or arrays",
-        found=", ".join(snapshot.keys()[:10]),
+        found=", ".join([*snapshot.nodes()][:10]),
         todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
         " across levels",
     )

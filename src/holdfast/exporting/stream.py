@@ -24,7 +24,7 @@ from holdfast.engine.snapshot.read import (
     group_items,
     read_group,
 )
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format.index import ShardIndex
 from holdfast.threads import Workers
 from holdfast.types import BLOCK_SIZE, DTYPES, MIB, Box
@@ -43,7 +43,7 @@ and their offsets, and pass each byte exactly once.
 """
 
 
-def stream_leaves(snapshot: Snapshot, keys: Sequence[str], write: WriteLeafBytes) -> None:
+def stream_leaves(snapshot: SnapshotReader, keys: Sequence[str], write: WriteLeafBytes) -> None:
     """Pass every byte of the leaves ``keys`` to ``write``. A key may occur more than once.
 
     Uses at most ``WINDOW`` bytes, plus one buffer per thread. Raises ``FormatError``,
@@ -100,7 +100,10 @@ class ContiguousBox(NamedTuple):
 
 
 def _stream_by_window(
-    snapshot: Snapshot, keys: Sequence[str], leaf_numbers: Sequence[int], write: WriteLeafBytes
+    snapshot: SnapshotReader,
+    keys: Sequence[str],
+    leaf_numbers: Sequence[int],
+    write: WriteLeafBytes,
 ) -> None:
     """Assemble leaves one window at a time, and pass each window to ``write``."""
     indexes = indexes_with(snapshot, {keys[n] for n in leaf_numbers})
@@ -114,7 +117,7 @@ def _stream_by_window(
         write_window(boxes, window.view, write)
 
 
-def indexes_with(snapshot: Snapshot, keys: Collection[str]) -> IndexesByKey:
+def indexes_with(snapshot: SnapshotReader, keys: Collection[str]) -> IndexesByKey:
     """Return the indexes of the shards that have a part of a leaf, for each of the leaves."""
     stored: IndexesByKey = {key: [] for key in keys}
     for index in snapshot.indexes():
@@ -124,7 +127,7 @@ def indexes_with(snapshot: Snapshot, keys: Collection[str]) -> IndexesByKey:
 
 
 def plan_windows(
-    snapshot: Snapshot, keys: Sequence[str], leaf_numbers: Sequence[int], window: int
+    snapshot: SnapshotReader, keys: Sequence[str], leaf_numbers: Sequence[int], window: int
 ) -> Iterator[list[ContiguousBox]]:
     """Split the leaves into boxes, and yield as many at a time as fit into ``window`` bytes."""
     boxes: list[ContiguousBox] = []
@@ -162,7 +165,7 @@ def _split_leaf(
 
 
 def read_window(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     keys: Sequence[str],
     boxes: Sequence[ContiguousBox],
     indexes_by_key: IndexesByKey,

@@ -18,7 +18,7 @@ import numpy as np
 
 from holdfast.engine.loading.bind_optimizer import is_optimizer_node
 from holdfast.engine.loading.targets import LEAF_NODE_TAGS
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError
 from holdfast.format import tree
 from holdfast.format.names import join_key
@@ -93,7 +93,7 @@ class TorchPickle:
     root of the converted tree.
     """
 
-    snapshot: Snapshot
+    snapshot: SnapshotReader
     torch: Any
     tensors: dict[str, _TensorStub] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -201,7 +201,7 @@ def _children(node: Any, key: str) -> dict[Any, tuple[Any, str]]:
     return {name: (child, k) for name, child, k in tree.children(node, key)}
 
 
-def make_pickle(snapshot: Snapshot) -> TorchPickle:
+def make_pickle(snapshot: SnapshotReader) -> TorchPickle:
     """Return an empty pickle. Raises ``HoldfastError`` if torch is not installed."""
     try:
         import torch
@@ -213,7 +213,9 @@ def make_pickle(snapshot: Snapshot) -> TorchPickle:
     return TorchPickle(snapshot, torch)
 
 
-def build_torch_pickle(snapshot: Snapshot, node: Any, key: str, prefix: str = "") -> TorchPickle:
+def build_torch_pickle(
+    snapshot: SnapshotReader, node: Any, key: str, prefix: str = ""
+) -> TorchPickle:
     """Convert the tree below ``node``. Raises ``HoldfastError`` if torch is not installed.
 
     ``prefix``: that of the names of an averaged model, which is removed.

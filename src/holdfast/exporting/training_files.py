@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.engine.loading.bind_optimizer import is_optimizer_node
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import Unsupported
 from holdfast.exporting.output_layout import (
     SINGLE_FILE,
@@ -76,7 +76,7 @@ class TrainingFiles:
             self.tensors += tensors
 
 
-def find_members(snapshot: Snapshot, model_key: str) -> TrainingMembers:
+def find_members(snapshot: SnapshotReader, model_key: str) -> TrainingMembers:
     """Find the optimizers, schedulers, and scalers at the top level of a snapshot's state."""
     found = TrainingMembers()
     for node, key in tree.members(snapshot.manifest.tree, "") or ():
@@ -99,7 +99,7 @@ def find_members(snapshot: Snapshot, model_key: str) -> TrainingMembers:
 
 
 def plan_training_files(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     kind: str,
     model: tuple[Any, str],
     tensors: Sequence[OutputTensor],
@@ -148,7 +148,7 @@ def plan_training_files(
     return planned
 
 
-def _require(snapshot: Snapshot, kind: str, members: TrainingMembers) -> None:
+def _require(snapshot: SnapshotReader, kind: str, members: TrainingMembers) -> None:
     """Raise ``Unsupported`` if the state lacks what a library needs to resume."""
     counts = {
         "an optimizer": len(members.optimizers),
@@ -177,7 +177,7 @@ def _require(snapshot: Snapshot, kind: str, members: TrainingMembers) -> None:
 
 
 def _require_one_model(
-    snapshot: Snapshot, kind: str, model_key: str, members: TrainingMembers
+    snapshot: SnapshotReader, kind: str, model_key: str, members: TrainingMembers
 ) -> None:
     """Raise ``Unsupported`` if an optimizer trains parameters that are not those of the model."""
     prefix = model_key.replace("/", ".") + "."
@@ -197,7 +197,7 @@ def _require_one_model(
             )
 
 
-def _trainer_state(snapshot: Snapshot, members: TrainingMembers) -> dict[str, Any]:
+def _trainer_state(snapshot: SnapshotReader, members: TrainingMembers) -> dict[str, Any]:
     """Return the ``trainer_state.json`` of Transformers. The Trainer computes what is not here, and
     the position in the data from the step."""
     epoch = None if members.epoch is None else float(members.epoch)
@@ -213,7 +213,7 @@ def _trainer_state(snapshot: Snapshot, members: TrainingMembers) -> dict[str, An
 
 
 def _lightning_content(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     pickled: TorchPickle,
     model: tuple[Any, str],
     members: TrainingMembers,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from holdfast.engine.snapshot.location import Location, is_snapshot, versions_in
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import AlreadyExists, NotFound, StoreError
 from holdfast.exporting.companions import copy_companion
 from holdfast.exporting.output_layout import INDEX_FILE, SINGLE_FILE, OutputFile
@@ -38,7 +38,7 @@ StreamLeaves = Callable[[Sequence[str], WriteLeafBytes], None]
 
 
 def write_export(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     plan: ExportPlan,
     location: Location,
     advance: Advance = no_op,

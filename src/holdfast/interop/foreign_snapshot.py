@@ -17,7 +17,7 @@ from holdfast import events
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.format.index import ShardIndex
 from holdfast.format.manifest import Manifest
@@ -32,7 +32,7 @@ from holdfast.types import Box
 _MAX_LISTED = 20
 
 
-class ForeignSnapshot(Snapshot):
+class ForeignSnapshotReader(SnapshotReader):
     """A foreign checkpoint, or the part of it that a live state has.
 
     ``kind``: what wrote it. ``left_out``: its members without a place in the live state.
@@ -122,7 +122,7 @@ def open_foreign(
     into: Mapping[str, Any] | None,
     keys: str | Sequence[str] | None,
     renames: Mapping[str, str],
-) -> ForeignSnapshot:
+) -> ForeignSnapshotReader:
     """Open the checkpoint at a location for a load into a live state.
 
     Without ``into``, its content is arranged as ``holdfast import`` does. With ``into``, its
@@ -156,6 +156,6 @@ def open_foreign(
         step=checkpoint.step,
         left_out=left_out,
     )
-    return ForeignSnapshot(
+    return ForeignSnapshotReader(
         location, manifest, flat.leaves, found.kind, left_out, checkpoint.stored, within
     )

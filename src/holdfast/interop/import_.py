@@ -18,7 +18,7 @@ from holdfast.buffers import shared_pool
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location, path_advice, suggest_similar_path
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.errors import HoldfastError, NotFound, Unsupported
 from holdfast.format.names import MANIFEST, is_shard_name, parse_version, split_address
@@ -262,7 +262,7 @@ def save_foreign_checkpoint(
     step: int,
     branch: int = 0,
     advance: Advance = no_op,
-) -> Snapshot:
+) -> SnapshotReader:
     """Save a checkpoint, flattened by ``flatten_foreign_state``, as the snapshot at ``location``.
 
     The note of the snapshot records the origin. ``advance(nbytes)`` is called as bytes are written.

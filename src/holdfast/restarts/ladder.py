@@ -13,7 +13,7 @@ from msgspec import structs
 
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.group import Group
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import FormatError, NoProgress, Preempted, SkippedVersion, StoreError
 from holdfast.format.names import Version, random_id, restart_name
 from holdfast.machine import utc_now
@@ -118,7 +118,7 @@ class Ladder:
 
     def _is_distrusted(self, version: Version) -> bool:
         with suppress(FormatError, StoreError):  # a resume finds out what is wrong with it
-            digest = self._run.open(version).digest
+            digest = self._run.catalog.open(version).digest
             return self._run.catalog.find_distrust(version, digest) is not None
         return False
 
@@ -132,7 +132,7 @@ class Ladder:
         if self._plan.skipped is not None:
             raise LadderExhausted(self._describe_end(has_version=True))
 
-    def record(self, snapshot: Snapshot | None, tier: TierName | None = None) -> None:
+    def record(self, snapshot: SnapshotReader | None, tier: TierName | None = None) -> None:
         """Record what this restart has loaded, and from where. None: the run is empty.
 
         Call it before the branch is started on which the training goes back. If the record cannot

@@ -33,12 +33,14 @@ from holdfast.engine.snapshot.location import (
     path_advice,
     suggest_similar_path,
 )
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location, open_snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location, open_snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import NotFound
 from holdfast.format.names import Version, split_address
-from holdfast.interop.foreign_snapshot import ForeignSnapshot, open_foreign
+from holdfast.interop.foreign_snapshot import ForeignSnapshotReader, open_foreign
 from holdfast.interop.members import is_foreign
 from holdfast.run.evaluations.objectives import read_recorded_objectives
+from holdfast.run.lineage import find_best, find_latest
 from holdfast.run.run import Run
 from holdfast.sinks.default_terminal import default_terminal
 from holdfast.storage.open import open_store
@@ -91,6 +93,11 @@ def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
 
     Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``.
     """
+    return Snapshot(open_reader(address, deadline))
+
+
+def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReader:
+    """Do the same as ``open_version`` for the packages of Holdfast."""
     if not isinstance(address, str | os.PathLike):
         return open_snapshot(address)
     text = os.fspath(address)
@@ -112,12 +119,13 @@ def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
     url, version = resolve_address(text, deadline)
     run = _open_run(url, deadline)
     if version is None or not version[0].isdecimal():
-        newest = run.latest()
+        newest = find_latest(run.catalog)
         if newest is not None:
             return newest if version == "latest" else _find_best(run, newest, version or "")
     elif run.listing().has_version():
         step, _, branch = version.partition(".")
-        return run.open(Version(int(step), int(branch)) if branch else run.find(int(step)))
+        found = Version(int(step), int(branch)) if branch else run.find(int(step))
+        return run.catalog.open(found)
     raise NotFound(
         f"{run.url} is not a run with versions",
         todo=path_advice(suggest_similar_path(url)),
@@ -137,7 +145,7 @@ def merge_objectives(objectives: Iterable[tuple[str, str]]) -> dict[str, str]:
     return merged
 
 
-def read_objectives(snapshot: Snapshot) -> dict[str, str]:
+def read_objectives(snapshot: SnapshotReader) -> dict[str, str]:
     """Return the metrics that the policies of the training use, each with its mode.
 
     The mode is ``min``, ``max``, or ``BOTH_MODES``. The result is empty if the snapshot was saved
@@ -148,7 +156,7 @@ def read_objectives(snapshot: Snapshot) -> dict[str, str]:
     return {name: mode for name, mode in found if isinstance(name, str) and isinstance(mode, str)}
 
 
-def _find_best(run: Run, newest: Snapshot, version: str) -> Snapshot:
+def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader:
     """Return the best version of a run, for ``best`` or ``best:METRIC``.
 
     The newest version records the modes of the training, and the run those of evaluations. Raises
@@ -161,7 +169,7 @@ def _find_best(run: Run, newest: Snapshot, version: str) -> Snapshot:
         metric = next(iter(objectives))
     mode = objectives.get(metric)
     if mode in ("min", "max"):
-        best = run.best(metric, "min" if mode == "min" else "max")
+        best = find_best(run.catalog, metric, "min" if mode == "min" else "max")
         if best is not None:
             return best
     if not metric:
@@ -195,7 +203,7 @@ _BEST_IN_PYTHON = (
 )
 
 
-def _ambiguous_error(run: Run, newest: Snapshot, objectives: Mapping[str, str]) -> NotFound:
+def _ambiguous_error(run: Run, newest: SnapshotReader, objectives: Mapping[str, str]) -> NotFound:
     """Return the error for ``RUN@best`` if not exactly one metric is recorded."""
     choices = [f"{run.url}@best:{name}" for name in sorted(objectives)]
     return NotFound(
@@ -226,7 +234,7 @@ class _OpenedVersion(Struct, frozen=True):
     digest: str
 
 
-def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) -> Snapshot:
+def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) -> SnapshotReader:
     """Open the snapshot at an address or in a store, the same one on all ranks.
 
     Rank 0 resolves the address, because a run may change meanwhile. Raises on all ranks as
@@ -237,10 +245,10 @@ def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) 
     purpose = f"the load of {where}: {timeout} s"
     deadline = None if timeout is None else Deadline.after(timeout, purpose)
 
-    opened: list[Snapshot] = []
+    opened: list[SnapshotReader] = []
 
     def choose() -> _OpenedVersion:
-        opened.append(open_version(address, deadline))
+        opened.append(open_reader(address, deadline))
         return _OpenedVersion(opened[0].url, opened[0].digest)
 
     operation = f"the opening of {where}"
@@ -248,8 +256,8 @@ def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) 
     # A URL does not contain the options of a store, so each rank uses the store that it was given.
     location = locate(found.url if is_text else address).limit("load", None, deadline)
     if opened:  # on rank 0, which has read the manifest
-        return Snapshot(location, opened[0].manifest, found.digest, opened[0].leaves)
-    return Snapshot(location, None, found.digest)
+        return SnapshotReader(location, opened[0].manifest, found.digest, opened[0].leaves)
+    return SnapshotReader(location, None, found.digest)
 
 
 def load(  # noqa: PLR0913  (the public face)
@@ -306,11 +314,11 @@ def load(  # noqa: PLR0913  (the public face)
         location = locate(url).limit("load", timeout)
         with failing_together(ranks, f"the load of {location.url}", location.deadline):
             snapshot = _open_any(location, into, keys, leniency.rename)
-            if isinstance(snapshot, ForeignSnapshot):
+            if isinstance(snapshot, ForeignSnapshotReader):
                 leniency = replace(leniency, rename=snapshot.renames_within)
     with ExitStack() as shown:
         # of a foreign checkpoint, a warning lists what is left out
-        if into is not None and not isinstance(snapshot, ForeignSnapshot):
+        if into is not None and not isinstance(snapshot, ForeignSnapshotReader):
             shown.callback(default_terminal.open(snapshot.url))
         return load_snapshot(snapshot, into, keys, device, leniency, ranks)
 
@@ -320,7 +328,7 @@ def _open_any(
     into: dict[str, Any] | None,
     keys: str | Sequence[str] | None,
     renames: Mapping[str, str],
-) -> Snapshot:
+) -> SnapshotReader:
     """Open the snapshot at a location, or else the checkpoint of another library."""
     try:
         return open_location(location)

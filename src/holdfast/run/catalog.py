@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast import events
 from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
 from holdfast.engine.snapshot.spread import SpreadStore
 from holdfast.errors import BrokenLink, FormatError, HoldfastError, NotFound, NotTrusted
 from holdfast.format import names
@@ -97,7 +97,7 @@ class Catalog:
         """Versions with files that are symbolic links, found when they were to be deleted."""
         self.reported_links: set[Version] = set()
 
-    def open(self, version: Version) -> Snapshot:
+    def open(self, version: Version) -> SnapshotReader:
         """Open one version.
 
         Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
@@ -107,7 +107,7 @@ class Catalog:
         _ = snapshot.version  # reads the manifest and compares its version with the folder's name
         return snapshot
 
-    def add_committed(self, snapshot: Snapshot) -> None:
+    def add_committed(self, snapshot: SnapshotReader) -> None:
         """Take over a version that this process has just committed.
 
         When the version is looked at, its manifest is compared with the digest, not decoded again.
@@ -340,7 +340,7 @@ class Catalog:
         self._reported.discard(str(version))
 
 
-def make_version_record(snapshot: Snapshot) -> VersionRecord:
+def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
     """Return the record of an open snapshot."""
     files = {}
     for shard in snapshot.manifest.shards:
@@ -359,7 +359,7 @@ def make_version_record(snapshot: Snapshot) -> VersionRecord:
     )
 
 
-def read_training_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
+def read_training_metadata(snapshot: SnapshotReader) -> Mapping[str, Any]:
     """Return the state of early stopping and goodput that a version stores.
 
     The result is empty if the writer of the version left this metadata out.
@@ -368,12 +368,12 @@ def read_training_metadata(snapshot: Snapshot) -> Mapping[str, Any]:
     return training if isinstance(training, dict) else {}
 
 
-def read_captured_with(snapshot: Snapshot) -> str:
+def read_captured_with(snapshot: SnapshotReader) -> str:
     """Return the attempt of the save that saved the same state as this capture, or nothing."""
     return str(read_training_metadata(snapshot).get("captured_with", ""))
 
 
-def read_sessions(snapshot: Snapshot) -> list[str]:
+def read_sessions(snapshot: SnapshotReader) -> list[str]:
     """Return the session of the training that wrote a version, and of those that it continued from
     a tier. There are none without this metadata."""
     training = read_training_metadata(snapshot)

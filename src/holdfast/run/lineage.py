@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from holdfast import events, machine
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import (
     AlreadyExists,
     Denied,
@@ -26,8 +26,8 @@ from holdfast.format.manifest import Parent
 from holdfast.format.names import Version
 from holdfast.format.records import Branch, Ended, encode_branch
 from holdfast.run.catalog import Catalog
-from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust
-from holdfast.run.listing import Listing
+from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_trust
+from holdfast.run.listing import BRANCH, STEP, Listing, to_int
 from holdfast.run.policy import Mode, Record, best_first
 from holdfast.storage.checks import MAX_PUTS, contended_error
 from holdfast.text import format_list
@@ -167,7 +167,7 @@ def read_parent(catalog: Catalog, version: Version) -> Parent | None:
         return None
 
 
-def start_branch(catalog: Catalog, snapshot: Snapshot, version: Version, reason: str) -> int:
+def start_branch(catalog: Catalog, snapshot: SnapshotReader, version: Version, reason: str) -> int:
     """Durably start a branch at a version and return the number of the branch."""
     for _ in range(MAX_PUTS):
         listing = catalog.listing()
@@ -183,14 +183,22 @@ def start_branch(catalog: Catalog, snapshot: Snapshot, version: Version, reason:
 # -- the newest version --------------------------------------------------------------------------
 
 
+def find_latest(catalog: Catalog) -> SnapshotReader | None:
+    """See ``Run.latest``."""
+    return find_newest(catalog, SnapshotReader.check_files)[0]
+
+
 def find_newest(
     catalog: Catalog,
-    use: Callable[[Snapshot], object],
-    at: int | None,
-    branch: int | None,
-    trust: Trust,
-) -> tuple[Snapshot | None, list[tuple[Version, HoldfastError]]]:
+    use: Callable[[SnapshotReader], object],
+    at: int | None = None,
+    branch: int | None = None,
+    trust: Trust = NOT_DISTRUSTED,
+) -> tuple[SnapshotReader | None, list[tuple[Version, HoldfastError]]]:
     """See ``Run.newest``. Only the versions that are tried are looked at, also their verdicts."""
+    at = None if at is None else to_int(at, STEP)
+    branch = None if branch is None else to_int(branch, BRANCH)
+    check_trust(trust)
     is_named = at is not None and trust == NOT_DISTRUSTED  # whoever names a version may look at it
     skipped: dict[Version, HoldfastError] = {}
     deleted: dict[Version, HoldfastError] = {}
@@ -234,7 +242,7 @@ def find_newest(
     raise changing_run_error(catalog)
 
 
-def find_best(catalog: Catalog, metric: str, mode: Mode) -> Snapshot | None:
+def find_best(catalog: Catalog, metric: str, mode: Mode) -> SnapshotReader | None:
     """See ``Run.best``."""
     for _ in range(MAX_SEARCHES):
         listing = stable_listing(catalog)

@@ -16,6 +16,9 @@ from holdfast.format.names import Version, is_spreadable, parse_version
 from holdfast.storage.store import Entry, Stat, list_level
 from holdfast.text import to_repr
 
+STEP, BRANCH = "a step, a whole number", "a branch, a whole number"
+"""What ``to_int`` expects."""
+
 
 @dataclass(frozen=True)
 class Listing:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import get_args
 
 from holdfast import events
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError, NotFound
 from holdfast.format.names import MANIFEST, MAX_STEP, Version
 from holdfast.run.catalog import Catalog, VersionRecord
@@ -64,7 +64,7 @@ class TrainingRetention:
         self._before_deletion = before_deletion
         self._saves = self._interval = 0
 
-    def after_save(self, snapshot: Snapshot) -> None:
+    def after_save(self, snapshot: SnapshotReader) -> None:
         """Apply retention if it is due. If it raises, the next save tries again.
 
         ``snapshot``: the version that was saved.

@@ -13,7 +13,7 @@ from typing import Any
 from holdfast import events, machine
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location, Url
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot, reader_of, snapshot_of
 from holdfast.engine.snapshot.spread import create_spread, spread_store
 from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound
 from holdfast.format import names
@@ -30,14 +30,12 @@ from holdfast.run import lineage, retention, sweep
 from holdfast.run.catalog import Catalog, VersionRecord
 from holdfast.run.evaluations.metrics import check_metrics, put_about_version, to_numbers
 from holdfast.run.evaluations.status import EvaluationStatus, find_statuses
-from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_trust, check_verdict
-from holdfast.run.listing import Listing, to_int
+from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_verdict
+from holdfast.run.listing import BRANCH, STEP, Listing, to_int
 from holdfast.run.policy import KeepPolicy, Mode, Record
 from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.open import open_store
 from holdfast.threads import gc_paused
-
-_STEP, _BRANCH = "a step, a whole number", "a branch, a whole number"
 
 
 class Run:
@@ -68,7 +66,7 @@ class Run:
         Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
         than that of its folder.
         """
-        return self.catalog.open(version)
+        return Snapshot(self.catalog.open(version))
 
     def listing(self) -> Listing:
         """List the store once."""
@@ -96,7 +94,7 @@ class Run:
         length. The bytes of the files are checked when they are read. Raises ``NoSnapshot`` if
         there are versions but none qualifies.
         """
-        return self.newest(lambda snapshot: snapshot.check_files())[0]
+        return snapshot_of(lineage.find_latest(self.catalog))
 
     def newest(
         self,
@@ -119,10 +117,10 @@ class Run:
 
         Raises ``NoSnapshot`` if no version qualifies, and ``NotFound`` if there is no such branch.
         """
-        at = None if at is None else to_int(at, _STEP)
-        branch = None if branch is None else to_int(branch, _BRANCH)
-        check_trust(trust)
-        return lineage.find_newest(self.catalog, use, at, branch, trust)
+        found, skipped = lineage.find_newest(
+            self.catalog, lambda reader: use(Snapshot(reader)), at, branch, trust
+        )
+        return snapshot_of(found), skipped
 
     def find(self, step: int, branch: int | None = None) -> Version:
         """Return the version of a step on the current lineage, or on that of ``branch``.
@@ -130,8 +128,8 @@ class Run:
         Raises ``NotFound`` if there is no such version or branch, and ``HoldfastError`` if
         ``step`` or ``branch`` is not a whole number.
         """
-        step = to_int(step, _STEP)
-        branch = None if branch is None else to_int(branch, _BRANCH)
+        step = to_int(step, STEP)
+        branch = None if branch is None else to_int(branch, BRANCH)
         listing = self.listing()
         folders = lineage.lineage_folders(self.catalog, listing, branch)
         matches = [v for v in folders if v.step == step and listing.exists(v)]
@@ -170,7 +168,7 @@ class Run:
 
     def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
         """Durably start a branch at a version and return the number of the branch."""
-        return lineage.start_branch(self.catalog, snapshot, version, reason)
+        return lineage.start_branch(self.catalog, reader_of(snapshot), version, reason)
 
     # -- metrics and verdicts ------------------------------------------------------------------
 
@@ -229,10 +227,10 @@ class Run:
     ) -> None:
         """Store a record of another kind about a version. Raises as ``add_metrics`` does."""
         version, record = self._read_version(at)
-        if isinstance(at, Snapshot) and at.digest != record.digest:
+        if isinstance(at, Snapshot) and (digest := reader_of(at).digest) != record.digest:
             raise FormatError(
                 f"{version} of {self.url} is not the snapshot that was evaluated",
-                expected=f"a manifest with digest {at.digest}",
+                expected=f"a manifest with digest {digest}",
                 found=record.digest,
                 todo="Evaluate the snapshot that is there now",
                 file=self.location(version).key(names.MANIFEST),
@@ -259,7 +257,7 @@ class Run:
             raise HoldfastError(
                 "Invalid argument to Run.best", expected='mode="min" or mode="max"', found=mode
             )
-        return lineage.find_best(self.catalog, metric, mode)
+        return snapshot_of(lineage.find_best(self.catalog, metric, mode))
 
     def _resolve_version(self, at: Snapshot | Version | int) -> Version:
         if isinstance(at, Version):
@@ -276,7 +274,7 @@ class Run:
         version = self._resolve_version(at)
         record = self.catalog.read_version(version, self.listing())
         if record is None or not record.digest:
-            self.open(version)  # raises the error in the manifest
+            self.catalog.open(version)  # raises the error in the manifest
             raise NotFound(f"There is no {version} in {self.url}", store=self.url)
         return version, record
 

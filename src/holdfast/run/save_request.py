@@ -162,7 +162,7 @@ def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
     folders = lineage_folders(run.catalog, run.listing())
     for version in reversed([v for v in folders if v not in before]):
         try:
-            if run.open(version).metadata["reason"] == "request":
+            if run.catalog.open(version).metadata["reason"] == "request":
                 return version
         except (FormatError, NotFound):
             continue

@@ -18,7 +18,7 @@ from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import AlreadyExists, HoldfastError
 from holdfast.format.names import Version, parse_version
 from holdfast.run.policy import PolicyInput
@@ -247,7 +247,7 @@ class Captures(HostTier):
         finally:
             self._copies_end = inf
 
-    def _finish(self, job: SaveJob, version: Version) -> Snapshot:
+    def _finish(self, job: SaveJob, version: Version) -> SnapshotReader:
         generation = Generation(version, self._keys_of(version, job.partition.attempt))
         try:
             snapshot = finish_save(job)

@@ -21,7 +21,7 @@ import msgspec
 from holdfast.deadline import Deadline
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.transform.copy import copy_shards
 from holdfast.errors import (
     AlreadyExists,
@@ -80,7 +80,7 @@ def lasting_url(store: Store) -> str:
 
 def flush_recorded(
     status_folder: str, seconds: float, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Snapshot | HoldfastError | OSError]:
+) -> Iterator[SnapshotReader | HoldfastError | OSError]:
     """Save what all trainings that have left a record still have in their tiers, within about so
     many seconds of ``clock``. Yield each version that was saved, and each error."""
     deadline = Deadline.after(seconds, "the save of the newest state in memory", clock)
@@ -102,7 +102,7 @@ def flush_states(
     run: Run,
     deadline: Deadline,
     check_writer: Callable[[Store], object] | None = None,
-) -> Iterator[Snapshot | HoldfastError | OSError]:
+) -> Iterator[SnapshotReader | HoldfastError | OSError]:
     """Save the states of one training on this host that are newer than all versions of ``run``.
     Yield each version, or the error for it, oldest first: the last one is the newest state.
 
@@ -148,13 +148,13 @@ def _within(deadline: Deadline, part: float, most: float = inf) -> Deadline:
     return replace(deadline, at=deadline.clock() + min(most, part * deadline.seconds_left))
 
 
-def _find_states(records: Iterable[MemoryRecord], line: CurrentLine) -> list[Snapshot]:
+def _find_states(records: Iterable[MemoryRecord], line: CurrentLine) -> list[SnapshotReader]:
     """Return the states on this host that are newer than all versions of the run, and continue
     them, oldest first: all on local disks, and the newest one in memory, if it is newer still.
 
     Nothing but their manifests was read. Raises ``FormatError`` and ``StoreError``.
     """
-    found: list[Snapshot] = []
+    found: list[SnapshotReader] = []
     for record in sorted(records, key=lambda r: not r.saves_all):
         newer = _find_newer(record.folder, line)
         newest = found[-1].version.step if found else -1
@@ -165,11 +165,11 @@ def _find_states(records: Iterable[MemoryRecord], line: CurrentLine) -> list[Sna
     return found
 
 
-def _find_newer(folder: str, line: CurrentLine) -> list[Snapshot]:
+def _find_newer(folder: str, line: CurrentLine) -> list[SnapshotReader]:
     store, found = LocalStore(folder, direct=False), []
     for candidate in find_candidates(take_inventory(store, 0), "memory"):
         if candidate.digest and line.is_newer(candidate.version):
-            captured = Snapshot(Location(store, candidate.folder), None, candidate.digest)
+            captured = SnapshotReader(Location(store, candidate.folder), None, candidate.digest)
             if line.is_continued_by(candidate, captured):
                 found.append(captured)
     return found[::-1]
@@ -179,10 +179,10 @@ def _find_newer(folder: str, line: CurrentLine) -> list[Snapshot]:
 class _Copy:
     """A state whose files on this host are in the run, and pinned. ``raw``: its manifest."""
 
-    flushed: Snapshot
+    flushed: SnapshotReader
     raw: bytes
 
-    def commit(self, patience: Deadline, check_writer: Callable[[Store], object]) -> Snapshot:
+    def commit(self, patience: Deadline, check_writer: Callable[[Store], object]) -> SnapshotReader:
         """Commit the state once the files of all hosts are there."""
         flushed, location = self.flushed, self.flushed.location
         _await_files(location, flushed.manifest, patience.earlier(location.deadline))
@@ -198,7 +198,7 @@ class _Copy:
 
 
 @contextmanager
-def _copy(captured: Snapshot, location: Location) -> Iterator[_Copy]:
+def _copy(captured: SnapshotReader, location: Location) -> Iterator[_Copy]:
     """Copy the files of a state that are on this host, and pin them during a ``with`` block.
 
     Raises ``Unavailable`` at the deadline, also if the store is a local folder, whose calls do not
@@ -215,7 +215,7 @@ def _copy(captured: Snapshot, location: Location) -> Iterator[_Copy]:
     ]
     with pins.hold_pin(location, manifest.attempt, captured.version):
         copy_shards(source, location, held, lambda _: location.check_time())
-        yield _Copy(Snapshot(location, manifest, digest), raw)
+        yield _Copy(SnapshotReader(location, manifest, digest), raw)
 
 
 def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> None:
@@ -239,7 +239,7 @@ def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> 
 
 
 def _require_no_writer(
-    run: Run, before: Version | None, newer: Sequence[Snapshot], store: Store
+    run: Run, before: Version | None, newer: Sequence[SnapshotReader], store: Store
 ) -> None:
     """Raise ``HoldfastError`` if another training writes to the run, or may do so, or has done so
     since ``before`` was the newest version. ``newer``: the states that are saved. ``store``: as for
@@ -256,7 +256,7 @@ def _require_no_writer(
     newest = newest_version(run.catalog, run.listing())
     if newest is None or newest in (before, *(captured.version for captured in newer)):
         return
-    session = next(iter(read_sessions(run.open(newest))), "")
+    session = next(iter(read_sessions(run.catalog.open(newest))), "")
     if session not in read_sessions(newer[-1]):  # otherwise, another host has saved it
         raise HoldfastError(
             f"A captured state was not saved to {run.url}",

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import FormatError, NotFound, NotTrusted, StoreError
 from holdfast.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from holdfast.format.names import MANIFEST, Version, parse_version
@@ -120,7 +120,7 @@ class Candidate(msgspec.Struct, frozen=True):
         """True if its manifest is intact, and every file is on some host in full length."""
         return not self.problem and self.sources.first_missing is None
 
-    def check_whole(self, captured: Snapshot) -> None:
+    def check_whole(self, captured: SnapshotReader) -> None:
         """Raise ``NotFound`` if it is not whole. ``captured``: the same state, to name the file.
         Raises the errors of its manifest."""
         problem, missing = self.problem, self.sources.first_missing
@@ -246,12 +246,12 @@ class CurrentLine:
         while number and (origin := branch_origin(run.catalog, number, listing.folders)):
             number = origin.branch
             self._last_steps[number] = origin.step
-        self.durable: Snapshot | None = None
+        self.durable: SnapshotReader | None = None
         self._session = ""
         self._is_damaged = False
         if self.newest is not None:
             try:
-                durable = run.open(self.newest)
+                durable = run.catalog.open(self.newest)
                 self._session = next(iter(read_sessions(durable)), "")
                 self.durable = durable
             except FormatError:
@@ -277,7 +277,7 @@ class CurrentLine:
         is_later = self.newest is None or version.step > self.newest.step
         return is_later and version.step <= self._last_steps.get(version.branch, -1)
 
-    def is_same(self, candidate: Candidate, captured: Snapshot) -> bool:
+    def is_same(self, candidate: Candidate, captured: SnapshotReader) -> bool:
         """Return True if a captured state of the same step is that of the newest version.
 
         A copy on a local disk has the same manifest. A capture names the save of the same call of
@@ -291,7 +291,7 @@ class CurrentLine:
             return candidate.digest == self.durable.digest
         return read_captured_with(captured) == self.durable.manifest.attempt
 
-    def is_continued_by(self, candidate: Candidate, captured: Snapshot) -> bool:
+    def is_continued_by(self, candidate: Candidate, captured: SnapshotReader) -> bool:
         """Return True if a captured state continues from the newest version of the run, or from
         none.
 

@@ -22,7 +22,8 @@ from holdfast.engine.saving.job import SaveJob
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.transform.copy import copy_shards
 from holdfast.errors import (
     AlreadyExists,
@@ -126,7 +127,7 @@ class LocalVersions(HostTier):
             promotions[-1].is_captured.set()
             promotions[-1].has_begun.set()
 
-        def promote() -> Snapshot:
+        def promote() -> SnapshotReader:
             newest = None
             with ExitStack() as closing_all:
                 for promotion in promotions:
@@ -140,9 +141,11 @@ class LocalVersions(HostTier):
                     elif not is_kept and self._hosts.is_first:
                         self._delete_version(leftover.version)
             last = leftovers[-1]
-            return newest or Snapshot(self.locate(last.folder, last.sources), None, last.digest)
+            return newest or SnapshotReader(
+                self.locate(last.folder, last.sources), None, last.digest
+            )
 
-        pending = Pending(promote, run.url, no_op, None)
+        pending = Pending(lambda: Snapshot(promote()), run.url, no_op, None)
         pending.start()
         return pending, promotions[-1]
 
@@ -200,7 +203,7 @@ class Promotion:
         job: SaveJob,
         check_state: Callable[[Sequence[Receipt]], object],
         check_writer: Callable[[Store], object],
-    ) -> Snapshot:
+    ) -> SnapshotReader:
         """Finish a save, and return the version of the run. All ranks call this.
 
         Rank 0 calls ``check_state`` before the version counts on the local disk, and
@@ -224,7 +227,7 @@ class Promotion:
 
     def _finish_local(
         self, job: SaveJob, check_state: Callable[[Sequence[Receipt]], object]
-    ) -> Snapshot:
+    ) -> SnapshotReader:
         version = names.parse_version(job.location.folder)
         if version is None:
             raise ValueError(f"{job.location.folder} is not a version")
@@ -239,12 +242,12 @@ class Promotion:
 
     def finish_leftover(
         self, leftover: Candidate, check_writer: Callable[[Store], object]
-    ) -> Snapshot | None:
+    ) -> SnapshotReader | None:
         """Promote a version that an earlier training has left. None: it is damaged or gone, or the
         run has other files of its name. All ranks call this."""
         rank = self.collective.rank
         source = self._tier.locate(leftover.folder, leftover.sources)
-        captured = Snapshot(source, None, leftover.digest)
+        captured = SnapshotReader(source, None, leftover.digest)
         try:
             with closing(self.collective), self.collective:
                 ranks = leftover.sources.by_file()[::2]  # of the shards, without their indexes
@@ -263,12 +266,12 @@ class Promotion:
 
     def _promote(
         self,
-        captured: Snapshot,
+        captured: SnapshotReader,
         shards: Sequence[Shard],
         check_writer: Callable[[Store], object],
         *,
         is_leftover: bool = False,
-    ) -> Snapshot:
+    ) -> SnapshotReader:
         """Copy shards on this rank, of which every byte is checked. Rank 0 commits."""
         manifest, location, collective = captured.manifest, self._location, self.collective
         with pinned_base(location, manifest.attempt, None, collective):
@@ -278,10 +281,10 @@ class Promotion:
             is_own = bool(copied) and not is_leftover
             receipt = Receipt(collective.rank, copied[0] if is_own else None)
 
-            def commit(receipts: list[Receipt]) -> Snapshot:
+            def commit(receipts: list[Receipt]) -> SnapshotReader:
                 with before_commit():
                     if is_leftover:  # a rank may have copied shards of several others
-                        Snapshot(location, manifest, captured.digest).read_indexes()
+                        SnapshotReader(location, manifest, captured.digest).read_indexes()
                     else:
                         check_receipts(location, receipts, collective.size)
                     check_writer(location.store)
@@ -297,7 +300,7 @@ class Promotion:
         return promoted
 
 
-def _put_manifest(location: Location, manifest: Manifest, digest: str) -> Snapshot:
+def _put_manifest(location: Location, manifest: Manifest, digest: str) -> SnapshotReader:
     """Commit the manifest, unless ``holdfast run`` was faster."""
     try:
         return put_manifest(location, manifest)

@@ -13,7 +13,7 @@ from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
 from holdfast.run.lineage import newest_version
@@ -120,7 +120,7 @@ class Tiers:
 
     def flush(
         self, run: Run, deadline: Deadline, check_writer: Callable[[Store], object]
-    ) -> Snapshot | None:
+    ) -> SnapshotReader | None:
         """Save the newest captured state of this host if it is newer than all versions of the run,
         and before it the versions on local disks. Return the newest version then, which another
         rank may have saved, or None.
@@ -136,8 +136,8 @@ class Tiers:
             if tier.is_open
         ]
         results = [*flush_states(records, run, deadline, check_writer)]
-        errors = [r for r in results if not isinstance(r, Snapshot)]
-        flushed = next((r for r in reversed(results) if isinstance(r, Snapshot)), None)
+        errors = [r for r in results if not isinstance(r, SnapshotReader)]
+        flushed = next((r for r in reversed(results) if isinstance(r, SnapshotReader)), None)
         last = errors.pop() if flushed is None and errors else None  # the caller reports this one
         for error in errors:
             events.emit("flush_failed", error=error)
@@ -145,7 +145,7 @@ class Tiers:
             raise last
         if flushed is None and records:
             newest = newest_version(run.catalog, run.listing())
-            flushed = None if newest is None else run.open(newest)
+            flushed = None if newest is None else run.catalog.open(newest)
         return flushed
 
     def close(self, is_complete: bool) -> None:

@@ -14,7 +14,7 @@ from holdfast.engine.distributed.group import GroupSpec, LocalGroup, saving_grou
 from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.snapshot.location import Url
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot, snapshot_of
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
 from holdfast.preemption.guarded_calls import GuardedCalls
@@ -259,7 +259,7 @@ class Checkpointer:
         self._continue_from(point)
         if check and (point.from_own_run or (keys is None and leniency == STRICT)):
             check_resume(self.run.url, point.snapshot, self.state, self._group)
-        return point.snapshot
+        return Snapshot(point.snapshot)
 
     def _continue_from(self, point: ResumePoint) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
@@ -425,7 +425,7 @@ class Checkpointer:
                 self._saver.add_metrics(newest, added_metrics, "evaluation")
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
-        return newest
+        return Snapshot(newest)
 
     @exclusive
     def wait(self) -> Snapshot | None:
@@ -434,7 +434,8 @@ class Checkpointer:
         self._lifecycle.check_not_forked()
         with self._goodput.paused():
             is_closed = self._lifecycle.is_closed
-            return self._saver.wait() if is_closed else self._saver.wait_on_all_ranks()
+            wait = self._saver.wait if is_closed else self._saver.wait_on_all_ranks
+            return snapshot_of(wait())
 
     def statistics(self) -> dict[str, float]:
         """Return statistics since this Checkpointer was created, by name.

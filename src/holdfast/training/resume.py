@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.distributed.group import Group
 from holdfast.engine.loading.binding import STRICT, Leniency
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import (
     Denied,
     FormatError,
@@ -26,7 +26,7 @@ from holdfast.format.names import parse_version
 from holdfast.generators import open_block
 from holdfast.restarts.ladder import Ladder, LadderExhausted
 from holdfast.run.evaluations.trust import check_trust
-from holdfast.run.lineage import newest_version
+from holdfast.run.lineage import find_newest, newest_version, start_branch
 from holdfast.run.run import Run
 from holdfast.text import warn_user
 from holdfast.tiers.inventory import Candidate, CurrentLine
@@ -132,7 +132,7 @@ def _require_valid_state(loader: StateLoader, collective: Collective, ladder: La
         )
 
 
-def _describe_distrusted(snapshot: Snapshot, distrust: NotTrusted) -> str:
+def _describe_distrusted(snapshot: SnapshotReader, distrust: NotTrusted) -> str:
     return (
         f"Training continues from {snapshot.version}, which was named, although it is not trusted:"
         f" {distrust.what}. The versions that it saves from now on have no verdict"
@@ -205,7 +205,7 @@ def _coordinate(
 ) -> ResumePoint | None:
     """``problems``: those of newer states of tiers. Training then continues on a new branch."""
 
-    def load(snapshot: Snapshot) -> None:
+    def load(snapshot: SnapshotReader) -> None:
         ladder.check(snapshot.version)
         collective.broadcast(
             ResumeInstruction(False, str(snapshot.version), snapshot.digest), ResumeInstruction
@@ -213,7 +213,7 @@ def _coordinate(
         loader.load(snapshot)
 
     try:
-        snapshot, skipped = run.newest(load, *request)
+        snapshot, skipped = find_newest(run.catalog, load, *request)
     except PlanError as e:
         if "missing" not in e.fields:
             raise  # from an object in the state, which gives more specific advice
@@ -249,7 +249,7 @@ def _coordinate(
         acquire_lock()  # only the writer of a run may change its current lineage
         ladder.record(snapshot)
         reason = ladder.branch_reason or count_skipped(newer) or "on request"
-        number = run.leave_from(snapshot, version, reason)
+        number = start_branch(run.catalog, snapshot, version, reason)
     collective.broadcast(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
     )
@@ -278,7 +278,7 @@ def _follow_coordinator(
             with suppress(FormatError, StoreError, RankFailed):  # rank 0 gets the same error
                 snapshot = loader.load_from_tier(instruction)
             continue
-        snapshot = Snapshot(run.location(version), None, instruction.digest)
+        snapshot = SnapshotReader(run.location(version), None, instruction.digest)
         try:
             # this also reads the manifest, so that nothing can fail after the last instruction
             loader.load(snapshot)

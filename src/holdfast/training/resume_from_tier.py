@@ -10,7 +10,7 @@ from msgspec import structs
 
 from holdfast import events
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -23,6 +23,7 @@ from holdfast.format.manifest import Parent
 from holdfast.format.names import Version, parse_version
 from holdfast.restarts.ladder import Ladder
 from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust
+from holdfast.run.lineage import start_branch
 from holdfast.run.run import Run
 from holdfast.tiers.inventory import WHERE, Candidate, CurrentLine, Sources
 from holdfast.training.resume_point import (
@@ -148,7 +149,7 @@ def resume_from_tier(
         if damaged or left_out:
             lost = [*left_out, *(Skipped(str(v), e) for v, e in damaged.items())]
             reason_of_branch = count_skipped(lost)
-            number = run.leave_from(snapshot, candidate.version, reason_of_branch)
+            number = start_branch(run.catalog, snapshot, candidate.version, reason_of_branch)
         done = structs.replace(
             instruction, done=True, branch=number, sources=Sources(), durable=reference
         )
@@ -158,14 +159,14 @@ def resume_from_tier(
 
 
 def continue_from_tier(
-    run: Run, snapshot: Snapshot, done: ResumeInstruction, skipped: Sequence[Skipped]
+    run: Run, snapshot: SnapshotReader, done: ResumeInstruction, skipped: Sequence[Skipped]
 ) -> ResumePoint:
     """Return how training continues from a state of a tier, which later versions name."""
     point = make_resume_point(snapshot, done.branch, skipped)
     version = None if done.durable is None else parse_version(done.durable.version)
     durable = None
     if done.durable is not None and version is not None:
-        durable = Snapshot(run.location(version), None, done.durable.digest)
+        durable = SnapshotReader(run.location(version), None, done.durable.digest)
     origin = {"tier": done.tier, "version": done.version, "digest": done.digest}
     note = {**point.note, "resumed_from_tier": origin}
     return replace(point, note=note, durable=durable, tier=done.tier)

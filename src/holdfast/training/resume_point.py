@@ -12,7 +12,7 @@ from holdfast.engine.distributed.group import Group
 from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.loading.report import LoadReport
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import (
     Denied,
     HoldfastError,
@@ -83,14 +83,14 @@ class ResumePoint:
     version of another run.
     """
 
-    snapshot: Snapshot
+    snapshot: SnapshotReader
     step: int
     from_own_run: bool = True
     branch: int = 0
     note: Mapping[str, Any] = field(default_factory=dict)
     training_metadata: Mapping[str, Any] = field(default_factory=dict)
     skipped: Sequence[Skipped] = ()
-    durable: Snapshot | None = None
+    durable: SnapshotReader | None = None
     tier: TierName | None = None
     distrust: NotTrusted | None = None
     start_report: LoadReport | None = None
@@ -140,12 +140,12 @@ class StateLoader:
     leniency: Leniency = STRICT
     error: HoldfastError | None = None
     partially_loaded: bool = False
-    first_from_tier: tuple[Snapshot, TierName | None] | None = None
+    first_from_tier: tuple[SnapshotReader, TierName | None] | None = None
     leftovers: list[Candidate] = field(default_factory=list)
     problems: Sequence[Skipped] = ()
     goes_below: bool = False
 
-    def load(self, snapshot: Snapshot) -> None:
+    def load(self, snapshot: SnapshotReader) -> None:
         """Load a version. If it is damaged for one rank, all ranks raise that error.
 
         Raises ``RankFailed`` if the store of another rank denies access or does not answer,
@@ -161,23 +161,26 @@ class StateLoader:
             raise
         self.error, self.partially_loaded = None, False
 
-    def load_from_tier(self, instruction: ResumeInstruction) -> Snapshot:
+    def load_from_tier(self, instruction: ResumeInstruction) -> SnapshotReader:
         """Load a state of a tier, and return it. Raises the same errors."""
         snapshot = self.open_in_tier(instruction)
         self.first_from_tier = self.first_from_tier or (snapshot, instruction.tier)
         self.load(snapshot)
         return snapshot
 
-    def open_in_tier(self, instruction: ResumeInstruction) -> Snapshot:
+    def open_in_tier(self, instruction: ResumeInstruction) -> SnapshotReader:
         """Return a state of a tier, of which nothing is read yet."""
         tier, folder = instruction.tier or "memory", instruction.version or ""
-        return Snapshot(
+        return SnapshotReader(
             self.tiers.locate(tier, folder, instruction.sources), None, instruction.digest
         )
 
 
 def make_resume_point(
-    snapshot: Snapshot, branch: int, skipped: Sequence[Skipped], distrust: NotTrusted | None = None
+    snapshot: SnapshotReader,
+    branch: int,
+    skipped: Sequence[Skipped],
+    distrust: NotTrusted | None = None,
 ) -> ResumePoint:
     note = snapshot.metadata.get("note")
     origin = note.get("started_from") if isinstance(note, dict) else None

@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.format.digest import digest
 from holdfast.format.index import Index, encode_index
 from holdfast.format.index_columns import IndexBox, IndexLeaf
@@ -48,7 +49,7 @@ def write_snapshot(folder: Path) -> None:
             file.truncate(cuts[-1])
         shards.append(Shard(name, cuts[-1], index))
     tree = {"dict": {key: {"tensor": ["float32", list(shape)]} for key in keys}}
-    manifest = replace(small.manifest, attempt="0" * 12, shards=shards, tree=tree)
+    manifest = replace(reader_of(small).manifest, attempt="0" * 12, shards=shards, tree=tree)
     (folder / MANIFEST).write_bytes(encode_manifest(manifest)[0])
 
 
@@ -72,6 +73,7 @@ assert len(new.manifest.shards) == ranks and new.nbytes > snapshot.nbytes * 0.9
 
 MEASURE_MEMORY = """
 import sys, torch, holdfast
+from holdfast.engine.snapshot.reader import open_snapshot
 url, part, ranks = sys.argv[1], *map(int, sys.argv[2:])
 def resident(field):
     with open("/proc/self/status") as status:
@@ -81,7 +83,7 @@ def begin():
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
-snapshot = holdfast.open(url)
+snapshot = open_snapshot(url)
 {}
 print(resident("VmHWM") - before)
 """

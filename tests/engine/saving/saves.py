@@ -6,7 +6,7 @@ from holdfast.buffers import shared_pool
 from holdfast.engine.saving.job import SaveJob, VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.storage.store import Store
 from tests.trainings import state_after
 
@@ -18,7 +18,7 @@ def begin_version(store: Store, step: int, *, ahead: bool = False) -> SaveJob:
     )
 
 
-def save(store: Store, step: int) -> Snapshot:
+def save(store: Store, step: int) -> SnapshotReader:
     return finish_save(begin_version(store, step))
 
 

@@ -23,7 +23,8 @@ from holdfast.engine.saving import image
 from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.save import begin_save, finish_save
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import CommitError, DigestMismatch, FormatError, StoreError
 from holdfast.format import names
@@ -53,8 +54,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(
-    store: Store, step: int, state: State, base: Snapshot | None, *, staged: bool = False
-) -> Snapshot:
+    store: Store, step: int, state: State, base: SnapshotReader | None, *, staged: bool = False
+) -> SnapshotReader:
     pool = BufferPool(1 << 30, max(image.BLOCK_SIZE, 4096)) if staged else shared_pool()
     live = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in state.items()}
     location = Location(store, f"version_{step}")
@@ -69,24 +70,27 @@ def save(
     return snapshot
 
 
-def assert_restored(store: Store, snapshot: Snapshot, state: State) -> None:
+def assert_restored(store: Store, snapshot: SnapshotReader, state: State) -> None:
     """Assert that every way of reading the snapshot returns the saved state."""
     found = Run(store).open(snapshot.version)
     report = found.verify()
     assert report.ok, report.problems
-    assert values_equal(load_snapshot(found), state)
+    assert values_equal(load_snapshot(reader_of(found)), state)
     assert {
-        p[0] for s in found.manifest.shards for r in s.refers if (p := parse_reference(r.path))
+        p[0]
+        for s in reader_of(found).manifest.shards
+        for r in s.refers
+        if (p := parse_reference(r.path))
     } == (found.bases)
-    assert_references_lead_to_own_chunks(store, found)
-    assert_readable_by_safetensors(store, found, state)
+    assert_references_lead_to_own_chunks(store, reader_of(found))
+    assert_readable_by_safetensors(store, reader_of(found), state)
 
 
 def parse_reference(path: str) -> tuple[Version, str] | None:
     return names.parse_reference(path)
 
 
-def assert_references_lead_to_own_chunks(store: Store, snapshot: Snapshot) -> None:
+def assert_references_lead_to_own_chunks(store: Store, snapshot: SnapshotReader) -> None:
     """Assert that every reference leads to a file that holds the bytes itself, by its own index."""
     for index in snapshot.indexes():
         for c in range(1, len(index.cuts)):
@@ -95,13 +99,13 @@ def assert_references_lead_to_own_chunks(store: Store, snapshot: Snapshot) -> No
             if reference is None:
                 continue
             base = Run(store).open(reference[0])
-            [other] = base.indexes()
+            [other] = reader_of(base).indexes()
             chunks = [other.locate_chunk(d) for d in range(1, len(other.cuts))]
-            original = chunks.index((base.manifest.shards[0].name, at)) + 1
+            original = chunks.index((reader_of(base).manifest.shards[0].name, at)) + 1
             assert other.chunk_digest(original) == index.chunk_digest(c)
 
 
-def assert_readable_by_safetensors(store: Store, snapshot: Snapshot, state: State) -> None:
+def assert_readable_by_safetensors(store: Store, snapshot: SnapshotReader, state: State) -> None:
     """Assert that the safetensors library reads the shard's own parts, under names that state the
     leaf and the range of elements."""
     [shard] = snapshot.manifest.shards
@@ -181,13 +185,13 @@ def test_every_version_of_a_random_history_is_restored(
             change(state, step * 10 + number, how)
         base = made[max(0, len(made) - 1 - back)][0]
         snapshot = save(store, step, state, base, staged=staged)
-        assert snapshot.chain in (0, base.chain + 1)
+        assert snapshot.manifest.chain in (0, base.manifest.chain + 1)
         made.append((snapshot, dict(state)))
     to = MemoryStore()
     for snapshot, expected in made:
         assert_restored(store, snapshot, expected)
         copy = copy_snapshot(snapshot, Location(to, str(snapshot.version)))
-        assert (copy.chain, copy.bases, copy.referred_bytes) == (0, frozenset(), 0)
+        assert (copy.manifest.chain, copy.bases, copy.referred_bytes) == (0, frozenset(), 0)
         assert_restored(to, copy, expected)
 
 
@@ -210,7 +214,7 @@ def test_a_frozen_base_is_written_once(small_chunks: None) -> None:
         assert last.nbytes == 4096 + 1600
         assert last.referred_bytes == 160_000
         assert last.bases == {Version(0)}, "references skip the versions in between"
-        assert last.chain == step
+        assert last.manifest.chain == step
         assert_restored(store, last, frozen(step))
     assert last.metadata["statistics"]["bytes"] == last.nbytes
 
@@ -229,10 +233,10 @@ def test_a_save_is_full_if_most_of_the_state_has_changed(small_chunks: None) -> 
     store = MemoryStore()
     first = save(store, 0, {"a": np.arange(2000.0), "b": np.arange(200.0)}, None)
     full = save(store, 1, {"a": np.arange(2000.0) + 1, "b": np.arange(200.0)}, first)
-    assert (full.chain, full.bases) == (0, frozenset())
+    assert (full.manifest.chain, full.bases) == (0, frozenset())
     assert store.get("version_1/manifest.json", 1 << 20).startswith(b'{"format":1,')
     part = save(store, 2, {"a": np.arange(2000.0) + 1, "b": np.arange(200.0)}, full)
-    assert part.chain == 1
+    assert part.manifest.chain == 1
     assert store.get("version_2/manifest.json", 1 << 20).startswith(b'{"format":2,')
 
 
@@ -240,8 +244,8 @@ def test_a_full_save_after_an_increment_starts_a_new_chain(small_chunks: None) -
     store = MemoryStore()
     increment = save(store, 1, frozen(1), save(store, 0, frozen(), None))
     full = save(store, 2, frozen(2), None)
-    assert increment.chain == 1
-    assert full.chain == 0
+    assert increment.manifest.chain == 1
+    assert full.manifest.chain == 0
     assert full.nbytes > 160_000
 
 
@@ -395,17 +399,17 @@ def test_an_incremental_save_and_a_load_need_at_most_256_mib_of_extra_memory() -
 # -- base versions that cannot be used -----------------------------------------------------------
 
 
-def deleted(store: MemoryStore, base: Snapshot) -> Snapshot:
+def deleted(store: MemoryStore, base: SnapshotReader) -> SnapshotReader:
     delete_version(store, base.step)
     return base
 
 
-def shard_missing(store: MemoryStore, base: Snapshot) -> Snapshot:
+def shard_missing(store: MemoryStore, base: SnapshotReader) -> SnapshotReader:
     store.delete(shard_of(store, "version_0"))
     return base
 
 
-def shard_truncated(store: MemoryStore, base: Snapshot) -> Snapshot:
+def shard_truncated(store: MemoryStore, base: SnapshotReader) -> SnapshotReader:
     key = shard_of(store, "version_0")
     raw = store.get(key, 1 << 30)
     store.delete(key)
@@ -413,18 +417,18 @@ def shard_truncated(store: MemoryStore, base: Snapshot) -> Snapshot:
     return base
 
 
-def index_damaged(store: MemoryStore, base: Snapshot) -> Snapshot:
+def index_damaged(store: MemoryStore, base: SnapshotReader) -> SnapshotReader:
     [key] = [k for k in files_of(store) if k.endswith("index.json")]
     flip_bit(store, key)
-    return Run(store).open(base.version)
+    return reader_of(Run(store).open(base.version))
 
 
-def from_another_run(store: MemoryStore, base: Snapshot) -> Snapshot:
+def from_another_run(store: MemoryStore, base: SnapshotReader) -> SnapshotReader:
     return save(MemoryStore("other"), 0, frozen(), None)
 
 
-def without_version_number(store: MemoryStore, base: Snapshot) -> Snapshot:
-    return holdfast.save(store.at("mine"), frozen())
+def without_version_number(store: MemoryStore, base: SnapshotReader) -> SnapshotReader:
+    return reader_of(holdfast.save(store.at("mine"), frozen()))
 
 
 @pytest.mark.parametrize(
@@ -444,7 +448,7 @@ def test_the_save_is_full_if_the_base_version_is_unusable(
     store = MemoryStore()
     base = make_unusable(store, save(store, 0, frozen(), None))
     snapshot = save(store, 1, frozen(1), base)
-    assert (snapshot.chain, snapshot.bases) == (0, frozenset())
+    assert (snapshot.manifest.chain, snapshot.bases) == (0, frozenset())
     assert_restored(store, snapshot, frozen(1))
     assert not [k for k in files_of(store) if k.startswith("pin-")]
 
@@ -544,7 +548,7 @@ def test_errors_of_all_versions_that_refer_to_a_damaged_base_name_its_file(
     for snapshot in made[1:]:
         fresh = Run(store).open(snapshot.version)
         with pytest.raises(DigestMismatch, match=r"refers to \.\./version_0/shard-") as e:
-            load_snapshot(fresh)
+            load_snapshot(reader_of(fresh))
         assert e.value.fields["file"] == shard_of(store, "version_0")
         assert e.value.fields["base"] == "version_0"
         assert e.value.fields["leaf"] == "base"
@@ -588,13 +592,15 @@ def test_a_missing_or_changed_file_of_the_base_is_reported(small_chunks: None, w
         store.put_if_absent(key, raw[:-8] if what == "shorter" else raw[::-1])
     fresh = Run(store).open(second.version)
     with pytest.raises((FormatError, StoreError)) as e:
-        load_snapshot(fresh)
+        load_snapshot(reader_of(fresh))
     assert e.value.fields["file"] == key
     report = Run(store).open(second.version).verify()
     assert not report.ok
     assert {p.file for p in report.problems} == {key}
     with pytest.raises((FormatError, StoreError)):
-        copy_snapshot(Run(store).open(second.version), Location(MemoryStore(), "version_1"))
+        copy_snapshot(
+            reader_of(Run(store).open(second.version)), Location(MemoryStore(), "version_1")
+        )
 
 
 def test_an_increment_that_is_opened_outside_its_run_raises_an_error(small_chunks: None) -> None:
@@ -650,11 +656,13 @@ def test_a_full_index_has_no_own_spans(small_chunks: None) -> None:
 # -- several shards ------------------------------------------------------------------------------
 
 
-def save_with_two_ranks(store: Store, step: int, state: State, base: Snapshot | None) -> Snapshot:
+def save_with_two_ranks(
+    store: Store, step: int, state: State, base: SnapshotReader | None
+) -> SnapshotReader:
     with FakeGroup(2) as group:
         made = group.run(lambda rank: save(store, step, state, base))
     assert made[0].digest == made[1].digest
-    assert made[1].keys() == made[0].keys()  # rank 1 reads the snapshot from the store
+    assert [*made[1].nodes()] == [*made[0].nodes()]  # rank 1 reads the snapshot from the store
     return made[0]
 
 
@@ -673,15 +681,18 @@ def test_two_ranks_refer_to_chunks_of_both_ranks(
         state[f"w{step}"] = state[f"w{step}"] + 1
         save_ = save_with_two_ranks if step < 3 else save  # the last save has one rank
         before, last = last, save_(store, step, state, last)
-        assert last.chain == step
+        assert last.manifest.chain == step
         assert len(last.manifest.shards) == (2 if step < 3 else 1)
         found = Run(store).open(Version(step))
         assert found.verify().ok
-        assert values_equal(load_snapshot(found), state)
-        own = sum(s.length - i.header for s, i in zip(found.manifest.shards, found.indexes()))
+        assert values_equal(load_snapshot(reader_of(found)), state)
+        own = sum(
+            s.length - i.header
+            for s, i in zip(reader_of(found).manifest.shards, reader_of(found).indexes())
+        )
         assert own == state[f"w{step}"].nbytes
         assert own + found.referred_bytes == total
-        copy = copy_snapshot(found, Location(MemoryStore(), "version_9"))
+        copy = copy_snapshot(reader_of(found), Location(MemoryStore(), "version_9"))
         assert values_equal(load_snapshot(copy), state)
         assert copy.verify().ok
     # A rank with nothing to refer to writes a shard of format 1. The manifest has format 2.
@@ -689,4 +700,4 @@ def test_two_ranks_refer_to_chunks_of_both_ranks(
     mixed = save_with_two_ranks(store, 9, apart, before)
     assert sorted(bool(s.refers) for s in mixed.manifest.shards) == [False, True]
     assert Run(store).open(Version(9)).verify().ok
-    assert values_equal(load_snapshot(Run(store).open(Version(9))), apart)
+    assert values_equal(load_snapshot(reader_of(Run(store).open(Version(9)))), apart)

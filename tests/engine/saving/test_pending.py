@@ -15,6 +15,7 @@ import pytest
 
 import holdfast
 from holdfast import events
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import CommitError, HoldfastError, StoreError
 from holdfast.format.names import MANIFEST, WRITER_LOCK
 from holdfast.run.policy import EverySteps
@@ -200,7 +201,11 @@ def test_a_checkpointer_makes_its_saves_one_at_a_time() -> None:
     assert order == [f"version_{step}/{MANIFEST}" for step in range(1, 12)]
     assert most == 1
     assert len(allocated) == 1  # one copy of the state, reused
-    parents = [s.manifest.parent.version for s in Run(store).snapshots() if s.manifest.parent]
+    parents = [
+        reader_of(s).manifest.parent.version
+        for s in Run(store).snapshots()
+        if reader_of(s).manifest.parent
+    ]
     assert parents == [f"version_{step}" for step in range(1, 11)]
     store.before = lambda method, key: None
     assert check_promises(store) == list(range(1, 12))

@@ -17,7 +17,8 @@ import holdfast
 from holdfast.engine.saving.job import SaveJob
 from holdfast.engine.saving.save import finish_save
 from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import AlreadyExists, CommitError, HoldfastError, StoreError
 from holdfast.format import names
 from holdfast.format.names import MANIFEST
@@ -39,7 +40,7 @@ REPOSITORY = Path(__file__).parents[3]
 def orphans(store: Store) -> set[str]:
     """Return the keys that belong to no committed attempt."""
     run = Run(store)
-    attempts = {run.open(v).manifest.attempt for v in run.listing().versions}
+    attempts = {reader_of(run.open(v)).manifest.attempt for v in run.listing().versions}
     return {
         key
         for key in keys(store)
@@ -59,7 +60,7 @@ def test_one_of_several_jobs_that_save_the_same_version_commits(jobs: int) -> No
         ready.wait(10) if method == "put_if_absent" and MANIFEST in key else None
     )
 
-    def job(_: int) -> Snapshot | HoldfastError:
+    def job(_: int) -> SnapshotReader | HoldfastError:
         try:
             return save(store, 1)
         except (CommitError, AlreadyExists) as e:
@@ -67,11 +68,11 @@ def test_one_of_several_jobs_that_save_the_same_version_commits(jobs: int) -> No
 
     with ThreadPoolExecutor(jobs) as threads:
         results = list(threads.map(job, range(jobs)))
-    [winner] = [r for r in results if isinstance(r, Snapshot)]
+    [winner] = [r for r in results if isinstance(r, SnapshotReader)]
     for loser in results:
         assert loser is winner or isinstance(loser, CommitError)
     store.before = lambda method, key: None
-    assert Run(store).open(winner.version).digest == winner.digest
+    assert reader_of(Run(store).open(winner.version)).digest == winner.digest
     left = orphans(store)
     assert len(left) == 2 * (jobs - 1)
     assert Run(store).sweep().removed == []  # the files are younger than the grace period
@@ -119,7 +120,7 @@ def test_an_earlier_attempt_that_finishes_late_does_not_replace_the_committed_on
     committed = save(store, 1)
     with pytest.raises(CommitError, match="another save has committed"):
         finish_save(late)
-    assert Run(store).open(committed.version).digest == committed.digest
+    assert reader_of(Run(store).open(committed.version)).digest == committed.digest
     assert len(orphans(store)) == 2
     assert check_promises(store, [1]) == [1]
 

@@ -11,7 +11,7 @@ from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.planning.shard_layout import LeafBox, chunk_cuts, full_shard_entries
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
 from holdfast.format.digest import digest
 from holdfast.format.index import Index, encode_index
 from holdfast.format.index_columns import (
@@ -64,7 +64,7 @@ def index_columns(leaves: Sequence[IndexLeaf]) -> LeafColumns:
     return build_columns(leaves, SchemaCache().add(*schema))
 
 
-def read_elements(snapshot: Snapshot, key: str) -> np.ndarray:
+def read_elements(snapshot: SnapshotReader, key: str) -> np.ndarray:
     """Read a leaf as an array of opaque elements."""
     dtype, shape = snapshot.leaves[key]
     opaque = f"V{DTYPES[dtype].itemsize}"
@@ -76,8 +76,8 @@ def read_elements(snapshot: Snapshot, key: str) -> np.ndarray:
 
 
 def write_resharded(
-    snapshot: Snapshot, location: Location, layout: Layout, shards: int
-) -> Snapshot:
+    snapshot: SnapshotReader, location: Location, layout: Layout, shards: int
+) -> SnapshotReader:
     """Write the snapshot again at ``location``, with its leaves split by ``layout``."""
     attempt = random_id()
     boxes_by_shard: list[list[LeafBox]] = [[] for _ in range(shards)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from html.parser import HTMLParser
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 
 import holdfast
 from holdfast.engine.snapshot.leaf import LeafView
-from holdfast.engine.snapshot.snapshot import PUBLIC_NAMES, Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
 from holdfast.engine.snapshot.subtree import SubtreeView
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
+from tests.docs.reference import PAGE
 from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import trained_run
 
@@ -151,8 +154,9 @@ def test_the_repr_of_an_unread_snapshot_reads_nothing() -> None:
     store = trained_run()
     snapshot = Run(store).latest()
     assert snapshot is not None
-    unread = Snapshot(snapshot.location, None, snapshot.digest)
-    store.delete(snapshot.location.key("manifest.json"))
+    reader = reader_of(snapshot)
+    unread = Snapshot(SnapshotReader(reader.location, None, reader.digest))
+    store.delete(reader.location.key("manifest.json"))
     assert repr(unread) == "<Snapshot memory://memory/version_60, not read yet>"
 
 
@@ -165,7 +169,7 @@ def test_html_shows_every_member_and_escapes_names_and_values() -> None:
         assert text in shown.text
     assert "\x1b" not in shown.text + repr(snapshot) + repr(snapshot["model"])
     assert "\n" not in repr(snapshot)
-    key = next(k for k in snapshot.containers if k.startswith("<script>"))
+    key = next(k for k in snapshot if k.startswith("<script>")).rpartition("/")[0]
     assert "\x1b" not in repr(snapshot[key])
     check_html(snapshot[key]._repr_html_())
     assert calls == []
@@ -207,9 +211,19 @@ def test_long_names_are_shortened() -> None:
     assert len(snapshot._repr_html_()) < 2000
 
 
-def test_completion_shows_public_names_only() -> None:
+PUBLIC_NAMES = [
+    *("bases", "chain", "created", "keys", "metadata", "metrics", "nbytes", "referred_bytes"),
+    *("step", "tree", "url", "verify", "version"),
+]
+
+
+def test_the_public_names_are_those_of_the_reference() -> None:
     snapshot, _ = save({"x": 1})
-    shown = [name for name in dir(snapshot) if not name.startswith("_")]
-    assert sorted(shown) == sorted(PUBLIC_NAMES)
-    for name in shown:
+    assert [name for name in dir(Snapshot) if not name.startswith("_")] == PUBLIC_NAMES
+    assert [name for name in dir(snapshot) if not name.startswith("_")] == PUBLIC_NAMES
+    assert "SnapshotReader" not in holdfast.__all__
+    section = PAGE.read_text().split("### `holdfast.Snapshot`\n")[1].partition("\n### ")[0]
+    listed = re.findall(r"^(?:\*\*`(\w+)`\*\* \(property\)|([a-z]\w*)\()", section, re.MULTILINE)
+    assert sorted(name or method for name, method in listed) == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
         assert getattr(Snapshot, name).__doc__

@@ -12,6 +12,7 @@ import holdfast
 from holdfast.buffers import BufferPool
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.location import Location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.engine.transform.reshard import reshard
 from holdfast.errors import DigestMismatch, StoreError
@@ -123,9 +124,9 @@ def test_all_readers_group_their_reads(monkeypatch):
     copied, resharded = Location(MemoryStore(), ""), Location(MemoryStore(), "")
     for read in (
         snapshot.verify,
-        lambda: copy_snapshot(snapshot, copied),
-        lambda: stream_leaves(snapshot, sorted(state), lambda number, at, data: None),
-        lambda: reshard(snapshot, resharded, 2),
+        lambda: copy_snapshot(reader_of(snapshot), copied),
+        lambda: stream_leaves(reader_of(snapshot), sorted(state), lambda number, at, data: None),
+        lambda: reshard(reader_of(snapshot), resharded, 2),
     ):
         store.reads.clear()
         read()
@@ -178,11 +179,11 @@ def test_a_file_that_ends_early_is_an_error_that_names_the_leaf(monkeypatch):
     store, state = RequestStore(), random_state(32)
     holdfast.save(store, state)
     snapshot, key = holdfast.open(store), shard_key(store)
-    snapshot.indexes()  # which also checks the lengths
+    reader_of(snapshot).indexes()  # which also checks the lengths
     data, modified = store._objects[key]
     store._objects[key] = (data[: 30 * MIB], modified)
     with pytest.raises(StoreError, match="too short") as caught:
-        load_snapshot(snapshot)
+        load_snapshot(reader_of(snapshot))
     assert caught.value.leaf in state
     assert not snapshot.verify().ok
 
@@ -238,7 +239,7 @@ def test_an_incremental_snapshot_is_read_in_groups_of_one_file(monkeypatch):
     snapshot = holdfast.Run(store).latest()
     assert len(snapshot.bases) == 2
     store.reads.clear()
-    loaded = load_snapshot(snapshot)
+    loaded = load_snapshot(reader_of(snapshot))
     assert all(np.array_equal(loaded[name], expected[name]) for name in expected)
     assert len({key for key, *_ in store.reads}) == 3
     assert max(steps for *_, steps in store.reads) > 1
@@ -260,14 +261,14 @@ def test_bytes_that_are_consecutive_in_a_file_but_not_in_the_image(monkeypatch):
         checkpointer.save()
     snapshot = holdfast.Run(store).latest()
     store.reads.clear()
-    loaded = load_snapshot(snapshot)
+    loaded = load_snapshot(reader_of(snapshot))
     assert all(np.array_equal(loaded[name], state[name]) for name in state)
     assert max(steps for key, *_, steps in store.reads if "version_2/" in key) == 4
     assert snapshot.verify().ok
     key = next(k for k in keys(store) if "version_2/shard" in k and "safetensors" in k)
     store._objects[key] = (store._objects[key][0][: 10 * MIB], 0.0)
     with pytest.raises(StoreError, match="too short") as caught:
-        load_snapshot(snapshot)
+        load_snapshot(reader_of(snapshot))
     named = str(caught.value).partition("The bytes belong to ")[2]
     assert caught.value.leaf in sorted(state)[::2]
     assert not any(name in named.replace(",", " ").split() for name in sorted(state)[1::2])

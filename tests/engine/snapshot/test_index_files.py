@@ -10,6 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.engine.snapshot import index_files
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.storage.memory import MemoryStore
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
@@ -51,7 +52,7 @@ def test_requests_for_many_shards_overlap(
     with FakeGroup(SHARDS) as group:
         group.run(save)
     store = RemoteStore(inner)
-    holdfast.open(store).check_files()
+    reader_of(holdfast.open(store)).check_files()
     assert store.most.pop("stat") > 8
     assert np.array_equal(holdfast.load(store)["x"], whole)
     assert store.most["stat"] > 8

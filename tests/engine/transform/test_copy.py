@@ -10,7 +10,8 @@ import pytest
 
 import holdfast
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform import copy as copy_module
 from holdfast.engine.transform.copy import copy_snapshot
 from holdfast.errors import (
@@ -58,12 +59,12 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def snapshot(store: MemoryStore) -> Snapshot:
+def snapshot(store: MemoryStore) -> SnapshotReader:
     state = {"big": np.arange(300_000.0), "small": np.ones(3), "n": 1}
-    return holdfast.save(store.at("version_7"), state)
+    return reader_of(holdfast.save(store.at("version_7"), state))
 
 
-def test_a_copy_is_identical(store: MemoryStore, snapshot: Snapshot) -> None:
+def test_a_copy_is_identical(store: MemoryStore, snapshot: SnapshotReader) -> None:
     to = MemoryStore()
     copied: list[int] = []
     copy = copy_snapshot(snapshot, Location(to, "version_7"), copied.append)
@@ -74,17 +75,19 @@ def test_a_copy_is_identical(store: MemoryStore, snapshot: Snapshot) -> None:
 
 
 def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(
-    tmp_path: Any, snapshot: Snapshot
+    tmp_path: Any, snapshot: SnapshotReader
 ) -> None:
     run = Run(tmp_path / "run")
     copy_snapshot(snapshot, Location(run.store, "version_7"))
     back = MemoryStore()
-    copy = copy_snapshot(holdfast.open(tmp_path / "run/version_7"), Location(back, "version_7"))
+    copy = copy_snapshot(
+        reader_of(holdfast.open(tmp_path / "run/version_7")), Location(back, "version_7")
+    )
     assert copy.verify().ok
     assert not list(run.store.partials(""))
 
 
-def test_a_copy_over_an_existing_snapshot_is_refused(snapshot: Snapshot) -> None:
+def test_a_copy_over_an_existing_snapshot_is_refused(snapshot: SnapshotReader) -> None:
     to = MemoryStore()
     copy_snapshot(snapshot, Location(to, "version_7"))
     before = objects(to)
@@ -95,7 +98,7 @@ def test_a_copy_over_an_existing_snapshot_is_refused(snapshot: Snapshot) -> None
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json", MANIFEST])
 def test_a_damaged_snapshot_is_not_copied(
-    store: MemoryStore, snapshot: Snapshot, suffix: str
+    store: MemoryStore, snapshot: SnapshotReader, suffix: str
 ) -> None:
     damage(store, suffix)
     to = MemoryStore()
@@ -105,7 +108,7 @@ def test_a_damaged_snapshot_is_not_copied(
     assert not list(to.partials(""))
 
 
-def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot: Snapshot) -> None:
+def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot: SnapshotReader) -> None:
     to = FullStore()
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
@@ -116,7 +119,7 @@ def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot: Snapsho
     assert copy_snapshot(snapshot, Location(to, "version_7")).verify().ok
 
 
-def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot: Snapshot) -> None:
+def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot: SnapshotReader) -> None:
     to = FullStore()
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
@@ -129,7 +132,7 @@ def test_files_of_a_failed_copy_are_verified_before_they_are_used(snapshot: Snap
 
 
 def test_the_error_for_a_different_index_in_the_location_states_what_to_do(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
 ) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].index.name}", b"another")
@@ -137,14 +140,14 @@ def test_the_error_for_a_different_index_in_the_location_states_what_to_do(
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_truncated_shard_in_the_location_is_refused(snapshot: Snapshot) -> None:
+def test_a_truncated_shard_in_the_location_is_refused(snapshot: SnapshotReader) -> None:
     to = MemoryStore()
     to.put_if_absent(f"version_7/{snapshot.manifest.shards[0].name}", b"short")
     with pytest.raises(AlreadyExists, match="not a copy"):
         copy_snapshot(snapshot, Location(to, "version_7"))
 
 
-def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot: Snapshot) -> None:
+def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot: SnapshotReader) -> None:
     to = MemoryStore()
     swept: list[Any] = []
 
@@ -159,7 +162,7 @@ def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot: Snapshot) -> N
 
 
 def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(
-    store: MemoryStore, snapshot: Snapshot
+    store: MemoryStore, snapshot: SnapshotReader
 ) -> None:
     snapshot.indexes()
     store.delete(f"version_7/{MANIFEST}")
@@ -170,7 +173,7 @@ def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".index.json"])
 def test_a_file_that_disappears_before_the_commit_is_no_damage_of_the_source(
-    snapshot: Snapshot, suffix: str
+    snapshot: SnapshotReader, suffix: str
 ) -> None:
     to = HookedStore(MemoryStore("backup"))
 
@@ -216,5 +219,5 @@ def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(
                 writing -= 1
 
     to.before, to.after = begin, end
-    copy_snapshot(snapshot, Location(to, "version_7"))
+    copy_snapshot(reader_of(snapshot), Location(to, "version_7"))
     assert most == expected

@@ -24,7 +24,8 @@ from holdfast.engine.planning.placements import ShardPlacement, local_boxes
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.compare import compare_bytes
 from holdfast.engine.snapshot.location import Location, is_snapshot
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.engine.transform import reshard as reshard_module
 from holdfast.engine.transform import reshard_plan
 from holdfast.engine.transform.reshard import reshard
@@ -83,7 +84,7 @@ def new_location() -> Location:
     return Location(MemoryStore(), "version_1")
 
 
-def assert_same_leaves(a: Snapshot, b: Snapshot) -> None:
+def assert_same_leaves(a: SnapshotReader, b: SnapshotReader) -> None:
     """Assert that both snapshots have the same tree and the same bytes. They are read by other code
     than the code that reshards."""
     assert a.manifest.tree == b.manifest.tree
@@ -91,7 +92,7 @@ def assert_same_leaves(a: Snapshot, b: Snapshot) -> None:
     assert [d.differing for d in compare_bytes(a, b, pairs).values()] == [0] * len(pairs)
 
 
-def plain_files(snapshot: Snapshot) -> dict[str, list[tuple[int, ...]]]:
+def plain_files(snapshot: SnapshotReader) -> dict[str, list[tuple[int, ...]]]:
     """Return the names that the safetensors library finds in the shards, with the shapes of their
     parts."""
     found: dict[str, list[tuple[int, ...]]] = {}
@@ -141,7 +142,7 @@ def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
 ) -> None:
     state, layout = tiled_state
     whole = holdfast.save(url(), {**state, "n": 1})
-    old = write_resharded(whole, new_location(), lambda key, shape: layout[key], 3)
+    old = write_resharded(reader_of(whole), new_location(), lambda key, shape: layout[key], 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard_plan, "WINDOW_BYTES", window)
         patch.setattr(reshard_plan, "MAX_OPEN_SHARDS", at_a_time)
@@ -150,13 +151,13 @@ def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
     new = open_location(new.location)
     assert new.verify().ok, new.verify().problems
     assert len(new.manifest.shards) == shards
-    assert_same_leaves(whole, new)
+    assert_same_leaves(reader_of(whole), new)
     assert sum(copied) == sum(a.nbytes for a in state.values())
     for key, parts in plain_files(new).items():
         is_split = split == "even" and state[key].nbytes and (*state[key].shape, 0)[0] >= shards > 1
         assert len(parts) > 1 if is_split and shards > 1 else len(parts) == 1
     again = reshard(new, new_location(), 1)
-    assert_same_leaves(whole, again)
+    assert_same_leaves(reader_of(whole), again)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,9 @@ def test_the_bits_of_every_dtype_are_unchanged(dtype: torch.dtype, small_chunks:
     raw = torch.arange(7 * 6 * dtype.itemsize).to(torch.uint8)
     tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(7, 6)
     state = {"a": tensor, "b": tensor[0], "c": tensor[:, 3].clone(), "n": 1}
-    old = write_resharded(holdfast.save(url(), state), new_location(), split_columns(2), 2)
+    old = write_resharded(
+        reader_of(holdfast.save(url(), state)), new_location(), split_columns(2), 2
+    )
     for shards in (1, 3):
         new = reshard(old, new_location(), shards)
         assert_same(holdfast.load(new.location.store.at("version_1")), state)
@@ -179,7 +182,9 @@ def test_rows_are_split_like_fsdp2(shards: int) -> None:
     """Each rank of a later load then needs only the shard with its own number."""
     shapes = [(64, 3), (65, 2), (7,), (4, 4, 2), (63, 1), (1000,), (8, 0)]
     state = {str(i): np.arange(np.prod(s), dtype="f4").reshape(s) for i, s in enumerate(shapes)}
-    new = reshard(holdfast.save(url(), {**state, "scalar": np.float32(1)}), new_location(), shards)
+    new = reshard(
+        reader_of(holdfast.save(url(), {**state, "scalar": np.float32(1)})), new_location(), shards
+    )
     for rank, index in enumerate(new.indexes()):
         found = {leaf.key: [Box(b.offsets, b.sizes) for b in leaf.boxes] for leaf in index.leaves}
         for key, array in state.items():
@@ -192,7 +197,7 @@ def test_rows_are_split_like_fsdp2(shards: int) -> None:
 
 def test_leaves_that_are_not_split_are_balanced_by_bytes() -> None:
     state = {f"{i}": np.zeros(1000 + i) for i in range(40)}
-    new = reshard(holdfast.save(url(), state), new_location(), 4, "none")
+    new = reshard(reader_of(holdfast.save(url(), state)), new_location(), 4, "none")
     sizes = [sum(8 * leaf.shape[0] for leaf in i.leaves) for i in new.indexes()]
     assert max(sizes) - min(sizes) <= 8 * 1040
     assert [len(parts) for parts in plain_files(new).values()] == [1] * 40
@@ -200,7 +205,9 @@ def test_leaves_that_are_not_split_are_balanced_by_bytes() -> None:
 
 def test_a_single_shard_is_a_plain_safetensors_file_with_whole_tensors() -> None:
     state = {f"w{i}": np.random.default_rng(i).random((40, 3 + i), np.float32) for i in range(9)}
-    old = write_resharded(holdfast.save(url(), state), new_location(), split_rows(16), 16)
+    old = write_resharded(
+        reader_of(holdfast.save(url(), state)), new_location(), split_rows(16), 16
+    )
     new = reshard(old, new_location(), 1)
     [shard] = new.manifest.shards
     loaded = safetensors.numpy.load(new.location.store.get(new.location.key(shard.name), 1 << 30))
@@ -210,7 +217,7 @@ def test_a_single_shard_is_a_plain_safetensors_file_with_whole_tensors() -> None
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_state_without_tensors_is_resharded(shards: int) -> None:
-    new = reshard(holdfast.save(url(), {"n": 1, "s": "x"}), new_location(), shards)
+    new = reshard(reader_of(holdfast.save(url(), {"n": 1, "s": "x"})), new_location(), shards)
     assert new.verify().ok
     assert len(new.manifest.shards) == shards
     assert holdfast.load(new.location.store.at("version_1")) == {"n": 1, "s": "x"}
@@ -282,7 +289,7 @@ def test_a_reshard_over_an_existing_snapshot_or_run_is_refused(at: str) -> None:
     holdfast.save(to.at("version_1"), {"n": 2})
     before = [s.key for s in to.list("")]
     with pytest.raises(AlreadyExists, match="nothing was changed"):
-        reshard(old, Location(to, at), 2)
+        reshard(reader_of(old), Location(to, at), 2)
     assert [s.key for s in to.list("")] == before
 
 
@@ -333,7 +340,7 @@ def test_few_bytes_are_read_twice(
     store = Counting()
     location = Location(store, "version_1")
     old = write_resharded(
-        whole, location, layout or (lambda key, shape: [(0, Box.whole(shape))]), 256
+        reader_of(whole), location, layout or (lambda key, shape: [(0, Box.whole(shape))]), 256
     )
     store.read = 0
     new = reshard(old, new_location(), shards)
@@ -419,8 +426,8 @@ def test_the_uploads_of_a_store_that_collects_bytes_are_bounded(
     store.is_ordered = is_ordered
     state = {f"w{i}": np.arange(2400.0).reshape(24, 100) + i for i in range(5)}
     old = holdfast.save(url(), state)
-    new = reshard(old, Location(store, "version_1"), 12)
-    assert_same_leaves(old, new)
+    new = reshard(reader_of(old), Location(store, "version_1"), 12)
+    assert_same_leaves(reader_of(old), new)
     assert new.verify().ok
     assert store.most_open == at_once
     assert store.most_bytes <= max(limit, store.kept)
@@ -446,7 +453,9 @@ def test_the_error_names_the_damaged_file_and_nothing_is_committed(
 ) -> None:
     state = {"a": np.arange(3000.0).reshape(30, 100), "b": np.ones((6, 5))}
     source, to = MemoryStore(), MemoryStore()
-    old = write_resharded(holdfast.save(url(), state), Location(source, "version_1"), layout, 3)
+    old = write_resharded(
+        reader_of(holdfast.save(url(), state)), Location(source, "version_1"), layout, 3
+    )
     [name] = [s.name for s in old.manifest.shards if "shard-00001" in s.name]
     flip_bit(source, f"version_1/{name}", byte=-300)
     with pytest.raises(DigestMismatch, match="shard-00001-of-00003") as raised:
@@ -460,12 +469,12 @@ def test_a_missing_shard_and_a_deleted_version_raise_different_errors(small_chun
     for first in (".safetensors", MANIFEST):
         source, to = MemoryStore(), MemoryStore()
         old = holdfast.save(source.at("version_1"), {"a": np.arange(999.0)})
-        old.indexes()
+        reader_of(old).indexes()
         keys = [s.key for s in source.list("")]
         for key in sorted(keys, key=lambda k: not k.endswith(first))[: 1 + 2 * (first == MANIFEST)]:
             source.delete(key)
         with pytest.raises(NotFound if first == MANIFEST else HoldfastError) as raised:
-            reshard(old, Location(to, "version_1"), 2)
+            reshard(reader_of(old), Location(to, "version_1"), 2)
         assert ("was deleted" in str(raised.value)) == (first == MANIFEST)
         assert_nothing_left(to)
 
@@ -483,7 +492,7 @@ def test_nothing_is_committed_if_the_store_loses_a_shard_or_changes_an_index() -
 
         to.after = damage
         with pytest.raises(error):
-            reshard(old, Location(to, "version_1"), 2)
+            reshard(reader_of(old), Location(to, "version_1"), 2)
         assert not is_snapshot(Location(to.inner, "version_1"))
         assert not Run(to.inner).listing().process_pins
 
@@ -494,29 +503,30 @@ def test_one_of_two_reshards_to_the_same_location_commits() -> None:
     def reshard_first(method: str, key: str) -> None:
         if method == "put_if_absent" and key.endswith(MANIFEST):
             to.before = lambda method, key: None
-            reshard(old, Location(to.inner, "version_1"), 3)
+            reshard(reader_of(old), Location(to.inner, "version_1"), 3)
 
     to.before = reshard_first
     with pytest.raises(CommitError, match="another save has committed"):
-        reshard(old, Location(to, "version_1"), 2)
+        reshard(reader_of(old), Location(to, "version_1"), 2)
     new = holdfast.open(to.inner.at("version_1"))
-    assert len(new.manifest.shards) == 3
+    assert len(reader_of(new).manifest.shards) == 3
     assert new.verify().ok
 
 
-def save_to_crash_fs() -> tuple[CrashFs, Snapshot]:
+def save_to_crash_fs() -> tuple[CrashFs, SnapshotReader]:
     """Save a small version on a file system that can simulate power cuts."""
     fs = CrashFs()
     state = {"a": np.arange(1500.0).reshape(15, 100), "b": np.ones(7), "n": 1}
-    return fs, holdfast.save(LocalStore(f"{SOURCE_URL}/version_1", fs=fs), state)
+    saved = holdfast.save(LocalStore(f"{SOURCE_URL}/version_1", fs=fs), state)
+    return fs, reader_of(saved)
 
 
-def reshard_on(fs: Any) -> Snapshot:
+def reshard_on(fs: Any) -> SnapshotReader:
     old = open_location(Location(LocalStore(SOURCE_URL, fs=fs), "version_1"))
     return reshard(old, Location(LocalStore("/b/run", fs=fs), "version_1"), 3)
 
 
-def check_snapshots(fs: Any, whole: Snapshot) -> bool:
+def check_snapshots(fs: Any, whole: SnapshotReader) -> bool:
     """Return True if the new snapshot exists. Assert that it is then complete, and that the old
     snapshot is intact."""
     assert open_location(Location(LocalStore(SOURCE_URL, fs=fs), "version_1")).verify().ok
@@ -546,7 +556,7 @@ def test_a_power_cut_at_any_call_leaves_a_complete_snapshot_or_none(
         else:
             done = True
         for left in fs.crashes(limit=4, seed=cut_at):
-            exists = check_snapshots(left, whole)
+            exists = check_snapshots(left, reader_of(whole))
             seen.add((done, exists))
             assert exists or not done
         if done:
@@ -588,7 +598,7 @@ def test_a_failed_call_leaves_a_complete_snapshot_or_none(
 def test_an_index_without_some_of_its_boxes_is_refused(small_chunks: None) -> None:
     """The boxes do not cover their leaf, and the reshard must not fill the gaps."""
     old = write_resharded(
-        holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)}),
+        reader_of(holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)})),
         new_location(),
         split_rows(3),
         3,

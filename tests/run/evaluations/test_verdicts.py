@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import (
     Denied,
     FormatError,
@@ -61,7 +62,9 @@ def latest(store: Any, trust: Any = "not-distrusted") -> int | None:
 
 def trust(store: MemoryStore, step: int) -> str | None:
     run = Run(store)
-    return trust_of(run.catalog.evaluations.read(Version(step), run.open(Version(step)).digest))
+    return trust_of(
+        run.catalog.evaluations.read(Version(step), reader_of(run.open(Version(step))).digest)
+    )
 
 
 def verdict_files(store: MemoryStore, step: int) -> list[str]:
@@ -285,7 +288,9 @@ def test_a_verdict_is_deleted_with_its_version_and_changes_no_metric(store: Memo
     before = run.metrics(20)
     run.attest(20, ok=False, by="sdc", note="é" * 16_384)
     assert run.metrics(20) == before
-    [verdict] = run.catalog.evaluations.read(Version(20), run.open(Version(20)).digest).of(Verdict)
+    [verdict] = run.catalog.evaluations.read(
+        Version(20), reader_of(run.open(Version(20))).digest
+    ).of(Verdict)
     assert verdict.note == "é" * 16_384
     assert len(str(NotTrusted("x", found=latest(store)))) < 100
     run.delete(20)
@@ -356,7 +361,7 @@ def test_retention_never_deletes_what_a_resume_would_load(
     good = {10, 20, 30, 40, 50, 60} - bad - lost
     Run(store).retain(policy)
     if good & attested:
-        found, _ = Run(store).newest(lambda s: s.check_files(), trust="attested")
+        found, _ = Run(store).newest(lambda s: reader_of(s).check_files(), trust="attested")
         assert found is not None
         assert found.step == max(good & attested)
     if good:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import HoldfastError, Preempted, Unavailable
 from holdfast.format.records import Evaluation, InexactEvaluation
 from holdfast.preemption.notice import Notice
@@ -91,7 +92,7 @@ def inexact(store: Any) -> list[tuple[str, int, int, dict[str, float]]]:
     run = Run(store)
     found = []
     for snapshot in run.snapshots():
-        records = run.catalog.evaluations.read(snapshot.version, snapshot.digest)
+        records = run.catalog.evaluations.read(snapshot.version, reader_of(snapshot).digest)
         for r in records.of(InexactEvaluation):
             found.append((r.version, r.first_step, r.last_step, r.decoded_metrics()))
     return found
@@ -103,7 +104,9 @@ def exact(store: Any) -> list[tuple[str, dict[str, float]]]:
     return [
         (record.version, record.decoded_metrics())
         for snapshot in run.snapshots()
-        for record in run.catalog.evaluations.read(snapshot.version, snapshot.digest).of(Evaluation)
+        for record in run.catalog.evaluations.read(snapshot.version, reader_of(snapshot).digest).of(
+            Evaluation
+        )
     ]
 
 

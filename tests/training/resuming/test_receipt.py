@@ -15,6 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.data.next_batch import find_next_batch
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import UnconsumedSamples
 from holdfast.training.resuming import receipt
 
@@ -75,7 +76,8 @@ def test_an_exact_resume_is_reported_with_the_bytes_of_all_leaves(
     snapshot = holdfast.Run(tmp_path).latest()
     assert snapshot is not None
     nbytes = sum(
-        np.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in snapshot.leaves.values()
+        np.prod(shape) * np.dtype(dtype).itemsize
+        for dtype, shape in reader_of(snapshot).leaves.values()
     )
     assert fields["bytes"] == fields["total"] == nbytes > 10_000
 

@@ -33,7 +33,7 @@ from holdfast.cli.resolve import (
 from holdfast.cli.verbs.verify import bytes_to_read
 from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot.location import Location, get_bounded, is_snapshot, locate
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
 from holdfast.engine.transform.copy import Advance, attempt_of_copy, copy_snapshot
 from holdfast.errors import AlreadyExists, FormatError, FormatTooNew, HoldfastError, NotFound
 from holdfast.format.names import (
@@ -60,7 +60,8 @@ from holdfast.run.run import Run
 class Copied:
     """What a copy of a run keeps of one snapshot at the destination.
 
-    A ``Snapshot`` has its tree and indexes in memory, which a run of many versions would fill.
+    A ``SnapshotReader`` keeps its tree and indexes in memory, which a run of many versions would
+    fill.
     """
 
     location: Location
@@ -70,7 +71,7 @@ class Copied:
     nbytes_checked: int
 
     @classmethod
-    def of(cls, copy: Snapshot) -> Copied:
+    def of(cls, copy: SnapshotReader) -> Copied:
         return cls(copy.location, copy.digest, copy.step, copy.nbytes, bytes_to_read(copy))
 
     @property
@@ -108,17 +109,19 @@ def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
     """
     source = resolve_run_or_snapshot(a)
     began = perf_counter()
-    with remove_folder_if_empty(locate(b).store if isinstance(source, Snapshot) else Run(b).store):
+    with remove_folder_if_empty(
+        locate(b).store if isinstance(source, SnapshotReader) else Run(b).store
+    ):
         result = (
             _copy_single(source, b, as_json)
-            if isinstance(source, Snapshot)
+            if isinstance(source, SnapshotReader)
             else _copy_run(*source, Run(b), as_json)
         )
     print_result(as_json, _build_document, render, result, perf_counter() - began)
     exit_on_errors(ctx, (e for _, e in result.damaged))
 
 
-def _copy_single(snapshot: Snapshot, destination: str, quiet: bool) -> CopyResult:
+def _copy_single(snapshot: SnapshotReader, destination: str, quiet: bool) -> CopyResult:
     location = locate(destination)
     check_version_name(snapshot, location)
     raise_if_exists(location)
@@ -144,7 +147,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
     remaining: dict[Version, int] = {}  # the bytes to read
     for version in listing.versions:
         try:
-            snapshot = run.open(version)
+            snapshot = run.catalog.open(version)
             copy = _find_copy(snapshot, destination.location(version))
             if copy is not None:
                 result.present.append(Copied.of(copy))
@@ -168,7 +171,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
     with progress_bar("copying", sum(remaining.values()), quiet=quiet) as advance:
         for version in remaining:
             try:
-                snapshot = run.open(version)
+                snapshot = run.catalog.open(version)
                 location = destination.location(version)
                 copied = _copy_unless_present(snapshot, location, advance, result)
                 _copy_records(run, listing, version, snapshot.digest, copied, result)
@@ -181,7 +184,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
 
 
 def _copy_unless_present(
-    snapshot: Snapshot, location: Location, advance: Advance, result: CopyResult
+    snapshot: SnapshotReader, location: Location, advance: Advance, result: CopyResult
 ) -> Copied:
     """Copy a snapshot, and return the copy, which a concurrent copy may have made meanwhile."""
     try:
@@ -224,7 +227,7 @@ def _copy_records(
         result.pins += 1
 
 
-def _find_copy(snapshot: Snapshot, location: Location) -> Snapshot | None:
+def _find_copy(snapshot: SnapshotReader, location: Location) -> SnapshotReader | None:
     """Return the copy of the snapshot at ``location``, or the original of this snapshot.
 
     Returns None if there is no snapshot. Raises ``AlreadyExists`` for any other snapshot, and for a
@@ -257,7 +260,7 @@ def _find_copy(snapshot: Snapshot, location: Location) -> Snapshot | None:
         raise AlreadyExists(
             f"There is already another snapshot at {location.url}; nothing was changed",
             expected=f"a copy of {snapshot.url}, or nothing",
-            found=f"a snapshot that another save created at {other.created}",
+            found=f"a snapshot that another save created at {other.manifest.created}",
             todo="Copy to another location",
         )
     return other
@@ -297,9 +300,9 @@ def _began_together(
     The time at which the training began identifies it.
     """
     try:
-        began = read_training_metadata(run.open(version)).get("began")
+        began = read_training_metadata(run.catalog.open(version)).get("began")
         return began is not None and began == read_training_metadata(
-            destination.open(versions[-1])
+            destination.catalog.open(versions[-1])
         ).get("began")
     except (FormatError, NotFound):
         return False

@@ -24,7 +24,7 @@ from holdfast.cli.resolve import format_count, resolve_snapshot
 from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from holdfast.cli.verbs.show import filter_rows
 from holdfast.engine.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format import tree
 from holdfast.format.names import join_key
 from holdfast.types import DTYPES
@@ -83,7 +83,7 @@ def command(ctx: click.Context, a: str, b: str, keys: Sequence[str], as_json: bo
 
 
 def compare_snapshots(
-    a: Snapshot, b: Snapshot, keys: Sequence[str] = (), *, quiet: bool = True
+    a: SnapshotReader, b: SnapshotReader, keys: Sequence[str] = (), *, quiet: bool = True
 ) -> Differences:
     """Return all differences between two snapshots, of the keys that match if ``keys`` are given.
 
@@ -170,7 +170,11 @@ def _compare_containers(a: TreeRow, b: TreeRow) -> Change | None:
 
 
 def _compare_leaves(
-    a: Snapshot, b: Snapshot, pairs: list[LeafPair], differences: Differences, quiet: bool
+    a: SnapshotReader,
+    b: SnapshotReader,
+    pairs: list[LeafPair],
+    differences: Differences,
+    quiet: bool,
 ) -> None:
     """Compare the bytes of the pairs whose digests do not show that they are equal."""
     pairs = list(dict.fromkeys(pairs))  # tied leaves yield the same pair several times
@@ -195,7 +199,9 @@ def _compare_leaves(
     ]
 
 
-def _build_document(a: Snapshot, b: Snapshot, differences: Differences) -> dict[str, Any]:
+def _build_document(
+    a: SnapshotReader, b: SnapshotReader, differences: Differences
+) -> dict[str, Any]:
     return {
         "a": {"snapshot": a.url, "step": a.step, "digest": a.digest},
         "b": {"snapshot": b.url, "step": b.step, "digest": b.digest},
@@ -219,7 +225,7 @@ def _build_document(a: Snapshot, b: Snapshot, differences: Differences) -> dict[
     }
 
 
-def render(a: Snapshot, b: Snapshot, differences: Differences) -> None:
+def render(a: SnapshotReader, b: SnapshotReader, differences: Differences) -> None:
     """Print the differences as a table, and a summary."""
     console = make_console()
     for label, snapshot, style in (("A", a, "red"), ("B", b, "green")):

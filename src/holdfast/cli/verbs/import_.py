@@ -12,7 +12,7 @@ from holdfast.cli.console import format_size, make_console, print_line, progress
 from holdfast.cli.output import json_option, print_result
 from holdfast.cli.resolve import check_run_target, format_count
 from holdfast.engine.saving.commit import raise_if_exists
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format.names import MAX_STEP, Version
 from holdfast.interop.arrange import ArrangedState, arrange_state
 from holdfast.interop.import_ import (
@@ -85,7 +85,7 @@ def command(
 
 
 def _build_document(
-    seconds: float, checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: Snapshot
+    seconds: float, checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: SnapshotReader
 ) -> dict[str, Any]:
     return {
         "from": checkpoint.path,
@@ -102,7 +102,9 @@ def _build_document(
     }
 
 
-def render(checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: Snapshot) -> None:
+def render(
+    checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: SnapshotReader
+) -> None:
     """Print the snapshot, and how it differs from the checkpoint."""
     renamed, converted = ", ".join(arranged.renamed), ", ".join(arranged.converted)
     left_out = ", ".join(checkpoint.left_out[:5]) + (" ..." if checkpoint.left_out[5:] else "")

@@ -157,7 +157,7 @@ def _read_entry(
 ) -> VersionEntry | None:
     snapshot, problem = None, None
     try:
-        snapshot = run.open(version)
+        snapshot = run.catalog.open(version)
         snapshot.check_files()
     except NotFound:
         return None
@@ -172,7 +172,7 @@ def _read_entry(
             on_lineage,
             pinned,
             snapshot.nbytes,
-            snapshot.created,
+            snapshot.manifest.created,
             record,
             {**snapshot.metadata.get("metrics", {}), **record.metrics, **evaluations.metrics()},
             snapshot.referred_bytes,

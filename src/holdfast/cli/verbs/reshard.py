@@ -25,7 +25,7 @@ from holdfast.cli.resolve import (
     resolve_snapshot,
 )
 from holdfast.engine.snapshot.location import Location, locate, versions_in
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.transform.reshard import SPLITS, reshard
 from holdfast.format.names import Version
 from holdfast.types import DTYPES
@@ -70,7 +70,7 @@ def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) ->
     print_result(as_json, build_document, render, old, new, perf_counter() - began)
 
 
-def _resolve_destination(snapshot: Snapshot, destination: str) -> Location:
+def _resolve_destination(snapshot: SnapshotReader, destination: str) -> Location:
     """Return the location of the new snapshot.
 
     Raises ``AlreadyExists`` if the destination has the name of another version.
@@ -83,7 +83,9 @@ def _resolve_destination(snapshot: Snapshot, destination: str) -> Location:
     return location
 
 
-def _build_document(split: str, old: Snapshot, new: Snapshot, seconds: float) -> dict[str, Any]:
+def _build_document(
+    split: str, old: SnapshotReader, new: SnapshotReader, seconds: float
+) -> dict[str, Any]:
     return {
         "from": old.url,
         "to": new.url,
@@ -97,7 +99,7 @@ def _build_document(split: str, old: Snapshot, new: Snapshot, seconds: float) ->
     }
 
 
-def render(old: Snapshot, new: Snapshot, seconds: float) -> None:
+def render(old: SnapshotReader, new: SnapshotReader, seconds: float) -> None:
     """Print the location, the shards, and the size of the new snapshot."""
     console = make_console()
     print_line(console, f"resharded      {new.url}")

@@ -29,7 +29,7 @@ from holdfast.cli.resolve import format_count, resolve_newest
 from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from holdfast.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations, read_statuses
 from holdfast.engine.planning.select import make_key_filter
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import FormatError, MissingLeaf
 from holdfast.format.index_columns import IndexBox
 from holdfast.format.records import InexactEvaluation
@@ -70,7 +70,7 @@ def command(
         raise MissingLeaf(
             f"Nothing in {opened.url} matches",
             expected=f"keys like {', '.join(keys)}",
-            found=", ".join(list(opened.keys())[:5]),
+            found=", ".join(list(opened.nodes())[:5]),
             todo="* matches within a level, ** across levels",
         )
     layouts = _read_layouts(opened) if layout else None
@@ -115,7 +115,7 @@ def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
     return max((d for d in depths if sum(r.depth < d for r in rows) <= MAX_TREE_LINES), default=1)
 
 
-def _read_layouts(snapshot: Snapshot) -> Layouts:
+def _read_layouts(snapshot: SnapshotReader) -> Layouts:
     layouts: Layouts = {}
     for number, index in enumerate(snapshot.indexes()):
         for leaf in index.leaves:
@@ -124,7 +124,7 @@ def _read_layouts(snapshot: Snapshot) -> Layouts:
 
 
 def _build_document(
-    snapshot: Snapshot, rows: Sequence[TreeRow], layouts: Layouts | None, depth: int | None
+    snapshot: SnapshotReader, rows: Sequence[TreeRow], layouts: Layouts | None, depth: int | None
 ) -> dict[str, Any]:
     collapsed = [
         {"key": r.key, "kind": r.kind, "leaves": leaves, "bytes": nbytes}
@@ -166,7 +166,7 @@ def _build_document(
         "bytes": snapshot.nbytes,
         "referred_bytes": snapshot.referred_bytes,
         "bases": [str(v) for v in sorted(snapshot.bases)],
-        "chain": snapshot.chain,
+        "chain": snapshot.manifest.chain,
         "intact": problem is None,
         "problem": None if problem is None else describe_error(problem),
         "bytes_checked": False,
@@ -197,7 +197,7 @@ def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any
     return document
 
 
-def _find_problem(snapshot: Snapshot) -> FormatError | None:
+def _find_problem(snapshot: SnapshotReader) -> FormatError | None:
     try:
         snapshot.check_files()
     except FormatError as e:
@@ -206,7 +206,7 @@ def _find_problem(snapshot: Snapshot) -> FormatError | None:
 
 
 def render(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     rows: Sequence[TreeRow],
     layouts: Layouts | None,
     depth: int | None,
@@ -247,7 +247,7 @@ def render(
         console.print(styled_text(note, "dim"))
 
 
-def _header_fields(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
+def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the header of ``show``."""
     manifest, metadata = snapshot.manifest, snapshot.metadata
     if manifest.step is not None:

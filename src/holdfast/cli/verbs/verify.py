@@ -26,7 +26,7 @@ from holdfast.cli.output import describe_error, json_option, print_result
 from holdfast.cli.resolve import format_count, resolve_run_or_snapshot, stray_snapshot_warning
 from holdfast.cli.verdicts import read_evaluations
 from holdfast.engine.snapshot.location import get_bounded
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.verify import CheckedChunks, Problem
 from holdfast.errors import (
     Denied,
@@ -94,7 +94,7 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     target = _find_target(run_or_snapshot, as_json)
     if isinstance(target, list):
         url, results, stray, danger = run_or_snapshot, target, None, None
-    elif isinstance(target, Snapshot):
+    elif isinstance(target, SnapshotReader):
         url = target.url
         results, stray, danger = [_verify_snapshot(target, as_json)], None, None
     else:
@@ -105,7 +105,9 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     exit_on_errors(ctx, (p.error for result in results for p in result.problems))
 
 
-def _find_target(url: str, quiet: bool) -> tuple[Run, Listing] | Snapshot | list[VerifyResult]:
+def _find_target(
+    url: str, quiet: bool
+) -> tuple[Run, Listing] | SnapshotReader | list[VerifyResult]:
     """Return the run or the snapshot at ``url``, or the results for exported files there.
 
     Raises ``NotFound`` if there is none of them.
@@ -135,7 +137,7 @@ def _find_target(url: str, quiet: bool) -> tuple[Run, Listing] | Snapshot | list
     ]
 
 
-def _verify_snapshot(snapshot: Snapshot, quiet: bool) -> VerifyResult:
+def _verify_snapshot(snapshot: SnapshotReader, quiet: bool) -> VerifyResult:
     with progress_bar("verifying", bytes_to_read(snapshot), quiet=quiet) as advance:
         report = snapshot.verify(advance)
     name = snapshot.location.folder.rpartition("/")[2] or snapshot.url
@@ -178,18 +180,18 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
     return results, _damage_warning(run, newest_result) if is_incremental else None
 
 
-def _read_trust(snapshot: Snapshot) -> str | None:
+def _read_trust(snapshot: SnapshotReader) -> str | None:
     """Return what the verdicts say; None if they cannot be read: this is for people."""
     with suppress(StoreError):
         return trust_of(read_evaluations(snapshot))
     return None
 
 
-def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> Snapshot | None:
+def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> SnapshotReader | None:
     """Open a version, or add its problem to ``results``. Returns None if it was deleted, too."""
     location = run.location(version)
     try:
-        return run.open(version)
+        return run.catalog.open(version)
     except NotFound:
         return None
     except (FormatError, StoreError) as e:
@@ -242,7 +244,7 @@ def _failed_result(name: str, file: str, url: str, error: FormatError | StoreErr
     return VerifyResult(name, url, 0, (Problem(file, error.fields.get("offset"), (), error),))
 
 
-def bytes_to_read(snapshot: Snapshot) -> int:
+def bytes_to_read(snapshot: SnapshotReader) -> int:
     """Return the bytes of the shards and indexes, and of the data that the snapshot refers to."""
     shards = snapshot.manifest.shards
     return sum(s.length + s.index.length for s in shards) + snapshot.referred_bytes

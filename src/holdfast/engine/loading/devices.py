@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.engine.planning.devices import find_device
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError
 
 SAVED = "saved"
 """The value of ``device=`` for the devices from which the tensors were saved."""
 
 
-def device_chooser(snapshot: Snapshot, device: Any) -> Callable[[str], Any]:
+def device_chooser(snapshot: SnapshotReader, device: Any) -> Callable[[str], Any]:
     """Return a function that returns the device for a leaf's key.
 
     ``device`` is one device for all, None for the CPU, ``"saved"``, or a mapping from saved devices

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.planning.select import KeyFilter, suggest_renames
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
 from holdfast.format.names import join_key
@@ -267,12 +267,12 @@ def format_mismatches(mismatches: Mapping[str, str]) -> str:
     return format_list(shown, len(shown), total=len(mismatches))
 
 
-def no_match_error(snapshot: Snapshot, keys: Any) -> MissingLeaf:
+def no_match_error(snapshot: SnapshotReader, keys: Any) -> MissingLeaf:
     """Return the error of a load whose ``keys`` select nothing."""
     return MissingLeaf(
         f"No leaf of {snapshot.url} matches",
         expected=f"keys like {keys!r}",
-        found=", ".join(snapshot.keys()[:10]),
+        found=", ".join([*snapshot.nodes()][:10]),
         todo="`holdfast show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
         " across levels",
     )

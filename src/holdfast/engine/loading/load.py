@@ -29,7 +29,7 @@ from holdfast.engine.loading.report import LoadReport
 from holdfast.engine.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
 from holdfast.engine.loading.targets import Finalize, LoadTargets
 from holdfast.engine.planning.select import ABSENT, make_key_filter, prune, rename
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.state import modules
 from holdfast.errors import HoldfastError, PlanError, RankFailed, RanksChanged
 from holdfast.format.tree import walk
@@ -39,7 +39,7 @@ from holdfast.threads import gc_paused
 
 
 def load_snapshot(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     into: dict[str, Any] | None = None,
     keys: str | Sequence[str] | None = None,
     device: Any = None,
@@ -71,7 +71,7 @@ def load_snapshot(
 
 
 def _load(
-    reader: Snapshot | SharedReader,
+    reader: SnapshotReader | SharedReader,
     into: dict[str, Any] | None,
     keys: str | Sequence[str] | None,
     targets: LoadTargets,

@@ -43,7 +43,7 @@ from holdfast.engine.snapshot.read import (
     read_group,
     read_workers,
 )
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format.index import ShardIndex
 from holdfast.format.index_columns import SchemaCache
 from holdfast.threads import Workers, gc_paused, no_op
@@ -53,15 +53,15 @@ MIN_SHARED_BYTES = 16 * MIB
 """Each rank reads a snapshot with fewer bytes by itself, which takes less time than to connect."""
 
 
-def is_worth_sharing(snapshot: Snapshot) -> bool:
+def is_worth_sharing(snapshot: SnapshotReader) -> bool:
     """Return True if ranks of one host should read the snapshot together."""
     return snapshot.nbytes + snapshot.referred_bytes >= MIN_SHARED_BYTES
 
 
 @contextmanager
 def open_shared_reader(
-    snapshot: Snapshot, collective: Collective
-) -> Iterator[Snapshot | SharedReader]:
+    snapshot: SnapshotReader, collective: Collective
+) -> Iterator[SnapshotReader | SharedReader]:
     """Yield a reader with which the ranks of this host read the snapshot together. Yield the
     snapshot itself if this host has no other rank, or if its ranks cannot share memory."""
     with connect_host_peers(collective, snapshot.url) as memory:
@@ -75,14 +75,14 @@ class SharedReader:
     """A snapshot that several ranks of one host read together. All of them make the same calls in
     the same order."""
 
-    def __init__(self, snapshot: Snapshot, peers: HostPeers) -> None:
+    def __init__(self, snapshot: SnapshotReader, peers: HostPeers) -> None:
         self._snapshot = snapshot
         self._peers = peers
 
     @gc_paused
     def indexes(self) -> list[ShardIndex]:
-        """Return the indexes of all shards, as ``Snapshot.indexes`` does. One rank reads each block
-        of an index file."""
+        """Return the indexes of all shards, as ``SnapshotReader.indexes`` does. One rank reads
+        each block of an index file."""
         peers, snapshot, shards = self._peers, self._snapshot, self._snapshot.manifest.shards
         blocks = [
             (i, at, min(BLOCK_SIZE, shard.index.length - at))
@@ -132,8 +132,8 @@ class SharedReader:
         targets: Sequence[Target],
         advance: Callable[[], object] = no_op,
     ) -> None:
-        """Read the requests into the targets, as ``Snapshot.read`` does. One rank reads each chunk
-        that several ranks request."""
+        """Read the requests into the targets, as ``SnapshotReader.read`` does. One rank reads
+        each chunk that several ranks request."""
         location, indexes = self._snapshot.location, self._snapshot.indexes()
         checked_headers = self._snapshot.checked_headers
         plan = gc_paused(make_read_plan)(indexes, requests, checked_headers)

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.leaf import allocate, as_records
 from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import DTypeMismatch
 from holdfast.format import tree
 from holdfast.format.names import MANIFEST, join_key
@@ -29,7 +29,7 @@ class LoadTargets:
     """All targets of one load. ``fresh`` holds the memory of leaves that have no live memory, and
     ``device_of`` returns its device for a leaf's key."""
 
-    snapshot: Snapshot
+    snapshot: SnapshotReader
     device_of: Callable[[str], Any] = lambda key: None
     requests: list[ReadRequest] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)

@@ -17,7 +17,7 @@ from holdfast.engine.saving.incremental import as_sibling
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import file_key
 from holdfast.engine.snapshot.location import Location, describe_run, versions_in
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
 from holdfast.engine.snapshot.spread import SpreadStore
 from holdfast.errors import (
     AlreadyExists,
@@ -69,8 +69,8 @@ def before_commit() -> Iterator[None]:
 
 @contextmanager
 def pinned_base(
-    location: Location, attempt: str, base: Snapshot | None, collective: Collective
-) -> Iterator[Snapshot | None]:
+    location: Location, attempt: str, base: SnapshotReader | None, collective: Collective
+) -> Iterator[SnapshotReader | None]:
     """Pin the attempt and ``base``, with every version that ``base`` refers to, for the duration of
     the ``with`` block. Yield ``base`` as the store of ``location`` shows it now.
 
@@ -230,7 +230,7 @@ def _require_length(
 
 def put_manifest(
     location: Location, manifest: Manifest, plan: GlobalPlan | None = None
-) -> Snapshot:
+) -> SnapshotReader:
     """Write the manifest if none exists. This is the commit.
 
     ``plan``: the plan by which the shards were written; the tree must have exactly its leaves.
@@ -266,7 +266,7 @@ def put_manifest(
         if not e.is_outcome_unknown and not isinstance(e, Unavailable):
             raise
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e
-    return Snapshot(location, manifest, manifest_digest, leaves)
+    return SnapshotReader(location, manifest, manifest_digest, leaves)
 
 
 _OUTCOME_UNKNOWN = (
@@ -293,8 +293,8 @@ def commit_collectively(
     attempt: str,
     collective: Collective,
     receipt: Receipt,
-    commit: Callable[[list[Receipt]], Snapshot],
-) -> tuple[Snapshot, CommitResult]:
+    commit: Callable[[list[Receipt]], SnapshotReader],
+) -> tuple[SnapshotReader, CommitResult]:
     """Gather the receipts of all ranks, have rank 0 call ``commit`` with them, and return the
     snapshot on all ranks.
 
@@ -324,7 +324,7 @@ def commit_collectively(
             if found.manifest.attempt == attempt:
                 return found, CommitResult(found.digest, found.nbytes, found.referred_bytes)
         raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e.__cause__
-    return snapshot or Snapshot(location, None, result.digest), result
+    return snapshot or SnapshotReader(location, None, result.digest), result
 
 
 def _put_same_manifest(location: Location, raw: bytes) -> None:

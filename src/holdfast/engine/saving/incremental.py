@@ -22,7 +22,7 @@ from holdfast.engine.planning.shard_layout import ImageSpan, partial_shard_entri
 from holdfast.engine.saving.image import Image, Piece
 from holdfast.engine.snapshot.index_files import read_index
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import FormatError, ManifestInvalid, NotFound
 from holdfast.format import names
 from holdfast.format.chunk_refs import ChunkRefs, expand_runs
@@ -53,7 +53,7 @@ class BaseVersion:
     indexes: Sequence[ShardIndex]
 
     @classmethod
-    def from_snapshot(cls, snapshot: Snapshot, collective: Collective) -> BaseVersion:
+    def from_snapshot(cls, snapshot: SnapshotReader, collective: Collective) -> BaseVersion:
         """Return the shards that this rank wrote itself, or all shards if it is the only rank.
 
         With an unchanged layout, no other shard can hold the rank's chunks. After a change of
@@ -73,7 +73,7 @@ class BaseVersion:
         return cls(snapshot.location.folder.rpartition("/")[2], shards, indexes)
 
 
-def as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
+def as_sibling(location: Location, base: SnapshotReader) -> SnapshotReader | None:
     """Return the base as a snapshot in the store of ``location``, or None if the base is not
     another version of the same run."""
     base_run, _, base_folder = base.location.folder.rpartition("/")
@@ -89,7 +89,7 @@ def as_sibling(location: Location, base: Snapshot) -> Snapshot | None:
     if base.location.store is location.store:
         return base
     if base.location.store is not location.unlimited:
-        return Snapshot(sibling, base.manifest, base.digest)
+        return SnapshotReader(sibling, base.manifest, base.digest)
     same = copy(base)  # with what it has read
     same.location = sibling
     return same

@@ -17,7 +17,7 @@ from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.partition import Partition
 from holdfast.engine.saving.stale_state import Observation
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError
 from holdfast.format import names, tree
 from holdfast.format.manifest import IncrementalManifest, IncrementalShard, Manifest, Parent, Shard
@@ -68,7 +68,7 @@ class SaveJob(AbstractContextManager["SaveJob"]):
 
     location: Location
     metadata: VersionMetadata
-    base: Snapshot | None
+    base: SnapshotReader | None
     collective: Collective
     metadata_node: Any
     partition: Partition

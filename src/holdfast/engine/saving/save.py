@@ -33,6 +33,7 @@ from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.staging import stage_pieces
 from holdfast.engine.saving.write import put_local_shard, write_local_shard
 from holdfast.engine.snapshot.location import Location, Url, locate
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import FlatState, flatten
 from holdfast.engine.state.step_hooks import find_stable_leaves
@@ -69,11 +70,10 @@ def save(
     or ``CommitError``. If it raises, nothing was committed, unless the error's ``outcome`` is
     "unknown".
     """
-    metadata = VersionMetadata(step=step, note=note)
-    ranks = saving_group(group)
+    metadata, ranks = VersionMetadata(step=step, note=note), saving_group(group)
     location = locate(url).limit("save", timeout)
     job = begin_save(location, state, metadata, shared_pool(), group=ranks, stage_now=False)
-    return finish_save(job)
+    return Snapshot(finish_save(job))
 
 
 def save_async(
@@ -92,8 +92,7 @@ def save_async(
     error of the save. If a save fails and nothing waits for it, the process exits with code 1.
     ``timeout`` counts from this call.
     """
-    metadata = VersionMetadata(step=step, note=note)
-    location = locate(url).limit("save", timeout)
+    metadata, location = VersionMetadata(step=step, note=note), locate(url).limit("save", timeout)
     pool = BufferPool(1 << 50)
     try:
         ranks = saving_group(group)
@@ -106,7 +105,7 @@ def save_async(
 
 def finish_in_background(
     job: SaveJob,
-    finish: Callable[[SaveJob], Snapshot],
+    finish: Callable[[SaveJob], SnapshotReader],
     after: Callable[[], object] = no_op,
     register: Callable[[Pending | None], object] = no_op,
 ) -> Pending:
@@ -119,7 +118,7 @@ def finish_in_background(
     pending = None
     try:
         staged = None if job.deferred is None else job.deferred.done
-        pending = Pending(lambda: finish(job), job.location.url, after, staged)
+        pending = Pending(lambda: Snapshot(finish(job)), job.location.url, after, staged)
         register(pending)
         pending.start()
     except BaseException:
@@ -140,7 +139,7 @@ def begin_save(
     *,
     group: Group | None = None,
     stage_now: bool,
-    base: Snapshot | None = None,
+    base: SnapshotReader | None = None,
     overlap: bool = False,
 ) -> SaveJob:
     """Run the first half of a save, during which the live state must not change: agree on which
@@ -199,7 +198,9 @@ def begin_save(
     return job
 
 
-def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_op) -> Snapshot:
+def finish_save(
+    job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_op
+) -> SnapshotReader:
     """Run the second half of a save, which may run in the background: write, gather, and commit.
 
     Rank 0 calls ``fence`` with the receipts right before the commit; ``fence`` raises to prevent
@@ -218,7 +219,7 @@ def finish_save(job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_
                 receipt = write_local_shard(job, base)
                 job.copy_to_peers(receipt)
 
-            def commit(receipts: list[Receipt]) -> Snapshot:
+            def commit(receipts: list[Receipt]) -> SnapshotReader:
                 with before_commit():
                     shards = check_receipts(location, receipts, collective.size, job.partition.plan)
                     chain = 1 if base is None else base.manifest.chain + 1

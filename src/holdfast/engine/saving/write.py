@@ -20,7 +20,7 @@ from holdfast.engine.saving.incremental import (
 from holdfast.engine.saving.job import SaveJob
 from holdfast.engine.saving.pack import PackedImage, digest_chunks
 from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format import names
 from holdfast.format.digest import digest
 from holdfast.format.index import IncrementalIndex, Index, encode_index
@@ -44,7 +44,7 @@ def put_local_shard(job: SaveJob) -> MappedUpload | None:
     return put_mapped(job.location.store, job.location.key(shard_name), job.image.length)
 
 
-def write_local_shard(job: SaveJob, base: Snapshot | None) -> Receipt:
+def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
     """Write this rank's shard and index, and return the receipt.
 
     The shard is full, or holds only the chunks that ``base`` lacks. A rank other than rank 0 that

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.types import DTYPES, MIB, Box
 
 BATCH_BYTES = 32 * MIB
@@ -49,7 +49,9 @@ class LeafDifference:
             self.largest = float(np.maximum(previous, largest))
 
 
-def find_equal_by_digest(a: Snapshot, b: Snapshot, pairs: Iterable[LeafPair]) -> set[LeafPair]:
+def find_equal_by_digest(
+    a: SnapshotReader, b: SnapshotReader, pairs: Iterable[LeafPair]
+) -> set[LeafPair]:
     """Return the pairs of leaves whose digests prove that their bytes are equal.
 
     Reads only the indexes. The other pairs may be equal as well.
@@ -62,7 +64,7 @@ def find_equal_by_digest(a: Snapshot, b: Snapshot, pairs: Iterable[LeafPair]) ->
     }
 
 
-def _chunks_by_leaf(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
+def _chunks_by_leaf(snapshot: SnapshotReader) -> dict[str, list[tuple[Any, ...]]]:
     """Return, for each leaf, its boxes with their chunks at offsets relative to the box."""
     boxes_by_leaf: dict[str, list[tuple[Any, ...]]] = {}
     for index in snapshot.indexes():
@@ -84,8 +86,8 @@ def _chunks_by_leaf(snapshot: Snapshot) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def compare_bytes(
-    a: Snapshot,
-    b: Snapshot,
+    a: SnapshotReader,
+    b: SnapshotReader,
     pairs: Sequence[LeafPair],
     progress: Callable[[int], None] | None = None,
 ) -> dict[LeafPair, LeafDifference]:
@@ -110,7 +112,9 @@ def compare_bytes(
     return differences
 
 
-def _batches(snapshot: Snapshot, pairs: Sequence[LeafPair]) -> Iterator[list[tuple[str, str, Box]]]:
+def _batches(
+    snapshot: SnapshotReader, pairs: Sequence[LeafPair]
+) -> Iterator[list[tuple[str, str, Box]]]:
     """Yield batches of boxes to read: many small leaves, or a part of a large one."""
     batch: list[tuple[str, str, Box]] = []
     remaining = BATCH_BYTES
@@ -130,7 +134,7 @@ def _batches(snapshot: Snapshot, pairs: Sequence[LeafPair]) -> Iterator[list[tup
         yield batch
 
 
-def _read_parts(snapshot: Snapshot, parts: list[tuple[str, Box]]) -> list[Bytes]:
+def _read_parts(snapshot: SnapshotReader, parts: list[tuple[str, Box]]) -> list[Bytes]:
     """Read boxes of leaves as bytes, one row for each element."""
     requests, targets, parts_as_rows = [], [], []
     for key, box in parts:

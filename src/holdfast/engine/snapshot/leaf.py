@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,25 +11,10 @@ from holdfast import lazy_torch
 from holdfast.engine.planning.boxes import TensorIndex, box_from_index
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.read import Target
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError
 from holdfast.format.values.numpy_dtypes import from_descr
 from holdfast.types import DTYPES, Box
-
-
-class LeafReader(Protocol):
-    """The part of a ``Snapshot`` that a ``LeafView`` uses."""
-
-    @property
-    def leaves(self) -> Mapping[str, tuple[str, tuple[int, ...]]]: ...
-    def nodes(self) -> Mapping[str, Any]: ...
-    def indexes(self) -> object: ...
-    def read(
-        self,
-        requests: Sequence[ReadRequest],
-        targets: Sequence[Target],
-        *,
-        check_headers: bool,
-    ) -> None: ...
 
 
 class LeafView:
@@ -39,12 +23,12 @@ class LeafView:
     A read of the whole leaf also checks the headers of its shards, as a load does.
     """
 
-    def __init__(self, snapshot: LeafReader, key: str, node: Any) -> None:
-        self.snapshot = snapshot
+    def __init__(self, reader: SnapshotReader, key: str, node: Any) -> None:
+        self._reader = reader
         self.key = key
         self._source_key = node.get("tied", key)
-        self._node = snapshot.nodes()[self._source_key] if "tied" in node else node
-        self.dtype, self.shape = self._stored_dtype, _ = snapshot.leaves[self._source_key]
+        self._node = reader.nodes()[self._source_key] if "tied" in node else node
+        self.dtype, self.shape = self._stored_dtype, _ = reader.leaves[self._source_key]
         self._record_dtype: np.dtype[Any] | None = None
         if "array" in self._node and len(self._node["array"]) == 3:
             self._record_dtype = from_descr(self._node["array"][2])
@@ -64,13 +48,13 @@ class LeafView:
         ``FormatError`` for damaged data, and ``StoreError``.
         """
         box, dropped_dims = box_from_index(index, self.shape)
-        self.snapshot.indexes()  # checks the shape before memory is allocated for it
+        self._reader.indexes()  # checks the shape before memory is allocated for it
         sizes = [n for dim, n in enumerate(box.sizes) if dim not in dropped_dims]
         if self._record_dtype is not None:  # stored as rows of bytes
             box = Box((*box.offsets, 0), (*box.sizes, self._record_dtype.itemsize))
         into = allocate(self._node, self._source_key, self._stored_dtype, box.sizes)
         if box.numel:
-            self.snapshot.read(
+            self._reader.read(
                 [ReadRequest(self._source_key, box)],
                 [Target.from_tensor(self._stored_dtype, box.sizes, into)],
                 check_headers=tuple(sizes) == self.shape,

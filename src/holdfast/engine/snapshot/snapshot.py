@@ -1,24 +1,12 @@
-"""A committed snapshot that is read lazily: the manifest first, everything else on request."""
+"""The public ``Snapshot``: a committed state as a mapping. A ``SnapshotReader`` reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.index_files import check_indexes, check_length, read_indexes
 from holdfast.engine.snapshot.leaf import LeafView
-from holdfast.engine.snapshot.location import (
-    Location,
-    Url,
-    describe_run,
-    get_bounded,
-    locate,
-    versions_in,
-)
-from holdfast.engine.snapshot.read import Target, execute_read_plan, read_workers
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.subtree import (
     SubtreeView,
     describe_members,
@@ -27,98 +15,38 @@ from holdfast.engine.snapshot.subtree import (
     to_html,
     walk_containers,
 )
-from holdfast.engine.snapshot.verify import CheckedChunks, Report, verify
-from holdfast.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
+from holdfast.engine.snapshot.verify import CheckedChunks, Report
 from holdfast.format import tree
-from holdfast.format.index import ShardIndex
-from holdfast.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
-from holdfast.format.names import MANIFEST, Version, parse_reference, parse_version
-from holdfast.format.sealed import require
-from holdfast.format.validate import LeafSpecs, check_numbered_tree, check_plain
+from holdfast.format.names import Version
 from holdfast.format.values import torch_types
 from holdfast.text import format_size, to_printable
-from holdfast.threads import gc_paused, look_up_each, no_op
-
-PUBLIC_NAMES = (
-    *("bases", "chain", "created", "keys", "metadata", "metrics", "nbytes", "referred_bytes"),
-    *("step", "tree", "url", "verify", "version"),
-)
+from holdfast.threads import gc_paused
 
 _SHOWN_METRICS = 6
 _MISSING = object()
 
 
-def open_snapshot(url: Url) -> Snapshot:
-    """Return the snapshot at ``url``. Only its manifest is read.
-
-    Raises ``NotFound`` if there is no snapshot, and ``FormatError`` if its manifest is damaged.
-    """
-    return open_location(locate(url))
-
-
-@gc_paused
-def open_location(location: Location) -> Snapshot:
-    """Do the same as ``open_snapshot`` for a location."""
-    file = location.key(MANIFEST)
-    try:
-        raw = get_bounded(location.store, file, MAX_MANIFEST)
-    except NotFound as e:
-        if versions := versions_in(location):
-            raise NotFound(
-                f"{location.url} is {describe_run(versions)}, not a snapshot",
-                todo=f"Name one of them, such as {location.url}/{versions[-1]}",
-                key=file,
-                store=location.store.url,
-                versions=len(versions),
-            ) from e
-        raise NotFound(
-            f"There is no snapshot at {location.url}",
-            expected=f"a folder with a {MANIFEST}",
-            found="none",
-            todo="`holdfast ls RUN` lists the versions of a run; a folder without a manifest is"
-            " from a save that was never committed",
-            key=file,
-            store=location.store.url,
-        ) from e
-    return Snapshot(location, *decode_manifest(raw, file))
-
-
 class Snapshot:
     """An immutable, committed state. ``holdfast.open``, ``holdfast.save``, and ``Run`` return it.
 
-    If ``manifest`` is None, the manifest with the digest ``digest`` is read on first use.
-    ``checked_headers``: the names of the shards whose headers were compared with their digests.
+    It maps the keys of all leaves and plain values, in the state's order, to ``LeafView`` objects
+    and plain values. Only the manifest is read to open it.
     """
 
-    left_out: Sequence[str] = ()  # members of a checkpoint of another library
-
-    def __init__(
-        self,
-        location: Location,
-        manifest: Manifest | None,
-        digest: str,
-        leaves: LeafSpecs | None = None,
-    ) -> None:
-        self.location = location
-        self.digest = digest
-        self._manifest = manifest
-        self._leaves = leaves
-        if manifest is not None and leaves is None:  # a caller that committed it passes its leaves
-            self._leaves = self._check_manifest(manifest)
-        self._nodes: dict[str, Any] | None = None
-        self._containers: dict[str, Any] | None = None
-        self._indexes: list[ShardIndex] | None = None
-        self.checked_headers: set[str] = set()
+    def __init__(self, reader: SnapshotReader) -> None:
+        self._reader = reader
+        self._containers_by_key: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
-        if self._manifest is None:  # nothing is read for this
+        if not self._reader.is_open:  # nothing is read for this
             return f"<Snapshot {self.url}, not read yet>"
-        members = describe_members(self.leaves, self.manifest.tree, "")
+        members = describe_members(self._reader.leaves, self._reader.manifest.tree, "")
         return f"<Snapshot {self._title}: {members}>"
 
     def _repr_html_(self) -> str:
         metrics = "".join(f", {k} {v:.6g}" for k, v in [*self.metrics.items()][:_SHOWN_METRICS])
-        return to_html(f"{self._title}{metrics}", self.leaves, self.manifest.tree, "")
+        leaves, root = self._reader.leaves, self._reader.manifest.tree
+        return to_html(f"{self._title}{metrics}", leaves, root, "")
 
     @property
     def _title(self) -> str:
@@ -126,54 +54,15 @@ class Snapshot:
         size = format_size(self.nbytes + self.referred_bytes)
         return f"{to_printable(self.url)}:{step} {size}"
 
-    def __dir__(self) -> list[str]:
-        """Return the public names. The others are for the packages of Holdfast."""
-        return [*PUBLIC_NAMES, *(name for name in super().__dir__() if name.startswith("__"))]
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest that the commit wrote.
-
-        If another rank committed the snapshot, the first use reads the manifest and may raise
-        ``FormatError`` or ``StoreError``.
-        """
-        if self._manifest is None:
-            stored = open_location(self.location)
-            if stored.digest != self.digest:
-                raise DigestMismatch(
-                    f"The manifest of {self.url} is not the one that was committed",
-                    expected=f"digest {self.digest}",
-                    found=stored.digest,
-                    todo="Look for a second job that writes to the same run",
-                    file=self.location.key(MANIFEST),
-                )
-            self._manifest, self._leaves = stored.manifest, stored.leaves
-        return self._manifest
-
-    @property
-    def leaves(self) -> LeafSpecs:
-        """The leaves that have bytes: a mapping from key to (dtype name, global shape)."""
-        if self._leaves is None:
-            self._leaves = self._check_manifest(self.manifest)
-        return self._leaves
-
-    def _check_manifest(self, manifest: Manifest) -> LeafSpecs:
-        file = self.location.key(MANIFEST)
-        check_plain(manifest.metadata, "metadata", file)
-        leaves, number = check_numbered_tree(manifest.tree, file)
-        fits = (number == 3) == (manifest.number == 3)
-        require(file, fits, f"nodes of format {manifest.number}", f"nodes of format {number}")
-        return leaves
-
     @property
     def url(self) -> str:
         """The location of the snapshot."""
-        return self.location.url
+        return self._reader.url
 
     @property
     def step(self) -> int | None:
         """The training step after which the snapshot was saved."""
-        return self.manifest.step
+        return self._reader.step
 
     @property
     def version(self) -> Version:
@@ -182,31 +71,18 @@ class Snapshot:
         Raises ``ManifestInvalid`` if the name is not that of a version, or if the manifest has
         another step or branch.
         """
-        name = parse_version(self.location.folder.rpartition("/")[2])
-        step, branch = self.manifest.step, self.manifest.branch
-        if name is None or (name.step, name.branch) != (step, branch):
-            raise ManifestInvalid(
-                f"The folder name of {self.url} does not match its manifest",
-                expected="a folder with the name version_STEP or version_STEP.BRANCH",
-                found=f"a manifest of step {step} on branch {branch}",
-                todo="Restore the original name of the folder",
-                file=self.location.key(MANIFEST),
-            )
-        return name
+        return self._reader.version
 
     @property
     def created(self) -> str:
         """The time of the save (UTC, ISO 8601), by the clock of the machine that saved it."""
-        return self.manifest.created
+        return self._reader.manifest.created
 
     @property
     def metadata(self) -> dict[str, Any]:
         """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, the ``devices`` of
         the tensors, and the ``objectives`` of the policies of a ``Checkpointer``."""
-        metadata: dict[str, Any] = tree.decode(
-            self.manifest.metadata, "metadata", tree.reject_value
-        )
-        return metadata
+        return self._reader.metadata
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -218,147 +94,73 @@ class Snapshot:
     def tree(self) -> Any:
         """The state as it was saved, a dict, with a ``LeafView`` for each tensor and array, and a
         ``SubtreeView`` for each sparse tensor. Nothing is read."""
-        return tree.decode(self.manifest.tree, "", self._view)
-
-    def _view(self, node: Any, key: str) -> Any:
-        """Return a view of a node that is no plain value, or the value of a type of torch."""
-        if not torch_types.TAGS.isdisjoint(node):
-            return torch_types.decode(node, key)
-        return SubtreeView(self, key) if "sparse" in node else LeafView(self, key, node)
+        return tree.decode(self._reader.manifest.tree, "", self._view)
 
     @property
     def nbytes(self) -> int:
         """The total size of the snapshot's own shards, in bytes."""
-        return sum(s.length for s in self.manifest.shards)
+        return self._reader.nbytes
 
     @property
     def bases(self) -> frozenset[Version]:
         """The base versions, whose files this one refers to; empty for a full version."""
-        references = [parse_reference(f.path) for s in self.manifest.shards for f in s.refers]
-        return frozenset(r[0] for r in references if r is not None)
+        return self._reader.bases
 
     @property
     def referred_bytes(self) -> int:
         """The number of bytes in files of base versions that this version refers to."""
-        return sum(f.bytes for s in self.manifest.shards for f in s.refers)
+        return self._reader.referred_bytes
 
     @property
     def chain(self) -> int:
         """The number of versions from this one back to a full version; 0 for a full version."""
-        return self.manifest.chain
-
-    @gc_paused
-    def nodes(self) -> dict[str, Any]:
-        """Return the tree's nodes of leaves and plain values by key, in the state's order."""
-        if self._nodes is None:
-            self._nodes = dict(tree.walk(self.manifest.tree))
-        return self._nodes
+        return self._reader.manifest.chain
 
     def keys(self) -> list[str]:
         """Return the keys of all leaves and plain values, in the state's order."""
-        return list(self.nodes())
+        return list(self._reader.nodes())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.nodes())
-
-    @property
-    @gc_paused
-    def containers(self) -> Mapping[str, Any]:
-        """The tree's nodes of dicts, lists, tuples, and sparse tensors by key, without the root."""
-        if self._containers is None:
-            self._containers = dict(walk_containers(self.manifest.tree))
-        return self._containers
+        return iter(self._reader.nodes())
 
     def __len__(self) -> int:
         """Return the number of leaves and plain values."""
-        return len(self.nodes())
+        return len(self._reader.nodes())
 
     def __bool__(self) -> bool:
         return True  # also without a leaf
 
     def __contains__(self, key: object) -> bool:
-        return key in self.nodes() or key in self.containers
+        return key in self._reader.nodes() or key in self._containers()
 
     def __getitem__(self, key: str) -> Any:
         """Return a plain value, a ``LeafView`` of a tensor or array, or a ``SubtreeView`` of the
         members below ``key``. A list or tuple of plain values is one value. Raises ``KeyError``."""
-        node = self.nodes().get(key, _MISSING)
+        node = self._reader.nodes().get(key, _MISSING)
         if node is _MISSING:
-            if key not in self.containers:
-                raise KeyError(missing_key(key, list(self.nodes())))
-            node = self.containers[key]
+            if key not in self._containers():
+                raise KeyError(missing_key(key, self.keys()))
+            node = self._containers()[key]
             if is_container(node, key):
-                return SubtreeView(self, key)
+                return self._subtree(key)
         return tree.decode(node, key, self._view)
 
-    def indexes(self) -> list[ShardIndex]:
-        """Return the indexes of all shards, checked against the manifest and the tree.
+    def _view(self, node: Any, key: str) -> Any:
+        """Return a view of a node that is no plain value, or the value of a type of torch."""
+        if not torch_types.TAGS.isdisjoint(node):
+            return torch_types.decode(node, key)
+        return self._subtree(key) if "sparse" in node else LeafView(self._reader, key, node)
 
-        They are read once. The lengths of the files are checked first. Raises ``FormatError`` or
-        ``StoreError``: ``NotFound`` if the snapshot was deleted.
-        """
-        if self._indexes is None:
-            with self.not_found_if_deleted():
-                self._indexes = self.read_indexes()
-        return self._indexes
+    def _subtree(self, key: str) -> SubtreeView:
+        return SubtreeView(self, self._reader.leaves, key, self._containers()[key])
 
     @gc_paused
-    def read_indexes(self) -> list[ShardIndex]:
-        """Do the same as ``indexes``, but read them again and do not keep them."""
-        self.check_lengths(self.manifest.shards)
-        indexes = read_indexes(self.location, self.manifest.shards)
-        check_indexes(self.url, self.location.key(MANIFEST), self.leaves, indexes)
-        return indexes
-
-    @gc_paused
-    def set_indexes(self, indexes: list[ShardIndex]) -> None:
-        """Check and keep the indexes of all shards, which the caller received in another way."""
-        check_indexes(self.url, self.location.key(MANIFEST), self.leaves, indexes)
-        self._indexes = indexes
-
-    def check_files(self) -> None:
-        """Check that every file, including those of base versions, has the expected length.
-
-        The files are not read. Raises ``FormatError`` for a file that is missing or has the wrong
-        length, and ``NotFound`` if the snapshot was deleted.
-        """
-        with self.not_found_if_deleted():
-            self.check_lengths(self.manifest.shards)
-
-    def check_lengths(self, shards: Sequence[Shard]) -> None:
-        """Check the lengths of some shards' files. Raises ``FormatError`` or ``StoreError``."""
-        files = dict.fromkeys(
-            (file, length)
-            for shard in shards
-            for file, length in (
-                (shard.name, shard.length),
-                (shard.index.name, shard.index.length),
-                *((f.path, f.length) for f in shard.refers),
-            )
-        )
-        look_up_each([*files], lambda file: check_length(self.location, *file))
-
-    def read(
-        self,
-        requests: Sequence[ReadRequest],
-        targets: Sequence[Target],
-        advance: Callable[[], object] = no_op,
-        *,
-        check_headers: bool = True,
-    ) -> None:
-        """Read the boxes that ``requests`` requests, check them, and copy each into its target.
-
-        ``advance`` is called after each part. Unless ``check_headers`` is False, the header of
-        every own shard that is read is checked too, once. Raises ``FormatError`` or ``StoreError``:
-        ``NotFound`` if the snapshot was deleted.
-        """
-        indexes = self.indexes()
-        checked = self.checked_headers if check_headers else None
-        plan = gc_paused(make_read_plan)(indexes, requests, checked)
-        with self.not_found_if_deleted():
-            workers = read_workers(self.location, advance)
-            execute_read_plan(self.location, plan, indexes, targets, workers)
-        self.checked_headers.update(plan.headers)
+    def _containers(self) -> dict[str, Any]:
+        """Return the tree's nodes of dicts, lists, tuples, and sparse tensors by key, without the
+        root."""
+        if self._containers_by_key is None:
+            self._containers_by_key = dict(walk_containers(self._reader.manifest.tree))
+        return self._containers_by_key
 
     def verify(
         self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None
@@ -369,27 +171,14 @@ class Snapshot:
         raise an error; the report lists all of it. ``progress(nbytes)`` is called from several
         threads as bytes are checked. Raises ``NotFound`` if the snapshot was deleted.
         """
-        with self.pin_while_reading():
-            report = verify(self.location, self.manifest, self.leaves, self.indexes, progress, seen)
-        if not report.ok:
-            pins.require_manifest(self.location, "during the read")
-        return report
+        return self._reader.verify(progress, seen)
 
-    @contextmanager
-    def not_found_if_deleted(self) -> Iterator[None]:
-        """Replace an error in the ``with`` block by ``NotFound`` if the snapshot was deleted.
 
-        The files of a version that is being deleted are missing, but the version is not damaged.
-        """
-        try:
-            yield
-        except (FormatError, NotFound):
-            pins.require_manifest(self.location, "during the read")
-            raise
+def snapshot_of(reader: SnapshotReader | None) -> Snapshot | None:
+    """Return what a user gets for the reader of a version, if there is one."""
+    return None if reader is None else Snapshot(reader)
 
-    def pin_while_reading(self) -> AbstractContextManager[None]:
-        """Pin a large snapshot during a ``with`` block that reads it.
 
-        Raises ``NotFound`` if the snapshot was deleted.
-        """
-        return pins.pin_while_reading(self.location, self.nbytes + self.referred_bytes, self.bases)
+def reader_of(snapshot: Snapshot) -> SnapshotReader:
+    """Return the reader of a snapshot that a user passed, or that a public function returned."""
+    return snapshot._reader

@@ -31,13 +31,9 @@ _short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.ma
 _short_repr.maxstring = _short_repr.maxother = 60
 
 
-class TreeReader(Protocol):
+class KeyedValues(Protocol):
     """The part of a ``Snapshot`` that a ``SubtreeView`` uses."""
 
-    @property
-    def leaves(self) -> LeafSpecs: ...
-    @property
-    def containers(self) -> Mapping[str, Any]: ...
     def __contains__(self, key: object) -> bool: ...
     def __getitem__(self, key: str) -> Any: ...
 
@@ -50,9 +46,9 @@ class SubtreeView(Mapping[str, Any]):
     reads nothing, and is valid as long as the snapshot.
     """
 
-    def __init__(self, snapshot: TreeReader, key: str) -> None:
+    def __init__(self, snapshot: KeyedValues, leaves: LeafSpecs, key: str, node: Any) -> None:
         self.key = key
-        self._snapshot, self._node = snapshot, snapshot.containers[key]
+        self._snapshot, self._leaves, self._node = snapshot, leaves, node
         self._keys: dict[str, None] | None = None
 
     def _relative_keys(self) -> dict[str, None]:
@@ -79,18 +75,16 @@ class SubtreeView(Mapping[str, Any]):
     @property
     def nbytes(self) -> int:
         """The number of bytes of the elements of its leaves."""
-        return _measure(self._snapshot.leaves, self._node, self.key)[1]
+        return _measure(self._leaves, self._node, self.key)[1]
 
     def __repr__(self) -> str:
-        count, nbytes = _measure(self._snapshot.leaves, self._node, self.key)
-        members = describe_members(self._snapshot.leaves, self._node, self.key)
+        count, nbytes = _measure(self._leaves, self._node, self.key)
+        members = describe_members(self._leaves, self._node, self.key)
         size = f", {format_size(nbytes)}" if nbytes else ""
         return f"<SubtreeView {short_name(self.key)}: {_count(count)}{size}: {members}>"
 
     def _repr_html_(self) -> str:
-        return to_html(
-            repr(self).partition(": ")[0][1:], self._snapshot.leaves, self._node, self.key
-        )
+        return to_html(repr(self).partition(": ")[0][1:], self._leaves, self._node, self.key)
 
 
 def missing_key(key: object, known: list[str], of: str = "") -> str:

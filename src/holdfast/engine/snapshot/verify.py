@@ -68,7 +68,7 @@ def verify(
     progress: Callable[[int], None] | None,
     checked_chunks: CheckedChunks | None,
 ) -> Report:
-    """See ``Snapshot.verify``. ``get_indexes`` returns all indexes, checked, or raises an error."""
+    """See ``SnapshotReader.verify``. ``get_indexes`` returns all indexes, checked, or raises."""
     checked_chunks = {} if checked_chunks is None else checked_chunks
     start = time.perf_counter()
     problems: list[Problem] = []

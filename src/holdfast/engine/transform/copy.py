@@ -25,7 +25,7 @@ from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.index_files import parse_index
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.read import group_items, read_group
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.spread import spread_store
 from holdfast.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NotFound
 from holdfast.format import names
@@ -56,7 +56,9 @@ MAX_UPLOAD_BYTES = 256 * MIB
 average, a part is half full, so this is twice of what they need."""
 
 
-def copy_snapshot(snapshot: Snapshot, location: Location, advance: Advance = no_op) -> Snapshot:
+def copy_snapshot(
+    snapshot: SnapshotReader, location: Location, advance: Advance = no_op
+) -> SnapshotReader:
     """Copy ``snapshot`` to ``location``, and return the copy once it is committed.
 
     The copy uses at most 256 MiB of memory. ``advance(nbytes)`` is called from several threads as
@@ -70,7 +72,7 @@ def copy_snapshot(snapshot: Snapshot, location: Location, advance: Advance = no_
         return _copy(snapshot, location, advance)
 
 
-def _copy(snapshot: Snapshot, location: Location, advance: Advance) -> Snapshot:
+def _copy(snapshot: SnapshotReader, location: Location, advance: Advance) -> SnapshotReader:
     indexes, source = snapshot.indexes(), snapshot.location
     raw = source.store.get(source.key(MANIFEST), MAX_MANIFEST)
     manifest, manifest_digest = decode_manifest(raw, source.key(MANIFEST))
@@ -102,7 +104,7 @@ def _copy(snapshot: Snapshot, location: Location, advance: Advance) -> Snapshot:
         for shard_copy in copies:
             _put_index(location, shard_copy)
             advance(len(shard_copy.index_bytes))
-        copy = Snapshot(location, manifest, manifest_digest)
+        copy = SnapshotReader(location, manifest, manifest_digest)
         _require_files(copy)
         location.store.put_if_absent(location.key(MANIFEST), raw)
     events.emit("copied", url=snapshot.url, to=location.url, bytes=copy.nbytes)
@@ -135,7 +137,7 @@ def _put_index(location: Location, shard_copy: _ShardCopy) -> None:
             raise _not_a_copy_error(location, key, "the index of this copy", "another file") from e
 
 
-def _require_files(copy: Snapshot) -> None:
+def _require_files(copy: SnapshotReader) -> None:
     """Read the indexes back, and check the lengths of the shards, before the copy is committed.
 
     Raises ``CommitError``, not the ``FormatError`` of a damaged source.
@@ -165,12 +167,12 @@ class _ShardCopy:
     new_header: bytes | None
 
 
-def attempt_of_copy(snapshot: Snapshot) -> str:
+def attempt_of_copy(snapshot: SnapshotReader) -> str:
     """Return the attempt id of a copy of the snapshot."""
     return snapshot.digest[:12] if snapshot.bases else snapshot.manifest.attempt
 
 
-def _plan_full(snapshot: Snapshot, number: int, index: ShardIndex) -> _ShardCopy:
+def _plan_full(snapshot: SnapshotReader, number: int, index: ShardIndex) -> _ShardCopy:
     """Return the full shard with the same image as an incremental one."""
     count, attempt = len(snapshot.manifest.shards), attempt_of_copy(snapshot)
     header = build_header(full_shard_entries(leaf_boxes_from_index(index)[0]))
@@ -198,7 +200,7 @@ def _plan_full(snapshot: Snapshot, number: int, index: ShardIndex) -> _ShardCopy
     return _ShardCopy(shard, decode_index(raw, name), raw, header)
 
 
-def full_manifest(snapshot: Snapshot, **changes: Any) -> Manifest:
+def full_manifest(snapshot: SnapshotReader, **changes: Any) -> Manifest:
     """Return the snapshot's manifest as that of a full snapshot, with other values of some
     fields."""
     fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}

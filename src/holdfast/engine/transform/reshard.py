@@ -35,7 +35,7 @@ from holdfast.engine.saving.write import write_index
 from holdfast.engine.snapshot import pins
 from holdfast.engine.snapshot.location import Location
 from holdfast.engine.snapshot.read import Target, execute_read_plan
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.transform.copy import Advance, full_manifest
 from holdfast.engine.transform.reshard_plan import (
     Chunk,
@@ -70,12 +70,12 @@ MAX_READ_BYTES = 32 * MIB
 
 
 def reshard(
-    snapshot: Snapshot,
+    snapshot: SnapshotReader,
     location: Location,
     shards: int,
     split: str = "even",
     advance: Advance = no_op,
-) -> Snapshot:
+) -> SnapshotReader:
     """Write ``snapshot`` again at ``location`` as ``shards`` shards, and return the new snapshot
     once it is committed.
 
@@ -96,7 +96,7 @@ def reshard(
     with snapshot.not_found_if_deleted():
         locations = locate_leaves(snapshot)
         leaves = order_leaves(snapshot, locations)
-        reader = _SnapshotReader(snapshot, leaves, locations)
+        reader = _LeafReader(snapshot, leaves, locations)
         assignment = assign_leaves(leaves, shards, split)
         numbers = group_by_shard(assignment, shards)
         attempt, receipts = names.random_id(), list[Receipt]()
@@ -119,7 +119,7 @@ def reshard(
                 snapshot, attempt, check_receipts(location, receipts, shards)
             )
             # read the indexes back from the destination, as a load does
-            Snapshot(location, manifest, "").read_indexes()
+            SnapshotReader(location, manifest, "").read_indexes()
             resharded = put_manifest(location, manifest)
     events.emit(
         "resharded",
@@ -131,7 +131,7 @@ def reshard(
     return resharded
 
 
-def _build_manifest(snapshot: Snapshot, attempt: str, shards: Sequence[Shard]) -> Manifest:
+def _build_manifest(snapshot: SnapshotReader, attempt: str, shards: Sequence[Shard]) -> Manifest:
     origin = {"from": snapshot.digest, "shards": len(snapshot.manifest.shards)}
     metadata = {**snapshot.manifest.metadata["dict"], "resharded": {"dict": origin}}
     return full_manifest(
@@ -146,11 +146,11 @@ def _build_manifest(snapshot: Snapshot, attempt: str, shards: Sequence[Shard]) -
 # -- reading and writing --------------------------------------------------------------------------
 
 
-class _SnapshotReader:
+class _LeafReader:
     """Reads any part of the old snapshot's leaves into memory, and checks it."""
 
     def __init__(
-        self, snapshot: Snapshot, leaves: Sequence[OrderedLeaf], locations: LeafLocations
+        self, snapshot: SnapshotReader, leaves: Sequence[OrderedLeaf], locations: LeafLocations
     ) -> None:
         self.leaves = leaves
         self._snapshot = snapshot
@@ -189,7 +189,7 @@ def _write_shards(
     location: Location,
     shard_names: Sequence[str],
     images: Sequence[Image],
-    reader: _SnapshotReader,
+    reader: _LeafReader,
     advance: Advance,
 ) -> list[list[str]]:
     """Write the shards concurrently, and return the digests of their chunks once the shards are

@@ -27,7 +27,7 @@ from holdfast.engine.planning.shard_layout import (
     LeafBox,
 )
 from holdfast.engine.saving.image import Image, make_image
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format.index_columns import LeafColumns
 from holdfast.ragged import Ints, exclusive_cumsum, sorted_unique
 from holdfast.storage.store import Traits, upload_memory
@@ -88,7 +88,7 @@ class OrderedLeaf(NamedTuple):
         return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
 
-def locate_leaves(snapshot: Snapshot) -> LeafLocations:
+def locate_leaves(snapshot: SnapshotReader) -> LeafLocations:
     """Find every leaf in the old shards."""
     numbers = {key: number for number, key in enumerate(snapshot.leaves)}
     tables = [_shard_table(shard, i.leaves, numbers) for shard, i in enumerate(snapshot.indexes())]
@@ -117,7 +117,7 @@ def _shard_table(shard: int, leaves: LeafColumns, numbers: Mapping[str, int]) ->
     )
 
 
-def order_leaves(snapshot: Snapshot, locations: LeafLocations) -> list[OrderedLeaf]:
+def order_leaves(snapshot: SnapshotReader, locations: LeafLocations) -> list[OrderedLeaf]:
     """Return all leaves in the order that all new shards follow.
 
     Leaves with larger elements come first, so that every box is aligned. Leaves with the same first

@@ -24,7 +24,7 @@ from holdfast.engine.loading.targets import LoadTargets
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
 from holdfast.errors import HoldfastError, NoSnapshot, NotFound, PlanError, ShapeMismatch
 from holdfast.format import names
 from holdfast.integrations.dcp import fqns
@@ -34,7 +34,7 @@ from holdfast.integrations.dcp.shared import (
     completed_future,
     rank_location,
 )
-from holdfast.run.address import open_version
+from holdfast.run.address import open_reader
 from holdfast.types import Box
 
 
@@ -53,7 +53,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
         super().__init__()
         self.url = url
         self.load_id = names.random_id()
-        self._snapshot: Snapshot | None = None
+        self._snapshot: SnapshotReader | None = None
         self._entries: dict[str, fqns.FqnEntry] = {}
         self._saved_by_dcp = False
         self._is_of_rank = False
@@ -103,7 +103,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
             ),
         )
 
-    def _open(self, rank: int | None) -> Snapshot:
+    def _open(self, rank: int | None) -> SnapshotReader:
         self._is_of_rank = rank is not None
         if rank is not None:
             if self._error is not None and not isinstance(self._error, NotFound | NoSnapshot):
@@ -111,7 +111,7 @@ class StorageReader(SnapshotStorage, storage.StorageReader):
             return open_location(rank_location(self.url, rank))
         self._error = None
         try:
-            return open_version(self.url)
+            return open_reader(self.url)
         except HoldfastError as e:
             self._error = e
             raise

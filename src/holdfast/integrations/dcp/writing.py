@@ -29,7 +29,7 @@ from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.saving.write import write_index, write_shard
 from holdfast.engine.snapshot import pins as pin
 from holdfast.engine.snapshot.location import Location, Url, locate
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.state.flatten import LocalLeaf
 from holdfast.errors import CommitError, PlanError, ShapeMismatch, Unsupported
 from holdfast.format import names, tree
@@ -302,7 +302,7 @@ def _write_rank_shard(
 
 def _commit(
     save: _ActiveSave, metadata: Metadata, results: list[list[WriteResult]], receipts: list[Receipt]
-) -> Snapshot:
+) -> SnapshotReader:
     """Check the boxes of all ranks against DCP's plan and the files in the store, and commit.
 
     Raises ``CommitError`` and ``PlanError``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.engine.distributed.group import all_reduce, broadcast_from_first
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Evaluation, InexactEvaluation
 from holdfast.run.catalog import read_training_metadata
@@ -60,7 +60,7 @@ def _read_last(ckpt: Checkpointer, name: str) -> Steps:
 def record_exact(ckpt: Checkpointer, name: str, metrics: Mapping[str, float], began: Steps) -> str:
     """Record the metrics of the current step with its version, and save that first if there is
     none. Early stopping sees them at once. Return the version. All ranks call this."""
-    snapshot = ckpt.save()
+    snapshot = reader_of(ckpt.save())
     ckpt._saver.add_metrics(snapshot, metrics, name)
     ckpt._early_stop.observe(metrics, ckpt.current_step, ckpt._agreement, False)
     _complete(ckpt, name, began)
@@ -90,7 +90,7 @@ def record_inexact(
             raise HoldfastError(f"The versions of {ckpt.run.url} were deleted meanwhile")
         content = {"metrics": dict(metrics), "first_step": steps[0], "last_step": steps[1]}
         ckpt.run.put_record(InexactEvaluation, name, about, **content)
-        return str(version_of(about))
+        return str(version_of(reader_of(about)))
 
     try:
         snapshot: Snapshot | None = None

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.data.progress import Progress
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.loading.differences import fold_keys, format_keys
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.state.flatten import flatten
 from holdfast.errors import KeptValues
 from holdfast.format.tree import walk
@@ -26,7 +26,7 @@ def note_kept(point: ResumePoint, state: dict[str, Any], collective: Collective)
     if not kept:
         return point
     if collective.rank == 0:
-        names = format_keys(fold_keys(kept, point.snapshot.keys()))
+        names = format_keys(fold_keys(kept, point.snapshot.nodes()))
         epochs = [name for name in _progress_names(state) if f"{name}/epoch" in kept]
         advice = f". Set {epochs[0]}.epoch before the loop over epochs" if epochs else ""
         warn_user(
@@ -39,10 +39,10 @@ def note_kept(point: ResumePoint, state: dict[str, Any], collective: Collective)
     return replace(point, note={**point.note, "kept": recorded})
 
 
-def find_kept(snapshot: Snapshot, state: dict[str, Any], rank: int) -> list[str]:
+def find_kept(snapshot: SnapshotReader, state: dict[str, Any], rank: int) -> list[str]:
     """Return the keys of the live state that a snapshot lacks. A value that is stored per rank, or
     taken from the first rank, has one key."""
-    saved = set(snapshot.keys())
+    saved = set(snapshot.nodes())
     above = {key[:i] for key in saved for i, c in enumerate(key) if c == "/"}
     kept = []
     for key, node in walk(flatten(state, rank).tree):

@@ -29,7 +29,7 @@ from holdfast.engine.planning.boxes import contiguous_boxes
 from holdfast.engine.planning.read_plan import ReadRequest
 from holdfast.engine.saving.image import Image, contiguous_address
 from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.state.flatten import FlatState, LocalLeaf, flatten
 from holdfast.engine.state.walk import find_named_instances
 from holdfast.errors import (
@@ -80,7 +80,7 @@ def record_next_batches(state: dict[str, Any]) -> dict[str, Any]:
     return {RECORD: recorded} if recorded else {}
 
 
-def check_resume(run: str, snapshot: Snapshot, state: dict[str, Any], group: Group) -> None:
+def check_resume(run: str, snapshot: SnapshotReader, state: dict[str, Any], group: Group) -> None:
     """Compare the live state with ``snapshot``, which was just loaded, on all ranks.
 
     Emits ``resume_checked`` on rank 0 if all is equal, and ``resume_differs`` otherwise. The resume
@@ -119,7 +119,7 @@ def check_resume(run: str, snapshot: Snapshot, state: dict[str, Any], group: Gro
         )
 
 
-def _recorded(snapshot: Snapshot) -> Mapping[str, Any]:
+def _recorded(snapshot: SnapshotReader) -> Mapping[str, Any]:
     recorded = read_training_metadata(snapshot).get(RECORD)
     return recorded if isinstance(recorded, dict) else {}
 
@@ -136,9 +136,9 @@ class Consumption:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._resumed: tuple[Snapshot, int] | None = None
+        self._resumed: tuple[SnapshotReader, int] | None = None
 
-    def restart(self, snapshot: Snapshot, step: int) -> None:
+    def restart(self, snapshot: SnapshotReader, step: int) -> None:
         self._resumed = snapshot, step
 
     def check(self, step: int) -> None:
@@ -178,7 +178,7 @@ def _count_bytes(indexes: Sequence[ShardIndex], receipts: Sequence[RankReceipt])
 
 
 def _try_to_compare(
-    snapshot: Snapshot, state: dict[str, Any], rank: int, advance: Any
+    snapshot: SnapshotReader, state: dict[str, Any], rank: int, advance: Any
 ) -> RankReceipt:
     try:
         return _compare_on_this_rank(snapshot, state, rank, advance)
@@ -191,7 +191,7 @@ def _try_to_compare(
 
 @gc_paused
 def _compare_on_this_rank(
-    snapshot: Snapshot, state: dict[str, Any], rank: int, advance: Any
+    snapshot: SnapshotReader, state: dict[str, Any], rank: int, advance: Any
 ) -> RankReceipt:
     flat = flatten(state, rank)
     receipt = _compare_values(snapshot.nodes(), flat, rank)
@@ -312,7 +312,7 @@ class _LiveShard:
 
         return digest_parts(blocks())
 
-    def find_differing(self, chunk: int, snapshot: Snapshot) -> list[str]:
+    def find_differing(self, chunk: int, snapshot: SnapshotReader) -> list[str]:
         """Return the keys of the leaves whose live bytes in a chunk differ from the saved ones. If
         these cannot be read, return those of all leaves in the chunk."""
         first, last = self._boxes_in(chunk)
@@ -338,7 +338,7 @@ class _LiveShard:
         self.image.copy_range(start, stop, buffer, 0)
         return bytes(buffer.view[: stop - start])
 
-    def _read(self, i: int, start: int, stop: int, snapshot: Snapshot) -> bytes:
+    def _read(self, i: int, start: int, stop: int, snapshot: SnapshotReader) -> bytes:
         """Read the saved bytes of box ``i`` between two file offsets."""
         key, box, at = self.keys[i], self.boxes[i], self.image.box_starts[i]
         dtype = snapshot.leaves[key][0]

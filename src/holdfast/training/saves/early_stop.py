@@ -8,7 +8,7 @@ from typing import Any
 from holdfast import events
 from holdfast.engine.distributed.agreement import Agreement, LocalAgreement
 from holdfast.engine.distributed.group import Group, broadcast_from_first
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import HoldfastError
 from holdfast.format.names import Version
 from holdfast.run.catalog import VersionRecord, read_training_metadata
@@ -130,7 +130,7 @@ class EarlyStop:
 
     # -- background threads of rank 0 ----------------------------------------------------------
 
-    def after_save(self, snapshot: Snapshot) -> None:
+    def after_save(self, snapshot: SnapshotReader) -> None:
         """Read the records of the newest versions. ``snapshot``: the one just committed.
 
         Raises ``StoreError``.

@@ -7,7 +7,8 @@ from functools import partial
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.saving.pending import Pending
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
+from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.tiers.local_versions import Promotion
 from holdfast.training.saves.save_spec import version_of
 
@@ -24,7 +25,7 @@ class SavesInFlight:
     def __init__(self, group: Group, url: str) -> None:
         self._group = group
         self._operation = f"the end of a save to {url}"
-        self.version: Snapshot | None = None
+        self.version: SnapshotReader | None = None
         self._saves: list[tuple[Pending, Promotion | None]] = []  # oldest first
         self._errors: list[Exception] = []
         self.post_commit_error: Exception | None = None
@@ -108,7 +109,7 @@ class SavesInFlight:
         wait = self.wait_for_turn
         broadcast_from_first(self._group, self._operation, lambda: True, bool, wait)
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: SnapshotReader) -> None:
         """Count the result of a save, unless it is older, or a local version that is damaged."""
         is_newer = self.version is None or version_of(snapshot) >= version_of(self.version)
         if is_newer and not snapshot.location.is_per_host:
@@ -132,7 +133,7 @@ class SavesInFlight:
 
     def _end(self, pending: Pending, timeout: float | None) -> None:
         try:
-            self.take(pending.wait(timeout))
+            self.take(reader_of(pending.wait(timeout)))
         except BaseException as e:  # after an interrupt, or the timeout, the save still counts
             if e is pending.error:
                 self._remove(pending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format.names import Version
 from holdfast.run.catalog import VersionRecord
 from holdfast.run.evaluations.trust import find_distrust
@@ -57,7 +57,7 @@ class RecordedScores:
         self._lineage = _Lineage({v: digests[v] for v in versions[-MAX_VERSIONS:]})
         self._read(self._lineage, digests)
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: SnapshotReader) -> None:
         """Add a version that was just committed."""
         lineage = self._lineage
         digests = {**lineage.digests, snapshot.version: snapshot.digest}

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.deadline import Deadline
 from holdfast.engine.distributed.group import Group, broadcast_from_first
 from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format.manifest import Parent
 from holdfast.format.names import Version, parse_version
 from holdfast.run.evaluations.metrics import to_numbers
@@ -36,7 +36,10 @@ class SaveSpec:
     deadline: Deadline | None = None
 
     def to_metadata(
-        self, parent: Snapshot | None, training: Mapping[str, Any], objectives: Mapping[str, str]
+        self,
+        parent: SnapshotReader | None,
+        training: Mapping[str, Any],
+        objectives: Mapping[str, str],
     ) -> VersionMetadata:
         """Return what the manifest stores. ``training``: more training metadata."""
         return VersionMetadata(
@@ -51,7 +54,7 @@ class SaveSpec:
         )
 
 
-def version_of(snapshot: Snapshot) -> Version:
+def version_of(snapshot: SnapshotReader) -> Version:
     """Return the version of a snapshot, from the name of its folder if possible.
 
     This avoids a read of the manifest, which another rank may have written.
@@ -66,14 +69,14 @@ def session_metadata(session: str, continued: Sequence[str] = ()) -> dict[str, A
     return {"session": session, **earlier}
 
 
-def open_on_all_ranks(run: Run, version: Version, group: Group) -> Snapshot:
+def open_on_all_ranks(run: Run, version: Version, group: Group) -> SnapshotReader:
     """Open a committed version on all ranks, or raise on all ranks."""
-    snapshots: list[Snapshot] = []
+    snapshots: list[SnapshotReader] = []
     broadcast_from_first(
         group,
         f"the opening of {version}",
         lambda: True,
         bool,
-        on_each=lambda: snapshots.append(run.open(version)),
+        on_each=lambda: snapshots.append(run.catalog.open(version)),
     )
     return snapshots[0]

@@ -19,7 +19,8 @@ from holdfast.engine.saving.overlap import DeferredStaging
 from holdfast.engine.saving.pending import Pending
 from holdfast.engine.saving.save import begin_save, finish_in_background, finish_save
 from holdfast.engine.saving.staging import BufferReservation
-from holdfast.engine.snapshot.snapshot import Snapshot, open_location
+from holdfast.engine.snapshot.reader import SnapshotReader, open_location
+from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.engine.state.flatten import FlatState
 from holdfast.engine.state.step_hooks import StepPreHook
 from holdfast.engine.state.walk import optimizers_in
@@ -90,7 +91,7 @@ class Saver:
         self.checks = checks
 
     @property
-    def newest(self) -> Snapshot | None:
+    def newest(self) -> SnapshotReader | None:
         """The version that was saved or resumed last."""
         return self.in_flight.version
 
@@ -196,7 +197,7 @@ class Saver:
             if promotion is not None:
                 promotion.collective.close()
 
-        def finish(job: SaveJob) -> Snapshot:
+        def finish(job: SaveJob) -> SnapshotReader:
             return self._finish_save(job, spec, blocked_seconds, promotion)
 
         self.begun_step = spec.version.step
@@ -274,16 +275,14 @@ class Saver:
             self._blocked_seconds[0] += waited
             self._goodput.add_blocked(waited)
 
-    def _choose_base(self) -> Snapshot | None:
+    def _choose_base(self) -> SnapshotReader | None:
         """Return the version whose chunks the next one may refer to, or None for a full version.
-
-        With several ranks, the decision of rank 0 counts.
-        """
+        With several ranks, the decision of rank 0 counts."""
         base = None if self._full_every == 1 else self.newest
         if base is None or self._full_every is None or self.group.rank:
             return base
         # of every full_every versions, the first is full and the others are its chain
-        return base if base.chain + 1 < self._full_every else None
+        return base if base.manifest.chain + 1 < self._full_every else None
 
     def _finish_save(
         self,
@@ -291,7 +290,7 @@ class Saver:
         spec: SaveSpec,
         blocked_seconds: list[float],
         promotion: Promotion | None,
-    ) -> Snapshot:
+    ) -> SnapshotReader:
         """Finish a save in the background: commit it, and then apply retention."""
         began = time.perf_counter()
         try:
@@ -355,28 +354,28 @@ class Saver:
         self._goodput.counts["failures"] += 1
         events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
 
-    def wait_on_all_ranks(self, deadline: Deadline | None = None) -> Snapshot | None:
+    def wait_on_all_ranks(self, deadline: Deadline | None = None) -> SnapshotReader | None:
         """Wait as ``wait`` does. If one rank raises, all do."""
         self.in_flight.wait_on_all_ranks(deadline)
         return self.newest
 
-    def wait(self, deadline: Deadline | None = None) -> Snapshot | None:
+    def wait(self, deadline: Deadline | None = None) -> SnapshotReader | None:
         """Wait for the saves in flight, and return ``newest``. Raises the error of one that failed,
         ``TimeoutError`` at the ``deadline``, and once the error of a retention that failed."""
         self.in_flight.wait(deadline)
         return self.newest
 
-    def add_metrics(self, snapshot: Snapshot, metrics: Mapping[str, Any], name: str) -> None:
+    def add_metrics(self, snapshot: SnapshotReader, metrics: Mapping[str, Any], name: str) -> None:
         """Add the metrics of rank 0 to a version. If that fails, all ranks raise."""
 
         def add() -> bool:
             if metrics:
-                self.run.add_metrics(snapshot, metrics, name)
+                self.run.add_metrics(Snapshot(snapshot), metrics, name)
             return True
 
         broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)
 
-    def resume_from(self, snapshot: Snapshot | None, sessions: Sequence[str] = ()) -> None:
+    def resume_from(self, snapshot: SnapshotReader | None, sessions: Sequence[str] = ()) -> None:
         """Continue from the version ``newest``. ``sessions``: those of a state of a tier."""
         self._session = session_metadata(self._session["session"], sessions)
         self.in_flight.version = snapshot

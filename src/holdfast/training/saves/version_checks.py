@@ -9,7 +9,7 @@ from holdfast import events
 from holdfast.engine.saving.commit import Receipt
 from holdfast.engine.saving.job import SaveJob
 from holdfast.engine.saving.stale_state import Observation, StepCount, TrainableBoxes
-from holdfast.engine.snapshot.snapshot import Snapshot
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.state.flatten import FlatState
 from holdfast.errors import HoldfastError, MetricMissing, PlanError, StateUnchanged
 from holdfast.format.names import Version, parse_lease
@@ -56,7 +56,9 @@ class VersionChecks:
         self.stale.warn()
 
 
-def emit_structure_change(run_url: str, before: Snapshot | None, after: Snapshot) -> None:
+def emit_structure_change(
+    run_url: str, before: SnapshotReader | None, after: SnapshotReader
+) -> None:
     """Emit ``structure_changed`` if the leaves of a version differ from those of the one before.
 
     A change is not an error: an optimizer creates its slots at its first step, or a layer is
