@@ -729,7 +729,8 @@ def test_a_failed_save_on_exception_does_not_hide_the_exception() -> None:
 def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll for requests without delay."""
     monkeypatch.setattr(
-        "holdfast.training.checkpointer.RequestWatcher", partial(RequestWatcher, interval=0.002)
+        "holdfast.training.checkpointer_base.RequestWatcher",
+        partial(RequestWatcher, interval=0.002),
     )
 
 

@@ -123,8 +123,11 @@ def delete(catalog: Catalog, versions: Collection[Version]) -> int:
     folders = {v: catalog.files(v, listing) for v in versions}
     _, kept = roots.select_deletable(versions)
     linked = {v: link_reason(folder) for v, folder in folders.items() if folder.links}
-    needed = dict.fromkeys(_resumed_from(catalog, roots) & {*versions}, _NEEDED)
-    if reasons := {**needed, **linked, **kept}:
+    newest_first = [v for v in reversed(lineage_of(catalog, listing)) if known[v].digest]
+    read = cache(lambda v: catalog.evaluations.read(v, known[v].digest))
+    is_intact = cache(lambda v: catalog.is_intact(known[v]))
+    needed = _needed_by_resume(newest_first, {*versions}, read, is_intact)
+    if reasons := {**dict.fromkeys(needed, _NEEDED), **linked, **kept}:
         version = min(reasons)
         also = " Nothing was deleted" if len(versions) > 1 else ""
         raise HoldfastError(
@@ -149,26 +152,31 @@ def delete(catalog: Catalog, versions: Collection[Version]) -> int:
 _NEEDED = "it is the newest intact version, from which a training continues"
 
 
-def _resumed_from(catalog: Catalog, roots: Roots) -> set[Version]:
-    """Return the newest intact version of the current lineage, and for each degree of trust the
-    newest one that a resume accepts. Retention never deletes any of them."""
-    known = roots.version_records
-    line = [v for v in lineage_of(catalog, roots.listing) if known[v].digest]
+def _needed_by_resume(
+    newest_first: Sequence[Version],
+    candidates: Collection[Version],
+    read: Callable[[Version], VersionEvaluations],
+    is_intact: Callable[[Version], bool] = lambda _: True,
+) -> set[Version]:
+    """Return the candidates that a resume needs: the newest intact version, and for each degree of
+    trust the newest intact one that it accepts.
 
-    @cache
-    def is_intact(version: Version) -> bool:
-        return catalog.is_intact(known[version])
+    Only the candidates, and the newest versions until one qualifies, are read. The deletion of a
+    candidate thus relies on a newer version, which ``_relied_on`` returns.
+    """
 
-    @cache
-    def read(version: Version) -> VersionEvaluations:
-        return catalog.evaluations.read(version, known[version].digest)
+    def qualifies(version: Version, trust: Trust | None) -> bool:
+        trusted = trust is None or find_distrust(read(version), trust) is None
+        return trusted and is_intact(version)
 
-    intact = (v for v in reversed(line) if is_intact(v))
-    found = {v for v in [next(intact, None)] if v is not None}
-    for trust in get_args(Trust):
-        accepted = (v for v in reversed(line) if find_distrust(read(v), trust) is None)
-        found |= {v for v in [next(filter(is_intact, accepted), None)] if v is not None}
-    return found
+    needed = set[Version]()
+    for trust in (None, *get_args(Trust)):
+        qualified = (v for v in newest_first if v in candidates and qualifies(v, trust))
+        if (candidate := next(qualified, None)) is not None:
+            newer = newest_first[: newest_first.index(candidate)]
+            if not any(qualifies(v, trust) for v in newer):
+                needed.add(candidate)
+    return needed
 
 
 def _select(
@@ -183,9 +191,7 @@ def _select(
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
     distrusted = set[Version]()
 
-    @cache  # each folder is listed once
-    def read(version: Version) -> VersionEvaluations:
-        return catalog.evaluations.read(version, known[version].digest)
+    read = cache(lambda v: catalog.evaluations.read(v, known[v].digest))  # each is listed once
 
     def add_metrics(version: Version) -> None:
         metrics[version] = catalog.comparable_metrics(version, known[version], read(version))
@@ -200,7 +206,7 @@ def _select(
         records = [r for r in records if intact.get(r.version, True)]
         to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
         candidates = {r.version for r in records if r.version not in to_keep}
-        candidates -= _needed_by_resume(records, candidates, read)
+        candidates -= _needed_by_resume([r.version for r in reversed(records)], candidates, read)
         deletable, _ = roots.select_deletable(candidates - listing.linked - catalog.linked)
         # the pins were read before: what a pin protected until now is complete
         if unread := before_deletion(deletable, known) if deletable else ():
@@ -219,32 +225,6 @@ def _select(
         if not linked and all(is_intact for _, is_intact in now.values()):
             _report_linked(catalog, candidates & (listing.linked | catalog.linked))
             return folders
-
-
-def _needed_by_resume(
-    records: Sequence[Record],
-    candidates: Collection[Version],
-    read: Callable[[Version], VersionEvaluations],
-) -> set[Version]:
-    """Return the candidates that a resume needs: the newest version that is not distrusted, and the
-    newest attested one.
-
-    Only the verdicts of the candidates, and of the newest versions until one qualifies, are read.
-    The deletion of a version relies on such a newer one, which ``_relied_on`` thus returns.
-    """
-
-    def is_accepted(version: Version, trust: Trust) -> bool:
-        return find_distrust(read(version), trust) is None
-
-    newest_first = [r.version for r in reversed(records)]
-    needed = set[Version]()
-    for trust in get_args(Trust):
-        accepted = (v for v in newest_first if v in candidates and is_accepted(v, trust))
-        if (candidate := next(accepted, None)) is not None:
-            newer = newest_first[: newest_first.index(candidate)]
-            if not any(is_accepted(v, trust) for v in newer):
-                needed.add(candidate)
-    return needed
 
 
 def _relied_on(

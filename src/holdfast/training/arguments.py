@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from holdfast.engine.distributed.group import Group, all_reduce
 from holdfast.engine.snapshot.location import Location, describe_run, is_snapshot
@@ -21,15 +22,37 @@ from holdfast.run.writer_lock import WriterLock
 from holdfast.text import MAX_SHOWN, format_list, warn_user, with_article
 from holdfast.tiers.local_tier import LocalTier
 from holdfast.tiers.memory_tier import MemoryTier
+from holdfast.tiers.tiers import Tier
 
 _MAX_SUGGESTED = 8
 
 
-def check_arguments(**values: Any) -> dict[str, str]:
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of a ``Checkpointer``, but for ``group``."""
+
+    save: SavePolicy
+    keep: KeepPolicy
+    stop: StopWhen | None
+    busy: Literal["wait", "skip"]
+    save_timeout: float | None
+    on_error: Literal["raise", "warn"]
+    on_unchanged: Literal["raise", "warn"]
+    full_every: int | None
+    incremental: bool
+    overlap: bool
+    spread: int | None
+    tiers: Sequence[Tier]
+    preemption: Preemption | None
+    quiet: bool
+
+
+def check_arguments(options: Options) -> dict[str, str]:
     """Return the arguments that must be equal on all ranks as text, by name.
 
     The text has no memory addresses. Raises ``HoldfastError`` for an invalid argument.
     """
+    values: dict[str, Any] = vars(options)
     full_every = values["full_every"]
     full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
     timeout = values["save_timeout"]
