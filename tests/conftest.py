@@ -1,10 +1,13 @@
 """The options of the tests, and the signals that they expect."""
 
+import gc
+import os
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,12 @@ for number, handler in (
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
+# the Python processes of the tests, and the workers of pytest, import PyTorch faster
+STARTUP = str(Path(__file__).parent / "startup")
+python_path = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+if STARTUP not in python_path:
+    os.environ["PYTHONPATH"] = os.pathsep.join([*python_path, STARTUP])
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -31,6 +40,21 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail a test whose storage server cannot be installed, instead of skipping it",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Do not search the imported modules for garbage, neither now nor in a later test.
+
+    They have 700,000 objects. A search takes 0.4 s, and the collection of the tests begins dozens.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,11 +26,24 @@ ROUNDED = ["engine.saving.job.round", "training.saves.goodput.round"]
 def equal_bytes() -> Iterator[Callable[[], None]]:
     """Make equal work write equal bytes: the same random ids, and no times.
 
-    Yield a function to call before each work. It begins the sequence of ids again.
+    Yield a function to call before each work. It begins the sequence of ids again. The threads that
+    an earlier test has left, and those that they start, get other ids.
     """
-    ids = random.Random()
+    ids, other_ids, start = random.Random(), secrets.token_bytes, threading.Thread.start
+    others = {*threading.enumerate()} - {threading.current_thread()}
+
+    def make_id(nbytes: int) -> bytes:
+        is_other = threading.current_thread() in others
+        return other_ids(nbytes) if is_other else ids.randbytes(nbytes)
+
+    def start_thread(thread: threading.Thread) -> None:
+        if threading.current_thread() in others:
+            others.add(thread)
+        start(thread)
+
     with ExitStack() as patches:
-        patches.enter_context(mock.patch("secrets.token_bytes", ids.randbytes))
+        patches.enter_context(mock.patch("secrets.token_bytes", make_id))
+        patches.enter_context(mock.patch("threading.Thread.start", start_thread))
         for name in CLOCKS:
             now = mock.Mock(return_value="2026-01-01T00:00:00+00:00")
             patches.enter_context(mock.patch(f"holdfast.{name}", now))

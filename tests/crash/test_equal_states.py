@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from threading import Event, Thread
+
 import holdfast
+from holdfast.format.names import random_id
 from holdfast.run.policy import EverySteps, KeepLast
 from holdfast.storage.local.store import LocalStore
 from holdfast.testing.crashfs import CrashFs
@@ -48,3 +51,28 @@ def test_any_difference_makes_a_new_state() -> None:
         other = CrashFs()
         train_on(other, 3)
         assert checked.add(other, [1, 2])
+
+
+def test_the_threads_of_an_earlier_test_take_none_of_the_ids() -> None:
+    """An earlier test may have left a training whose save is still in flight."""
+    go, others = Event(), list[str]()
+
+    def save() -> None:
+        assert go.wait(30)
+        shard = Thread(target=lambda: others.append(random_id()))
+        shard.start()
+        shard.join(30)
+        others.append(random_id())
+
+    earlier = Thread(target=save)
+    earlier.start()
+    with equal_bytes() as restart_ids:
+        restart_ids()
+        expected = [random_id(), random_id()]
+        restart_ids()
+        ids = [random_id()]
+        go.set()
+        earlier.join(30)
+        ids.append(random_id())
+    assert ids == expected
+    assert len({*ids, *others}) == 4
