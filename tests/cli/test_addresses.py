@@ -135,6 +135,93 @@ def test_the_commands_that_take_a_step_take_what_follows_the_sign(
     assert attested.json["versions"] == [version]
 
 
+FORMS = ["runs/a@{}", "./runs/a@{}", "runs/a/version_{}", "{}/runs/a/version_{}/"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("step", ["1", "3.1"])
+def test_the_commands_that_take_a_step_take_the_version_itself(
+    folder: Path, form: str, step: str
+) -> None:
+    version = form.format(*([folder] * (form.count("{}") - 1)), step)
+    assert run_cli("pin", version, "--json").json["version"] == f"version_{step}"
+    assert [str(v) for v in holdfast.Run("runs/a").pins()] == [f"version_{step}"]
+    assert run_cli("pin", version, "--remove").out == f"version_{step} is no longer pinned\n"
+    attested = run_cli("attest", version, "--not-ok", "--by", "me", "--json")
+    assert attested.json["versions"] == [f"version_{step}"]
+    deleted = run_cli("rm", version, "--json")  # 3.1 is the latest one, but now distrusted
+    if step == "1":
+        assert (deleted.code, deleted.json["deleted"]) == (0, ["version_1"])
+    else:
+        assert "version_3.1 of " in deleted.err
+        assert "newest intact version" in deleted.err
+
+
+@pytest.mark.parametrize("address", ["@latest", "@best", "@best:loss"])
+def test_pin_and_attest_take_names_and_rm_does_not(folder: Path, address: str) -> None:
+    version = ADDRESSES[address]
+    assert run_cli("pin", f"runs/a{address}", "--json").json["version"] == version
+    attested = run_cli("attest", f"runs/a{address}", "--ok", "--by", "me", "--json")
+    assert attested.json["versions"] == [version]
+    for words in ([f"runs/a{address}"], ["runs/a", address[1:]], ["runs/a@2", f"runs/a{address}"]):
+        result = run_cli("rm", *words)
+        assert result.code == 2
+        assert f"`holdfast show runs/a{address}`, and write its step" in result.err
+    assert len(holdfast.Run("runs/a").listing().versions) == 4
+
+
+def test_several_versions_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "runs" / "a")
+    result = run_cli("rm", "version_3", "../a@1", ".@2.0", "--json")
+    assert result.json["deleted"] == ["version_1", "version_2", "version_3"]
+    monkeypatch.chdir("version_3.1")
+    assert run_cli("pin", ".").out == "version_3.1 is pinned\n"
+
+
+def test_a_run_in_a_folder_with_the_name_of_a_version(folder: Path) -> None:
+    """The logger of Lightning numbers its folders so."""
+    (folder / "logs").mkdir()
+    (folder / "runs" / "a").rename(folder / "logs" / "version_5")
+    assert run_cli("rm", "logs/version_5", 1).code == 0
+    assert run_cli("rm", "logs/version_5@2").code == 0
+    assert run_cli("rm", "logs/version_5/version_3").code == 0
+    assert run_cli("rm", "logs/version_5").code == 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_pin_takes_one_version() -> None:
+    for words in (["runs/a", "1", "2"], ["runs/a@1", "runs/a@2"]):
+        assert run_cli("pin", *words).code == 2
+    assert holdfast.Run("runs/a").pins() == []
+
+
+@pytest.mark.parametrize("verb", [["rm"], ["pin"], ["pin", "--remove"], ["attest", "--ok"]])
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("runs/a", 2, "is a run; name the version: cli VERB runs/a STEP, or cli VERB runs/a@STEP"),
+        ("runs/b", 4, "no run at runs/b"),
+        ("runs/b@1", 4, "no run at runs/b"),
+        ("runs/a@1 runs/b@1", 2, "runs/b@1 and runs/a@1 are in different runs"),
+        ("runs/a@1 runs/b", 2, "runs/b is not a version"),
+        ("runs/a@1 2", 4, "runs/a@1 is one version, not a run. Use the run: runs/a"),
+        ("runs/a runs/a@1", 2, "'runs/a@1' is not a step"),
+        ("runs/a@1.1", 4, "no version_1.1 in runs/a. Found version_1"),
+        ("runs/a@9", 4, "no version of step 9 on the current lineage"),
+        ("runs/a/version_9", 4, "no version of step 9 on the lineage of branch 0"),
+        ("runs/a/version_9.7", 4, "no branch 7"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_names_no_version(verb: list[str], words: str, code: int, message: str) -> None:
+    by = ["--by", "me"] if verb[0] == "attest" else []
+    result = run_cli(*verb, *by, *words.split())
+    assert (result.code, result.err.count("\n")) == (code, 1)
+    assert message.replace("VERB", verb[0]) in result.err
+    run = holdfast.Run("runs/a")
+    assert (len(run.listing().versions), run.pins()) == (4, [])
+
+
 @pytest.mark.usefixtures("folder")
 def test_the_methods_of_a_run_take_an_opened_address() -> None:
     run, best = holdfast.Run("runs/a"), holdfast.open("runs/a@best")

@@ -292,8 +292,8 @@ def test_an_existing_path_with_an_at_sign_takes_precedence(tmp_path: Path) -> No
         (60, None, r"of step 60 on the .*lineage.*version_60 on another branch\. Name the branch as"
                    r" well: branch=0 in Python, 60\.0 in a command"),
         (60, 1, r"version_60 on another branch.*branch=0 in Python"),
-        (30, None, r"found version_20, version_40\.1\. `holdfast ls RUN` lists"),
-        (-5, None, r"no version of step -5 .*found version_20, version_40\.1\. `holdfast ls"),
+        (30, None, r"found version_20, version_40\.1 \(and 2 on other branches\)\. `holdfast"),
+        (-5, None, r"no version of step -5 .*found version_20, version_40\.1 \(and 2 on"),
     ],
 )  # fmt: skip
 def test_the_error_for_a_missing_step_names_other_versions(
@@ -339,6 +339,18 @@ def test_the_error_for_an_address_without_run_suggests_another(tmp_path: Path) -
     for address in ("@best:", "@version_80", "/80"):
         with pytest.raises(NotFound, match=r"RUN@120 \(on branch 1: RUN@120\.1\), RUN@latest,"):
             open_version(f"{tmp_path}/runs/big{address}")
+
+
+@pytest.mark.parametrize(("count", "last"), [(9, "version_9."), (12, "version_12, and 3 more.")])
+def test_the_error_for_a_missing_step_lists_few_versions_all(
+    tmp_path: Path, count: int, last: str
+) -> None:
+    for step in range(1, count + 1):
+        holdfast.save(tmp_path / f"version_{step}", {"n": step})
+    with pytest.raises(NotFound) as e:
+        open_version(f"{tmp_path}@99")
+    assert "version_8, version_9" in str(e.value)
+    assert f", {last} `holdfast ls RUN` lists" in str(e.value)
 
 
 def test_an_address_of_a_missing_run(tmp_path: Path) -> None:

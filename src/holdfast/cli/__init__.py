@@ -82,6 +82,8 @@ class _Location(StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        if ctx.params.get(param.name or "") and incomplete.isdecimal():  # RUN is given: a STEP
+            return []
         return [CompletionItem(incomplete, type="file")]
 
 

@@ -93,14 +93,36 @@ def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing
         resolve_run(run_url, require_version=require_version)  # raises an error if there is no run
         raise NotFound(f"{url} is one version, not a run", todo=f"Use the run: {run_url}")
     if _is_snapshot(url):
-        parent = _normalize_path(url).rstrip("/").rpartition("/")[0]
         raise NotFound(
             f"{url} is one snapshot, not a run",
-            todo=f"Use the run that contains it: {parent or '.'}"
+            todo=f"Use the run that contains it: {_parent(url)}"
             if _has_version_name(url)
             else f"Its name is not that of a version. To show it: holdfast show {url}",
         )
     raise _not_found_error(url, "run")
+
+
+def split_version(url: str) -> tuple[str, str] | None:
+    """Split what names a version into the run and what follows the ``@`` of its address.
+
+    That is an address, or the folder of a version, which need not exist. The result is None for
+    anything else, such as a run in a folder that has the name of a version.
+    """
+    if _is_address(url):
+        run, version = resolve_address(url)
+        return run, version or ""
+    if not _has_version_name(url) or (not _is_snapshot(url) and _has_run_files(url)):
+        return None
+    name = names.parse_version(os.path.basename(_normalize_path(url).rstrip("/")))
+    return None if name is None else (_parent(url), f"{name.step}.{name.branch}")
+
+
+def is_same_run(url: str, other: str) -> bool:
+    """Return True if two URLs are those of one run, as far as their text says."""
+    paths = _local_path(url), _local_path(other)
+    if None not in paths:
+        url, other = (os.path.realpath(path or "") for path in paths)
+    return url.rstrip("/") == other.rstrip("/")
 
 
 def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | SnapshotReader:
@@ -205,6 +227,10 @@ def resolve_run_allow_empty(url: str) -> Run:
 
 def _has_version_name(url: str) -> bool:
     return names.parse_version(os.path.basename(_normalize_path(url).rstrip("/"))) is not None
+
+
+def _parent(url: str) -> str:
+    return _normalize_path(url).rstrip("/").rpartition("/")[0] or "."
 
 
 def _is_snapshot(url: Url) -> bool:

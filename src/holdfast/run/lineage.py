@@ -376,10 +376,13 @@ def alternatives(
         )
     if step is None:
         branch = versions[-1].branch
-        return ", ".join(map(str, versions[-3:])), f"resume(branch={branch}) continues from there"
-    nearest = sorted(lineage, key=lambda v: abs(v.step - step))[:3]
+        newest = format_list(versions[-3:], 3, total=len(versions))
+        return newest, f"resume(branch={branch}) continues from there"
+    nearest = sorted(lineage, key=lambda v: abs(v.step - step))[:_MAX_LISTED]
+    others = len(versions) - len(lineage)
     return (
-        ", ".join(map(str, sorted(nearest))) or "none",
+        (format_list(sorted(nearest), _MAX_LISTED, total=len(lineage)) or "none")
+        + (f" (and {others:,} on other branches)" if others else ""),
         "`holdfast ls RUN` lists all versions, including those on other branches",
     )
 

@@ -12,6 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.engine.snapshot.location import Location, describe_run, locate, versions_in
+from holdfast.engine.snapshot.snapshot import open_snapshot
 from holdfast.errors import AlreadyExists, Denied, NotFound
 from holdfast.format.names import Version
 from holdfast.storage.local.os_calls import Fs
@@ -79,8 +80,35 @@ def test_reading_a_run_as_a_snapshot_raises_an_error_that_names_a_version(run: s
             read(run)
         message = str(e.value)
         assert f"{run} is a run of 3 versions, not a snapshot. Name one of them, such as" in message
+        assert f"{run}@latest or " in message
         assert message.endswith(f"{run}/version_10.1.")
         assert "never committed" not in message
+
+
+@pytest.mark.parametrize("read", [holdfast.load, holdfast.open])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nope.pt", "no such file or folder. Check the path"),
+        ("a/nope", "no such file or folder. Check the path"),
+        ("wieghts", "no such file or folder. Perhaps you meant ./weights."),
+        ("empty", "found none.*never committed"),
+    ],
+)
+def test_the_error_for_a_missing_path_says_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any, name: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    holdfast.save("weights", STATE)
+    Path("empty").mkdir()
+    with pytest.raises(NotFound, match=message):
+        read(name)
+
+
+def test_a_file_is_no_snapshot(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(NotFound, match=r"found a file\. Name the folder"):
+        open_snapshot(tmp_path / "notes.txt")
 
 
 def test_a_folder_that_is_both_a_run_and_a_snapshot_is_loaded(tmp_path: Path) -> None:

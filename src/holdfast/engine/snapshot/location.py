@@ -12,6 +12,7 @@ from holdfast.deadline import Deadline
 from holdfast.engine.snapshot.spread import spread_store, unspread
 from holdfast.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
 from holdfast.format.names import MANIFEST, Version, parse_version
+from holdfast.storage.local.store import LocalStore
 from holdfast.storage.open import check_url, has_authority, open_store
 from holdfast.storage.store import Store, list_level, within
 from holdfast.text import hide_secrets
@@ -166,6 +167,20 @@ def is_snapshot(location: Location) -> bool:
     except NotFound:
         return False
     return True
+
+
+def describe_missing(location: Location) -> tuple[str, str]:
+    """Return ``found`` and ``todo`` for the error that there is no manifest at a location."""
+    url = location.url
+    if isinstance(unspread(location.store), LocalStore) and not os.path.isdir(url):
+        if os.path.lexists(url):
+            return "a file", "Name the folder of a snapshot"
+        return "no such file or folder", path_advice(suggest_similar_path(url))
+    return (
+        "none",
+        "`holdfast ls RUN` lists the versions of a run; a folder without a manifest is from a save"
+        " that was never committed",
+    )
 
 
 def suggest_similar_path(path: str) -> str | None:

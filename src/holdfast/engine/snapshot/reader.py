@@ -12,6 +12,7 @@ from holdfast.engine.snapshot.index_files import check_indexes, check_length, re
 from holdfast.engine.snapshot.location import (
     Location,
     Url,
+    describe_missing,
     describe_run,
     get_bounded,
     locate,
@@ -47,17 +48,18 @@ def open_location(location: Location) -> SnapshotReader:
         if versions := versions_in(location):
             raise NotFound(
                 f"{location.url} is {describe_run(versions)}, not a snapshot",
-                todo=f"Name one of them, such as {location.url}/{versions[-1]}",
+                todo=f"Name one of them, such as {location.url}@latest or"
+                f" {location.url}/{versions[-1]}",
                 key=file,
                 store=location.store.url,
                 versions=len(versions),
             ) from e
+        found, todo = describe_missing(location)
         raise NotFound(
             f"There is no snapshot at {location.url}",
             expected=f"a folder with a {MANIFEST}",
-            found="none",
-            todo="`holdfast ls RUN` lists the versions of a run; a folder without a manifest is"
-            " from a save that was never committed",
+            found=found,
+            todo=todo,
             key=file,
             store=location.store.url,
         ) from e

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from holdfast.cli.console import make_console, print_line
 from holdfast.cli.output import json_option, print_json
-from holdfast.cli.resolve import resolve_run
-from holdfast.cli.verbs.records.pin import find_step, parse_version
+from holdfast.cli.verbs.records.targets import resolve_targets
 from holdfast.format.names import EvaluationFile, parse_evaluation
-
-
-def _parse_versions(
-    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
-) -> list[str | tuple[int, int | None]]:
-    return [parse_version(ctx, param, value) for value in values]
 
 
 def _check_author(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -32,8 +27,7 @@ def _require_result(ctx: click.Context, param: click.Parameter, value: bool | No
 
 
 @click.command("attest", short_help="Record whether versions can be trusted.")
-@click.argument("run")
-@click.argument("steps", metavar="STEP...", nargs=-1, required=True, callback=_parse_versions)
+@click.argument("versions", metavar="RUN STEP...|SNAPSHOT...", nargs=-1, required=True)
 @click.option(
     "--ok/--not-ok", default=None, callback=_require_result, help="The result of the check."
 )
@@ -41,24 +35,24 @@ def _require_result(ctx: click.Context, param: click.Parameter, value: bool | No
 @click.option("--note", default="", help="Why, for people.")
 @json_option
 def command(
-    run: str,
-    steps: list[str | tuple[int, int | None]],
+    versions: Sequence[str],
     ok: bool,
     by: str,
     note: str,
     as_json: bool,
 ) -> None:
-    """Record the verdict of a check on the versions of each STEP in RUN.
+    """Record the verdict of a check on the versions of each STEP in RUN, or on each SNAPSHOT.
 
     No training resumes from a version while the newest verdict of any author is --not-ok, and it is
     never the latest or the best one. Versions that were saved after it are not affected: name their
     steps as well if they are bad. If a version does not exist, nothing is recorded.
 
     STEP is a step on the current lineage, such as 120; 120.1 is step 120 on branch 1. It may
-    also be latest, best, or best:METRIC. "ls" shows the verdicts.
+    also be latest, best, or best:METRIC. SNAPSHOT is RUN@STEP or RUN/version_120. "ls" shows the
+    verdicts.
     """
-    opened, _ = resolve_run(run)
-    snapshots = [opened.open(opened.find(*find_step(opened, step))) for step in steps]
+    opened, targets = resolve_targets(versions)
+    snapshots = [opened.open(opened.find(*target)) for target in targets]
     for snapshot in snapshots:
         opened.attest(snapshot, ok=ok, by=by, note=note)
     names = [str(snapshot.version) for snapshot in snapshots]
