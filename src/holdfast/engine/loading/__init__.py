@@ -3,5 +3,5 @@
 Terms: *binding* matches the live state with a snapshot's tree; a *target* is the memory into which
 a leaf is read.
 May import: the root modules, ``format``, ``storage``, and from the engine ``planning``,
-``distributed``, ``state``, and ``snapshot``.
+``distributed``, ``state``, ``snapshot``, and ``loading``.
 """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
-from holdfast.engine.loading.bind_subclass import bind_subclass
-from holdfast.engine.loading.binding import Binding, can_cast
+from holdfast.engine.loading.binding import STATE_INVALID, Binding
+from holdfast.engine.loading.slots.bind_slots import SlotOwner, bind_slots
+from holdfast.engine.loading.slots.options import LoadedOptions
 from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import (
     ABSENT,
@@ -14,12 +14,9 @@ from holdfast.engine.planning.select import (
     find_renames,
     number_renames,
 )
-from holdfast.engine.state import optimizers, sharding
-from holdfast.engine.state.loadable import shares_elements
-from holdfast.engine.state.tensors import subclasses
+from holdfast.engine.state import modules, optimizers
 from holdfast.format import tree
 from holdfast.format.names import escape_level, join_key
-from holdfast.lazy_torch import dtype_name
 
 _MIN_DIFFERING_OPTIONS = 2
 
@@ -41,7 +38,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         return lambda: optimizer
     grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names)
     live = {
-        name: (parameter, group)
+        name: parameter
         for group, names in zip(optimizer.param_groups, grouped, strict=True)
         for name, parameter in zip(names, group["params"], strict=True)
     }
@@ -49,6 +46,7 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     renames = number_renames({old.replace("/", "."): new for old, new in binding.renames.items()})
     kept = _resized_parameters(binding, live)
     finalizers: dict[str, dict[str, Finalize]] = {}
+    options = _loaded_options(binding, optimizer, grouped, *members["groups"])
     saved, state_key = members["state"]
     exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
     for saved_name, slots, k in tree.children(saved, state_key):
@@ -56,44 +54,66 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         if name not in live:
             binding.note_unexpected([(slots, k)])
             continue
-        parameter, group = live[name]
         if name in kept:
             binding.note_kept_slots(kept[name], tree.children(slots, k))
             continue
-        live_slots = optimizer.state.get(parameter, {})
-        finalizers[name] = {}
-        for slot, child, slot_key in tree.children(slots, k):
-            if binding.selected(slot_key):
-                device = _slot_device(parameter, group, slot)
-                old = _live_slot(optimizer, live_slots.get(slot), parameter, child, slot_key)
-                place = old, parameter, device, child, slot_key
-                finalizers[name][slot] = _bind_slot(binding, *place, saved_name)
+        owner = SlotOwner(optimizer, live[name], saved_name, options[name])
+        bound = bind_slots(binding, owner, slots, k, exact)
+        if bound is None:
+            kept[name] = "a slot of another shape"
+        else:
+            finalizers[name] = bound
     groups = _bind_groups(binding, optimizer, grouped, renames, *members["groups"])
 
     def finalize() -> Any:
         if exact:
             for name in live.keys() - finalizers.keys() - kept.keys():
-                optimizer.state.pop(live[name][0], None)
+                optimizer.state.pop(live[name], None)
+        loaded: list[dict[str, Any]] = []
         for name, slot_finalizers in finalizers.items():
             slots = {slot: finalize_slot() for slot, finalize_slot in slot_finalizers.items()}
+            loaded.append(slots)
             if exact:
-                optimizer.state[live[name][0]] = slots
+                optimizer.state[live[name]] = slots
             elif slots:
-                optimizer.state[live[name][0]].update(slots)
+                optimizer.state[live[name]].update(slots)
         for group, values in groups:
             group.update({option: finalize_value() for option, finalize_value in values.items()})
+        _convert_numbers(optimizer, loaded, key)
         return optimizer
 
     return finalize
 
 
-def _resized_parameters(
-    binding: Binding, live: dict[str, tuple[Any, dict[str, Any]]]
-) -> dict[str, str]:
+def _resized_parameters(binding: Binding, live: dict[str, Any]) -> dict[str, str]:
     """Return the parameters that keep their live values because of their shapes. Their slots are
     kept as well: saved slots belong to the saved values, and all slots to one another."""
-    found = {name: binding.resized_parameter(value, name) for name, (value, _) in live.items()}
+    found = {name: binding.resized_parameter(value, name) for name, value in live.items()}
     return {name: shapes for name, shapes in found.items() if shapes is not None}
+
+
+def _loaded_options(
+    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
+) -> dict[str, LoadedOptions]:
+    """Return the options that apply to each parameter after the load."""
+    found: dict[str, LoadedOptions] = {}
+    for i, (group, names) in enumerate(zip(optimizer.param_groups, grouped, strict=True)):
+        saved = node["list"][i] if i < len(node["list"]) else None
+        found |= dict.fromkeys(names, LoadedOptions.of(binding, group, saved, f"{key}/{i}"))
+    return found
+
+
+def _convert_numbers(optimizer: Any, loaded: list[dict[str, Any]], key: str) -> None:
+    """Let the optimizer convert slots that are tensors today, but were numbers in early versions of
+    PyTorch, such as ``step``. PyTorch's ``load_state_dict`` calls the same method."""
+    import torch
+
+    has_numbers = any(type(value) in (int, float) for slots in loaded for value in slots.values())
+    if has_numbers and type(optimizer).__setstate__ is not torch.optim.Optimizer.__setstate__:
+        with modules.calling(optimizer, key, "__setstate__", STATE_INVALID, live_state="not valid"):
+            optimizer.__setstate__(
+                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            )
 
 
 def _note_other_object(
@@ -155,97 +175,6 @@ def _rename_parameter(name: Any, renames: NumberedRenames) -> Any:
         return name
     _, old, new = matches[-1]
     return new.replace("/", ".") + name[len(old) :]
-
-
-def _live_slot(optimizer: Any, live: Any, parameter: Any, node: Any, key: str) -> Any:
-    """Return the live slot. If it does not exist yet and is saved as a tensor subclass, let the
-    optimizer create it as its first step would, if it has torchao's method for that."""
-    create = getattr(optimizer, "_new_buffer", None)
-    if live is not None or tag_of(node) != "subclass" or create is None:
-        return live
-    for signed in (True, False):
-        slot = create(parameter, signed)
-        if subclasses.is_subclass(slot) and subclasses.fits(slot, node, key):
-            return slot
-    return None
-
-
-def _bind_slot(
-    binding: Binding, live: Any, parameter: Any, device: Any, node: Any, key: str, saved: Any
-) -> Finalize:
-    """Fill the live slot in place if it has the saved shape and dtype (or one to which it may be
-    converted) and is on ``device``; otherwise, load the slot into fresh memory. ``saved``: the name
-    of the parameter in the snapshot."""
-    torch = binding.torch
-    if isinstance(live, torch.Tensor) and (
-        subclasses.is_subclass(live) or tag_of(node) == "subclass"
-    ):
-        return bind_subclass(binding, live, node, key)
-    if not (type(node) is dict and "tensor" in node):
-        return binding.targets.add_fresh(node, key, device)
-    source, _ = binding.targets.resolve_leaf(node, key)
-    stored, shape = binding.targets.snapshot.leaves[source]
-    if live is None:
-        dtype = _converted_dtype(binding, parameter, saved, stored, shape)
-        live = _empty_slot_like(binding, parameter, dtype or stored, shape, key)
-        if live is None and dtype is not None:
-            live = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-    if isinstance(live, torch.Tensor):
-        live_dtype = dtype_name(live.dtype)
-        is_cast = live_dtype != stored and binding.cast and can_cast(stored, live.dtype)
-        same = tuple(live.shape) == shape and (live_dtype == stored or is_cast)
-        writable = live.layout is torch.strided and not shares_elements(live)
-        if same and writable and live.device == torch.device(device):
-            if is_cast:
-                binding.differences.casts[key] = f"{stored} to {live_dtype}"
-            binding.add_tensor(live, source, key)
-            return lambda: live
-    return binding.targets.add_fresh(node, key, device)
-
-
-def _converted_dtype(
-    binding: Binding, parameter: Any, saved: Any, stored: str, shape: tuple[int, ...]
-) -> str | None:
-    """Return the dtype to which a new slot is converted, if ``cast=True`` converts its parameter.
-
-    Only a slot that was saved in the dtype of its parameter is converted with it, as PyTorch's
-    ``load_state_dict`` does. Numbers, such as step counters, and slots that were kept in a higher
-    precision on purpose keep their dtypes.
-    """
-    if not binding.cast or not shape or binding.saved_dtypes.get(saved) != stored:
-        return None
-    live = dtype_name(parameter.dtype)
-    return live if live != stored and can_cast(stored, parameter.dtype) else None
-
-
-def _empty_slot_like(
-    binding: Binding, parameter: Any, dtype: str, shape: tuple[int, ...], key: str
-) -> Any:
-    """Allocate a slot that does not exist yet, distributed over the ranks like its parameter.
-
-    Return None if the parameter is not distributed, or if the slot has one element. Also return
-    None, and record a difference, for a slot of another shape, because only the optimizer knows how
-    to distribute it.
-    """
-    if not sharding.is_distributed_tensor(parameter):
-        return None
-    if shape == tuple(parameter.shape):
-        return sharding.empty_like(parameter, getattr(binding.torch, dtype))
-    if len(shape) and prod(shape) > 1:
-        binding.differences.kinds[key] = (
-            f"a slot of shape {list(shape)}, live no slot yet for a parameter of shape"
-            f" {list(parameter.shape)} that is distributed over ranks (let the optimizer step once"
-            " before the load)"
-        )
-    return None
-
-
-def _slot_device(parameter: Any, group: dict[str, Any], slot: str) -> Any:
-    """Return the device on which PyTorch keeps a slot: that of its parameter, or the CPU for a step
-    counter unless the optimizer is capturable or fused (see ``load_state_dict`` in
-    torch/optim/optimizer.py)."""
-    is_on_cpu = slot == "step" and not (group.get("capturable") or group.get("fused"))
-    return "cpu" if is_on_cpu else parameter.device
 
 
 def _bind_groups(
