@@ -7,6 +7,7 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
 
 MAX_SHOWN = 20
 """The number of leaves that a message lists."""
@@ -106,17 +107,27 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
+def user_frame() -> FrameType:
+    """Return the user's frame that called into Holdfast, directly or through PyTorch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_library(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith(("holdfast.", "torch."))
+
+
 def user_line() -> tuple[str, int]:
     """Return the file and the number of the user's line that called into Holdfast."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
-        frame = frame.f_back
+    frame = user_frame()
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the user's line that called into Holdfast, at any depth of internal calls."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("holdfast."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    names = user_frame().f_globals
+    registry = names.setdefault("__warningregistry__", {})  # as warnings.warn
+    module = names.get("__name__", "<string>")
+    warnings.warn_explicit(message, category, *user_line(), module, registry)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.data import batch_blocks
@@ -323,6 +323,20 @@ def test_sizes_must_be_ints(wrong: Any) -> None:
         Sampler(8, wrong)
 
 
+def test_a_data_set_instead_of_its_length_is_refused() -> None:
+    with pytest.raises(HoldfastError, match=r"ElasticSampler\(len\(dataset\), batch_size="):
+        Sampler(TensorDataset(torch.zeros(4)), batch_size=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_that_would_make_batches_of_batches_is_refused(workers: int) -> None:
+    data = torch.zeros(16)
+    with pytest.raises(HoldfastError, match=r"DataLoader\(dataset, batch_sampler=sampler\)"):
+        list(DataLoader(data, batch_size=2, sampler=Sampler(16, 4), num_workers=workers))  # type: ignore[arg-type]
+    # without automatic batches, PyTorch passes each batch of indices to the data set
+    assert len(list(DataLoader(data, batch_size=None, sampler=Sampler(16, 4)))) == 4  # type: ignore[arg-type]
+
+
 def test_numpy_sizes_become_plain_ints() -> None:
     sampler = Sampler(np.int64(8), np.int32(4), np.uint8(3), shuffle=np.True_)
     assert {type(v) for v in sampler.state_dict().values()} == {int, bool}
@@ -526,6 +540,21 @@ def test_batches_that_no_step_counts_cause_a_warning() -> None:
     assert flat(rest) == order(10)[4:]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_uncounted_batches_are_reported_once_at_the_line_of_the_user(workers: int) -> None:
+    sampler = Sampler(16, 2)
+    loader = DataLoader(range(16), batch_sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            for number, _batch in enumerate(loader):
+                if number % 2:
+                    sampler.advance()  # should have counted two
+    (warning,) = caught
+    assert warning.category is UncountedBatches
+    assert warning.filename == __file__
+
+
 @pytest.mark.parametrize(("uncounted", "warns"), [(0, False), (1, False), (2, True), (3, True)])
 def test_the_warning_requires_at_least_one_step_of_uncounted_batches(
     uncounted: int, warns: bool
@@ -589,10 +618,10 @@ def test_counting_too_few_batches_only_warns(counted: int) -> None:
     next(current_pass)
     sampler.advance(counted)
     list(current_pass)
-    for _ in range(3):
-        with pytest.warns(UncountedBatches, match="but some were never counted"):
-            again = list(sampler)
-        assert flat(again) == order(10)[2 * counted :]
+    with pytest.warns(UncountedBatches, match="but some were never counted"):
+        assert flat(sampler) == order(10)[2 * counted :]
+    for _ in range(2):
+        assert flat(sampler) == order(10)[2 * counted :]
 
 
 def test_a_resumed_sampler_that_no_step_counts_also_warns() -> None:

@@ -12,11 +12,13 @@ the samples of all ranks, so that training can continue with any number of ranks
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from holdfast.data.batch_blocks import BatchBlocks
 from holdfast.data.epoch_labels import EpochLabels
+from holdfast.data.sampler_checks import check_is_batch_sampler, check_is_number, require
 from holdfast.data.sampler_group import SamplerGroup
 from holdfast.errors import HoldfastError, PlanError, UncountedBatches
 from holdfast.lazy_torch import rank_and_world_size
@@ -64,6 +66,7 @@ class ElasticSampler:
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
+        check_is_number(length)
         self.length = operator.index(length)
         self.batch_size = operator.index(batch_size)
         self.seed = operator.index(seed)
@@ -78,6 +81,7 @@ class ElasticSampler:
         self._pass_number = 0
         self._has_stepped = False  # a step was taken, with any number of batches
         self._uncounted_passes = 0  # passes that ended before any step
+        self._has_warned = False  # of uncounted batches, after a step
         self._resumed = False  # a state was loaded, and no pass has begun since
         self._has_ended = False  # end_epoch was called since the pass was over
         # passes begun and epoch label at the first iteration after a load
@@ -132,7 +136,7 @@ class ElasticSampler:
     def check(self, batches: int) -> None:
         """Raise the error that ``advance`` would raise. A step first checks all samplers."""
         self._has_stepped = True
-        _require("Invalid number of batches for a step", batches >= 0, "0 or more", batches)
+        require("Invalid number of batches for a step", batches >= 0, "0 or more", batches)
         missing = self._position_after(batches)[1]
         if missing:
             raise HoldfastError(
@@ -247,7 +251,9 @@ class ElasticSampler:
         A ``DataLoader`` draws a seed for its workers whenever an iterator is created. A run that
         was never interrupted does not draw in the middle of an epoch. The first pass after a resume
         therefore restores the global generators before its first batch (see ``SamplerGroup``).
+        Raises ``HoldfastError`` for ``DataLoader(sampler=...)``, which makes batches of batches.
         """
+        check_is_batch_sampler(sys._getframe(1))
         if self._resumed:
             now = (self._group.passes_begun, self._epoch_labels.current)
             if self._first_iteration is None:
@@ -307,13 +313,14 @@ class ElasticSampler:
     def _warn_uncounted(self) -> None:
         """Warn that more batches of a fully yielded pass are uncounted than one step takes."""
         if self._has_stepped:
-            warn_user(
-                f"{self} yielded all batches of its epoch, but some were never counted. Call "
-                "step(batches=k) if a step takes k batches, and pass the sampler to the loader as "
-                "batch_sampler=, not sampler=. If the loop ended early on purpose, ignore this "
-                "warning. The rest of the epoch follows",
-                UncountedBatches,
-            )
+            if not self._has_warned:
+                warn_user(
+                    f"{self} yielded all batches of its epoch, but some were never counted. If a"
+                    " step takes k batches, write ckpt.step(batches=k). If the loop ended early on"
+                    " purpose, ignore this warning. The rest of the epoch follows",
+                    UncountedBatches,
+                )
+            self._has_warned = True
             return
         what = f"No step has counted the batches of {self}, so every pass yields the same epoch"
         todo = "Put it into the state of the Checkpointer; for evaluation, use a plain DataLoader"
@@ -357,7 +364,7 @@ class ElasticSampler:
         rank, ranks = self._rank, self._ranks
         if rank is None or ranks is None:
             rank, ranks = rank_and_world_size()
-        _require(
+        require(
             "A rank of the ElasticSampler would get an empty batch",
             self.batch_size >= ranks,
             f"a batch_size (the total over all ranks) of {ranks} or more for {ranks} ranks",
@@ -366,26 +373,17 @@ class ElasticSampler:
         return rank, ranks
 
     def _check_sizes(self) -> None:
-        _require(
-            "Invalid length of an ElasticSampler",
-            1 <= self.length < 1 << 62,
-            "1 or more",
-            self.length,
-        )
-        _require(
-            "Invalid batch_size of an ElasticSampler",
-            self.batch_size >= 1,
-            "1 or more",
-            self.batch_size,
-        )
-        _require(
+        length, batch_size, rank, ranks = self.length, self.batch_size, self._rank, self._ranks
+        what, least = "of an ElasticSampler", "1 or more"
+        require(f"Invalid length {what}", 1 <= length < 1 << 62, least, length)
+        require(f"Invalid batch_size {what}", batch_size >= 1, least, batch_size)
+        require(
             "With drop_last, this ElasticSampler would never yield a batch",
-            not self.drop_last or self.length >= self.batch_size,
-            f"a batch_size of at most the length, {self.length}",
-            self.batch_size,
+            not self.drop_last or length >= batch_size,
+            f"a batch_size of at most the length, {length}",
+            batch_size,
         )
-        rank, ranks = self._rank, self._ranks
-        _require(
+        require(
             "An ElasticSampler needs both rank and ranks, or neither",
             (rank is None and ranks is None)
             or (rank is not None and ranks is not None and 0 <= rank < ranks),
@@ -393,8 +391,3 @@ class ElasticSampler:
             f"rank={rank}, ranks={ranks}",
         )
         self._rank_and_world_size()
-
-
-def _require(what: str, condition: bool, expected: str, found: object) -> None:
-    if not condition:
-        raise HoldfastError(what, expected=expected, found=found)

@@ -29,7 +29,8 @@ _MAX_NAMES = 3
 _RNG_TODO = 'Add "rng": holdfast.RNG() to the state'
 _POSITION_TODO = (
     "Pass an ElasticSampler to the loader as batch_sampler=, or use a StatefulDataLoader, and add"
-    " it to the state"
+    " it to the state. With an ElasticSampler, a step that takes k batches is"
+    " ckpt.step(batches=k)"
 )
 _ADD_TODO = 'To add a member to an existing run, call resume(missing="keep") once.'
 
