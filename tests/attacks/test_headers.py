@@ -227,7 +227,7 @@ def test_a_header_is_read_once_per_open_snapshot(large: MemoryStore) -> None:
     snapshot["w"].read()  # v is between the header and w
     assert shard_reads(recorded)[0] == (0, index.header)
     for key in ("w", "v"):
-        Snapshot(snapshot)[key].read()
+        snapshot[key].read()
         assert min(shard_reads(recorded))[0] >= index.header
 
 

@@ -11,6 +11,7 @@ from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.verify import Problem
 from holdfast.errors import Denied, FormatError, HoldfastError
 from holdfast.format.names import MANIFEST, Version
+from holdfast.run.catalog import Catalog
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
@@ -116,7 +117,7 @@ def test_an_unreadable_version_is_not_called_damaged(
     def fail(self: object, version: object) -> None:
         raise Denied("Cannot read it")
 
-    monkeypatch.setattr(verify.Run, "open", fail)
+    monkeypatch.setattr(Catalog, "open", fail)
     result = run_cli("verify", store.url)
     assert result.code == 5
     assert "3 of 3 unreadable" in result.out  # which is not damage

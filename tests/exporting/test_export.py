@@ -610,7 +610,7 @@ def test_a_version_is_pinned_during_an_export(
 
 def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    snapshot = holdfast.open(save_state({"model": {"w": torch.ones(2)}}))
+    snapshot = reader_of(holdfast.open(save_state({"model": {"w": torch.ones(2)}})))
     targets = {
         "out": "out/model.safetensors",
         "a/b/": "a/b/model.safetensors",
@@ -722,6 +722,7 @@ import sys, holdfast
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from holdfast.engine.snapshot import pins
+from holdfast.engine.snapshot.reader import open_snapshot
 from holdfast.exporting.plan import locate_export
 from holdfast.exporting.plan import plan_export
 from holdfast.exporting.write import write_export
@@ -733,7 +734,7 @@ def memory(name):
         if line.startswith(name):
             return int(line.split()[1]) * 1024
 
-snapshot = holdfast.open(sys.argv[1])
+snapshot = open_snapshot(sys.argv[1])
 location, _ = locate_export(sys.argv[1] + "-" + sys.argv[2], sys.argv[2])
 plan = plan_export(snapshot, sys.argv[2], max_shard_size=200_000_000)
 Path("/proc/self/clear_refs").write_text("5")

@@ -48,7 +48,9 @@ def check_save(job: ThreadedJob, faulty: FaultFs, victim: int, folder: Path) -> 
     assert len(set(failed)) == 1, outcomes
     if not failed[0]:
         assert committed
-        assert {o.digest for o in outcomes} == {reader_of(Run(store).open(Version(1, 0))).digest}
+        assert {reader_of(o).digest for o in outcomes} == {
+            reader_of(Run(store).open(Version(1, 0))).digest
+        }
     else:
         assert isinstance(victim_outcome, StoreError | CommitError | OSError), victim_outcome
         assert isinstance(outcomes[1 - victim], RankFailed)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.deadline import Deadline
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import NoSnapshot, NotFound
 from holdfast.format.names import split_address
 from holdfast.run import address as address_module
-from holdfast.run.address import merge_objectives, open_version, read_objectives
+from holdfast.run.address import merge_objectives, open_reader, open_version, read_objectives
 from holdfast.run.policy import EverySteps, KeepBest, KeepLast, KeepPolicy, StopWhen
 from holdfast.storage.memory import MemoryStore
 from holdfast.storage.open import open_store
@@ -249,11 +250,11 @@ def test_all_ranks_load_the_version_that_rank_0_has_found(
     train(tmp_path / "a", BEST_LOSS)
     resolved: list[object] = []
 
-    def resolve(address: str, deadline: Deadline | None = None) -> holdfast.Snapshot:
+    def resolve(address: str, deadline: Deadline | None = None) -> SnapshotReader:
         resolved.append(address)
-        return open_version(address, deadline)
+        return open_reader(address, deadline)
 
-    monkeypatch.setattr(address_module, "open_version", resolve)
+    monkeypatch.setattr(address_module, "open_reader", resolve)
 
     def load(address: str) -> list[float]:
         into: dict[str, Any] = {"x": [0.0], "progress": holdfast.Progress()}

@@ -129,8 +129,8 @@ def test_only_selected_leaves_are_read():
 
 def damage(store, leaf, snapshot):
     """Flip a bit of a leaf in a memory store."""
-    (shard,) = snapshot.manifest.shards
-    (index,) = snapshot.indexes()
+    (shard,) = reader_of(snapshot).manifest.shards
+    (index,) = reader_of(snapshot).indexes()
     box = next(x for x in index.leaves if x.key == leaf).boxes[0]
     path = next(p for p in store._objects if p.endswith(shard.name))
     data, modified = store._objects[path]

@@ -359,6 +359,7 @@ from holdfast.engine.saving.job import VersionMetadata
 from holdfast.engine.snapshot.location import locate
 from holdfast.engine.saving.save import begin_save
 from holdfast.engine.saving.save import finish_save
+from holdfast.engine.snapshot.snapshot import reader_of
 
 def memory(name):
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -374,7 +375,9 @@ Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
 location = locate(folder + "/version_2")
 metadata = VersionMetadata(step=2)
-job = begin_save(location, state, metadata, shared_pool(), stage_now=False, base=base)
+job = begin_save(
+    location, state, metadata, shared_pool(), stage_now=False, base=reader_of(base)
+)
 saved = finish_save(job)
 print((memory("VmHWM") - before) >> 20, saved.nbytes, saved.referred_bytes)
 Path("/proc/self/clear_refs").write_text("5")

@@ -355,13 +355,14 @@ import sys
 import numpy as np
 import holdfast
 from holdfast.engine.snapshot.location import locate
+from holdfast.engine.snapshot.reader import open_snapshot
 from holdfast.engine.transform.reshard import reshard
 from tests.memory_peak import print_peak_memory
 
 old_url, new_url, shards = sys.argv[1:]
-warm = holdfast.save("memory://warm/version_1", {"x": np.ones(3)})
-reshard(warm, locate("memory://warm2/version_1"), 2)
-old = holdfast.open(old_url)
+holdfast.save("memory://warm/version_1", {"x": np.ones(3)})
+reshard(open_snapshot("memory://warm/version_1"), locate("memory://warm2/version_1"), 2)
+old = open_snapshot(old_url)
 with print_peak_memory():
     reshard(old, locate(new_url), int(shards))
 """
