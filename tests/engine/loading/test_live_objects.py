@@ -764,6 +764,23 @@ def test_options_of_another_pytorch_version_do_not_make_another_kind_of_optimize
     holdfast.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
 
 
+def test_an_option_that_the_snapshot_lacks_is_kept_and_reported():
+    m = net()
+    saved, live = (optim.SGD(m.parameters(), lr, momentum=0.9) for lr in (0.1, 0.2))
+    for option in ("foreach", "fused", "nesterov"):  # as if a later PyTorch had added them
+        del saved.param_groups[0][option]
+    url = save_state({"m": m, "o": saved})
+    assert holdfast.load(url, into={"m": m, "o": live}).is_complete  # they are off
+    live.param_groups[0] |= {"scale": 0.5, "foreach": True}
+    report = holdfast.load(url, into={"m": m, "o": live})
+    assert live.param_groups[0]["scale"] == 0.5
+    assert report.kept == dict.fromkeys(
+        ("o/groups/0/foreach", "o/groups/0/scale"), "missing in the snapshot"
+    )
+    assert "kept 2 missing in the snapshot: o/groups/0/foreach, o/groups/0/scale" in report.summary
+    assert holdfast.load(url, into={"m": m, "o": live}, keys=["m", "o/groups/*/lr"]).is_complete
+
+
 @pytest.mark.parametrize("node", [3, [1], {"state": {}}, {"state": 1, "groups": 2}, torch.ones(2)])
 def test_a_value_that_is_no_optimizer_state_is_refused_by_an_optimizer(node):
     m = net()

@@ -186,7 +186,7 @@ def _bind_groups(
     key: str,
 ) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
     """Bind the options of each group. Groups are matched by position and must have the same
-    parameters."""
+    parameters. A live option that the snapshot lacks is kept, as by PyTorch, and reported."""
     missing, unexpected = binding.differences.missing, binding.differences.unexpected
     keys = [f"{key}/{i}" for i in range(max(len(node["list"]), len(grouped)))]
     bound = []
@@ -209,6 +209,14 @@ def _bind_groups(
                 binding.note_unexpected([(child, join_key(k, option))])
             elif binding.selected(join_key(k, option)):
                 values[option] = binding.targets.add_fresh(child, join_key(k, option), "cpu")
+        binding.differences.options += [
+            join_key(k, option)
+            for option, value in group.items()
+            if option not in ("params", "param_names", *members)
+            and value is not None
+            and value is not False  # a switch that is off, such as one of a later PyTorch
+            and binding.selected(join_key(k, option))
+        ]
         bound.append((group, values))
     missing += filter(binding.selected, keys[len(node["list"]) :])
     unexpected += filter(binding.selected, keys[len(grouped) :])

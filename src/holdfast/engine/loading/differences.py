@@ -39,7 +39,8 @@ class Differences:
     error that ``raise_if_any`` raises has the keys as fields: ``missing``, ``unexpected``,
     ``misfits`` for the rest, and ``mismatched`` and ``dtypes`` for those of the rest that only have
     another shape or dtype. ``objects``: the keys of the objects with a ``load_state_dict`` of their
-    own whose state has missing or unexpected keys.
+    own whose state has missing or unexpected keys; ``options``: those of the live optimizers that
+    the snapshot lacks, which is not an error.
 
     ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
     it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
@@ -54,6 +55,7 @@ class Differences:
     resized: dict[str, str] = field(default_factory=dict)
     casts: dict[str, str] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     saved_ranks: dict[str, list[int]] = field(default_factory=dict)
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class Differences:
         combined._keep_reassigned(groups)
         on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
         combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
-        for name in ("missing", "objects"):
+        for name in ("missing", "objects", "options"):
             keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
             setattr(combined, name, list(keys))
         for one, ranks in groups:
