@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.planning.select import KeyFilter, suggest_renames
+from holdfast.engine.planning.select import KeyFilter, make_key_filter, suggest_renames
 from holdfast.engine.snapshot.snapshot import Snapshot
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
@@ -234,6 +234,8 @@ def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
     too_many = not 0 < len(selected) <= _MAX_SUGGESTED_KEYS
     if too_many or has_wildcards or (parents & excluded_parents) - {""}:
         return ""
+    if any(map(make_key_filter([key for key, _ in selected]), surplus)):
+        return ""  # a surplus key continues a selected one with a dot
     quoted = ", ".join(f'"{key}"' for key, _ in selected)
     return quoted if len(selected) == 1 else f"[{quoted}]"
 

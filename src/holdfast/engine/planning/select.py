@@ -30,8 +30,8 @@ def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
     """Return a function that returns True if a key matches one of the patterns.
 
     ``*`` matches within a level, ``**`` across levels, and ``?`` one character. Every other
-    character matches itself. A pattern without wildcards also matches all keys below it. None
-    matches every key.
+    character matches itself. A pattern without wildcards also matches all keys below it, and all
+    that continue it with a dot: the parameters of a module. None matches every key.
     """
     if patterns is None:
         return match_all
@@ -56,7 +56,7 @@ def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
     def matches(key: str) -> bool:
         if above_all is not None and above_all.fullmatch(key):
             return True
-        levels = [key[: m.start()] for m in re.finditer("/", key)]
+        levels = [key[: m.start()] for m in re.finditer("[/.]", key)]
         return (
             key in plain
             or not plain.isdisjoint(levels)
