@@ -54,6 +54,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         else:
             fresh[name] = binding.targets.add_fresh(child, k)
     binding.note_unexpected(members.values())
+    binding.differences.modules.append(key)
 
     def finalize() -> Any:
         if fresh or _has_custom_load(module):

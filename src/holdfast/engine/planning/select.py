@@ -167,6 +167,11 @@ _MAX_RENAMES_TRIED = 8
 _SLOT_KEY = re.compile("/(state|groups)/")
 
 
+def is_slot_key(key: str) -> bool:
+    """Return True for a key within the state of an optimizer."""
+    return _SLOT_KEY.search(key) is not None
+
+
 def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str, str]:
     """Return the renames that give keys of the snapshot (``surplus``) the names that the live state
     has (``lacking``), if each has only one plausible origin. Otherwise, return an empty dict.
@@ -175,7 +180,7 @@ def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str,
     no more similar one, and if it gives every key below it a name that is lacking.
     """
     new_keys, old_keys = (  # slots follow their parameters
-        {key for key in keys if not _SLOT_KEY.search(key)} for keys in (lacking, surplus)
+        {key for key in keys if not is_slot_key(key)} for keys in (lacking, surplus)
     )
     renames: dict[str, str] = {}
     # the side with fewer keys: adding many layers must not hide that one was renamed
