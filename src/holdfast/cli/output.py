@@ -25,7 +25,8 @@ keys_option = click.option(
     "--keys",
     multiple=True,
     metavar="PATTERN",
-    help="Only keys that match: * within a level, ** across levels. May be repeated.",
+    help="Only keys that match: a plain key with all below it or after a dot; * within a level,"
+    " ** across levels. May be repeated.",
 )
 """The option ``--keys``, which selects leaves and values."""
 

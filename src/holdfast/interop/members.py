@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from typing import Any, Literal
 
 from holdfast import lazy_torch
@@ -238,8 +239,11 @@ def match_members(
 
 
 def _selects_part(keys: str | Sequence[str] | None, name: str) -> bool:
-    patterns = [keys] if isinstance(keys, str) else keys
-    return patterns is None or any(fnmatchcase(str(name), p.split("/")[0]) for p in patterns)
+    if keys is None:
+        return True
+    first_levels = [p.split("/")[0] for p in ([keys] if isinstance(keys, str) else keys)]
+    names = accumulate(str(name).split("."), "{}.{}".format)
+    return any(fnmatchcase(n, level) for n in names for level in first_levels)
 
 
 def _is_optimizer(live: Any) -> bool:

@@ -271,6 +271,99 @@ def test_the_suggested_rename_works():
     assert torch.equal(live["model"].head.weight, saved["model"].fc.weight)
 
 
+class Wrapper(nn.Module):
+    def __init__(self, model, head=False):
+        super().__init__()
+        self.backbone = model
+        if head:
+            self.head = nn.Linear(10, 2)
+
+
+def small(n=2):
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(n)])
+
+
+def load_as_advised(url, into, model, *expected):
+    """Do what the error of a load suggests, for each of its suggestions; return the errors' advice.
+
+    The suggestions are ``ARGUMENTS or ARGUMENTS``, in which ``with`` separates two arguments.
+    """
+    with pytest.raises(PlanError) as e:
+        holdfast.load(url, into=into)
+    advice = str(e.value).partition("as needed: ")[2].removesuffix(".")
+    assert advice.startswith(expected)
+    advice, *others = advice.split(', missing="keep"')
+    options = {"missing": "keep"} if others else {}
+    for suggestion in advice.split(" or "):
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        names = {"holdfast": holdfast, "model": into.get("model")}
+        arguments = eval(f"dict({suggestion.replace(' with ', ', ')})", names)
+        report = holdfast.load(url, **({"into": into} | options | arguments))
+        assert report.loaded
+    return str(e.value)
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("layers", [2, 12])
+@pytest.mark.parametrize("more", [False, True])
+def test_a_model_is_loaded_into_one_that_wraps_it(more, layers, head):
+    saved, model = small(layers), Wrapper(small(layers), head)
+    url = save_state({"model": saved} | ({"n": 1} if more else {}))
+    into = {"model": model} | ({"n": 0} if more else {})
+    expected = 'into={"model": model.backbone}' + (' with keys="model"' if more else "")
+    text = load_as_advised(url, into, model.backbone, expected)
+    assert "ignore" not in text
+    assert_same(dict(saved.state_dict()), dict(model.backbone.state_dict()))
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+@pytest.mark.parametrize("prefix", ["backbone.", "module.", "a.b."])
+def test_a_model_is_loaded_from_one_that_wrapped_it(prefix, layers):
+    saved, model = small(layers), small(layers)
+    url = save_state({"model": {prefix + n: v for n, v in saved.state_dict().items()}, "n": 1})
+    text = load_as_advised(url, {"model": model, "n": 0}, model, "rename={")
+    assert "keep" not in text
+    assert_same(dict(saved.state_dict()), dict(model.state_dict()))
+
+
+def test_a_state_dict_is_loaded_into_that_of_a_wrapper():
+    saved, model = small(12), Wrapper(small(12))
+    url = save_state({"model": saved.state_dict()})
+    load_as_advised(url, {"model": model.state_dict()}, model, "rename={k: ")
+    assert_same(dict(saved.state_dict()), dict(model.backbone.state_dict()))
+
+
+def test_slots_follow_a_model_out_of_its_wrapper():
+    saved, model = Wrapper(small()), small()
+    opt, live_opt = optim.Adam(saved.parameters()), optim.Adam(model.parameters())
+    saved.backbone(torch.ones(1, 3)).sum().backward()
+    opt.step()
+    url = save_state({"model": saved, "optimizer": opt})
+    load_as_advised(url, {"model": model, "optimizer": live_opt}, model, "rename={")
+    assert_same(list(opt.state.values()), list(live_opt.state.values()))
+
+
+def test_a_part_of_a_nested_model_that_is_wrapped():
+    saved, live = small(), nn.Sequential(small())
+    url = save_state({"nets": {"g": saved}})
+    with pytest.raises(PlanError, match=r'into=\{"nets": \{"g": g\[0\]\}\}') as e:
+        holdfast.load(url, into={"nets": {"g": live}})
+    assert 'missing="keep"' not in str(e.value)
+    holdfast.load(url, into={"nets": {"g": live[0]}})
+
+
+def test_no_prefix_is_suggested_if_two_submodules_fit():
+    class Siamese(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = small(), small()
+
+    with pytest.raises(PlanError) as e:
+        holdfast.load(save_state({"model": small()}), into={"model": Siamese()})
+    assert str(e.value).endswith("Load into the same state that was saved.")
+
+
 def test_the_advice_for_many_leaves_is_short():
     count = 5_000
     saved = {f"layer{i}": {"w": torch.ones(2)} for i in range(count)}

@@ -30,7 +30,11 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         state = module.state_dict()
     live = dict(module.named_parameters(remove_duplicate=False))
     live.update(module.named_buffers(remove_duplicate=False))
-    in_place = {_memory_key(t) for t in [*module.parameters(), *module.buffers()] if _is_dense(t)}
+    in_place = {
+        _memory_key(t, join_key(key, escape_level(name)))
+        for name, t in live.items()
+        if _is_dense(t)
+    }
     fresh: dict[str, Finalize] = {}
     plain_names = modules.strip_wrapper_names(module, list(state), key)
     for (name, value), plain_name in zip(state.items(), plain_names, strict=True):
@@ -49,11 +53,12 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
             fresh[name] = binding.targets.add_fresh(child, k, value.device)
         elif (source := binding.tensor_source(value, child, k)) is None:
             continue
-        elif value.numel() == 0 or _memory_key(value) in in_place:
+        elif value.numel() == 0 or _memory_key(value, k) in in_place:
             binding.add_tensor(value, source, k)
         else:
             fresh[name] = binding.targets.add_fresh(child, k)
     binding.note_unexpected(members.values())
+    binding.differences.modules.append(key)
 
     def finalize() -> Any:
         if fresh or _has_custom_load(module):
@@ -95,10 +100,10 @@ def _is_resized_by_load(
     return not errors and tuple(getattr(trial, member).shape) == shape
 
 
-def _memory_key(value: Any) -> object:
+def _memory_key(value: Any, key: str) -> object:
     """Return a key that identifies a tensor's memory: its address, or for a distributed tensor the
     storage of the boxes that this rank has."""
-    boxes = sharding.get_local_boxes(value, "")
+    boxes = sharding.get_local_boxes(value, key)
     return value.data_ptr() if boxes is None else boxes.tie_key
 
 

@@ -6,6 +6,12 @@ from typing import Any
 
 from holdfast.engine.loading.binding import STATE_INVALID, Binding
 from holdfast.engine.loading.slots.bind_slots import SlotOwner, bind_slots
+from holdfast.engine.loading.slots.numbered import (
+    Members,
+    is_numbered,
+    name_parameters,
+    note_misfits,
+)
 from holdfast.engine.loading.slots.options import LoadedOptions
 from holdfast.engine.loading.targets import Finalize, tag_of
 from holdfast.engine.planning.select import (
@@ -22,7 +28,7 @@ _MIN_DIFFERING_OPTIONS = 2
 
 
 def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
-    """Bind an optimizer's slots and options.
+    """Bind an optimizer's slots and options. The snapshot may also have its ``state_dict()``.
 
     Slots that do not exist yet (before the first step) are created. If a parameter had no slots
     when the snapshot was saved, its live slots are removed, so that training continues as if it had
@@ -33,10 +39,10 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         if binding.selected(key) or binding.selected(f"{key}/state"):
             binding.differences.missing.append(key)
         return lambda: optimizer
-    members = binding.dict_members(optimizer, node, key)
-    if members is None or _note_other_object(binding, optimizer, members, node, key):
-        return lambda: optimizer
     grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names)
+    members, numbered = _find_members(binding, optimizer, grouped, node, key)
+    if members is None:
+        return lambda: optimizer
     live = {
         name: parameter
         for group, names in zip(optimizer.param_groups, grouped, strict=True)
@@ -56,6 +62,8 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
             continue
         if name in kept:
             binding.note_kept_slots(kept[name], tree.children(slots, k))
+            continue
+        if numbered and note_misfits(binding, optimizer, live[name], name, slots, k):
             continue
         owner = SlotOwner(optimizer, live[name], saved_name, options[name])
         bound = bind_slots(binding, owner, slots, k, exact)
@@ -83,6 +91,20 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         return optimizer
 
     return finalize
+
+
+def _find_members(
+    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
+) -> tuple[Members | None, bool]:
+    """Return the slots and the groups of a saved optimizer, and whether it was saved with numbered
+    parameters. Return None, and record a difference, if the node is of another kind."""
+    members = binding.dict_members(optimizer, node, key)
+    numbered = members is not None and is_numbered(members)
+    if members is not None and numbered:
+        members = name_parameters(binding, optimizer, grouped, members, key)
+    if members is None or _note_other_object(binding, optimizer, members, node, key):
+        return None, numbered
+    return members, numbered
 
 
 def _resized_parameters(binding: Binding, live: dict[str, Any]) -> dict[str, str]:
@@ -186,7 +208,7 @@ def _bind_groups(
     key: str,
 ) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
     """Bind the options of each group. Groups are matched by position and must have the same
-    parameters."""
+    parameters. A live option that the snapshot lacks is kept, as by PyTorch, and reported."""
     missing, unexpected = binding.differences.missing, binding.differences.unexpected
     keys = [f"{key}/{i}" for i in range(max(len(node["list"]), len(grouped)))]
     bound = []
@@ -209,6 +231,14 @@ def _bind_groups(
                 binding.note_unexpected([(child, join_key(k, option))])
             elif binding.selected(join_key(k, option)):
                 values[option] = binding.targets.add_fresh(child, join_key(k, option), "cpu")
+        binding.differences.options += [
+            join_key(k, option)
+            for option, value in group.items()
+            if option not in ("params", "param_names", *members)
+            and value is not None
+            and value is not False  # a switch that is off, such as one of a later PyTorch
+            and binding.selected(join_key(k, option))
+        ]
         bound.append((group, values))
     missing += filter(binding.selected, keys[len(node["list"]) :])
     unexpected += filter(binding.selected, keys[len(grouped) :])

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.planning.select import KeyFilter, suggest_renames
+from holdfast.engine.planning.select import KeyFilter, make_key_filter, suggest_renames
+from holdfast.engine.planning.wrapped import Wrapped
 from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
@@ -39,7 +40,8 @@ class Differences:
     error that ``raise_if_any`` raises has the keys as fields: ``missing``, ``unexpected``,
     ``misfits`` for the rest, and ``mismatched`` and ``dtypes`` for those of the rest that only have
     another shape or dtype. ``objects``: the keys of the objects with a ``load_state_dict`` of their
-    own whose state has missing or unexpected keys.
+    own whose state has missing or unexpected keys; ``options``: those of the live optimizers that
+    the snapshot lacks, which is not an error; ``modules``: the keys of the live modules.
 
     ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
     it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
@@ -54,6 +56,8 @@ class Differences:
     resized: dict[str, str] = field(default_factory=dict)
     casts: dict[str, str] = field(default_factory=dict)
     objects: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     saved_ranks: dict[str, list[int]] = field(default_factory=dict)
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -90,7 +94,7 @@ class Differences:
         combined._keep_reassigned(groups)
         on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
         combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
-        for name in ("missing", "objects"):
+        for name in ("missing", "objects", "options", "modules"):
             keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
             setattr(combined, name, list(keys))
         for one, ranks in groups:
@@ -160,32 +164,78 @@ class Differences:
         counts = (len(lacking), len(surplus), len(shapes), len(others))
         present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
         error_class = present[0][1] if len(present) == 1 else PlanError
-        below = [k for k in saved if not self.kinds.keys().isdisjoint(key_prefixes(k))]
-        members = "" if lacking else _suggest_keys(filter(selected, saved), [*surplus, *below])
-        renames = suggest_renames(lacking, surplus)
-        fitting = {*live}.difference(below, shapes, others)
-        options = (
-            (f"rename={_quote_renames(renames)}", renames),
-            (f"keys={members}", members),
-            ('missing="keep"', lacking),
-            ('unexpected="ignore"', surplus),
-            ("check_state_dict(state) in a class whose keys change in training", self.objects),
-            (f'mismatched="keep", which keeps {_format_few(shapes, fitting)}', shapes),
-            ("cast=True", self.dtypes),
-            (f"keys=[...] without {_format_few(self.kinds, fitting)}", self.kinds and not members),
-        )
-        advice = to_printable(", ".join(option for option, needed in options if needed))
+        advice = self._advise(url, saved, selected, lacking, surplus, shapes)
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
         raise error_class(
             f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
             + ". ".join(f"{n} {text}: {listing}" for n, _, text, listing in present),
-            todo=f"Load into the same state that was saved, or use options as needed: {advice}",
+            todo="Load into the same state that was saved"
+            + (f", or use options as needed: {advice}" if advice else ""),
             missing=tuple(lacking),
             unexpected=tuple(surplus),
             misfits=tuple(misfits),
             mismatched=tuple(shapes),
             dtypes=tuple(self.dtypes),
         )
+
+    def _advise(
+        self,
+        url: str,
+        saved: Sequence[str],
+        selected: KeyFilter,
+        lacking: Sequence[str],
+        surplus: Sequence[str],
+        shapes: Mapping[str, str],
+    ) -> str:
+        """Return the options that tolerate the differences, without those that do not help. A load
+        that would load nothing is not suggested."""
+        below = [k for k in saved if not self.kinds.keys().isdisjoint(key_prefixes(k))]
+        fitting = {*saved, *self.missing}.difference(self.unexpected, below, shapes, self.dtypes)
+        requested = [*filter(selected, saved)]
+        loads_some = not fitting.isdisjoint(requested) or bool(self.dtypes)
+        members = "" if lacking else _suggest_keys(requested, [*surplus, *below])
+        wrapped = Wrapped.find(lacking, surplus)
+        unwrap = "" if wrapped is None else self._suggest_unwrapping(wrapped, url, saved)
+        if wrapped is not None and unwrap:
+            lacking, surplus, loads_some = wrapped.lacking, wrapped.surplus, True
+        renames = suggest_renames(lacking, surplus)
+        options = (
+            (unwrap, unwrap),
+            (f"rename={_quote_renames(renames)}", renames),
+            (f"keys={members}", members),
+            ('missing="keep"', lacking and loads_some),
+            ('unexpected="ignore"', surplus and loads_some),
+            ("check_state_dict(state) in a class whose keys change in training", self.objects),
+            (
+                f'mismatched="keep", which keeps {_format_few(shapes, fitting)}',
+                shapes and loads_some,
+            ),
+            ("cast=True", self.dtypes),
+            (f"keys=[...] without {_format_few(self.kinds, fitting)}", self.kinds and not members),
+        )
+        return to_printable(", ".join(option for option, needed in options if needed))
+
+    def _suggest_unwrapping(self, wrapped: Wrapped, url: str, saved: Sequence[str]) -> str:
+        """Return the arguments that load a model although one side has it in a wrapper."""
+        renames = wrapped.renames()
+        suggestions = [f"rename={_quote_renames(renames)}"] if renames else []
+        root, prefix = wrapped.root, wrapped.prefix
+        inner, outer = join_key(root, ""), join_key(root, prefix)
+        old, new = (inner, outer) if wrapped.is_live else (outer, inner)
+        if old and not renames:
+            suggestions.append(
+                f"rename={{k: k.replace({old!r}, {new!r}, 1) for k in holdfast.open({url!r})"
+                f" if k.startswith({old!r})}}"
+            )
+        *above, name = root.split("/")
+        if wrapped.is_live and root in self.modules and name.isidentifier():
+            levels = "".join(f"[{p}]" if p.isdecimal() else f".{p}" for p in prefix[:-1].split("."))
+            into = f'{{"{name}": {name}{levels}}}'
+            for level in reversed(above):
+                into = f'{{"{level}": {into}}}'
+            is_whole = all(key.startswith(f"{root}/") for key in saved)
+            suggestions.insert(0, f"into={into}" + ("" if is_whole else f' with keys="{root}"'))
+        return " or ".join(suggestions)
 
 
 def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
@@ -232,6 +282,8 @@ def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
     too_many = not 0 < len(selected) <= _MAX_SUGGESTED_KEYS
     if too_many or has_wildcards or (parents & excluded_parents) - {""}:
         return ""
+    if any(map(make_key_filter([key for key, _ in selected]), surplus)):
+        return ""  # a surplus key continues a selected one with a dot
     quoted = ", ".join(f'"{key}"' for key, _ in selected)
     return quoted if len(selected) == 1 else f"[{quoted}]"
 

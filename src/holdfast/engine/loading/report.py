@@ -26,7 +26,9 @@ class LoadReport:
     """What a load into a live state did. As text, it has one line for each kind of difference.
 
     ``url``: the snapshot; ``loaded``: the keys of the leaves and plain values that were loaded;
-    ``kept``: the keys of live values that were kept, each with the reason; ``ignored``: the keys of
+    ``kept``: the keys of live values that were kept, each with the reason (also the options of an
+    optimizer that the snapshot lacks, unless they are None or False, although no ``missing="keep"``
+    is needed for them); ``ignored``: the keys of
     the snapshot that the live state lacks; ``cast``: the keys of the leaves that were converted,
     each with both dtypes; ``renamed``: the renames, as they were passed. Keys that ``keys=`` did
     not select are not listed. All ranks of a load have the same report.
@@ -52,7 +54,7 @@ class LoadReport:
         left_out = {*differences.unexpected, *shapes}
         if left_out:  # a sparse tensor is kept as a whole, but saved in parts
             saved = [key for key in saved if left_out.isdisjoint(key_prefixes(key))]
-        kept = dict.fromkeys(differences.missing, MISSING) | shapes
+        kept = dict.fromkeys((*differences.missing, *differences.options), MISSING) | shapes
         return cls(
             url,
             tuple(saved),

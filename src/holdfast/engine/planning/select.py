@@ -30,8 +30,8 @@ def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
     """Return a function that returns True if a key matches one of the patterns.
 
     ``*`` matches within a level, ``**`` across levels, and ``?`` one character. Every other
-    character matches itself. A pattern without wildcards also matches all keys below it. None
-    matches every key.
+    character matches itself. A pattern without wildcards also matches all keys below it, and all
+    that continue it with a dot: the parameters of a module. None matches every key.
     """
     if patterns is None:
         return match_all
@@ -56,7 +56,7 @@ def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
     def matches(key: str) -> bool:
         if above_all is not None and above_all.fullmatch(key):
             return True
-        levels = [key[: m.start()] for m in re.finditer("/", key)]
+        levels = [key[: m.start()] for m in re.finditer("[/.]", key)]
         return (
             key in plain
             or not plain.isdisjoint(levels)
@@ -167,6 +167,11 @@ _MAX_RENAMES_TRIED = 8
 _SLOT_KEY = re.compile("/(state|groups)/")
 
 
+def is_slot_key(key: str) -> bool:
+    """Return True for a key within the state of an optimizer."""
+    return _SLOT_KEY.search(key) is not None
+
+
 def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str, str]:
     """Return the renames that give keys of the snapshot (``surplus``) the names that the live state
     has (``lacking``), if each has only one plausible origin. Otherwise, return an empty dict.
@@ -175,7 +180,7 @@ def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str,
     no more similar one, and if it gives every key below it a name that is lacking.
     """
     new_keys, old_keys = (  # slots follow their parameters
-        {key for key in keys if not _SLOT_KEY.search(key)} for keys in (lacking, surplus)
+        {key for key in keys if not is_slot_key(key)} for keys in (lacking, surplus)
     )
     renames: dict[str, str] = {}
     # the side with fewer keys: adding many layers must not hide that one was renamed

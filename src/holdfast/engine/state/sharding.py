@@ -20,7 +20,7 @@ import numpy as np
 from holdfast.engine.planning.placements import Placements, ShardPlacement, local_boxes
 from holdfast.errors import PlanError, Unsupported
 from holdfast.lazy_torch import dtype_name, torch_or_none
-from holdfast.text import with_article
+from holdfast.text import format_list, with_article
 from holdfast.types import DTYPES, Box
 
 _DTENSOR_MODULE = "torch.distributed.tensor"
@@ -304,18 +304,27 @@ def _to_dense_local(tensor: Any, key: str) -> Any:
     if type(tensor) is not torch.Tensor:
         tensor = _wait_tensor(tensor)
     problem = None
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    todo = "Save its dense components"
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names = format_list(tensor.__tensor_flatten__()[0], 5)
+        problem = f"{with_article(type(tensor).__qualname__)}, which consists of inner tensors"
+        todo = (
+            f"Save its inner tensors ({names}), each as a DTensor or a holdfast.Boxed, or save the"
+            " model before it is quantized"
+        )
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         name = with_article(type(tensor).__qualname__)
         problem = f"{name}, a subclass of Tensor whose structure is not known"
     elif tensor.is_meta or tensor.layout is not torch.strided:
         problem = f"a tensor with layout {tensor.layout} on the device {tensor.device}"
+        if tensor.is_meta:
+            todo = "Allocate memory for the module with module.to_empty(device=...)"
     if problem is not None:
         raise Unsupported(
             f"Holdfast cannot read or fill the memory of the local tensor of {key!r}",
             expected="a dense tensor on a real device",
             found=problem,
-            todo="Allocate memory for a module on the meta device with"
-            " module.to_empty(device=...); for another kind of tensor, save its dense components",
+            todo=todo,
             leaf=key,
         )
     return tensor.detach() if tensor.requires_grad else tensor

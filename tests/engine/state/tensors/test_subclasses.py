@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 from holdfast.engine.snapshot.snapshot import reader_of
@@ -20,6 +24,7 @@ from holdfast.errors import (
     HoldfastError,
     ManifestInvalid,
     MemberFailed,
+    NotFound,
     Unsupported,
 )
 from tests.engine.states import unused_url
@@ -39,6 +44,15 @@ class Detachable(Scaled):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is torch.ops.aten.detach.default
         return cls(args[0].codes, args[0].scale.clone(), args[0].bits)
+
+
+class Viewable(Scaled):
+    """A tensor that can be the local part of a ``DTensor``."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.view.default)
+        return cls(args[0].codes, args[0].scale, args[0].bits)
 
 
 class Kind(enum.Enum):
@@ -360,3 +374,46 @@ def test_a_malformed_node_is_refused(node: Json) -> None:
     files[key] = seal(content, 3)
     with pytest.raises(ManifestInvalid):
         holdfast.open(store_of(files).at(key.partition("/")[0]))
+
+
+# -- distributed tensors -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize("in_module", [False, True])
+def test_a_distributed_tensor_of_such_a_class_is_refused(
+    mesh: DeviceMesh, placement: Any, in_module: bool
+) -> None:
+    local = Viewable(scaled(1).codes, scaled(1).scale)
+    tensor: Any = DTensor.from_local(local, mesh, [placement], run_check=False)
+    live = {"m": {"weight": tensor}, "n": 1}
+    if in_module:
+        live["m"] = nn.Linear(3, 2, bias=False)
+        live["m"].weight = nn.Parameter(tensor, requires_grad=False)
+    described = (
+        r"local tensor of 'm/weight'\. Expected a dense tensor on a real device, found a Viewable,"
+        r" which consists of inner tensors\. Save its inner tensors \(codes, scale\), each as a"
+    )
+    url = unused_url()
+    with pytest.raises(Unsupported, match=described):
+        holdfast.save(url, live)
+    with pytest.raises(NotFound):
+        holdfast.open(url)
+    dense = DTensor.from_local(torch.ones(2, 3), mesh, [placement])
+    holdfast.save(url, {"m": {"weight": dense}, "n": 2})
+    with pytest.raises(Unsupported, match=described):
+        holdfast.load(url, into=live)
+    assert live["n"] == 1
+    assert inner(local) == inner(scaled(1))
+    parts = {name: DTensor.from_local(t, mesh, [placement]) for name, t in vars(local).items()
+             if name != "bits"}  # fmt: skip
+    holdfast.save(unused_url(), {"m": parts})  # as advised
