@@ -44,6 +44,7 @@ from holdfast.training.resume import resume_run
 from holdfast.training.resume_point import ResumePoint, ResumeRequest, left_state_invalid
 from holdfast.training.resuming.gaps import GapCheck
 from holdfast.training.resuming.receipt import Consumption, check_resume, record_next_batches
+from holdfast.training.resuming.schedules import Arguments, read_arguments, warn_replaced
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -164,7 +165,7 @@ class Checkpointer:
         self._make_ending(save, on_error, preemption)
         self._calls = GuardedCalls(self._preemption, self._goodput)
         self._consumption = Consumption(self.run)
-        self._gaps = GapCheck(self.run.url, state, save, self._group.rank)
+        self._gaps = GapCheck(self.run.url, state, save, self._group.rank, self._step_counter)
         self._end_lines = show_lines(self, self.run.url, quiet)
         take_over(self)
 
@@ -183,12 +184,14 @@ class Checkpointer:
     @property
     def current_step(self) -> int:
         """The number of steps completed, including those before the resume."""
+        self._gaps.note_read()
         return self._step_counter.step
 
     @property
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
         after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
+        self._gaps.note_read()
         return self._early_stop.stopped or self._calls.is_leaving
 
     # -- resuming ------------------------------------------------------------------------------
@@ -223,8 +226,7 @@ class Checkpointer:
         A run that has versions ignores these arguments and loads its own completely.
 
         ``missing="keep"`` without ``start`` keeps the live values that the version of the run
-        lacks, such as a new member of the state. A ``KeptValues`` warning names each key, and later
-        versions record them.
+        lacks. A ``KeptValues`` warning names each key, and later versions record them.
 
         Unless ``check=False``, the live state is then compared with the digests of the version, and
         the next batch of an ``ElasticSampler`` with the recorded one, and an event reports that.
@@ -240,6 +242,7 @@ class Checkpointer:
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
         own, request = leniency if start is None else STRICT, ResumeRequest(at, branch, trust)
+        schedules = read_arguments(self.state)
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
             point = resume_run(self.run, self.state, self._group, request, *parts, own)
@@ -256,16 +259,18 @@ class Checkpointer:
         if point is None:
             events.emit("began", run=self.run.url)
             return None
-        self._continue_from(point)
-        if check and (point.from_own_run or (keys is None and leniency == STRICT)):
+        self._continue_from(point, schedules)
+        if check and (point.from_own_run or (keys is None and point.is_exact_start)):
             check_resume(self.run.url, point.snapshot, self.state, self._group)
         return point.snapshot
 
-    def _continue_from(self, point: ResumePoint) -> None:
+    def _continue_from(self, point: ResumePoint, schedules: Arguments) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self.start_report = point.start_report
         self._step_counter.resume_at(point.step, point.from_own_run)
-        self._gaps.restart()
+        self._gaps.restart(point.step if point.from_own_run else 0)
+        if self._group.rank == 0:
+            warn_replaced(schedules, self.state, point.snapshot.url)
         self._consumption.restart(point.snapshot, point.step)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
@@ -355,7 +360,7 @@ class Checkpointer:
     def _act(self, agreed: frozenset[str]) -> None:
         """Leave if the ranks have agreed on that, and save if a save is due."""
         self._ensure_started()
-        self._gaps.check(self._step_counter.has_counted)
+        self._gaps.check()
         if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
             return
         self._calls.respond(agreed)
