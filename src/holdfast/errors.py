@@ -287,6 +287,11 @@ class KeptValues(UserWarning):
     each key."""
 
 
+class ReplacedSchedule(UserWarning):
+    """A resume replaced arguments of a scheduler, such as its length, by those of the version; the
+    message names them."""
+
+
 class UnconsumedSamples(UserWarning):
     """A resumed training ended without a step, although samples of its epoch were left."""
 

@@ -343,6 +343,16 @@ def KeptValues() -> None:
 
 
 @causes
+def ReplacedSchedule() -> None:
+    for steps in (10, 20):
+        optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        with holdfast.Checkpointer("runs/a", {"scheduler": scheduler}) as ckpt:
+            ckpt.resume()
+            ckpt.step()
+
+
+@causes
 def UnconsumedSamples() -> None:
     sampler = holdfast.ElasticSampler(8, batch_size=2, seed=0)
     loader = DataLoader(range(8), batch_sampler=sampler)

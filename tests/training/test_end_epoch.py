@@ -704,3 +704,25 @@ def test_a_progress_of_an_earlier_release_loads(epoch: int, expected: int) -> No
     again.load_state_dict(progress.state_dict())
     again.step += 1
     assert again.step_in_epoch == 1
+
+
+def test_an_evaluation_before_the_last_step_of_an_epoch_is_not_repeated() -> None:
+    """A finished training that is started again evaluates nothing, as docs/resume.md says."""
+    store, evaluated = MemoryStore(), list[int]()
+    for _ in range(2):
+        sampler, progress = holdfast.ElasticSampler(8, 2), holdfast.Progress()
+        state = {"sampler": sampler, "progress": progress}
+        with holdfast.Checkpointer(store, state, save=EverySteps(2) | AtEnd()) as ckpt:
+            ckpt.resume()
+            while progress.epoch < 2:
+                for _ in sampler:
+                    metrics = {}
+                    if sampler.left == 1:
+                        metrics["val_loss"] = 0.5
+                        evaluated.append(progress.step)
+                    ckpt.step(metrics)
+                ckpt.end_epoch()
+    assert evaluated == [3, 7]
+    newest = Run(store).latest()
+    assert newest is not None
+    assert newest.metadata["metrics"] == {"val_loss": 0.5}

@@ -1,10 +1,14 @@
-"""SIGTERM to a training of PyTorch in a real process, and a restart that goes on exactly."""
+"""SIGTERM and SIGHUP to a training of PyTorch in a real process, and a restart that goes on
+exactly."""
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,31 +36,65 @@ with holdfast.Checkpointer(sys.argv[1], state) as ckpt:
             while ckpt._preemption._deadline is None:
                 time.sleep(0.01)
             time.sleep(0.2)
+        if "ignore" in sys.argv and progress.step == 6:
+            print("in a step", flush=True)
+            sys.stdin.readline()
         ckpt.step()
 print(progress.step, model.weight.tolist(), torch.rand(1).item(), flush=True)
 """
 
 
-def start(folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(folder), *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def start(folder: Path, *args: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = [*before, sys.executable, "-W", "error", "-c", SCRIPT, str(folder), *args]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+
+def saved_steps(run: Path) -> list[tuple[int | None, object]]:
+    return [(s.step, s.metadata["reason"]) for s in Run(run).snapshots()]
 
 
 @pytest.mark.slow
-def test_sigterm_in_a_step_saves_that_step_and_the_restart_is_exact(tmp_path: Path) -> None:
+def test_the_end_of_the_terminal_saves_the_step(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path), "stop"]
+        os.execv(sys.executable, command)
+    printed = b""
+    while b"in a step" not in printed:
+        printed += os.read(terminal, 4096)
+    os.close(terminal)  # as when a window or a connection is closed
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    assert saved_steps(tmp_path) == [(7, "preemption")]
+
+
+@pytest.mark.slow
+def test_sighup_under_nohup_stays_ignored(tmp_path: Path) -> None:
+    with start(tmp_path, "ignore", before=["nohup"]) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline() == "in a step\n"
+        training.send_signal(signal.SIGHUP)
+        training.communicate("\n", timeout=60)
+        assert training.returncode == 0
+    assert saved_steps(tmp_path) == [(12, "end")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_a_step_saves_that_step_and_the_restart_is_exact(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     with (
         start(tmp_path / "undisturbed") as undisturbed,
         start(tmp_path / "run", "stop") as training,
     ):
         assert training.stdout is not None
         assert training.stdout.readline() == "in a step\n"
-        training.send_signal(signal.SIGTERM)
+        training.send_signal(number)
         assert training.wait(60) == 75
         expected = undisturbed.communicate(timeout=60)[0]
         assert undisturbed.returncode == 0
-    assert [(s.step, s.metadata["reason"]) for s in Run(tmp_path / "run").snapshots()] == [
-        (7, "preemption")
-    ]
+    assert saved_steps(tmp_path / "run") == [(7, "preemption")]
     with start(tmp_path / "run") as restarted:
         assert restarted.communicate(timeout=60)[0] == expected
         assert restarted.returncode == 0

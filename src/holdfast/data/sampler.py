@@ -78,10 +78,11 @@ class ElasticSampler:
         self._yielded: Position = (0, 0)  # after the last batch that was yielded
         self._pass_epoch = 0  # the epoch at whose end the pass ends
         self._per_step = 1  # the most batches that one step has counted
-        self._pass_number = 0
+        self.pass_number = 0
         self._has_stepped = False  # a step was taken, with any number of batches
         self._uncounted_passes = 0  # passes that ended before any step
         self._has_warned = False  # of uncounted batches, after a step
+        self.was_asked = False  # for ``epochs``
         self._resumed = False  # a state was loaded, and no pass has begun since
         self._has_ended = False  # end_epoch was called since the pass was over
         # passes begun and epoch label at the first iteration after a load
@@ -111,6 +112,11 @@ class ElasticSampler:
     @property
     def epochs(self) -> int:
         """The number of epochs that are complete at the counted position."""
+        self.was_asked = True
+        return self.count_epochs()
+
+    def count_epochs(self) -> int:
+        """Return ``epochs``, for Holdfast itself: the loop does not learn the number."""
         epoch, samples = self._counted
         return epoch + (1 if self._is_epoch_over(samples) else 0)
 
@@ -238,7 +244,7 @@ class ElasticSampler:
         self._counted = self._yielded = (state["epoch"], samples)
         self._pass_epoch = state["epoch"] + state["ahead"]
         self._per_step = state["per_step"]
-        self._pass_number += 1
+        self.pass_number += 1
         skips = self.skip_empty and self._is_pass_over()
         self._resumed, self._has_ended, self._first_iteration = not skips, False, None
         self._epoch_labels.reset()
@@ -273,9 +279,9 @@ class ElasticSampler:
     def _pass(self) -> Iterator[list[int]]:
         rank, ranks = self._rank_and_world_size()
         self._begin_pass()
-        pass_number = self._pass_number
+        pass_number = self.pass_number
         while True:
-            if pass_number != self._pass_number:
+            if pass_number != self.pass_number:
                 raise HoldfastError(
                     "This pass over an ElasticSampler is no longer the latest",
                     expected="one pass at a time",
@@ -298,7 +304,7 @@ class ElasticSampler:
 
     def _begin_pass(self) -> None:
         """Determine the position at which a pass begins, and the epoch with which it ends."""
-        self._pass_number += 1
+        self.pass_number += 1
         resumed, self._resumed, self._has_ended = self._resumed, False, False
         if not resumed and self._is_pass_over():
             self._pass_epoch += 1

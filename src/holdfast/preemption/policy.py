@@ -55,9 +55,10 @@ class Preemption:
     ends. It never goes on for longer than the notice allows. None: it goes on if the notice leaves
     more than five minutes, such as one of a maintenance in an hour.
 
-    ``notices`` are the sources of notices. None: SIGTERM, and those of the platform on which the
-    process runs. ``exit_fn`` is called instead of an exit with code 75. If it returns, training may
-    go on, and ``ckpt.should_stop`` is True. ``save_fn`` is called instead of a save.
+    ``notices`` are the sources of notices. None: SIGTERM, SIGHUP (unless it is ignored or has a
+    handler), and those of the platform on which the process runs. ``exit_fn`` is called instead of
+    an exit with code 75. If it returns, training may go on, and ``ckpt.should_stop`` is True.
+    ``save_fn`` is called instead of a save.
 
     Under several ranks, a notice on one rank makes all ranks save at one step and exit.
 

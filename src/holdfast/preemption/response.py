@@ -39,7 +39,7 @@ from holdfast.preemption.parts import LEAVE, SAVE, SAVE_ONLY, Ending, Saves, Ste
 from holdfast.preemption.policy import Preemption
 from holdfast.preemption.savepoints.savepoint_saver import SLACK, Durations, SavepointSaver
 from holdfast.preemption.savepoints.step_savepoint import StepSavepoint
-from holdfast.preemption.signals import SignalNotice, request_signals
+from holdfast.preemption.signals import request_signals, stop_signals
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
@@ -105,7 +105,7 @@ class PreemptionResponse:
         if self._settings is None or self._watcher is not None:
             return
         given = self._settings.notices
-        sources, find = ([SignalNotice()], detect_and_report) if given is None else (given, tuple)
+        sources, find = ([stop_signals()], detect_and_report) if given is None else (given, tuple)
         self._watcher = NoticeWatcher(sources, self.on_notice, find)
         self._watcher.start()
         announce_worker(request_signals(sources))

@@ -304,6 +304,15 @@ after_fork(_dispatcher.forget_in_child)
 atexit.register(_dispatcher.stop_ignoring)
 
 
+def stop_signals() -> SignalNotice:
+    """Return the source of the signals that stop a training if the user names none: SIGTERM, and
+    SIGHUP, which follows the end of a terminal. It stays ignored under ``nohup``, and a handler of
+    the program keeps it for itself."""
+    hangup = signal.getsignal(signal.SIGHUP)
+    is_free = hangup in (signal.SIG_DFL, _dispatcher.handle)
+    return SignalNotice(signal.SIGTERM, signal.SIGHUP) if is_free else SignalNotice()
+
+
 def protect_worker(worker_id: int = 0) -> None:
     """Protect a worker of a ``DataLoader`` from a signal that goes to all processes of a job.
 

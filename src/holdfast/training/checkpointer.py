@@ -23,6 +23,7 @@ from holdfast.training.lifecycle import exclusive
 from holdfast.training.resume import resume_run
 from holdfast.training.resume_point import ResumeRequest, left_state_invalid
 from holdfast.training.resuming.receipt import check_resume
+from holdfast.training.resuming.schedules import read_arguments
 from holdfast.training.start import check_start, start_from
 
 
@@ -114,17 +115,19 @@ class Checkpointer(CheckpointerBase):
         super().__init__(run, state, options, group)
 
     def __repr__(self) -> str:
-        return f"<Checkpointer {self.run.url} at step {self.current_step}>"
+        return f"<Checkpointer {self.run.url} at step {self._step_counter.step}>"
 
     @property
     def current_step(self) -> int:
         """The number of steps completed, including those before the resume."""
+        self._gaps.note_read()
         return self._step_counter.step
 
     @property
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
         after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
+        self._gaps.note_read()
         return self._early_stop.stopped or self._calls.is_leaving
 
     # -- resuming ------------------------------------------------------------------------------
@@ -159,8 +162,7 @@ class Checkpointer(CheckpointerBase):
         A run that has versions ignores these arguments and loads its own completely.
 
         ``missing="keep"`` without ``start`` keeps the live values that the version of the run
-        lacks, such as a new member of the state. A ``KeptValues`` warning names each key, and later
-        versions record them.
+        lacks. A ``KeptValues`` warning names each key, and later versions record them.
 
         Unless ``check=False``, the live state is then compared with the digests of the version, and
         the next batch of an ``ElasticSampler`` with the recorded one, and an event reports that.
@@ -176,6 +178,7 @@ class Checkpointer(CheckpointerBase):
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
         own, request = leniency if start is None else STRICT, ResumeRequest(at, branch, trust)
+        schedules = read_arguments(self.state)
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
             point = resume_run(self.run, self.state, self._group, request, *parts, own)
@@ -185,15 +188,15 @@ class Checkpointer(CheckpointerBase):
             self._lifecycle.is_state_valid &= not left_state_invalid(e)
             raise
         finally:  # the load may have changed the step of the state
-            self._step_counter.resume_at(self.current_step, from_own_run=False)
+            self._step_counter.resume_at(self._step_counter.step, from_own_run=False)
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
             self._saver.start_tiers(self.state)
         if point is None:
             events.emit("began", run=self.run.url)
             return None
-        self._continue_from(point)
-        if check and (point.from_own_run or (keys is None and leniency == STRICT)):
+        self._continue_from(point, schedules)
+        if check and (point.from_own_run or (keys is None and point.is_exact_start)):
             check_resume(self.run.url, point.snapshot, self.state, self._group)
         return Snapshot(point.snapshot)
 
@@ -263,8 +266,8 @@ class Checkpointer(CheckpointerBase):
         with self._goodput.paused():
             self._ensure_started()
             newest = self._saver.wait_on_all_ranks()
-            self._early_stop.observe(added_metrics, self.current_step, self._agreement, False)
-            if newest is None or self._saver.saved_step != self.current_step:
+            self._early_stop.observe(added_metrics, self._step_counter.step, self._agreement, False)
+            if newest is None or self._saver.saved_step != self._step_counter.step:
                 self._start_save("request", {**self._metrics, **added_metrics})
                 newest = self._saver.wait_on_all_ranks()
             else:
@@ -315,7 +318,7 @@ class Checkpointer(CheckpointerBase):
     def _close(self, error: BaseException | None) -> None:
         try:
             if error is None and self._group.rank == 0 and not self.should_stop:
-                self._consumption.check(self.current_step)
+                self._consumption.check(self._step_counter.step)
             unsaved = self._ending.finish(error, self._calls.is_leaving)
         finally:
             self._release()

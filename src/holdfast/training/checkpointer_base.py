@@ -35,6 +35,7 @@ from holdfast.training.lifecycle import Lifecycle, exclusive, show_lines
 from holdfast.training.resume_point import ResumePoint
 from holdfast.training.resuming.gaps import GapCheck
 from holdfast.training.resuming.receipt import Consumption, record_next_batches
+from holdfast.training.resuming.schedules import Arguments, warn_replaced
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -74,7 +75,9 @@ class CheckpointerBase:
         self._preemption = PreemptionResponse(options.preemption, self._group, observed)
         self._calls = GuardedCalls(self._preemption, self._goodput)
         self._consumption = Consumption(self.run)
-        self._gaps = GapCheck(self.run.url, state, options.save, self._group.rank)
+        self._gaps = GapCheck(
+            self.run.url, state, options.save, self._group.rank, self._step_counter
+        )
         self._end_lines = show_lines(self, self.run.url, options.quiet)
         take_over(self)
 
@@ -91,11 +94,13 @@ class CheckpointerBase:
             options.save, options.on_error, *parts, self._start_save, savepoint
         )
 
-    def _continue_from(self, point: ResumePoint) -> None:
+    def _continue_from(self, point: ResumePoint, schedules: Arguments) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self.start_report = point.start_report
         self._step_counter.resume_at(point.step, point.from_own_run)
-        self._gaps.restart()
+        self._gaps.restart(point.step if point.from_own_run else 0)
+        if self._group.rank == 0:
+            warn_replaced(schedules, self.state, point.snapshot.url)
         self._consumption.restart(point.snapshot, point.step)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
@@ -129,7 +134,7 @@ class CheckpointerBase:
     def _act(self, agreed: frozenset[str]) -> None:
         """Leave if the ranks have agreed on that, and save if a save is due."""
         self._ensure_started()
-        self._gaps.check(self._step_counter.has_counted)
+        self._gaps.check()
         if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
             return
         self._calls.respond(agreed)

@@ -96,6 +96,11 @@ class ResumePoint:
     start_report: LoadReport | None = None
 
     @property
+    def is_exact_start(self) -> bool:
+        """True if everything that was selected from another run was loaded as it is there."""
+        return self.start_report is not None and self.start_report.is_exact
+
+    @property
     def sessions(self) -> list[str]:
         """The sessions that wrote the state in a tier; none for a version of the run."""
         return [] if self.tier is None else read_sessions(self.snapshot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from holdfast.data.progress import Progress
@@ -54,6 +55,16 @@ class StepCounter:
         """True if a step has ended since the start of the process, or the last resume."""
         return self._expected_step is not None
 
+    @property
+    def passes(self) -> float:
+        """The number of passes that each sampler has begun; infinity without a sampler."""
+        return min((sampler.pass_number for sampler in self._samplers), default=inf)
+
+    @property
+    def is_lost_at_restart(self) -> bool:
+        """True if the state has no ``Progress``, and nobody has read the epochs of a sampler."""
+        return self._saved_progress is None and not any(s.was_asked for s in self._samplers)
+
     def check_can_fire(self, policy: SavePolicy) -> None:
         """Raise ``HoldfastError`` for a policy that can never fire in this training."""
         if not policy.wants_epochs or self._samplers:
@@ -72,7 +83,7 @@ class StepCounter:
     def epochs(self) -> int:
         """The number of completed epochs: those of the first sampler, and those that ``end_epoch``
         has ended early. Without a sampler: those that it has ended, also before the resume."""
-        return self._ended_epochs + (self._samplers[0].epochs if self._samplers else 0)
+        return self._ended_epochs + (self._samplers[0].count_epochs() if self._samplers else 0)
 
     def add_steps(self, steps: int, batches: int) -> None:
         """Count ``steps`` more steps, which consist of ``batches`` batches together.

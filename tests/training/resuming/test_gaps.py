@@ -157,6 +157,18 @@ def test_a_loader_that_is_not_used_is_no_gap(tmp_path: Path) -> None:
     del waiting
 
 
+def test_an_iterator_of_an_earlier_cell_is_no_gap(tmp_path: Path) -> None:
+    stale = iter(DataLoader(DATA, batch_size=2, shuffle=True))
+    next(stale)  # the traceback of an interrupted cell keeps it alive
+    assert warnings_of_steps(tmp_path / "a", {"model": model_of()}, range(2)) == []
+    loader = DataLoader(DATA, batch_size=2)
+    (warning,) = warnings_of_steps(tmp_path / "b", {"model": model_of()}, loader)
+    assert "no position" in warning
+    assert "shuffling" not in warning
+    (warning,) = warnings_of_steps(tmp_path / "c", {"model": model_of()}, stale)  # goes on
+    assert "shuffling" in warning
+
+
 def test_a_position_of_the_user_is_recognized(tmp_path: Path) -> None:
     loader = DataLoader(DATA, batch_size=2)
     state: dict[str, Any] = {"model": model_of(), "data": Position()}
@@ -283,4 +295,4 @@ def test_live_objects_are_searched_only_if_something_may_be_lacking(
     assert searches == []
     del state["rng"]
     warnings_of_steps(tmp_path / "b", state, DataLoader(DATA, batch_sampler=sampler))
-    assert searches == [None]
+    assert searches == [None] * 2  # one at the creation, for iterators of an earlier cell

@@ -70,6 +70,11 @@ class LoadReport:
         return not (self.kept or self.ignored)
 
     @property
+    def is_exact(self) -> bool:
+        """True if nothing was kept, ignored, converted, or renamed."""
+        return self.is_complete and not (self.cast or self.renamed)
+
+    @property
     def summary(self) -> str:
         """The report as text; empty if nothing was kept, ignored, or converted."""
         return "" if self.is_complete and not self.cast else str(self)

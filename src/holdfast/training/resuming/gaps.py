@@ -9,6 +9,7 @@ import gc
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from holdfast.generators import States, capture_states
 from holdfast.lazy_torch import torch_or_none
 from holdfast.run.policy import AtEnd, EveryEpoch, Never, SavePolicy
 from holdfast.text import format_list, warn_user
+from holdfast.training.resuming.loop_check import LoopCheck
+from holdfast.training.step_counter import StepCounter
 
 _RNG_STATE_SIZES = frozenset({16, 5056})
 """The bytes of a generator's state in PyTorch: on a device, and on the CPU."""
@@ -48,26 +51,39 @@ class GapCheck:
     the last ``restart``.
     """
 
-    def __init__(self, run: str, state: dict[str, Any], policy: SavePolicy, rank: int) -> None:
-        self._run, self._state = run, state
-        self._is_needed = rank == 0 and not isinstance(policy, Never)
+    def __init__(
+        self, run: str, state: dict[str, Any], policy: SavePolicy, rank: int, counter: StepCounter
+    ) -> None:
+        self._run, self._state, self._counter = run, state, counter
+        self._is_reporting = self._is_needed = rank == 0 and not isinstance(policy, Never)
+        self._loop = LoopCheck(run, state, counter)
+        self.note_read = self._loop.note_read
         self._saves_within_epochs = _saves_within_epochs(policy)
         self._generators: States = {}
         self._counters: list[int] = []
+        self._stale = self._find_iterators()
         self.restart()
 
-    def restart(self) -> None:
-        """Compare with the generators and counters of now, which a resume may have set."""
+    def restart(self, resumed_step: int = 0) -> None:
+        """Compare with the generators and counters of now, which a resume may have set.
+
+        ``resumed_step``: the step of the training's own run at which it has resumed, or 0.
+        """
+        if self._is_reporting and torch_or_none() is not None:
+            self._loop.begin(resumed_step, _known_types())
         if self._is_needed:
             self._generators, self._counters = capture_states(), _read_counters(self._state)
 
-    def check(self, has_stepped: bool) -> None:
-        """Warn, if the first step has ended. Later calls do nothing."""
-        if not (self._is_needed and has_stepped):
+    def check(self) -> None:
+        """Warn, if the first step has ended. Later calls look only at the loop after a resume."""
+        if self._counter.has_counted:
+            self._loop.check()
+        if not (self._is_needed and self._counter.has_counted):
             return
         self._is_needed = False
         gaps = self._find()
         self._generators = {}
+        self._stale.clear()
         if gaps:
             warn_user(
                 f"A resume of {self._run} would not be exact, because the state lacks something:"
@@ -76,17 +92,30 @@ class GapCheck:
                 InexactResume,
             )
 
+    def _find_iterators(self) -> WeakKeyDictionary[Any, int]:
+        """Return how many batches the iterators of now have yielded, if that may be needed.
+
+        In a notebook, those of an earlier cell may still be alive.
+        """
+        found = WeakKeyDictionary[Any, int]()
+        if self._is_needed and torch_or_none() is not None:
+            members = _members(self._state)
+            if self._lacks_rng(members) or self._lacks_position(members):
+                found.update({it: it._num_yielded for it in _find_live()[0]})
+        return found
+
     def _find(self) -> list[str]:
         if torch_or_none() is None:
             return []
         members = _members(self._state)
-        lacks_rng = not (
-            any(isinstance(m, RNG) for m in members) or _has_generator_states(self._state)
-        )
-        lacks_position = self._lacks_position(members)
+        lacks_rng = self._lacks_rng(members)
+        # else the user counts batches
+        is_counted = self._counters != _read_counters(self._state)
+        lacks_position = self._lacks_position(members) and not is_counted
         iterators, schedulers = list[Any](), list[Any]()
         if lacks_rng or lacks_position or _has_scheduler(members):
             iterators, schedulers = _find_live()
+            iterators = [it for it in iterators if it._num_yielded != self._stale.get(it)]
         gaps = (
             self._find_random(members, iterators) if lacks_rng else "",
             _find_position(iterators) if lacks_position else "",
@@ -108,13 +137,13 @@ class GapCheck:
         who = format_list(reasons, _MAX_NAMES)
         return f"It has no RNG, although random numbers are drawn by {who}. {_RNG_TODO}"
 
+    def _lacks_rng(self, members: Sequence[Any]) -> bool:
+        return not (any(isinstance(m, RNG) for m in members) or _has_generator_states(self._state))
+
     def _lacks_position(self, members: Sequence[Any]) -> bool:
-        """Return True if nothing in the state can be a position in the data that is needed."""
-        return (
-            self._saves_within_epochs
-            and all(isinstance(m, _known_types()) for m in members)
-            and self._counters == _read_counters(self._state)  # else the user counts batches
-        )
+        """Return True if no member of the state can be a position in the data that is needed."""
+        known = _known_types()
+        return self._saves_within_epochs and all(isinstance(m, known) for m in members)
 
 
 def _find_position(iterators: Sequence[Any]) -> str:

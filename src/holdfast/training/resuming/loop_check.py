@@ -1,0 +1,106 @@
+"""Finds a loop that makes all of its epochs again after a resume, because it counts them itself.
+
+``for epoch in range(10)`` is correct in the first process only. It is known that a loop is such a
+one if, after the resume, nothing could tell it how far the training is: it has neither read the
+position of the training nor put anything into the state that may count.
+"""
+
+from __future__ import annotations
+
+import sys
+from opcode import opmap
+from types import FrameType
+from typing import Any
+
+from holdfast.data.sampler import ElasticSampler
+from holdfast.engine.state.replication import PerRank, Replicated
+from holdfast.errors import InexactResume
+from holdfast.text import user_frame, warn_user
+from holdfast.training.step_counter import StepCounter
+
+_COUNTS = {"last_epoch", "total_run_calls"}
+"""Attributes of a scheduler and of a ``PreemptionGuard`` that a loop may test."""
+
+
+class LoopCheck:
+    """Warns once after a resume.
+
+    The warning comes at the second step, after a loop has tested its condition for the first time.
+    With an ``ElasticSampler``, one pass over the rest of the data needs no count, so it comes in
+    the second pass.
+    """
+
+    def __init__(self, run: str, state: dict[str, Any], counter: StepCounter) -> None:
+        self._run, self._state, self._counter = run, state, counter
+        self._is_waiting = False
+        self._resumed_step = self._steps = 0
+        self._passes = 0.0
+
+    def begin(self, step: int, known: tuple[type, ...]) -> None:
+        """Begin anew after a resume of the training's own run at ``step``; 0: there was none.
+
+        ``known``: the types of members that count no epochs or steps.
+        """
+        self._resumed_step, self._passes, self._steps = step, self._counter.passes, 0
+        known = *known, ElasticSampler
+        self._is_waiting = (
+            step > 0
+            and self._counter.is_lost_at_restart
+            and not _may_count(self._state, known)
+            and _discards_result(user_frame())
+        )
+
+    def note_read(self) -> None:
+        """Record that the caller of the caller has read the position of the training."""
+        if self._is_waiting:
+            caller = str(sys._getframe(2).f_globals.get("__name__"))
+            self._is_waiting = caller.startswith("holdfast.")
+
+    def check(self) -> None:
+        """Warn at the end of a step if the loop cannot know the position."""
+        if not self._is_waiting:
+            return
+        self._steps += 1
+        if self._steps < 2 or self._counter.passes < self._passes + 2:
+            return
+        self._is_waiting = False
+        if self._counter.is_lost_at_restart and not _names_count(user_frame()):
+            warn_user(
+                f"The training has resumed {self._run} at step {self._resumed_step}, but its loop"
+                " cannot know that: the state has no Progress. A loop that counts its epochs or"
+                " steps itself, such as `for epoch in range(10)`, makes all of them again."
+                ' Add "progress": holdfast.Progress() to the state, call ckpt.end_epoch() after'
+                " each epoch, and write `while progress.epoch < 10`. To add it to an existing run,"
+                ' call resume(missing="keep") once',
+                InexactResume,
+            )
+
+
+def _may_count(value: Any, known: tuple[type, ...]) -> bool:
+    """Return True if a part of the state may hold a number of epochs or steps."""
+    if isinstance(value, PerRank | Replicated):
+        return _may_count(value.value, known)
+    if isinstance(value, dict | list | tuple):
+        members = value.values() if isinstance(value, dict) else value
+        return any(_may_count(member, known) for member in members)
+    return not isinstance(value, known)
+
+
+def _discards_result(frame: FrameType) -> bool:
+    """Return True if the call that ``frame`` is in is a statement of its own.
+
+    Otherwise, the caller may have taken the step from the snapshot that ``resume`` has returned.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti + 2
+    while at < len(code) and code[at] == opmap["CACHE"]:
+        at += 2
+    return at < len(code) and code[at] == opmap["POP_TOP"]
+
+
+def _names_count(frame: FrameType | None) -> bool:
+    """Return True if a function on the stack reads an attribute that may be its count."""
+    while frame is not None:
+        if not _COUNTS.isdisjoint(frame.f_code.co_names):
+            return True
+        frame = frame.f_back
+    return False

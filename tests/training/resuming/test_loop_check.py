@@ -1,0 +1,188 @@
+"""The warning about a loop that makes all of its epochs again after a resume."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import holdfast
+from holdfast.errors import InexactResume
+from holdfast.preemption import PreemptionGuard
+
+State = dict[str, Any]
+Loop = Callable[[holdfast.Checkpointer, State], object]
+
+
+def make_state(**more: Any) -> State:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer, "rng": holdfast.RNG(), **more}
+
+
+def make_sampler() -> holdfast.ElasticSampler:
+    return holdfast.ElasticSampler(8, batch_size=2)
+
+
+def train(folder: Path, state: State, loop: Loop) -> list[str]:
+    """Train as a script does; return the warnings about the loop, which name the user's file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with holdfast.Checkpointer(folder, state, save=holdfast.EverySteps(1)) as ckpt:
+            ckpt.resume()
+            loop(ckpt, state)
+    found = [w for w in caught if w.category is InexactResume and "its loop" in str(w.message)]
+    assert all(w.filename == __file__ for w in found)
+    return [str(w.message) for w in found]
+
+
+def epochs(ckpt: holdfast.Checkpointer, state: State) -> None:
+    """The loop of a script that saved nothing before."""
+    for _ in range(2):
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+
+
+@pytest.mark.parametrize("has_sampler", [False, True])
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_a_loop_that_repeats_its_epochs_is_reported_once(
+    has_sampler: bool, has_scheduler: bool, tmp_path: Path
+) -> None:
+    def make() -> State:
+        state = make_state(**({"sampler": make_sampler()} if has_sampler else {}))
+        if has_scheduler:
+            state["scheduler"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 10)
+        return state
+
+    assert train(tmp_path, make(), epochs) == []  # the first process
+    (warning,) = train(tmp_path, make(), epochs)
+    assert "at step 8" in warning
+    for part in ("no Progress", "for epoch in range(10)", "ckpt.end_epoch()", 'missing="keep"'):
+        assert part in warning
+
+
+def test_a_loop_over_a_loader_is_reported(tmp_path: Path) -> None:
+    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+        loader = DataLoader(range(8), batch_sampler=state["sampler"])  # type: ignore[arg-type]
+        for _ in range(2):
+            for _ in loader:
+                ckpt.step()
+
+    assert train(tmp_path, make_state(sampler=make_sampler()), loop) == []
+    assert len(train(tmp_path, make_state(sampler=make_sampler()), loop)) == 1
+
+
+def while_step(ckpt: holdfast.Checkpointer, state: State) -> None:
+    while ckpt.current_step < 16:
+        ckpt.step()
+
+
+def for_step(ckpt: holdfast.Checkpointer, state: State) -> None:
+    for _ in range(ckpt.current_step, 16):
+        ckpt.step()
+
+
+def break_at_step(ckpt: holdfast.Checkpointer, state: State) -> None:
+    for _ in range(1000):
+        ckpt.step()
+        if ckpt.current_step >= 16:
+            break
+
+
+def in_a_function(ckpt: holdfast.Checkpointer, state: State) -> None:
+    def is_done() -> bool:
+        return ckpt.current_step >= 16
+
+    while not is_done():
+        ckpt.step()
+
+
+def should_stop(ckpt: holdfast.Checkpointer, state: State) -> None:
+    for _ in range(8):
+        ckpt.step()
+        if ckpt.should_stop:
+            break
+
+
+def guarded(ckpt: holdfast.Checkpointer, state: State) -> None:
+    guard = PreemptionGuard(ckpt)
+    for _ in range(guard.total_run_calls, 8):
+        guard.run(lambda: None)
+
+
+@pytest.mark.parametrize(
+    "loop", [while_step, for_step, break_at_step, in_a_function, should_stop, guarded]
+)
+def test_a_loop_that_reads_the_position_is_not_reported(loop: Loop, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert train(tmp_path, make_state(), loop) == []
+        with holdfast.Checkpointer(tmp_path, make_state(), save=holdfast.EverySteps(1)) as ckpt:
+            ckpt.resume()
+            ckpt.step()
+
+
+def test_the_step_of_the_snapshot_is_a_position(tmp_path: Path) -> None:
+    train(tmp_path, make_state(), epochs)
+    with holdfast.Checkpointer(tmp_path, make_state(), save=holdfast.EverySteps(1)) as ckpt:
+        snapshot = ckpt.resume()
+        assert snapshot is not None
+        for _ in range(snapshot.step or 0, 12):
+            ckpt.step()
+
+
+def test_the_epochs_of_a_sampler_are_a_position(tmp_path: Path) -> None:
+    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+        while state["sampler"].epochs < 4:
+            for _ in state["sampler"]:
+                ckpt.step()
+
+    train(tmp_path, make_state(sampler=make_sampler()), epochs)
+    assert train(tmp_path, make_state(sampler=make_sampler()), loop) == []
+
+
+def test_the_epoch_of_a_scheduler_is_a_position(tmp_path: Path) -> None:
+    def make() -> State:
+        state = make_state()
+        state["scheduler"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 10)
+        return state
+
+    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+        for _ in range(state["scheduler"].last_epoch, 4):
+            ckpt.step()
+
+    for _ in range(2):
+        assert train(tmp_path, make(), loop) == []
+
+
+def test_one_pass_over_the_rest_of_the_data_needs_no_count(tmp_path: Path) -> None:
+    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+        for number, _ in enumerate(state["sampler"]):
+            ckpt.step()
+            if number == 1:
+                break
+
+    for _ in range(2):
+        assert train(tmp_path, make_state(sampler=make_sampler()), loop) == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"progress": holdfast.Progress()},
+        {"epoch": 0},
+        {"counts": [1.5]},
+        {"counts": {"epoch": np.zeros(1)}},
+        {"epoch": torch.zeros(1)},
+        {"epoch": holdfast.PerRank(torch.zeros(1))},
+    ],
+)
+def test_a_member_that_may_count_is_not_reported(more: State, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert train(tmp_path, make_state(**more), epochs) == []
