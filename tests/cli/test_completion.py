@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import holdfast
-from holdfast.cli import VERBS
+from holdfast.cli import VERBS, completion
 from tests.cli.invoke import run_cli
 
 HOLDFAST = Path(sys.executable).with_name("holdfast")
@@ -54,6 +56,84 @@ def test_options_and_paths_are_completed() -> None:
     for verb in ("show", "ls", "copy", "rm"):
         assert complete("bash", verb, "runs/") == [["file", "runs/"]]
     assert complete("bash", "rm", "runs/a", "1") == []  # a step
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the run ``runs/a`` with versions 5, 50, and 120, and an uncommitted save of step 51."""
+    monkeypatch.chdir(tmp_path)
+    for step in (5, 50, 120):
+        holdfast.save(f"runs/a/version_{step}", {"n": step})
+    Path("runs/a/version_51").mkdir()
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("run_folder")
+def test_the_steps_of_a_local_run_are_completed() -> None:
+    def plain(*values: str) -> list[list[str]]:
+        return [["plain", value] for value in values]
+
+    for shell in ("zsh", "fish"):
+        whole = complete(shell, "show", "runs/a@5")
+        assert [value for _, value in whole] == ["runs/a@5", "runs/a@50"]
+    assert complete("zsh", "copy", "runs/a@", "out") == [["file", "out"]]
+    assert complete("bash", "rm", "runs/a", "5") == plain("5", "50")
+    assert complete("bash", "pin", "runs/a", "") == plain("5", "50", "120")
+    assert complete("zsh", "rm", "runs/a@5", "runs/a@1") == plain("runs/a@120")
+    # bash splits words at "@", which it replaces, too; without its option hostcomplete, it does not
+    assert complete("bash", "show", "runs/a", "@") == plain("@5", "@50", "@120")
+    assert complete("bash", "show", "runs/a", "@", "12") == plain("@120")
+    assert complete("bash", "show", "runs/a@12") == plain("runs/a@120")
+    assert complete("bash", "diff", "runs/a", "@", "5", "runs/a", "@", "1") == plain("@120")
+    for words in (
+        ["show", "runs/a@9"],
+        ["show", "runs/b@"],
+        ["show", "s3://b/a@"],
+        ["ls", "runs/a@"],
+    ):
+        assert complete("zsh", *words) == [["file", words[-1]]]
+    holdfast.save("runs/a/version_5.1", {"n": 5}, step=5)  # @5 may be 5.0 or 5.1
+    assert complete("zsh", "show", "runs/a@5") == plain("runs/a@5.0", "runs/a@5.1", "runs/a@50.0")
+
+
+@pytest.mark.usefixtures("run_folder")
+def test_a_folder_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+
+    def hang(run: str, start: str) -> list[str]:
+        answer.wait(20)
+        return ["5"]
+
+    monkeypatch.setattr(completion, "_list_steps", hang)
+    monkeypatch.setattr(completion, "_SECONDS", 0.01)
+    assert completion._offer_steps("runs/a", "") == []
+    answer.set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_what_a_user_types_into_bash(run_folder: Path) -> None:
+    typed = (
+        f'PATH={HOLDFAST.parent}:$PATH; eval "$(_HOLDFAST_COMPLETE=bash_source holdfast)"\n'
+        "holdfast show runs/a@12\t --json > shown\n"
+        "holdfast pin runs/a 12\t > pinned\n"
+        "exit\n"
+    )
+    keyboard, terminal = os.openpty()
+    try:
+        os.write(keyboard, typed.encode())
+        command = ["bash", "--norc", "--noprofile", "-i"]
+        with (run_folder / "log").open("wb") as log:
+            subprocess.run(
+                command, stdin=terminal, stdout=log, stderr=log, timeout=120, check=False,
+                start_new_session=True,
+            )  # fmt: skip
+    finally:
+        os.close(keyboard)
+        os.close(terminal)
+    assert json.loads((run_folder / "shown").read_text())["step"] == 120
+    assert (run_folder / "pinned").read_text() == "version_120 is pinned\n"
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def save(store: MemoryStore, step: int, **other_values: Any) -> None:
 def test_ls_reports_own_and_referred_bytes(store: MemoryStore) -> None:
     versions = run_cli("ls", store.url, "--json").json["versions"]
     assert [v["referred_bytes"] for v in versions] == [0, 160_000, 160_000]
-    assert [v["bytes"] for v in versions][1:] == [4096 + 80] * 2
+    assert all(4096 + 80 < v["bytes"] < 10_000 for v in versions[1:])  # indexes and manifests, too
     out = run_cli("ls", store.url).out
     assert "own" in out
     assert "referred" in out

@@ -61,6 +61,24 @@ def test_abandoned_versions_are_listed_and_marked(store: MemoryStore) -> None:
     assert "branch 1 starts at version_40" in result.out
 
 
+def test_the_sizes_add_up_and_are_what_rm_frees(store: MemoryStore) -> None:
+    Run(store).attest(20, ok=True, by="me")
+    Run(store).add_metrics(40, {"val": 1.0})
+    store.put_if_absent(f"version_40/{shard_name(0, 1, random_id())}", b"12345")
+    flip_bit(store, f"version_20/{MANIFEST}")
+    report = run_cli("ls", store.url, "--json").json
+    sizes = {v["version"]: v["bytes"] for v in report["versions"]}
+    stored = sum(s.length for s in store.list("") if s.key.startswith("version_"))
+    assert report["orphans"] == {"files": 1, "bytes": 5}
+    assert sum(sizes.values()) + 5 == stored
+    for version, orphaned in (("version_20", 0), ("version_40", 5)):
+        deleted = run_cli("rm", f"{store.url}/{version}", "--json").json
+        assert deleted["bytes"] == sizes[version] + orphaned
+    shown = run_cli("show", f"{store.url}@60", "--json").json
+    checked = run_cli("verify", f"{store.url}@60", "--json").json
+    assert shown["bytes"] < checked["bytes"] < sizes["version_60"]  # shards; and indexes; all
+
+
 @pytest.mark.parametrize("damage", ["manifest", "truncated", "deleted"])
 def test_damaged_versions_are_listed_and_not_the_latest(store: MemoryStore, damage: str) -> None:
     shard = shard_of(store, "version_60")

@@ -22,10 +22,9 @@ from keyword import iskeyword
 from typing import IO, Any
 
 import click
-from click.shell_completion import CompletionItem
-from click.types import StringParamType
 
 from holdfast import events
+from holdfast.cli.completion import LocationType
 from holdfast.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
 from holdfast.errors import HoldfastError
 from holdfast.text import hide_secrets
@@ -76,25 +75,11 @@ def _one_line() -> Iterator[None]:
         raise UsageErrorLine(e.format_message(), e.ctx) from e
 
 
-class _Location(StringParamType):
-    """The type of arguments that name a run, a snapshot, or a file: the shell completes paths."""
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        if ctx.params.get(param.name or "") and incomplete.isdecimal():  # RUN is given: a STEP
-            return []
-        return [CompletionItem(incomplete, type="file")]
-
-
 def _store_json_flag(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         from holdfast.cli.output import store_json_flag
 
         store_json_flag(ctx, param, value)
-
-
-_LOCATION = _Location()
 
 
 class VerbGroup(click.Group):
@@ -115,7 +100,7 @@ class VerbGroup(click.Group):
         command: click.Command = import_module(f"{package}.{module}").command
         for param in command.params:
             if isinstance(param, click.Argument) and param.type is click.STRING:
-                param.type = param.type if param.callback else _LOCATION
+                param.type = param.type if param.callback else LocationType()
         return command
 
     def resolve_command(

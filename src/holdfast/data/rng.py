@@ -30,6 +30,9 @@ class RNG:
 
     keeps_per_rank = True
 
+    def __repr__(self) -> str:
+        return "RNG()"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the generators by name.
 

@@ -37,6 +37,7 @@ from holdfast.format.names import escape_level, join_key
 from holdfast.format.values import torch_types
 from holdfast.format.values.numpy_dtypes import from_descr, to_descr
 from holdfast.format.values.rejected import (
+    add_container,
     collect,
     ends_search,
     list_all,
@@ -80,9 +81,10 @@ def encode_root(value: Any, key: str, encode_other: EncodeOther) -> Node:
     try:
         return encode(value, key, encode_other)
     except Unsupported as e:
+        add_container(e, value, key)
         if (error := list_all(e)) is e:
             raise
-        raise error from e
+        raise error from (None if ends_search(e) else e)
 
 
 def encode(value: Any, key: str, encode_other: EncodeOther, depth: int = 0) -> Node:
@@ -169,6 +171,7 @@ def _encode_members(
             nodes.append(encode(value, key, encode_other, depth))
         except Unsupported as e:
             if ends_search(e):
+                add_container(e, value, key)
                 raise
             errors.append(e)
     if errors:

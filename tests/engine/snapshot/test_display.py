@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ import holdfast
 from holdfast.engine.snapshot.leaf import LeafView
 from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
-from holdfast.engine.snapshot.subtree import SubtreeView
+from holdfast.engine.snapshot.subtree import SubtreeView, missing_key
+from holdfast.errors import StoreError
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
 from tests.docs.reference import PAGE
@@ -91,9 +94,42 @@ def test_a_snapshot_is_a_mapping_of_its_state() -> None:
     assert "history" in snapshot
     for missing in ("", "mod", "model/", "/model", "model/fc/weights", 5, None):
         assert missing not in snapshot
-    with pytest.raises(KeyError, match=r"mod is not a key; the keys are model/fc/weight"):
+    with pytest.raises(KeyError, match=r"mod is not a key; .*the keys are model/fc/weight"):
         snapshot["mod"]
     assert calls == []  # nothing was read
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("modle", "model"), ("model/fc/wieght", "model/fc/weight"), ("model/stps", "model/steps"),
+        ("modell/fc/weight", "model/fc/weight"), ("model.fc.weight", "model/fc/weight"),
+        ("zzz", None), ("model/zzz", None), ("model/fc/", None), (7, None), ("", None),
+    ],
+)  # fmt: skip
+def test_a_typo_in_a_key_gets_a_suggestion(typo: Any, meant: str | None) -> None:
+    snapshot, _ = save(STATE, step=12)
+    views = [(snapshot, "")]
+    if meant is not None and "model/" in meant and str(typo).startswith("model/"):
+        views.append((snapshot["model"], "model/"))
+    for view, start in views:
+        with pytest.raises(KeyError) as e:
+            view[typo[len(start) :] if start else typo]
+        if meant is None:
+            assert "perhaps" not in str(e.value)
+        else:
+            assert f"; perhaps you meant {meant.removeprefix(start)}; the keys" in str(e.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["layers.{}.attn.q_proj.weight", "w{}"])
+def test_a_suggestion_among_many_names_is_fast(name: str) -> None:
+    known = [name.format(i) for i in range(50_000)]
+    meant = known[12_345]
+    typo = f"{meant[:-2]}{meant[-1]}" if "." in meant else f"x{meant[1:]}"
+    began = time.process_time()
+    assert f"perhaps you meant {meant};" in missing_key(typo, known)
+    assert time.process_time() - began < 1.0  # without a bound: 1 to 6 s
 
 
 def test_the_keys_of_a_sub_mapping_are_relative() -> None:
@@ -227,3 +263,41 @@ def test_the_public_names_are_those_of_the_reference() -> None:
     assert sorted(name or method for name, method in listed) == PUBLIC_NAMES
     for name in PUBLIC_NAMES:
         assert getattr(Snapshot, name).__doc__
+
+
+# -- other public objects ------------------------------------------------------------------------
+
+
+def test_every_public_class_says_what_its_objects_are() -> None:
+    public = [getattr(holdfast, name) for name in holdfast.__all__]
+    classes = [c for c in public if isinstance(c, type) and c is not holdfast.Store]
+    assert len(classes) > 20
+    assert [c for c in classes if c.__repr__ is object.__repr__] == []
+
+
+def test_a_pending_save_shows_its_state() -> None:
+    store = HookedStore(MemoryStore())
+    gate = threading.Event()
+    store.before = lambda method, key: method == "put" and gate.wait(20)
+    pending = holdfast.save_async(store, {"x": np.zeros(3)})
+    assert repr(pending) == f"<Pending save to {store.url}, in progress>"
+    gate.set()
+    pending.wait()
+    assert repr(pending) == f"<Pending save to {store.url}, committed>"
+
+    def refuse(method: str, key: str) -> None:
+        if method == "put":
+            raise StoreError("no write", key=key, store=store.url)
+
+    store = HookedStore(MemoryStore())
+    store.before = refuse
+    pending = holdfast.save_async(store, {"x": np.zeros(3)})
+    with pytest.raises(StoreError):
+        pending.wait()
+    assert repr(pending) == f"<Pending save to {store.url}, failed>"
+
+
+def test_a_random_state_and_a_source_of_notices_show_their_arguments(tmp_path: Path) -> None:
+    assert repr(holdfast.RNG()) == "RNG()"
+    source = holdfast.preemption.FileNotice(tmp_path / "stop")
+    assert repr(source) == f"<FileNotice the file {tmp_path}/stop, every 1 s>"

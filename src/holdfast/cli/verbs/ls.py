@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 class VersionEntry:
     """One version of the run.
 
-    ``nbytes`` counts the files that the manifest names or, if the manifest cannot be read, all
-    files in the folder of the version; ``referred_bytes``: those in files of other versions.
+    ``nbytes`` counts all files of the version that are not orphans: what deleting it frees.
+    ``referred_bytes``: those in files of other versions.
     ``metrics`` are those of the save and of evaluations. ``reason``: that of the save, if the
     manifest can be read and states one. (The manifest itself would fill the memory if a run has
     many versions.)
@@ -131,7 +132,12 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
             entries.append(entry)
         advance(1)
     records = {e.version: e.record for e in entries}
-    orphans = [stat for _, stat in find_orphans(files, records)] + [*run.store.partials("")]
+    orphans = [*find_orphans(files, records)]
+    orphan_bytes = Counter[Version]()
+    for version, stat in orphans:
+        orphan_bytes[version] += stat.length
+    for entry in entries:
+        entry.nbytes -= orphan_bytes[entry.version]
     usable = [e for e in entries if e.is_usable]
     if usable:
         usable[-1].is_latest = True
@@ -146,7 +152,7 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
         entries,
         run.branch(listing),
         branches,
-        orphans,
+        [*(stat for _, stat in orphans), *run.store.partials("")],
         stray_snapshot_warning(run),
         [*run.catalog.leases.live(listing.leases).values()],
     )
@@ -156,6 +162,7 @@ def _read_entry(
     run: Run, version: Version, on_lineage: bool, pinned: bool, files: Sequence[Stat]
 ) -> VersionEntry | None:
     snapshot, problem = None, None
+    nbytes = sum(f.length for f in files)
     try:
         snapshot = run.catalog.open(version)
         snapshot.check_files()
@@ -171,7 +178,7 @@ def _read_entry(
             problem,
             on_lineage,
             pinned,
-            snapshot.nbytes,
+            nbytes,
             snapshot.manifest.created,
             record,
             {**snapshot.metadata.get("metrics", {}), **record.metrics, **evaluations.metrics()},
@@ -180,7 +187,7 @@ def _read_entry(
             evaluations,
         )
     modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
-    nbytes, created = sum(f.length for f in files), modified.isoformat(timespec="seconds")
+    created = modified.isoformat(timespec="seconds")
     return VersionEntry(version, problem, on_lineage, pinned, nbytes, created)
 
 

@@ -49,6 +49,11 @@ class Pending:
         self._thread = Thread(target=self._run, name="holdfast-save")
         self._claim = Claim()  # of the thread, or of the caller that gave up starting it
 
+    def __repr__(self) -> str:
+        failed = self._error is not None
+        state = "in progress" if not self.done else "failed" if failed else "committed"
+        return f"<Pending save to {self.url}, {state}>"
+
     def start(self) -> None:
         """Start the thread. Raises ``CommitError`` if no thread can be started.
 

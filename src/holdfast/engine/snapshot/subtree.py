@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
 from html import escape
 from math import prod
 from typing import Any, Protocol
 
 from holdfast.format import tree
+from holdfast.format.names import to_dotted
 from holdfast.format.validate import LeafSpecs
 from holdfast.format.values import torch_types
 from holdfast.text import LongRepr, format_size, to_printable
@@ -25,6 +27,9 @@ _MAX_LISTED = 6
 """The largest number of members in a ``repr``."""
 
 _MAX_NAME = 80
+
+_MAX_COMPARED = 500
+"""The largest number of names with which a wrong one is compared: about 50 ms."""
 
 _short_repr = LongRepr()
 _short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.maxdict = 6
@@ -90,7 +95,36 @@ class SubtreeView(Mapping[str, Any]):
 def missing_key(key: object, known: list[str], of: str = "") -> str:
     """Return the message of a ``KeyError``."""
     names = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "") or "none"
-    return f"{key} is not a key{of}; the keys are {names}"
+    similar = _similar_key(str(key), known)
+    hint = "" if similar is None else f"perhaps you meant {similar}; "
+    return f"{key} is not a key{of}; {hint}the keys are {names}"
+
+
+def _similar_key(key: str, known: list[str]) -> str | None:
+    """Return the key that was meant, perhaps: the same one with other dots and slashes, or the one
+    that differs at the first level that is wrong."""
+    dotted, start = to_dotted(key), 0
+    for k in known:
+        if to_dotted(k) == dotted:
+            return k
+    for level in key.split("/"):
+        names = {k[start:].partition("/")[0] for k in known if k.startswith(key[:start])}
+        if level not in names:
+            close = get_close_matches(level, _candidates(level, names), n=1)
+            meant = [key[:start] + name for name in close]
+            whole = [m + key[start + len(level) :] for m in meant]
+            return next((k for k in whole if k in known), next(iter(meant), None))
+        start += len(level) + 1
+    return None
+
+
+def _candidates(name: str, names: Collection[str]) -> list[str]:
+    """Return the names to compare with one. Among very many, those with one half in common: to
+    compare 50,000 would take seconds."""
+    if len(names) <= _MAX_COMPARED:
+        return sorted(names)
+    start, end = name[: len(name) // 2], name[len(name) // 2 :]
+    return [n for n in names if n.startswith(start) or n.endswith(end)][:_MAX_COMPARED]
 
 
 def short_name(text: str) -> str:

@@ -59,6 +59,24 @@ def nested_too_deeply(value: Any, key: str, why: str) -> Unsupported:
     return error
 
 
+def add_container(error: Unsupported, value: Any, key: str) -> None:
+    """Note a container that has the value of an error that ends the search, from the inside out."""
+    error.fields.setdefault("containers", []).append((value, key))
+
+
+def _name_cycle(error: Unsupported) -> Unsupported:
+    """Return the error for the outermost value that contains itself, or the same error if none
+    does. Only now are the containers known, since the search has left them."""
+    found: Unsupported | None = None
+    keys: dict[int, str] = {}  # of the containers inside, by identity
+    for value, key in error.fields.pop("containers", ()):
+        if (inner := keys.get(id(value))) is not None:
+            why = f"it contains itself, as {inner[:_MAX_KEY]!r}"
+            found = unsupported(value, key, why, "Remove the reference to itself")
+        keys[id(value)] = key
+    return error if found is None else found
+
+
 def collect(errors: Sequence[Unsupported]) -> Unsupported:
     """Return the first error, which then has the rejections of all."""
     first, *others = errors
@@ -88,7 +106,10 @@ def rejections_within(error: Unsupported, member: str) -> list[Rejection]:
 
 
 def list_all(error: Unsupported) -> Unsupported:
-    """Return one error for all rejections of ``error``: itself, if there is only one."""
+    """Return one error for all rejections of ``error``: itself, if there is only one and it is not
+    about a value that contains itself."""
+    if (cycle := _name_cycle(error)) is not error:
+        return cycle
     rejections = rejections_of(error)
     if len(rejections) == 1:
         return error

@@ -34,6 +34,9 @@ class BoundedSource(ABC):
         self.clock = clock
         self._call: Call[tuple[Notice | None, float]] | None = None
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}, every {self.interval:g} s>"
+
     @abstractmethod
     def check(self) -> Notice | None:
         """Return a notice, or None. Raises ``OSError`` if there is no answer, or an unclear one.
