@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -55,10 +57,11 @@ def make_run(folder: str, versions: int) -> None:
         holdfast.save(Path(folder) / f"version_{step}", {"model": make_model()}, step=step)
 
 
-def measure_loop(folder: str, versions: int) -> dict[str, list[float]]:
+def measure_loop(folder: str, versions: int, half: int | None = None) -> dict[str, list[float]]:
     """Return the CPU and wall seconds per version of a bare loop over the data on one thread, and
     the CPU seconds of the load, without the first version.
 
+    ``half``: 0 or 1, to loop over only this half of the data, beside the loop over the other half.
     Runs in a child process.
     """
     import torch
@@ -68,8 +71,13 @@ def measure_loop(folder: str, versions: int) -> dict[str, list[float]]:
 
     torch.set_num_threads(1)
     data = dataset()
+    if half is not None:
+        (records,) = data.tensors
+        data = torch.utils.data.TensorDataset(records.chunk(2)[half])
     found: dict[str, list[float]] = {"loop": [], "load": [], "wall": []}
     for step in range(1, versions + 1):
+        if half is not None:
+            _both.wait()
         began, cpu = time.perf_counter(), time.process_time()
         model = setup(holdfast.load(Path(folder) / f"version_{step}", keys="model/**")).eval()
         loaded = time.process_time()
@@ -121,16 +129,26 @@ def measure_evaluation(folder: str, workers: int) -> dict[str, list[float]]:
     }
 
 
-def measure_two_loops(folder: str, versions: int) -> float:
-    """Return the CPU seconds per version of a bare loop while another one runs beside it."""
-    with ThreadPoolExecutor(2) as pool:
-        loops = pool.map(
-            lambda _: fresh_process.call(
-                "bench.evaluation:measure_loop", folder=folder, versions=versions
-            ),
-            range(2),
-        )
-        return median(median(loop["loop"]) for loop in loops)
+_both: Any = None
+"""The barrier of the two loops that run at once, in each of their processes."""
+
+
+def _set_barrier(barrier: Any) -> None:
+    global _both
+    _both = barrier
+
+
+def measure_two_loops(folder: str, versions: int) -> dict[str, list[float]]:
+    """Return the CPU seconds per version of two bare loops at once, each over half of the data in a
+    process of its own, and with a load of its own, without the first version.
+
+    Both begin each version together, as two workers do. Runs in a child process.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, context, _set_barrier, (context.Barrier(2),)) as pool:
+        halves = [*pool.map(partial(measure_loop, folder, versions), range(2))]
+    parts = [half[name] for half in halves for name in ("loop", "load")]
+    return {"cpu": [sum(seconds) for seconds in zip(*parts, strict=True)]}
 
 
 def sections(options: Options) -> list[Section]:
@@ -139,35 +157,35 @@ def sections(options: Options) -> list[Section]:
     text = (
         f"{_RECORDS} records in batches of {_BATCH} through a model of 16 layers of {_WIDTH} x"
         f" {_WIDTH}. The baseline is a loop over the same data in one process with one thread,"
-        " which loads each version, too. CPU seconds are those of the evaluator and its workers"
+        " which loads each version, too. For two workers, it is two such loops at once, in two"
+        " processes, each over half of the data: they share the caches and the memory of the"
+        " processor, as two workers do. CPU seconds are those of the evaluator and its workers"
         f" together. The first of {versions} versions does not count: the workers start before it."
-        " Two loops at once, in two processes, show what two workers lose because they share the"
-        " caches and the memory of the processor. Runs alternate."
+        " Runs alternate."
     )
     what = "CPU time of 1 worker / (loop + load)"
-    target = "speed of 2 workers / 1 worker"
     folder = options.folder / "evaluated"
     found: dict[str, list[float]] = {}
     try:
         fresh_process.call("bench.evaluation:make_run", folder=str(folder), versions=versions)
         for _ in range(options.rounds):
-            loop = fresh_process.call(
-                "bench.evaluation:measure_loop", folder=str(folder), versions=versions
-            )
-            one, two = (
-                fresh_process.call(
-                    "bench.evaluation:measure_evaluation", folder=str(folder), workers=workers
+            loop, one, loops, two = (
+                fresh_process.call(f"bench.evaluation:{name}", folder=str(folder), **arguments)
+                for name, arguments in (
+                    ("measure_loop", {"versions": versions}),
+                    ("measure_evaluation", {"workers": 1}),
+                    ("measure_two_loops", {"versions": versions}),
+                    ("measure_evaluation", {"workers": 2}),
                 )
-                for workers in (1, 2)
             )
-            beside = measure_two_loops(str(folder), versions)
             for path in folder.glob("version_*/eval-*.json"):
                 path.unlink()
             per_loop, load = median(loop["loop"]), median(loop["load"])
             for name, value in (
                 ("one", median(one["cpu"]) / (per_loop + load)),
-                ("two", median(two["cpu"]) / (per_loop + 2 * load)),
-                ("beside", beside / per_loop),
+                ("two", median(two["cpu"]) / median(loops["cpu"])),
+                ("two against one loop", median(two["cpu"]) / (per_loop + 2 * load)),
+                ("loops", median(loops["cpu"]) / (per_loop + 2 * load)),
                 ("scaling", median(one["wall"]) / median(two["wall"])),
                 ("against loop", median(loop["wall"]) / median(one["wall"])),
                 ("loop", per_loop),
@@ -182,9 +200,10 @@ def sections(options: Options) -> list[Section]:
         disk.remove(folder)
     verdicts = [
         judge(what, found["one"], most=1.05),
-        judge("CPU time of 2 workers / (loop + 2 loads)", found["two"], most=1.05),
-        judge("CPU time of a loop beside another loop / alone", found["beside"]),
-        judge(target, found["scaling"]),
+        judge("CPU time of 2 workers / 2 loops at once, with their loads", found["two"], most=1.05),
+        judge("CPU time of 2 workers / (loop alone + 2 loads)", found["two against one loop"]),
+        judge("CPU time of 2 loops at once / (loop alone + 2 loads)", found["loops"]),
+        judge("speed of 2 workers / 1 worker", found["scaling"]),
         judge("speed of 1 worker / the loop", found["against loop"]),
         judge("CPU time of the loop", found["loop"], unit="s"),
         judge("CPU time of a load", found["load"], unit="s", digits=3),

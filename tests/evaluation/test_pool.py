@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from threading import Event
 from typing import Any, ClassVar
@@ -125,3 +127,40 @@ def test_a_worker_that_is_replaced_by_one_with_other_data_fails_the_version() ->
 def test_limits_that_nothing_can_keep_are_refused(name: str, value: Any) -> None:
     with pytest.raises(HoldfastError, match=f"Invalid value for {name}= of Limits"):
         Limits(**{name: value})
+
+
+class InterruptingWorker:
+    """Loads until it is killed. The first load interrupts the main thread, as Ctrl-C does."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.killed = name, Event()
+
+    def start(self, timeout: float) -> int:
+        return RECORDS
+
+    def call(self, method: str, *arguments: Any, timeout: float) -> Any:
+        if self.name == "worker-0":
+            os.kill(os.getpid(), signal.SIGINT)
+        assert self.killed.wait(60)
+        raise WorkerLost("It was killed")
+
+    def kill(self) -> None:
+        self.killed.set()
+
+    def close(self) -> None:
+        self.kill()
+
+
+def test_an_interrupt_ends_the_wait_for_workers_that_are_at_work() -> None:
+    made: list[InterruptingWorker] = []
+
+    def make(name: str) -> InterruptingWorker:
+        made.append(InterruptingWorker(name))
+        return made[-1]
+
+    pool = WorkerPool(make, 2, Limits(), None)
+    pool.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.evaluate("memory://run/version_1", "0")
+    assert [worker.killed.is_set() for worker in made] == [False, False]
+    pool.close()

@@ -246,6 +246,37 @@ def test_accelerate_resumes_two_optimizers_and_a_scaler(tmp_path):
     assert step(restored) == step(original)
 
 
+@pytest.mark.parametrize(
+    "kind", ["StepLR", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler"]
+)
+def test_each_kind_of_scheduler_is_exported_and_imported(tmp_path, kind):
+    def make_with(kind):
+        schedulers, state = torch.optim.lr_scheduler, make(seed=0)
+        optimizer, inner = state["optimizer"], state["scheduler"]
+        if kind == "ReduceLROnPlateau":
+            return state | {"scheduler": schedulers.ReduceLROnPlateau(optimizer)}
+        if kind == "SequentialLR":
+            second = schedulers.ConstantLR(optimizer)
+            return state | {"scheduler": schedulers.SequentialLR(optimizer, [inner, second], [2])}
+        if kind == "ChainedScheduler":
+            return state | {"scheduler": schedulers.ChainedScheduler([inner])}
+        return state
+
+    state = make_with(kind)
+    for _ in range(3):
+        state["optimizer"].step()
+        state["scheduler"].step(*([1.0] if kind == "ReduceLROnPlateau" else []))
+    holdfast.save(tmp_path / "v", state, step=3)
+    holdfast.export(tmp_path / "v", tmp_path / "c", to="accelerate")
+    saved = torch.load(tmp_path / "c" / "scheduler.bin", weights_only=True)
+    assert saved == state["scheduler"].state_dict()
+    # under a name that the live state does not have, only the fields say what it is
+    torch.save({"model": state["model"].state_dict(), "lr": saved}, tmp_path / "other.pt")
+    restored = {k: v for k, v in make_with(kind).items() if k != "optimizer"}
+    holdfast.load(tmp_path / "other.pt", into=restored)
+    assert restored["scheduler"].state_dict() == saved
+
+
 def test_a_failed_export_leaves_nothing(tmp_path):
     state = make_state(make_net(0))
     url = save_library_state(tmp_path, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any, Protocol
 
@@ -24,9 +25,6 @@ neither do the results."""
 
 _MAX_SECONDS = 2e6
 """The longest time limit: a socket waits for at most 2**31 ms."""
-
-_POLL = 0.05
-"""Seconds between two checks whether an interrupt has come."""
 
 _TASK_POLL = 0.01
 """Seconds between two checks of a thread without a task whether the version is complete: all wait
@@ -271,21 +269,24 @@ def _run_in_threads(work: Callable[[Any], object], items: Sequence[Any]) -> None
     if len(items) == 1:
         work(items[0])
         return
-    failures: list[BaseException] = []
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run(item: Any) -> None:
+        failure: BaseException | None = None
         try:
             work(item)
         except BaseException as e:  # noqa: BLE001  (the caller raises it)
-            failures.append(e)
+            failure = e
+        ended.put(failure)
 
     threads = [
         Thread(target=run, args=(item,), name="holdfast-evaluation", daemon=True) for item in items
     ]
     for thread in threads:
         thread.start()
+    failures = [ended.get() for _ in threads]  # an interrupt ends this wait
     for thread in threads:
-        while thread.is_alive():  # in parts, so that an interrupt is noticed
-            thread.join(_POLL)
-    if failures:
-        raise failures[0]
+        thread.join()
+    for failure in failures:
+        if failure is not None:
+            raise failure

@@ -29,6 +29,7 @@ from holdfast.exporting.output_layout import (
 )
 from holdfast.exporting.torch_pickle import TorchPickle, make_pickle
 from holdfast.format import tree
+from holdfast.interop.members import role_of_fields
 from holdfast.text import format_list
 
 TRAINING_KINDS = ("accelerate", "transformers", "lightning")
@@ -82,18 +83,18 @@ def find_members(snapshot: SnapshotReader, model_key: str) -> TrainingMembers:
     for node, key in tree.members(snapshot.manifest.tree, "") or ():
         is_dict = type(node) is dict and not {"dict", "ordered", "items"}.isdisjoint(node)
         children = {n: (c, k) for n, c, k in tree.children(node, key)} if is_dict else {}
-        names = children.keys()
         if key == model_key:
             continue
-        if {"state", "param_groups"} <= names or (is_dict and is_optimizer_node(children)):
+        role = "optimizer" if is_dict and is_optimizer_node(children) else role_of_fields(children)
+        if role == "optimizer":
             found.optimizers.append((node, key))
-        elif "last_epoch" in names:
+        elif role == "scheduler":
             found.schedulers.append((node, key))
-        elif {"scale", "growth_factor"} <= names:
+        elif role == "scaler":
             found.scalers.append((node, key))
         else:
             found.left_out.append(key)
-            if {"epoch", "step", "samples"} <= names:
+            if {"epoch", "step", "samples"} <= children.keys():
                 found.epoch = tree.decode(*children["epoch"], tree.reject_value)
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -94,7 +94,7 @@ def read_members(path: str | Location, advance: Advance = no_op) -> ForeignMembe
     value = checkpoint.value
     if checkpoint.kind == "lightning":
         return ForeignMembers(checkpoint, checkpoint.kind, tuple(_lightning_members(value)))
-    if not isinstance(value, dict) or is_module_state_dict(value) or is_optimizer_state(value):
+    if not isinstance(value, dict) or is_module_state_dict(value) or _is_optimizer_state(value):
         role = _role_of(value)
         value = {role or MODEL_KEY: value}
     members = tuple(_member(str(name), _role_of(v), v) for name, v in value.items())
@@ -117,21 +117,25 @@ def is_foreign(location: Location) -> bool:
     return has_model or any(map(_MEMBER_FILE.fullmatch, names))
 
 
-def is_optimizer_state(value: Any) -> bool:
-    """Return True if a value looks like the ``state_dict()`` of an optimizer of PyTorch."""
-    return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
+def role_of_fields(names: Collection[Any]) -> Role | None:
+    """Return what the ``state_dict()`` with these names belongs to, if it is not a model."""
+    if "state" in names and "param_groups" in names:
+        return "optimizer"
+    if "last_epoch" in names or "_last_lr" in names:  # ChainedScheduler has only the second
+        return "scheduler"
+    if "scale" in names and "growth_factor" in names:
+        return "scaler"
+    return None
+
+
+def _is_optimizer_state(value: Any) -> bool:
+    return isinstance(value, dict) and role_of_fields(value) == "optimizer"
 
 
 def _role_of(value: Any) -> Role | None:
-    if is_optimizer_state(value):
-        return "optimizer"
-    if isinstance(value, dict) and value and is_module_state_dict(value):
-        return "model"
-    if isinstance(value, dict) and "base_lrs" in value:
-        return "scheduler"
-    if isinstance(value, dict) and {"scale", "growth_factor", "_growth_tracker"} <= value.keys():
-        return "scaler"
-    return None
+    if not isinstance(value, dict):
+        return None
+    return "model" if value and is_module_state_dict(value) else role_of_fields(value)
 
 
 def _member(name: str, role: Role | None, value: Any, number: int | None = None) -> Member:
@@ -231,7 +235,7 @@ def match_members(
             value, outside = _fit_names(unwrap_state(value), live, name, member.name)
             value = _tie(value, live, name)
             matched.left_out += outside
-        elif _is_optimizer(live) and is_optimizer_state(value):
+        elif _is_optimizer(live) and _is_optimizer_state(value):
             parameters = parameters or LiveParameters.of(into)
             value = key_optimizer_state(live, value, parameters, name, path)
         matched.state[name] = value
