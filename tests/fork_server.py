@@ -10,6 +10,8 @@ from multiprocessing import get_context
 FORK_SERVER = get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(
     [
+        "pytest",
+        "torch._dynamo",  # the first optimizer imports it
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "holdfast.integrations.dcp.writing",

@@ -19,9 +19,6 @@ from tests.chaos import training
 from tests.chaos.training import BATCH, Start
 from tests.fork_server import FORK_SERVER
 
-FORK_SERVER.set_forkserver_preload(["torch._dynamo", "tests.chaos.training"])
-# an optimizer imports the first one, which takes over a second
-
 POLL_SECONDS = 0.01
 
 

@@ -83,6 +83,8 @@ def training(store: LocalStore, opened: OpenedStore, outcome: Outcome, **options
 
 
 WORKS = {"save": one_save, "save_async": one_async_save, "checkpointer": training}
+CHECKED = {work: CheckedStates() for work in WORKS.values()}
+"""Most calls leave the same states, whatever the error is."""
 
 
 def faults(error: str) -> Iterator[Fault]:
@@ -104,7 +106,6 @@ def run_all(
     work: Work, error: str, pools: PoolTracker, opened: OpenedStore, *, every: int = 1
 ) -> int:
     """Run ``work`` with each fault until no fault fires, and return the number of runs."""
-    checked = CheckedStates()
     with equal_bytes() as restart_ids:
         for number, fault in enumerate(faults(error)):
             if number % every:
@@ -117,7 +118,7 @@ def run_all(
             work(store, opened, outcome)
             pools.assert_all_freed()
             check_errors(outcome, error)
-            if checked.add(inner, outcome.committed, outcome.doubtful):
+            if CHECKED[work].add(inner, outcome.committed, outcome.doubtful):
                 check_files(LocalStore(ROOT, fs=inner), work, outcome)
             if not fs.fired:
                 assert outcome.errors == []

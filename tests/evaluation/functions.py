@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 import holdfast
 from holdfast.errors import Unavailable
+
+# torchmetrics imports transformers, which takes 0.9 s. No worker uses a metric of texts.
+IS_WORKER = "pytest" not in sys.modules and "transformers" not in sys.modules
+if IS_WORKER:
+    sys.modules["transformers"] = SimpleNamespace(AutoModel=None, AutoTokenizer=None)  # type: ignore[assignment]
+try:
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+finally:
+    if IS_WORKER:
+        del sys.modules["transformers"]
 
 RECORDS = 1000
 
