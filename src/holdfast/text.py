@@ -84,6 +84,11 @@ def format_list(
     return separator.join([*shown, f"and {more} more"] if more else shown)
 
 
+def format_count(number: int, noun: str, plural: str | None = None) -> str:
+    """Format a count and its noun: ``1 version``, ``2 versions``; ``1 leaf``, ``2 leaves``."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return the ranks as text: ``rank 3``, ``ranks 0, 1, 2``. At most 8 ranks are listed."""
     return f"rank{'s' if len(ranks) != 1 else ''} {format_list(ranks, 8)}"

@@ -27,6 +27,7 @@ from holdfast.run.run import Run
 from holdfast.storage.local.store import LocalStore
 from holdfast.storage.open import is_built_in, open_store
 from holdfast.storage.store import Store, list_level
+from holdfast.text import format_count
 
 _MAX_NAMES = 1000
 """The number of names in a folder of a server that are looked at: what S3 lists by one request."""
@@ -381,11 +382,6 @@ def _holds_run(store: Store, name: str) -> bool:
         return any(names.parse_version(e.name) for e in list_level(store, name, "version_"))
     except (OSError, StoreError):
         return False  # the result is only a suggestion
-
-
-def format_count(number: int, noun: str, plural: str | None = None) -> str:
-    """Format a count and its noun: ``1 version``, ``2 versions``; ``1 leaf``, ``2 leaves``."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 @contextmanager

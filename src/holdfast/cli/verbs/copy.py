@@ -25,7 +25,6 @@ from holdfast.cli.output import describe_error, format_error_line, json_option, 
 from holdfast.cli.resolve import (
     check_run_target,
     check_version_name,
-    format_count,
     remove_folder_if_empty,
     resolve_run_or_snapshot,
     stray_snapshot_warning,
@@ -54,6 +53,7 @@ from holdfast.machine import utc_now
 from holdfast.run.catalog import read_training_metadata
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
+from holdfast.text import format_count
 
 
 @dataclass(frozen=True, slots=True)

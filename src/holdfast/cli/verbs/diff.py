@@ -20,13 +20,14 @@ from holdfast.cli.console import (
 )
 from holdfast.cli.exit_codes import DIFFERS
 from holdfast.cli.output import json_option, keys_option, print_result
-from holdfast.cli.resolve import format_count, resolve_snapshot
+from holdfast.cli.resolve import resolve_snapshot
 from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from holdfast.cli.verbs.show import filter_rows
 from holdfast.engine.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
 from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format import tree
 from holdfast.format.names import join_key
+from holdfast.text import format_count
 from holdfast.types import DTYPES
 
 

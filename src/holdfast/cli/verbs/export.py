@@ -17,9 +17,10 @@ from holdfast.cli.console import (
     progress_bar,
 )
 from holdfast.cli.output import json_option, keys_option, print_result
-from holdfast.cli.resolve import format_count, refuse_address, resolve_newest
+from holdfast.cli.resolve import refuse_address, resolve_newest
 from holdfast.exporting.export import ExportResult, PreparedExport, prepare_export
 from holdfast.exporting.plan import SUFFIXES
+from holdfast.text import format_count
 
 _SIZE_PREFIXES = ("", "K", "M", "G", "T")
 

@@ -10,7 +10,7 @@ import click
 
 from holdfast.cli.console import format_size, make_console, print_line, progress_bar
 from holdfast.cli.output import json_option, print_result
-from holdfast.cli.resolve import check_run_target, format_count
+from holdfast.cli.resolve import check_run_target
 from holdfast.engine.saving.commit import raise_if_exists
 from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.format.names import MAX_STEP, Version
@@ -23,6 +23,7 @@ from holdfast.interop.import_ import (
 )
 from holdfast.interop.stored_files import size_of_foreign
 from holdfast.run.run import Run
+from holdfast.text import format_count
 
 _KIND_NAMES = {
     "torch": "a file of torch.save",

@@ -22,7 +22,7 @@ from holdfast.cli.console import (
     styled_text,
 )
 from holdfast.cli.output import describe_error, json_option, print_result
-from holdfast.cli.resolve import format_count, resolve_run, stray_snapshot_warning
+from holdfast.cli.resolve import resolve_run, stray_snapshot_warning
 from holdfast.cli.verdicts import build_verdicts, describe_verdicts
 from holdfast.errors import FormatError, FormatTooNew, HoldfastError, NotFound, StoreError
 from holdfast.format.names import Version
@@ -36,6 +36,7 @@ from holdfast.run.run import Run
 from holdfast.run.sweep import find_orphans
 from holdfast.sinks.wording import format_error_brief
 from holdfast.storage.store import Stat
+from holdfast.text import format_count
 
 if TYPE_CHECKING:
     from rich.text import Text

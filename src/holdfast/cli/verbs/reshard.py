@@ -18,16 +18,12 @@ from holdfast.cli.console import (
     progress_bar,
 )
 from holdfast.cli.output import json_option, print_result
-from holdfast.cli.resolve import (
-    check_version_name,
-    format_count,
-    remove_folder_if_empty,
-    resolve_snapshot,
-)
+from holdfast.cli.resolve import check_version_name, remove_folder_if_empty, resolve_snapshot
 from holdfast.engine.snapshot.location import Location, locate, versions_in
 from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.transform.reshard import SPLITS, reshard
 from holdfast.format.names import Version
+from holdfast.text import format_count
 from holdfast.types import DTYPES
 
 

@@ -25,7 +25,7 @@ from holdfast.cli.output import (
     keys_option,
     print_json,
 )
-from holdfast.cli.resolve import format_count, resolve_newest
+from holdfast.cli.resolve import resolve_newest
 from holdfast.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from holdfast.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations, read_statuses
 from holdfast.engine.planning.select import make_key_filter
@@ -33,7 +33,7 @@ from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import FormatError, MissingLeaf
 from holdfast.format.index_columns import IndexBox
 from holdfast.format.records import InexactEvaluation
-from holdfast.text import to_repr
+from holdfast.text import format_count, to_repr
 
 MAX_TREE_LINES = 40
 """Maximum number of rows of the tree on a terminal, unless an option selects the rows."""

@@ -8,9 +8,10 @@ import click
 
 from holdfast.cli.console import format_size, make_console, print_line, styled_text
 from holdfast.cli.output import json_option, parse_duration, print_json
-from holdfast.cli.resolve import format_count, resolve_run
+from holdfast.cli.resolve import resolve_run
 from holdfast.format.names import MANIFEST, parse_version
 from holdfast.run.sweep import ALL_ABANDONED, SweepResult
+from holdfast.text import format_count
 
 
 @click.command("sweep", short_help="Remove files of saves that were never committed.")

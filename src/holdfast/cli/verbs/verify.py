@@ -23,7 +23,7 @@ from holdfast.cli.console import (
 )
 from holdfast.cli.exit_codes import exit_on_errors
 from holdfast.cli.output import describe_error, json_option, print_result
-from holdfast.cli.resolve import format_count, resolve_run_or_snapshot, stray_snapshot_warning
+from holdfast.cli.resolve import resolve_run_or_snapshot, stray_snapshot_warning
 from holdfast.cli.verdicts import read_evaluations
 from holdfast.engine.snapshot.location import get_bounded
 from holdfast.engine.snapshot.reader import SnapshotReader
@@ -57,7 +57,7 @@ from holdfast.run.evaluations.trust import trust_of
 from holdfast.run.listing import Listing
 from holdfast.run.run import Run
 from holdfast.sinks.wording import format_error_brief
-from holdfast.text import format_list
+from holdfast.text import format_count, format_list
 
 
 @dataclass(frozen=True, slots=True)
