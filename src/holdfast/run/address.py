@@ -283,8 +283,9 @@ def load(  # noqa: PLR0913  (the public face)
     ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
     With ``into``, a dict like the one that was saved, fill that dict in place and return a
     ``LoadReport``; a terminal shows what was kept, ignored, or converted. ``keys``: load only
-    leaves whose key matches. ``"model"`` selects that leaf or all leaves below it; ``*`` matches
-    within a level, ``**`` across levels.
+    leaves whose key matches. ``"model/fc"`` selects that leaf, all leaves below it, and those that
+    continue it with a dot, as ``model/fc.weight``; ``*`` matches within a level, ``**`` across
+    levels.
 
     ``url`` may also be a checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or
     safetensors. With ``into``, each live member takes the member of the same name or kind, and an

@@ -181,6 +181,13 @@ def test_a_missing_slot_is_refused_or_kept():
     step(live)
 
 
+def test_a_live_slot_may_have_another_name_than_a_string():
+    live = training()
+    slots(live)[0] = torch.ones(2)
+    with pytest.raises(MissingLeaf, match=f"1 missing in the snapshot: {WEIGHT}/0"):
+        holdfast.load(save_state(training()), into=live)
+
+
 def test_the_slots_of_another_class_with_similar_options_are_refused():
     saved, live = training(kind=optim.Adamax), training()
     assert_refused(save_state(saved), live, MissingLeaf, "2 missing", "exp_avg_sq")

@@ -26,12 +26,11 @@ class LoadReport:
     """What a load into a live state did. As text, it has one line for each kind of difference.
 
     ``url``: the snapshot; ``loaded``: the keys of the leaves and plain values that were loaded;
-    ``kept``: the keys of live values that were kept, each with the reason (also the options of an
-    optimizer that the snapshot lacks, unless they are None or False, although no ``missing="keep"``
-    is needed for them); ``ignored``: the keys of
-    the snapshot that the live state lacks; ``cast``: the keys of the leaves that were converted,
-    each with both dtypes; ``renamed``: the renames, as they were passed. Keys that ``keys=`` did
-    not select are not listed. All ranks of a load have the same report.
+    ``kept``: the keys of live values that were kept, each with the reason, also of the options of
+    an optimizer that the snapshot lacks, unless they are off; ``ignored``: the keys of the snapshot
+    that the live state lacks; ``cast``: the keys of the leaves that were converted, each with both
+    dtypes; ``renamed``: the renames, as they were passed. Keys that ``keys=`` did not select are
+    not listed. All ranks of a load have the same report.
     """
 
     url: str

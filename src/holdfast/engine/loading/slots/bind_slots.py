@@ -63,10 +63,10 @@ def bind_slots(
         binding.differences.shapes |= resized
         return None
     if not live and 0 < len(selected) < len(saved):
-        left_out = [slot for slot, _, k in saved if not binding.selected(k)]
+        left_out = [str(slot) for slot, _, k in saved if not binding.selected(k)]
         binding.differences.kinds[key] = (
-            f"{', '.join(slot for slot, _, _ in selected)} selected, live no slots yet; its step"
-            f" also needs {', '.join(left_out)}"
+            f"{', '.join(str(slot) for slot, _, _ in selected)} selected, live no slots yet;"
+            f" its step also needs {', '.join(left_out)}"
         )
     finalizers = {
         slot: _bind_slot(binding, owner, slot, child, k)
@@ -76,7 +76,7 @@ def bind_slots(
     names = {slot for slot, _, _ in saved}
     for slot, value in comparable.items() if is_exact and saved else ():
         if slot not in names and value is not None:
-            binding.note_missing(join_key(key, escape_level(slot)))
+            binding.note_missing(join_key(key, escape_level(str(slot))))
             finalizers[slot] = _return_value(value)
     return finalizers
 
