@@ -113,10 +113,10 @@ class ElasticSampler:
     def epochs(self) -> int:
         """The number of epochs that are complete at the counted position."""
         self.was_asked = True
-        return self.count_epochs()
+        return self._complete_epochs()
 
-    def count_epochs(self) -> int:
-        """Return ``epochs``, for Holdfast itself: the loop does not learn the number."""
+    def _complete_epochs(self) -> int:
+        """Return ``epochs``, for Holdfast itself, which does not tell the loop."""
         epoch, samples = self._counted
         return epoch + (1 if self._is_epoch_over(samples) else 0)
 

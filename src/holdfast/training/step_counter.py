@@ -83,7 +83,7 @@ class StepCounter:
     def epochs(self) -> int:
         """The number of completed epochs: those of the first sampler, and those that ``end_epoch``
         has ended early. Without a sampler: those that it has ended, also before the resume."""
-        return self._ended_epochs + (self._samplers[0].count_epochs() if self._samplers else 0)
+        return self._ended_epochs + (self._samplers[0]._complete_epochs() if self._samplers else 0)
 
     def add_steps(self, steps: int, batches: int) -> None:
         """Count ``steps`` more steps, which consist of ``batches`` batches together.
@@ -91,7 +91,8 @@ class StepCounter:
         Raises ``HoldfastError`` if other code has changed the step count since the last step.
         """
         progress = self._progress
-        _check_step(progress.step, self._expected_step)
+        todo = "Do not assign progress.step; ckpt.step() counts the steps"
+        _check_count("step", progress.step, self._expected_step, "steps", todo)
         if type(steps) is not int or steps < 1:
             raise HoldfastError(
                 "Invalid number of steps",
@@ -126,7 +127,9 @@ class StepCounter:
                 expected='a Progress in the state: {"progress": holdfast.Progress(), ...}',
                 found="none, so a restart would begin at epoch 0",
             )
-        _check_epoch(progress.epoch, self._expected_epoch)
+        calls = "calls of end_epoch()"
+        todo = "Remove `progress.epoch += 1`; ckpt.end_epoch() counts the epochs"
+        _check_count("epoch", progress.epoch, self._expected_epoch, calls, todo)
         has_ended = [sampler.end_epoch() for sampler in self._samplers]
         self._needs_ends = False
         self._expected_epoch = None  # as in add_steps
@@ -177,35 +180,19 @@ class StepCounter:
         self._count_epochs()
 
 
-def _check_step(step: Any, expected_step: int | None) -> None:
-    """Raise ``HoldfastError`` unless ``step`` is a valid count, and is the expected one."""
-    if type(step) is not int or not 0 <= step < 10**17:
+def _check_count(name: str, count: Any, expected: int | None, calls: str, todo: str) -> None:
+    """Raise ``HoldfastError`` unless ``progress.step``, or ``epoch``, is a count, and ``expected``,
+    its value after the last of the ``calls``."""
+    if type(count) is not int or (name == "step" and not 0 <= count < 10**17):
         raise HoldfastError(
-            "progress.step is not a number of steps",
+            f"progress.{name} is not a number of {name}s",
             expected="an int of 0 or more",
-            found=f"{step!r}, {with_article(type(step).__name__)}"[:200],
+            found=f"{count!r}, {with_article(type(count).__name__)}"[:200],
         )
-    if expected_step is not None and step != expected_step:
+    if expected is not None and count != expected:
         raise HoldfastError(
-            "progress.step was changed between two steps",
-            expected=expected_step,
-            found=step,
-            todo="Do not assign progress.step; ckpt.step() counts the steps",
-        )
-
-
-def _check_epoch(epoch: Any, expected_epoch: int | None) -> None:
-    """Raise ``HoldfastError`` unless ``epoch`` is a count, and is the expected one."""
-    if type(epoch) is not int:
-        raise HoldfastError(
-            "progress.epoch is not a number of epochs",
-            expected="an int",
-            found=f"{epoch!r}, {with_article(type(epoch).__name__)}"[:200],
-        )
-    if expected_epoch is not None and epoch != expected_epoch:
-        raise HoldfastError(
-            "progress.epoch was changed between two calls of end_epoch()",
-            expected=expected_epoch,
-            found=epoch,
-            todo="Remove `progress.epoch += 1`; ckpt.end_epoch() counts the epochs",
+            f"progress.{name} was changed between two {calls}",
+            expected=expected,
+            found=count,
+            todo=todo,
         )
