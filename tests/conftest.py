@@ -57,6 +57,14 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
+LONGEST = "tests/evaluation/test_ray.py", "tests/examples/", "tests/zoo/"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests. If one began last, the other workers would wait for it."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 @pytest.fixture
 def memory() -> Iterator[str]:
     """A folder in memory."""
