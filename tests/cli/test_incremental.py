@@ -37,17 +37,10 @@ def save(store: MemoryStore, step: int, **other_values: Any) -> None:
     """Save an incremental version based on the previous one."""
     state = {"frozen": np.arange(20_000.0), "adapter": np.full(10, float(step)), **other_values}
     location = Location(store, f"version_{step}")
-    base = hf.Run(store).open(Version(step - 1)) if step > 1 else None
-    finish_save(
-        begin_save(
-            location,
-            state,
-            VersionMetadata(step=step),
-            shared_pool(),
-            stage_now=False,
-            base=reader_of(base),
-        )
-    )
+    base = hf.Run(store).catalog.open(Version(step - 1)) if step > 1 else None
+    metadata = VersionMetadata(step=step)
+    job = begin_save(location, state, metadata, shared_pool(), stage_now=False, base=base)
+    finish_save(job)
 
 
 def test_ls_reports_own_and_referred_bytes(store: MemoryStore) -> None:

@@ -19,6 +19,7 @@ import pytest
 import holdfast
 from holdfast.cli.verbs import run as run_verb
 from holdfast.deadline import Deadline
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import (
     DeadlinePassed,
@@ -269,7 +270,7 @@ def test_records_lead_to_the_memory_and_their_errors_are_returned(
     record_memory(str(tmp_path), MemoryRecord(str(host.folder), str(run)), "memory")
     (tmp_path / "9.memory").write_bytes(b"not a record")
     (result,) = flush_recorded(str(tmp_path), 20)
-    assert isinstance(result, holdfast.Snapshot)
+    assert isinstance(result, SnapshotReader)
     assert result.step == 70
     assert list(flush_recorded(str(tmp_path), 20)) == []
     record_memory("/nonexistent", MemoryRecord("a", "b"), "memory")  # raises nothing

@@ -16,6 +16,7 @@ import pytest
 
 import holdfast
 from holdfast.deadline import Deadline
+from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import (
     DeadlinePassed,
@@ -510,7 +511,7 @@ def test_holdfast_run_promotes_what_is_left(
     disk.await_captured([10])
     disk.die(ckpt)
     (flushed,) = flush_recorded(str(tmp_path), 20)
-    assert isinstance(flushed, holdfast.Snapshot)
+    assert isinstance(flushed, SnapshotReader)
     assert (flushed.step, flushed.verify().ok) == (10, True)
     assert list(flush_recorded(str(tmp_path), 20)) == []
 
@@ -531,7 +532,7 @@ def die_with_both_tiers(disk: Disk, status: Path, monkeypatch: pytest.MonkeyPatc
 def flush_results(status: Path, seconds: float) -> list[Any]:
     """Return the step of each version that ``holdfast run`` saves, or the type of the error."""
     results = flush_recorded(str(status), seconds)
-    return [r.step if isinstance(r, holdfast.Snapshot) else type(r) for r in results]
+    return [r.step if isinstance(r, SnapshotReader) else type(r) for r in results]
 
 
 def test_versions_on_the_disk_are_promoted_before_a_state_in_memory_is_saved(
