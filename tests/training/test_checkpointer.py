@@ -173,13 +173,13 @@ def test_save_commits_at_once_and_a_repeated_save_returns_the_same_version() -> 
         assert first.step == 3
         assert first.metadata["reason"] == "request"
         assert first.metadata["metrics"] == {"loss": 1.5}
-        assert ckpt.save() is first
+        assert ckpt.save() == first
         train(state, ckpt, 4)
         assert ckpt.save().step == 4
     with training(store, EverySteps(1000)) as (state, ckpt):
         resumed = ckpt.resume()
         assert resumed is not None
-        assert ckpt.save() is resumed
+        assert ckpt.save() == resumed
 
 
 def test_without_progress_the_checkpointer_counts() -> None:

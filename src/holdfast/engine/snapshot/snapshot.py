@@ -48,6 +48,14 @@ class Snapshot:
         leaves, root = self._reader.leaves, self._reader.manifest.tree
         return to_html(f"{self._title}{metrics}", leaves, root, "")
 
+    def __eq__(self, other: object) -> bool:
+        """Return True for another ``Snapshot`` of the same reader, such as what a second
+        ``Checkpointer.save`` at one step returns."""
+        return isinstance(other, Snapshot) and self._reader is other._reader
+
+    def __hash__(self) -> int:
+        return hash(self._reader)
+
     @property
     def _title(self) -> str:
         step = "" if self.step is None else f" step {self.step},"
