@@ -27,6 +27,9 @@ class Guardable(Protocol):
     ) -> None:
         """Count steps, and act on what the ranks have agreed on."""
 
+    def _note_read(self) -> None:
+        """Record that the loop has asked for the position of the training."""
+
     def _begin_call(self) -> None:
         """Start the training, if this is its first step."""
 
@@ -55,6 +58,7 @@ class PreemptionGuard:
         Each version stores the number. After ``ckpt.resume()``, training continues in epoch
         ``total_run_calls // steps_per_epoch``.
         """
+        self._ckpt._note_read()
         return self._calls.run_calls
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -120,15 +120,15 @@ class Checkpointer(CheckpointerBase):
     @property
     def current_step(self) -> int:
         """The number of steps completed, including those before the resume."""
-        self._gaps.note_read()
+        self._note_read()
         return self._step_counter.step
 
     @property
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
         after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
-        self._gaps.note_read()
-        return self._early_stop.stopped or self._calls.is_leaving
+        self._note_read()
+        return self._is_stopping
 
     # -- resuming ------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class Checkpointer(CheckpointerBase):
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
-            if error is None and self._group.rank == 0 and not self.should_stop:
+            if error is None and self._group.rank == 0 and not self._is_stopping:
                 self._consumption.check(self._step_counter.step)
             unsaved = self._ending.finish(error, self._calls.is_leaving)
         finally:

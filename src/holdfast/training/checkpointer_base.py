@@ -116,6 +116,14 @@ class CheckpointerBase:
             branch=self._branch,
         )
 
+    @property
+    def _is_stopping(self) -> bool:
+        return self._early_stop.stopped or self._calls.is_leaving
+
+    def _note_read(self) -> None:
+        """Record that the loop has asked for the position of the training."""
+        self._gaps.note_read()
+
     # -- steps -----------------------------------------------------------------------------------
 
     @exclusive

@@ -147,20 +147,6 @@ def test_the_epochs_of_a_sampler_are_a_position(tmp_path: Path) -> None:
     assert train(tmp_path, make_state(sampler=make_sampler()), loop) == []
 
 
-def test_the_epoch_of_a_scheduler_is_a_position(tmp_path: Path) -> None:
-    def make() -> State:
-        state = make_state()
-        state["scheduler"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 10)
-        return state
-
-    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
-        for _ in range(state["scheduler"].last_epoch, 4):
-            ckpt.step()
-
-    for _ in range(2):
-        assert train(tmp_path, make(), loop) == []
-
-
 def test_one_pass_over_the_rest_of_the_data_needs_no_count(tmp_path: Path) -> None:
     def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
         for number, _ in enumerate(state["sampler"]):

@@ -62,7 +62,7 @@ def record_exact(ckpt: Checkpointer, name: str, metrics: Mapping[str, float], be
     none. Early stopping sees them at once. Return the version. All ranks call this."""
     snapshot = reader_of(ckpt.save())
     ckpt._saver.add_metrics(snapshot, metrics, name)
-    ckpt._early_stop.observe(metrics, ckpt.current_step, ckpt._agreement, False)
+    ckpt._early_stop.observe(metrics, ckpt._step_counter.step, ckpt._agreement, False)
     _complete(ckpt, name, began)
     return str(version_of(snapshot))
 

@@ -143,7 +143,8 @@ class TrainingEvaluation:
             )
         self._ckpt._lifecycle.check_open()
         cadence = self._start()
-        step, is_new = self._ckpt.current_step, self._ckpt.current_step != self._seen_step
+        step = self._ckpt._step_counter.step
+        is_new = step != self._seen_step
         self._agreed |= self._agreement.step()
         self._seen_step = step
         if self._share is None and is_new and self._is_due(cadence):
@@ -154,7 +155,7 @@ class TrainingEvaluation:
     def _start(self) -> Cadence:
         """Read which evaluation was the last one, at the first step, or after another resume."""
         ckpt = self._ckpt
-        if self._cadence is not None and ckpt.current_step >= self._seen_step:
+        if self._cadence is not None and ckpt._step_counter.step >= self._seen_step:
             return self._cadence
         if self._cadence is None:
             self._cadence = Cadence(self._every, "wait", self._group, ckpt._step_counter)
@@ -253,7 +254,7 @@ class TrainingEvaluation:
     def __enter__(self) -> Self:
         if self._state != "new":
             raise HoldfastError(f"The evaluation {self.name} was used before", todo="Create one")
-        self._state, self._seen_step = "entered", self._ckpt.current_step
+        self._state, self._seen_step = "entered", self._ckpt._step_counter.step
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -270,7 +271,7 @@ class TrainingEvaluation:
 
     def _finish(self) -> None:
         """Complete what is in progress, and evaluate the last step if that is due."""
-        step = self._ckpt.current_step
+        step = self._ckpt._step_counter.step
         if (
             self._cadence is None
             and self._ckpt._step_counter.has_counted

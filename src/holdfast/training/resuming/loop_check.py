@@ -1,13 +1,12 @@
 """Finds a loop that makes all of its epochs again after a resume, because it counts them itself.
 
-``for epoch in range(10)`` is correct in the first process only. It is known that a loop is such a
-one if, after the resume, nothing could tell it how far the training is: it has neither read the
-position of the training nor put anything into the state that may count.
+``for epoch in range(10)`` is correct in the first process only. A loop is reported if Holdfast has
+not told it how far the training is: it has neither read the position of the training nor put
+anything into the state that may count.
 """
 
 from __future__ import annotations
 
-import sys
 from opcode import opmap
 from types import FrameType
 from typing import Any
@@ -17,9 +16,6 @@ from holdfast.engine.state.replication import PerRank, Replicated
 from holdfast.errors import InexactResume
 from holdfast.text import user_frame, warn_user
 from holdfast.training.step_counter import StepCounter
-
-_COUNTS = {"last_epoch", "total_run_calls"}
-"""Attributes of a scheduler and of a ``PreemptionGuard`` that a loop may test."""
 
 
 class LoopCheck:
@@ -51,27 +47,27 @@ class LoopCheck:
         )
 
     def note_read(self) -> None:
-        """Record that the caller of the caller has read the position of the training."""
-        if self._is_waiting:
-            caller = str(sys._getframe(2).f_globals.get("__name__"))
-            self._is_waiting = caller.startswith("holdfast.")
+        """Record that the loop has asked for the position of the training."""
+        self._is_waiting = False
 
     def check(self) -> None:
-        """Warn at the end of a step if the loop cannot know the position."""
+        """Warn at the end of a step if nothing has told the loop its position."""
         if not self._is_waiting:
             return
         self._steps += 1
         if self._steps < 2 or self._counter.passes < self._passes + 2:
             return
         self._is_waiting = False
-        if self._counter.is_lost_at_restart and not _names_count(user_frame()):
+        if self._counter.is_lost_at_restart:
             warn_user(
-                f"The training has resumed {self._run} at step {self._resumed_step}, but its loop"
-                " cannot know that: the state has no Progress. A loop that counts its epochs or"
-                " steps itself, such as `for epoch in range(10)`, makes all of them again."
-                ' Add "progress": holdfast.Progress() to the state, call ckpt.end_epoch() after'
-                " each epoch, and write `while progress.epoch < 10`. To add it to an existing run,"
-                ' call resume(missing="keep") once',
+                f"The training has resumed {self._run} at step {self._resumed_step}, but nothing"
+                " has told its loop so: the state has no Progress, and ckpt.current_step was not"
+                " read. A loop that counts its epochs or steps itself, such as"
+                ' `for epoch in range(10)`, makes all of them again. Add "progress":'
+                " holdfast.Progress() to the state, call ckpt.end_epoch() after each epoch, and"
+                " write `while progress.epoch < 10`. To add it to an existing run, call"
+                ' resume(missing="keep") once. If the loop takes its position from elsewhere,'
+                " ignore this warning",
                 InexactResume,
             )
 
@@ -95,12 +91,3 @@ def _discards_result(frame: FrameType) -> bool:
     while at < len(code) and code[at] == opmap["CACHE"]:
         at += 2
     return at < len(code) and code[at] == opmap["POP_TOP"]
-
-
-def _names_count(frame: FrameType | None) -> bool:
-    """Return True if a function on the stack reads an attribute that may be its count."""
-    while frame is not None:
-        if not _COUNTS.isdisjoint(frame.f_code.co_names):
-            return True
-        frame = frame.f_back
-    return False
