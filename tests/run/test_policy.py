@@ -31,6 +31,7 @@ from holdfast.run.policy import (
     StopWhen,
     best_first,
 )
+from holdfast.run.run import Run
 
 START = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
 
@@ -476,6 +477,20 @@ def test_invalid_seconds_are_rejected(seconds: Any) -> None:
 def test_invalid_arguments_for_metrics_are_rejected(make: Callable[[], object]) -> None:
     with pytest.raises(HoldfastError, match=r"Invalid argument to .*For example, write"):
         make()
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "val/acc", "eval_F1", "top1 accuracy"])
+def test_a_metric_of_which_larger_values_are_better_needs_a_mode(metric: str) -> None:
+    for make in (
+        lambda **mode: KeepBest(1, metric, **mode),
+        lambda **mode: StopWhen(metric, **mode),
+        lambda **mode: Run("memory://modes").best(metric, **mode),
+    ):
+        with pytest.raises(HoldfastError, match=f"needs a mode for '{metric}'.*mode=\"max\""):
+            make()
+        make(mode="max")
+        make(mode="min")
+    assert KeepBest(1, f"{metric}_gap").mode == StopWhen("auction").mode == "min"
 
 
 @pytest.mark.parametrize("other", [None, 3, "x", [EverySteps(3)]])

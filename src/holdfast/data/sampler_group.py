@@ -77,7 +77,7 @@ class SamplerGroup:
         label = self.epoch_labels[0].current
         warn_user(
             f"{sampler} starts epoch {epoch}, but progress.epoch is still {label}. Call "
-            "ckpt.end_epoch() after the loop over the loader. Otherwise, a loop over epochs "
-            f"begins at epoch {label} again after a restart",
+            "ckpt.end_epoch() after the loop over the loader, and loop by `while progress.epoch < "
+            "N`. Otherwise, the training makes all N epochs again after a restart",
             UncountedEpochs,
         )

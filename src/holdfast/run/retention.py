@@ -139,8 +139,9 @@ def delete(catalog: Catalog, versions: Collection[Version]) -> int:
                 else "Keep the version that the training would continue from. After"
                 " resume(at=...) has started a branch from an older one, it can be deleted"
                 if version not in kept
-                else "`holdfast pin RUN STEP --remove` removes a lasting pin. Delete versions that"
-                " refer to a version before it"
+                else "`holdfast pin RUN STEP --remove` removes a lasting pin"
+                if version in roots.pinned
+                else "Delete the versions that refer to it first, or together with it"
             )
             + (f".{also}" if also else ""),
             version=str(version),

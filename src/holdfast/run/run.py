@@ -33,6 +33,7 @@ from holdfast.run.evaluations.status import EvaluationStatus, find_statuses
 from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_verdict
 from holdfast.run.listing import BRANCH, STEP, Listing, to_int
 from holdfast.run.policy import KeepPolicy, Mode, Record
+from holdfast.run.policy.checks import check_metric
 from holdfast.run.sweep import GRACE, SweepResult
 from holdfast.storage.open import open_store
 from holdfast.threads import gc_paused
@@ -245,18 +246,16 @@ class Run:
         """
         return lineage.find_records(self.catalog, self.listing())
 
-    def best(self, metric: str, mode: Mode = "min") -> Snapshot | None:
+    def best(self, metric: str, mode: Mode | None = None) -> Snapshot | None:
         """Return the intact version on the current lineage with the best value of ``metric``.
 
-        The best value is the smallest with ``mode="min"`` and the largest with ``mode="max"``.
-        NaN is never the best. Of versions with equal values, the newest is returned. Distrusted
-        versions do not count. The result is None if no version has the metric. Raises
-        ``HoldfastError`` for another ``mode``.
+        The best value is the smallest with ``mode="min"``, the default, and the largest with
+        ``mode="max"``. NaN is never the best. Of versions with equal values, the newest is
+        returned. Distrusted versions do not count. The result is None if no version has the metric.
+        Raises ``HoldfastError`` for another ``mode``, and without one for a metric like
+        ``val_accuracy``.
         """
-        if mode not in ("min", "max"):
-            raise HoldfastError(
-                "Invalid argument to Run.best", expected='mode="min" or mode="max"', found=mode
-            )
+        mode = check_metric("Run.best", metric, mode, 'run.best("val_loss", mode="min")')
         return snapshot_of(lineage.find_best(self.catalog, metric, mode))
 
     def _resolve_version(self, at: Snapshot | Version | int) -> Version:

@@ -156,7 +156,7 @@ def check_state(state: dict[str, Any]) -> None:
                     " once",
                     expected=f"the {kind} itself, so that each save reads its current state",
                     found="a dict that training does not change",
-                    todo='Write {"optimizer": optimizer}, without .state_dict()',
+                    todo=f'Write {{"{kind}": {kind}}}, without .state_dict()',
                     leaf=key,
                 )
 

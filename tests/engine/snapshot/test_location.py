@@ -12,7 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.engine.snapshot.location import Location, describe_run, locate, versions_in
-from holdfast.engine.snapshot.snapshot import open_snapshot
+from holdfast.engine.snapshot.reader import open_snapshot
 from holdfast.errors import AlreadyExists, Denied, NotFound
 from holdfast.format.names import Version
 from holdfast.storage.local.os_calls import Fs

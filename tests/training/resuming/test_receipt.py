@@ -18,6 +18,7 @@ from holdfast.data.next_batch import find_next_batch
 from holdfast.engine.snapshot.snapshot import reader_of
 from holdfast.errors import UnconsumedSamples
 from holdfast.training.resuming import receipt
+from tests.trainings import forget
 
 Event = tuple[str, dict[str, Any]]
 
@@ -335,6 +336,21 @@ def test_a_loop_that_takes_no_step_although_samples_are_left(tmp_path: Path) -> 
         pass
     (message,) = warnings_of_an_idle_loop(tmp_path, make_state(sampler=make_sampler()))
     assert "28 samples of the epoch of sampler were left" in message
+
+
+def test_a_second_close_repeats_no_warning_of_samples_that_are_left(tmp_path: Path) -> None:
+    state = make_state(sampler=make_sampler())
+    for number in range(2):
+        ckpt = holdfast.Checkpointer(tmp_path, state, save=holdfast.EverySteps(1), preemption=None)
+        ckpt.resume()
+        if number == 0:
+            for _ in zip(range(3), state["sampler"], strict=False):
+                ckpt.step()
+            ckpt.wait()
+            forget(ckpt)  # a kill
+    with pytest.warns(UnconsumedSamples):
+        ckpt.close()
+    ckpt.close()  # a warning would be an error
 
 
 def test_a_training_that_had_ended_may_end_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from math import inf
 from typing import Any, Literal
@@ -22,10 +23,24 @@ def check_count(name: str, value: object, unit: str, example: str) -> None:
     require(name, valid, f"a whole number of {unit}, 1 or more", value, example)
 
 
-def check_metric(name: str, metric: object, mode: object, example: str) -> None:
+_LARGER_IS_BETTER = frozenset(
+    {"acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "ndcg", "psnr"}
+)
+"""Last words of names of metrics."""
+
+
+def check_metric(name: str, metric: object, mode: Mode | None, example: str) -> Mode:
+    """Return the mode: "min" if it is None, unless the metric says that larger is better."""
     valid = isinstance(metric, str) and metric != ""
     require(name, valid, "the name of a metric", metric, example)
+    if mode is None and re.split(r"[^a-z0-9]+", str(metric).lower())[-1] in _LARGER_IS_BETTER:
+        raise HoldfastError(
+            f"{name} needs a mode for {metric!r}: the default is that smaller values are better",
+            todo='Pass mode="max", or mode="min" if smaller values are meant',
+        )
+    mode = "min" if mode is None else mode
     require(name, mode in ("min", "max"), 'mode="min" or mode="max"', mode, example)
+    return mode
 
 
 def require(name: str, valid: bool, expected: str, found: object, example: str) -> None:

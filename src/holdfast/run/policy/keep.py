@@ -162,8 +162,9 @@ class KeepSteps(KeepPolicy):
 class KeepBest(KeepPolicy):
     """Keep the ``count`` versions with the best value of ``metric``.
 
-    The best value is the smallest with ``mode="min"`` and the largest with ``mode="max"``. Of
-    versions with equal values, the newer one is better. A version with NaN is not kept.
+    The best value is the smallest with ``mode="min"`` and the largest with ``mode="max"``. The
+    default is "min", but for a metric like ``val_accuracy`` the mode must be given. Of versions
+    with equal values, the newer one is better. A version with NaN is not kept.
 
     ``unscored``: also keep that many of the newest versions without the metric, which an evaluation
     may still add. Otherwise, another policy must keep them until then. Distrusted versions do not
@@ -172,13 +173,14 @@ class KeepBest(KeepPolicy):
 
     count: int
     metric: str
-    mode: Mode = "min"
+    mode: Mode = None  # type: ignore[assignment]  # never None in an object
     unscored: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         example = 'KeepBest(2, "val_loss", mode="min", unscored=2)'
         check_count("KeepBest", self.count, "versions", example)
-        check_metric("KeepBest", self.metric, self.mode, example)
+        mode = check_metric("KeepBest", self.metric, self.mode, example)
+        object.__setattr__(self, "mode", mode)
         valid = type(self.unscored) is int and self.unscored >= 0
         expected = "a whole number of unscored versions, 0 or more"
         require("KeepBest", valid, expected, self.unscored, example)

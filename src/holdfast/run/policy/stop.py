@@ -28,17 +28,18 @@ class StopWhen:
 
     The order is that of the steps. A value is better if it is below the best value (above it with
     ``mode="max"``) by more than ``min_delta``. NaN is never better. (Keras's ``EarlyStopping``,
-    except for NaN.)
+    except for NaN.) For a metric like ``val_accuracy`` the mode must be given.
     """
 
     metric: str
     patience: int = 3
-    mode: Mode = "min"
+    mode: Mode = None  # type: ignore[assignment]  # never None in an object
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
         example = 'StopWhen("val_loss", patience=3, mode="min")'
-        check_metric("StopWhen", self.metric, self.mode, example)
+        mode = check_metric("StopWhen", self.metric, self.mode, example)
+        object.__setattr__(self, "mode", mode)
         check_count("StopWhen", self.patience, "values (patience)", example)
         valid = is_number(self.min_delta) and 0 <= self.min_delta < inf
         require("StopWhen", valid, "a finite min_delta of 0 or more", self.min_delta, example)

@@ -146,15 +146,17 @@ class Consumption:
 
         The store is read only if there was no step.
         """
-        if self._resumed is None or self._resumed[1] != step:
+        resumed, self._resumed = self._resumed, None  # for a second close()
+        if resumed is None or resumed[1] != step:
             return
-        left = {p: b.get("left") for p, b in _recorded(self._resumed[0]).items() if b["samples"]}
+        left = {p: b.get("left") for p, b in _recorded(resumed[0]).items() if b["samples"]}
         with suppress(HoldfastError):
             if left and self._run.ended() is None:
                 path, samples = next(iter(left.items()))
                 warn_user(
                     f"The training ended at step {step}, where it resumed, although {samples}"
-                    f" samples of the epoch of {path} were left. Check the condition of the loop",
+                    f" samples of the epoch of {path} were left. Check the condition of the loop,"
+                    " if there was one",
                     UnconsumedSamples,
                 )
 
