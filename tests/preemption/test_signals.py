@@ -20,7 +20,8 @@ from holdfast.errors import HoldfastError
 from holdfast.preemption import signals
 from holdfast.preemption.notice import Notice
 from holdfast.preemption.policy import Preemption
-from holdfast.preemption.signals import SignalNotice, protect_worker
+from holdfast.preemption.signals import SignalNotice, protect_worker, stop_signals
+from holdfast.threads import no_op
 from tests.preemption.manual_clock import ManualClock
 
 USR1 = signal.SIGUSR1
@@ -141,6 +142,53 @@ def test_close_keeps_a_handler_installed_later(previous: list[int]) -> None:
     source.close()
     assert signal.getsignal(USR1) is outer
     signal.signal(USR1, lambda *_: None)
+
+
+@pytest.fixture
+def hangup() -> Iterator[list[int]]:
+    """Return the list of signals that ``handle_hangup`` of a program receives."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield []
+    signal.signal(signal.SIGHUP, before)
+
+
+def handle_hangup(received: list[int]) -> None:
+    signal.signal(signal.SIGHUP, lambda number, frame: received.append(number))
+
+
+def test_a_handler_for_sighup_that_the_program_installs_later_keeps_it(hangup: list[int]) -> None:
+    wakes: list[int] = []
+    source, explicit = stop_signals(), SignalNotice(signal.SIGHUP, USR1)
+    source.start(lambda: wakes.append(1))
+    explicit.start(no_op)
+    handle_hangup(hangup)
+    signal.raise_signal(signal.SIGHUP)
+    wait_for(explicit.poll, "who names the signal gets it")
+    assert hangup == [signal.SIGHUP]
+    assert source.poll() is None
+    signal.raise_signal(signal.SIGTERM)
+    wait_for(lambda: len(wakes) == 2, "SIGTERM is a notice as before")
+    explicit.close()
+    source.close()
+
+
+def test_sighup_belongs_to_the_program_under_another_source_too(hangup: list[int]) -> None:
+    handle_hangup(hangup)
+    explicit = SignalNotice(signal.SIGHUP)
+    explicit.start(no_op)
+    assert signal.SIGHUP not in stop_signals().numbers
+    explicit.close()
+
+
+def test_a_signal_that_requests_a_save_does_not_stop_another_training(hangup: list[int]) -> None:
+    request = SignalNotice(signal.SIGHUP, stops=False)
+    request.start(no_op)
+    assert signal.SIGHUP not in stop_signals().numbers
+    request.close()
+    first = stop_signals()
+    first.start(no_op)
+    assert signal.SIGHUP in stop_signals().numbers  # several trainings of one process stop
+    first.close()
 
 
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])

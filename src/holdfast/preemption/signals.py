@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 from holdfast.errors import HoldfastError
 from holdfast.machine import after_fork
+from holdfast.preemption.final_code import find_signals
 from holdfast.preemption.notice import Notice
 from holdfast.threads import no_op, start_thread
 
@@ -51,6 +52,8 @@ class SignalNotice:
         self.numbers = numbers or (signal.SIGTERM,)
         self.seconds = seconds
         self.stops = stops
+        self.yielded: frozenset[int] = frozenset()
+        """The signals that are no notices once the program has a handler of its own for them."""
         self._received: list[tuple[int, float]] = []
         self._wake: Callable[[], object] = no_op
         for number in self.numbers:
@@ -182,6 +185,15 @@ class _Dispatcher:
         if not self._previous:
             self._close_pipe()
 
+    def is_free(self, number: int) -> bool:
+        """Return True if the program neither ignores nor handles a signal, and has asked for no
+        save by it."""
+        handler = signal.getsignal(number)
+        if handler == self.handle:
+            handler = self._previous.get(number, signal.SIG_DFL)
+        requests = (s for s in list(self._subscribers) if number in s.numbers and not s.stops)
+        return handler == signal.SIG_DFL and not any(requests)
+
     def _install(self, number: int) -> None:
         self._previous[number] = signal.getsignal(number)
         try:
@@ -219,10 +231,11 @@ class _Dispatcher:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _deliver(self, number: int) -> None:
+    def _deliver(self, number: int, *, is_replaced: bool = False) -> None:
+        """Report a signal. ``is_replaced``: its handler is not the one of this object any more."""
         self._received[number] = time.monotonic()
         for source in list(self._subscribers):
-            if number in source.numbers:
+            if number in source.numbers and not (is_replaced and number in source.yielded):
                 source.receive(number)
 
     def _has_parent_received(self, number: int) -> bool:
@@ -255,7 +268,7 @@ class _Dispatcher:
             numbers = os.read(read_end, 512)
             for number in numbers:
                 if number in self._previous:
-                    self._deliver(number)
+                    self._deliver(number, is_replaced=signal.getsignal(number) != self.handle)
             if self._other.is_open:
                 with suppress(OSError):  # whoever set it does not read
                     os.write(self._other.number, numbers.replace(_END, b""))
@@ -307,10 +320,13 @@ atexit.register(_dispatcher.stop_ignoring)
 def stop_signals() -> SignalNotice:
     """Return the source of the signals that stop a training if the user names none: SIGTERM, and
     SIGHUP, which follows the end of a terminal. It stays ignored under ``nohup``, and a handler of
-    the program keeps it for itself."""
-    hangup = signal.getsignal(signal.SIGHUP)
-    is_free = hangup in (signal.SIG_DFL, _dispatcher.handle)
-    return SignalNotice(signal.SIGTERM, signal.SIGHUP) if is_free else SignalNotice()
+    the program keeps it for itself, also one that is installed later."""
+    hangup = find_signals("SIGHUP")
+    if not all(map(_dispatcher.is_free, hangup)):
+        return SignalNotice()
+    source = SignalNotice(signal.SIGTERM, *hangup)
+    source.yielded = frozenset(hangup)
+    return source
 
 
 def protect_worker(worker_id: int = 0) -> None:
