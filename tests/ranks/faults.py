@@ -235,7 +235,8 @@ class Trial:
             assert self.seconds[rank] < TIME_LIMIT or rank == self.victim, (self, self.seconds)
             if not isinstance(outcome, BaseException):
                 assert self.committed, (self, rank, "says it is committed")
-                assert reader_of(outcome).digest == reader_of(Run(self.inner).open(Version(1, 0))).digest
+                saved = Run(self.inner).open(Version(1, 0))
+                assert reader_of(outcome).digest == reader_of(saved).digest
                 continue
             assert isinstance(outcome, HoldfastError), (self, rank, outcome)
             if rank not in self.uncertain_ranks():

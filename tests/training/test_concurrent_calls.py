@@ -123,10 +123,11 @@ def test_a_call_in_a_signal_handler_is_refused_at_every_point_of_a_call(name: st
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_real_signal_during_steps_changes_nothing(seed: int) -> None:
-    """The handler does not catch the error, so that it ends the call in progress."""
+    """The handler does not catch the error, so that it ends the call in progress. (An error in a
+    sink would detach it.)"""
     store, state = MemoryStore(), initial_state()
     errors: list[HoldfastError] = []
-    with Checkpointer(store, state, save=EverySteps(2)) as ckpt:
+    with Checkpointer(store, state, save=EverySteps(2), quiet=True) as ckpt:
         ckpt.step({"loss": train_step(state)})
 
         def handler(number: int, frame: FrameType | None) -> None:
