@@ -17,6 +17,7 @@ from holdfast.format.names import Version
 from holdfast.preemption.guarded_calls import GuardedCalls
 from holdfast.preemption.response import PreemptionResponse
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
+from holdfast.run.evaluations.metrics import ADDED_METRICS
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
 from holdfast.tiers.tiers import Tiers
@@ -197,7 +198,7 @@ class CheckpointerBase:
         if metrics and self._cadence.has_begun:
             newest = self._saver.wait_on_all_ranks()
             if newest is not None and self._saver.saved_step == self._step_counter.step:
-                self._saver.add_metrics(newest, metrics, "evaluation")
+                self._saver.add_metrics(newest, metrics, ADDED_METRICS)
 
     def _ensure_started(self) -> None:
         """Check the run and acquire the writer lock, at the first step or save: a run with other
