@@ -620,7 +620,7 @@ def test_an_evaluation_that_differs_does_not_stop_a_copy(
     with training(store, EverySteps(20)) as (state, ckpt):
         ckpt.resume()
         train(state, ckpt, 80)
-    [key] = [k for k in keys(empty_url) if "/eval-evaluation" in k]
+    [key] = [k for k in keys(empty_url) if "/eval-metrics" in k]
     copy = open_store(empty_url)
     copy.delete(key)
     copy.put_if_absent(key, b"damaged")

@@ -83,6 +83,68 @@ def test_all_versions_are_evaluated_and_the_objective_is_recorded(folder: Path) 
     assert again.returncode == 0
 
 
+TRAINING = """
+import torch
+import holdfast
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+state = {"model": model, "optimizer": optimizer, "progress": holdfast.Progress()}
+with holdfast.Checkpointer("run", state, save=holdfast.EverySteps(5), quiet=True) as ckpt:
+    for epoch in range(2):
+        for _ in range(5):
+            model(torch.ones(1, 4)).square().sum().backward()
+            optimizer.step()
+            ckpt.step()
+        ckpt.end_epoch({"train_acc": 0.5})
+    ckpt.save({"test_acc": 0.25})
+"""
+
+
+@pytest.mark.parametrize("selection", [("--all",), ("--follow",), ()])
+def test_metrics_that_the_training_adds_are_no_evaluation(
+    folder: Path, selection: tuple[str, ...]
+) -> None:
+    """The end of an epoch added its metrics to the version that was saved at its last step, under
+    the name of the evaluation: it had a record of each version, and evaluated none."""
+    subprocess.run([sys.executable, "-c", TRAINING], cwd=folder, check=True)
+    run = Run(folder / "run")
+    added = {5: {"train_acc": 0.5}, 10: {"train_acc": 0.5, "test_acc": 0.25}}
+    assert {step: run.metrics(step) for step in (5, 10)} == added
+    done = evaluate(folder, *selection, "--json")
+    assert done.returncode == 0, done.stderr
+    versions = {v["step"]: v["metrics"] for v in json.loads(done.stdout)["versions"]}
+    assert [*versions] == ([5, 10] if selection == ("--all",) else [10])
+    for step, metrics in versions.items():
+        assert metrics.keys() == {"val/loss"}
+        assert run.metrics(step) == added[step] | metrics
+        assert run.evaluations(step).keys() == {"metrics", "evaluation"}
+    assert run.best("val/loss") is not None
+
+
+def test_a_version_of_another_release_is_evaluated_under_another_name(folder: Path) -> None:
+    """Such a release recorded the metrics of the training under the name of the evaluation."""
+    save(folder, 10)
+    Run(folder / "run").add_metrics(10, {"train_acc": 0.5}, "evaluation")
+    done = evaluate(folder)
+    assert "evaluation has a record of each" in " ".join(done.stdout.split())
+    assert "--name" in done.stdout
+    done = evaluate(folder, "--name", "val", "--json")
+    [version] = json.loads(done.stdout)["versions"]
+    assert Run(folder / "run").metrics(10) == {"train_acc": 0.5, **version["metrics"]}
+
+
+def test_a_misspelled_module_is_an_error_also_if_nothing_is_to_be_evaluated(folder: Path) -> None:
+    save(folder, 10)
+    assert evaluate(folder).returncode == 0
+    done = evaluate(folder, module="nowhere")
+    assert (done.returncode, done.stdout) == (OTHER, "")
+    assert "nowhere:setup cannot be imported" in done.stderr
+    done = evaluate(folder, "--data", "scoring:datset")
+    assert (done.returncode, done.stdout) == (OTHER, "")
+    assert "scoring:datset cannot be imported" in done.stderr
+
+
 def test_a_failure_has_its_own_exit_code_and_names_the_cause(folder: Path) -> None:
     save(folder, 10)
     done = evaluate(folder, module="failing")
@@ -127,6 +189,7 @@ def test_bad_input_is_one_line(folder: Path) -> None:
     for arguments, code in (
         (("--metric", "val/loss"), USAGE),
         (("--name", "a/b"), OTHER),
+        (("--name", "metrics"), OTHER),
         (("--workers", "-1"), OTHER),
     ):
         done = evaluate(folder, *arguments)

@@ -383,11 +383,13 @@ def StateUnchanged() -> None:
 
 @causes
 def MetricMissing() -> None:
-    keep = holdfast.KeepBest(1, "val_loss")
-    save = holdfast.EverySteps(1)
-    with holdfast.Checkpointer("runs/a", {"model": linear()}, save=save, keep=keep) as ckpt:
-        for _ in range(4):
-            ckpt.step({"loss": 1.0})
+    keep, save = holdfast.KeepBest(1, "val_loss"), holdfast.EverySteps(7)
+    state = {"model": linear(), "progress": holdfast.Progress()}
+    with holdfast.Checkpointer("runs/a", state, save=save, keep=keep) as ckpt:
+        for _ in range(2):
+            for _ in range(10):
+                ckpt.step({"loss": 1.0})
+            ckpt.end_epoch({"val_loss": 1.0})
 
 
 @causes

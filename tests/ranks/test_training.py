@@ -484,7 +484,7 @@ def test_metrics_that_cannot_be_written_raise_on_all_ranks() -> None:
     with TrainingJob(3) as job:
 
         def refuse(method: str, key: str) -> None:
-            if "/eval-evaluation" in key:
+            if "/eval-metrics" in key:
                 raise StoreError("The disk is full")
 
         job.set_before_call(0, refuse)

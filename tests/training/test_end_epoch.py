@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.engine.distributed.group import LocalGroup
 from holdfast.errors import (
     HoldfastError,
+    MetricMissing,
     PlanError,
     Preempted,
     SaveFailed,
@@ -24,12 +26,14 @@ from holdfast.errors import (
     UncountedEpochs,
 )
 from holdfast.preemption import Preemption, PreemptionGuard
-from holdfast.run.policy import AtEnd, EveryEpoch, EverySteps, Never, StopWhen
+from holdfast.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never, StopWhen
 from holdfast.run.run import Run
 from holdfast.storage.memory import MemoryStore
+from holdfast.training.saves.early_stop import EarlyStop
+from holdfast.training.saves.version_checks import MetricCheck
 from holdfast.training.step_counter import LONG_EPOCH
 from tests.preemption.announced import Announced
-from tests.trainings import initial_state, train_step
+from tests.trainings import initial_state, train_step, trained_run
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::holdfast.errors.UnsavedSteps")
 
@@ -726,3 +730,63 @@ def test_an_evaluation_before_the_last_step_of_an_epoch_is_not_repeated() -> Non
     newest = Run(store).latest()
     assert newest is not None
     assert newest.metadata["metrics"] == {"val_loss": 0.5}
+
+
+# -- the metric of a keep policy -------------------------------------------------------------------
+
+
+def warned_metrics(save: Any, epochs: int, name: str = "val", **options: Any) -> list[str]:
+    """Train with a metric at the ends of epochs, and return the warnings that name a metric."""
+    options = {"keep": KeepLast(9) | KeepBest(1, "val"), "sampler": False, **options}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = Training(MemoryStore(), save, **options)
+        for number in range(epochs):
+            for _ in range(BATCHES):
+                training.epoch(stop_after=1)
+                training.ckpt.wait()
+            training.ckpt.end_epoch({name: 1.0 / (number + 1)})
+        training.ckpt.close()
+    return [str(w.message) for w in caught if w.category is MetricMissing]
+
+
+@pytest.mark.parametrize("epochs", [2, 3, 4])
+def test_a_metric_of_epochs_that_are_not_saved_is_not_called_misspelled(epochs: int) -> None:
+    """The warning said that nothing passes the metric; ``EveryEpoch`` is what is missing."""
+    [message] = warned_metrics(EverySteps(3), epochs)  # at the end, or after version 9
+    for part in ("has val, which", "they have loss", "first at step 4", "| holdfast.EveryEpoch()"):
+        assert part in message
+    assert "Run.add_metrics" not in message
+    assert warned_metrics(EverySteps(3) | EveryEpoch(), epochs) == []
+
+
+@pytest.mark.parametrize(
+    "save", [EverySteps(1) | EveryEpoch(), EveryEpoch(), EverySteps(99) | AtEnd()]
+)
+@pytest.mark.parametrize("stop", [None, StopWhen("val", patience=99)])
+@pytest.mark.parametrize("sampler", [False, True])
+@pytest.mark.parametrize("epochs", [1, 2, 4])
+def test_a_metric_of_epochs_that_are_saved_causes_no_warning(
+    save: Any, stop: StopWhen | None, sampler: bool, epochs: int
+) -> None:
+    """It came if three versions were saved before the first epoch ended."""
+    assert warned_metrics(save, epochs, stop=stop, sampler=sampler) == []
+
+
+@pytest.mark.parametrize("save", [EverySteps(3) | AtEnd(), EverySteps(1) | EveryEpoch()])
+def test_a_misspelled_metric_of_epochs_is_reported(save: Any) -> None:
+    [message] = warned_metrics(save, epochs=3, name="vla")
+    assert "has val, which the keep policy uses; they have loss" in message
+    assert "Run.add_metrics" in message
+
+
+def test_a_metric_that_comes_while_the_check_is_made_causes_no_warning() -> None:
+    run = Run(trained_run())  # with versions 20, 40, and 60
+    early_stop = EarlyStop(None, run, LocalGroup())
+    check = MetricCheck(run, EverySteps(20), KeepBest(1, "val"), early_stop)
+    check.observe({"val": 1.0}, 60, 0)
+    check.make(at_end=False)
+    check.warn()
+    run.add_metrics(60, {"val": 1.0})
+    check.make(at_end=True)
+    check.warn()

@@ -121,7 +121,7 @@ def test_a_stopped_run_says_so_and_a_restart_stops_at_once() -> None:
         assert ckpt.should_stop
         assert Run(store).open(Version(4)).metadata["training"]["stop"]["misses"] == 0
     assert Run(store).ended() == STOPPED
-    for key in [s.key for s in store.list("") if "eval-evaluation" in s.key]:
+    for key in [s.key for s in store.list("") if "eval-metrics" in s.key]:
         store.delete(key)  # the record of the end is enough
     with Checkpointer(store, initial_state(), stop=STOP) as ckpt:
         ckpt.resume()

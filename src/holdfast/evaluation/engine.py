@@ -46,6 +46,14 @@ def make_workers(
     return partial(ProcessWorker, spec=spec)
 
 
+def import_functions(functions: _FunctionsOfUser, engine: str) -> None:
+    """Import the functions that are given by name, as each worker does. With Ray, the workers alone
+    may have their modules. Raises ``HoldfastError`` if that fails."""
+    for function, label in zip(functions, _LABELS, strict=True):
+        if isinstance(function, str) and engine == "local":
+            FunctionName.of(function, label).resolve()
+
+
 def _inline_workers(
     functions: _FunctionsOfUser, batch_size: int | None, keys: tuple[str, ...], device: str | None
 ) -> Callable[[str], WorkerHandle]:

@@ -27,7 +27,7 @@ from holdfast.errors import (
 )
 from holdfast.evaluation.arguments import check_argument, check_seconds, is_count
 from holdfast.evaluation.background import running
-from holdfast.evaluation.engine import make_workers
+from holdfast.evaluation.engine import import_functions, make_workers
 from holdfast.evaluation.follower import Follower
 from holdfast.evaluation.pool import Limits, WorkerPool
 from holdfast.evaluation.process import WorkerError, WorkerLost
@@ -35,7 +35,7 @@ from holdfast.evaluation.schedule import Selection
 from holdfast.format.names import Version
 from holdfast.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
 from holdfast.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
-from holdfast.run.evaluations.metrics import check_name
+from holdfast.run.evaluations.metrics import check_job_name
 from holdfast.run.evaluations.objectives import make_objective, record_objective
 from holdfast.run.run import Run
 from holdfast.threads import no_op
@@ -129,13 +129,14 @@ class Evaluation:
             _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
         check_seconds("Evaluation", "lease_seconds", lease_seconds, MAX_LEASE_SECONDS)
         _check("limits", limits, isinstance(limits, Limits), "Limits(...)")
-        self.name, self._follow, self._workers = check_name(name), follow, workers
+        self.name, self._follow, self._workers = check_job_name(name), follow, workers
         self._objective = None if objective is None else make_objective(objective)
         self._run = Run(run)
         self._skip_none, self._retry = skip_none, retry
         self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
         self._every_seconds, self._throttle = every_seconds, throttle
         functions = (setup, evaluate, data, collate)
+        self._import_functions = partial(import_functions, functions, engine)
         make = make_workers(functions, batch_size, keys, device, workers, engine, ray_options)
         self._pool = WorkerPool(make, max(workers, 1), limits, batch_size)
         self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
@@ -184,6 +185,7 @@ class Evaluation:
         self._follower.on_damaged = lambda v, e: add(Outcome(v, "FAILED", 0.0, cause=str(e)))
         self._check_run()
         if not self._follow and self._follower.next() is None:
+            self._import_functions()
             self._record_objective(self._follower.metrics)
             return outcomes  # the start of workers takes seconds
         try:

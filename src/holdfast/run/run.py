@@ -28,7 +28,12 @@ from holdfast.format.records import (
 )
 from holdfast.run import lineage, retention, sweep
 from holdfast.run.catalog import Catalog, VersionRecord
-from holdfast.run.evaluations.metrics import check_metrics, put_about_version, to_numbers
+from holdfast.run.evaluations.metrics import (
+    ADDED_METRICS,
+    check_metrics,
+    put_about_version,
+    to_numbers,
+)
 from holdfast.run.evaluations.status import EvaluationStatus, find_statuses
 from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_verdict
 from holdfast.run.listing import BRANCH, STEP, Listing, to_int
@@ -182,12 +187,13 @@ class Run:
         return self.catalog.metrics(*self._read_version(at))
 
     def add_metrics(
-        self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = "evaluation"
+        self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = ADDED_METRICS
     ) -> None:
         """Store the results of an evaluation of a snapshot, version, or step.
 
-        ``metrics`` maps names to numbers. ``name`` becomes a part of the file's name. A stored
-        evaluation never changes. To correct a metric, add it again.
+        ``metrics`` maps names to numbers. ``name`` becomes a part of the file's name; an
+        ``Evaluation`` of that name takes the version for evaluated. A stored evaluation never
+        changes. To correct a metric, add it again.
 
         Raises ``NotFound`` if the version no longer exists, ``FormatError`` if ``at`` is a
         snapshot and another snapshot has replaced it, ``PlanError`` if a metric is not a number,
@@ -285,11 +291,9 @@ class Run:
         If the version is already pinned, nothing changes. Raises ``NotFound``.
         """
         version = self.find(step, branch)
-        key = names.pin_name(str(version))
+        key, pin = names.pin_name(str(version)), LastingPin(str(version), machine.utc_now())
         try:
-            self.store.put_if_absent(
-                key, encode_lasting_pin(LastingPin(str(version), machine.utc_now()))
-            )
+            self.store.put_if_absent(key, encode_lasting_pin(pin))
         except AlreadyExists:
             return version
         try:

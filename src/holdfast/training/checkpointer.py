@@ -12,7 +12,7 @@ from holdfast.engine.snapshot.location import Url
 from holdfast.engine.snapshot.snapshot import Snapshot, snapshot_of
 from holdfast.errors import HoldfastError
 from holdfast.preemption.policy import DEFAULT, Preemption
-from holdfast.run.evaluations.metrics import check_metrics
+from holdfast.run.evaluations.metrics import ADDED_METRICS, check_metrics
 from holdfast.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from holdfast.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from holdfast.storage.throttle import store_statistics
@@ -271,7 +271,7 @@ class Checkpointer(CheckpointerBase):
                 self._start_save("request", {**self._metrics, **added_metrics})
                 newest = self._saver.wait_on_all_ranks()
             else:
-                self._saver.add_metrics(newest, added_metrics, "evaluation")
+                self._saver.add_metrics(newest, added_metrics, ADDED_METRICS)
         if newest is None:
             raise HoldfastError("The save ended without a snapshot")
         return Snapshot(newest)

@@ -17,6 +17,7 @@ from holdfast.format.names import Version
 from holdfast.preemption.guarded_calls import GuardedCalls
 from holdfast.preemption.response import PreemptionResponse
 from holdfast.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
+from holdfast.run.evaluations.metrics import ADDED_METRICS
 from holdfast.run.request_watcher import RequestWatcher
 from holdfast.run.run import Run
 from holdfast.tiers.tiers import Tiers
@@ -82,7 +83,8 @@ class CheckpointerBase:
         take_over(self)
 
     def _make_saver(self, options: Options) -> Saver:
-        checks = VersionChecks(self.run, options.keep, self._early_stop, options.on_unchanged)
+        policies = options.save, options.keep, self._early_stop
+        checks = VersionChecks(self.run, *policies, options.on_unchanged)
         parts = self.run, self._tiers, options.keep, self._goodput, checks
         full_every = options.full_every if options.incremental else 1
         return Saver(*parts, full_every, options.overlap, options.save_timeout)
@@ -156,6 +158,7 @@ class CheckpointerBase:
         agreed, step = self._calls.agree(self._agreement), self._step_counter.step
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
         self._ending.ladder.observe(step, self._metrics)
+        self._saver.checks.metric.observe(self._metrics, step, self._step_counter.epochs)
         self._savepoint.mark(self._make_label, self._preemption.is_pending, self._calls.is_running)
         return agreed
 
@@ -197,7 +200,7 @@ class CheckpointerBase:
         if metrics and self._cadence.has_begun:
             newest = self._saver.wait_on_all_ranks()
             if newest is not None and self._saver.saved_step == self._step_counter.step:
-                self._saver.add_metrics(newest, metrics, "evaluation")
+                self._saver.add_metrics(newest, metrics, ADDED_METRICS)
 
     def _ensure_started(self) -> None:
         """Check the run and acquire the writer lock, at the first step or save: a run with other

@@ -177,7 +177,7 @@ def test_a_renamed_or_moved_evaluation_is_skipped(store: MemoryStore, skipped: l
     Run(store).add_metrics(V20, {"loss": -1})
     key = evaluation_of(store)
     raw = store.get(key, 1 << 20)
-    others = [key.replace("version_20", "version_40"), key.replace("evaluation", "other")]
+    others = [key.replace("version_20", "version_40"), key.replace("eval-metrics", "eval-other")]
     for other in others:
         store.put_if_absent(other, raw)
     assert Run(store).metrics(Version(40))["loss"] != -1

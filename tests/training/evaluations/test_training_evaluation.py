@@ -620,7 +620,8 @@ def test_going_back_abandons_the_evaluation_in_progress() -> None:
         ("every", holdfast.OnException(), "every="), ("on", "version", "on="),
         ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
         ("keep", True, "keep="), ("data", [], "is empty"), ("data", iter([1]), "map-style"),
-        ("name", "a b", "not a valid name"), ("function", "evaluate", "evaluate="),
+        ("name", "a b", "not a valid name"), ("name", "metrics", "cannot have the name metrics"),
+        ("function", "evaluate", "evaluate="),
     ],
 )  # fmt: skip
 def test_an_invalid_argument_is_an_error(option: str, value: Any, match: str) -> None:

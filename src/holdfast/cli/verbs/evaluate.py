@@ -189,9 +189,9 @@ def _print_note(text: str) -> None:
 def _describe_nothing(name: str, failed: Sequence[Version]) -> str:
     """Return why nothing was evaluated. A failure is not tried again by itself."""
     text = f"Nothing to evaluate: {name} has a record of each selected version"
-    if failed:
-        text += f"; it failed on {format_list(failed, 5)} (--retry evaluates what failed again)"
-    return text
+    if not failed:
+        return f"{text} (another --name evaluates them again)"
+    return f"{text}; it failed on {format_list(failed, 5)} (--retry evaluates what failed again)"
 
 
 def _to_json(outcome: Outcome) -> dict[str, Any]:

@@ -14,6 +14,10 @@ from holdfast.format.sealed import check_length
 from holdfast.storage.store import Store
 from holdfast.text import to_repr, with_article
 
+ADDED_METRICS = "metrics"
+"""The default name of metrics that no evaluation job records, such as those of the training. No job
+has this name: it would take a version with such metrics for one that it has evaluated."""
+
 _INT64_LIMIT = 1 << 63
 
 
@@ -144,3 +148,15 @@ def check_name(name: object) -> str:
             found=to_repr(name)[:80],
         )
     return str(name)
+
+
+def check_job_name(name: object) -> str:
+    """Return the name of an evaluation job, or one inside a training. Raises ``HoldfastError`` if
+    it is invalid."""
+    if name == ADDED_METRICS:
+        raise HoldfastError(
+            f"An evaluation cannot have the name {name}",
+            expected="another name, such as evaluation",
+            found=f"{name}, the name of metrics that the training or Run.add_metrics adds",
+        )
+    return check_name(name)

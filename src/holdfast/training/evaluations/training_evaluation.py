@@ -13,7 +13,7 @@ from holdfast.engine.distributed.group import all_reduce, broadcast_from_first
 from holdfast.errors import HoldfastError
 from holdfast.evaluation.arguments import check_argument
 from holdfast.evaluation.worker import count_records
-from holdfast.run.evaluations.metrics import check_name
+from holdfast.run.evaluations.metrics import check_job_name
 from holdfast.run.policy import Never, SavePolicy
 from holdfast.text import warn_user
 from holdfast.training.cadence import Cadence
@@ -110,7 +110,7 @@ class TrainingEvaluation:
         _check("evaluate", evaluate, callable(evaluate), "a function")
         records = count_records(data)
         ckpt._step_counter.check_can_fire(every)
-        self.name = check_name(name)
+        self.name = check_job_name(name)
         self.newest: Score | None = None
         """The result of the newest evaluation, or None."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from holdfast import events
@@ -15,7 +15,7 @@ from holdfast.errors import HoldfastError, MetricMissing, PlanError, StateUnchan
 from holdfast.format.names import Version, parse_lease
 from holdfast.lazy_torch import torch_or_none
 from holdfast.run.address import merge_objectives
-from holdfast.run.policy import KeepPolicy
+from holdfast.run.policy import KeepPolicy, SavePolicy
 from holdfast.run.run import Run
 from holdfast.text import format_list, warn_user
 from holdfast.training.saves.early_stop import EarlyStop
@@ -36,18 +36,19 @@ class VersionChecks:
     def __init__(
         self,
         run: Run,
+        save: SavePolicy,
         keep: KeepPolicy,
         early_stop: EarlyStop,
         on_unchanged: Literal["raise", "warn"],
     ) -> None:
         self.early_stop = early_stop
         self.objectives = merge_objectives(keep.objectives | early_stop.objectives)
-        self.metric = MetricCheck(run, keep, early_stop)
+        self.metric = MetricCheck(run, save, keep, early_stop)
         self.stale = StaleStateCheck(run.url, on_unchanged)
 
     def after_save(self, saves: int) -> None:
         """Make the check that needs some versions. ``saves``: the saves of this training."""
-        if saves == METRIC_CHECK_AFTER:
+        if saves >= METRIC_CHECK_AFTER:
             self.metric.make(at_end=False)
 
     def warn(self) -> None:
@@ -80,49 +81,83 @@ class MetricCheck:
     """Finds out, once, whether a policy needs a metric that nothing has provided so far.
 
     A policy on a metric that never comes keeps nothing. The user should learn of a misspelled name
-    before the best version is needed.
+    before the best version is needed. If ``save`` saves the ends of epochs, which probably have the
+    metric, the check follows the first one.
     """
 
-    def __init__(self, run: Run, keep: KeepPolicy, early_stop: EarlyStop) -> None:
+    def __init__(self, run: Run, save: SavePolicy, keep: KeepPolicy, early_stop: EarlyStop) -> None:
         self._run = run
-        self._keep = keep
+        self._needed = keep.metrics
         self._early_stop = early_stop
-        self._was_made = False
+        self._awaits_epoch, self._has_epoch = save.wants_epochs, False
+        self._first_steps: dict[str, int] = {}
+        """By name: the first step at which the training passed a metric, saved or not."""
+
+        self._was_made = self._is_left_to_end = False
         self._message: str | None = None
+
+    def observe(self, metrics: Mapping[str, Any], step: int, epochs: int) -> None:
+        """Note the metrics of a step, and the number of epochs that are complete after it."""
+        for name in self._needed.intersection(metrics):
+            self._first_steps.setdefault(name, step)
+        # one call later, since end_epoch follows the step that completes the epoch of a sampler
+        self._awaits_epoch, self._has_epoch = self._awaits_epoch and not self._has_epoch, epochs > 0
 
     def make(self, *, at_end: bool) -> None:
         """Make the check, after some saves or ``at_end``. The store may be read.
 
         A separate job may still record the metric. If one has recorded anything, the check after
-        some saves is left to the end, and if one is at work then, nothing is concluded.
+        some saves is left to the end, and if one is at work then, nothing is concluded. A metric
+        that was passed first at the newest version or later may be saved soon: the next save
+        decides.
         """
-        needed, awaited = self._keep.metrics, self._early_stop.awaited_metric
-        if self._was_made or not (needed or awaited):
+        awaited, waits = self._early_stop.awaited_metric, self._is_left_to_end or self._awaits_epoch
+        if self._was_made or (waits and not at_end) or not (self._needed or awaited):
             return
         try:
-            available = {name for record in self._run.records() for name in record.metrics}
-            missing = sorted(needed - available)
+            records = self._run.records()
+            available = {name for record in records for name in record.metrics}
+            missing = sorted(self._needed - available)
+            newest = max((record.version.step for record in records), default=0)
+            if not at_end and any(self._first_steps.get(m, -1) >= newest for m in missing):
+                return
             if (missing or awaited not in (None, *available)) and (
                 _is_being_evaluated(self._run) or (not at_end and _was_evaluated(self._run))
             ):
+                self._is_left_to_end = True
                 return
         except HoldfastError:
             return  # retention reports the failure of the store
         self._was_made = True
-        problems, url = list[str](), self._run.url
-        if missing:
-            problems.append(
-                f"No version of {url} has {' or '.join(missing)}, which the keep policy uses; they"
-                f" have {', '.join(sorted(available)) or 'no metrics'}. Pass it to step(), or add"
-                " it with Run.add_metrics; until then, no version is the best"
-            )
+        problems, url = self._describe_missing(missing, available), self._run.url
         if awaited is not None and awaited not in available:
             problems.append(
                 f"No step or evaluation of {url} has given {awaited}, which StopWhen waits for."
-                " Pass it to step() or save(), or add it with Run.add_metrics; until then, training"
-                " does not stop early"
+                " Pass it to step(), end_epoch(), or save(), or add it with Run.add_metrics; until"
+                " then, training does not stop early"
             )
         self._message = ". ".join(problems) or None
+
+    def _describe_missing(self, missing: Sequence[str], available: Collection[str]) -> list[str]:
+        """Return what to say about metrics of the keep policy: those that were passed only at steps
+        that were not saved, and those that were never passed."""
+        unsaved = [name for name in missing if name in self._first_steps]
+        never = [name for name in missing if name not in self._first_steps]
+        first = min((self._first_steps[name] for name in unsaved), default=0)
+        found = ", ".join(sorted(available)) or "no metrics"
+        return [
+            f"No version of {self._run.url} has {' or '.join(names)}, which the keep policy uses;"
+            f" they have {found}. {advice}; until then, no version is the best"
+            for names, advice in (
+                (never, "Pass it to step() or end_epoch(), or add it with Run.add_metrics"),
+                (
+                    unsaved,
+                    f"It was passed, first at step {first}, but only at steps that were not saved."
+                    " Save them too (the ends of epochs: save=... | holdfast.EveryEpoch())",
+                ),
+            )
+            if names
+        ]
 
     def warn(self) -> None:
         """Issue the warning, once, in the thread of the training."""
