@@ -244,7 +244,7 @@ def test_a_model_without_a_counterpart_gets_no_advice_that_keeps_it_random(
     state["optimizer"] = optim.AdamW(state["model"].parameters())
     with Checkpointer(tmp_path / "pretrained", state) as ckpt, pytest.raises(PlanError) as e:
         ckpt.resume()
-    assert "None of the saved names of model is a live one" in str(e.value)
+    assert "No name that the version has in model is a live one" in str(e.value)
     assert "keep" not in str(e.value)
     assert "ignore" not in str(e.value)
 

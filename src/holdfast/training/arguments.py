@@ -307,8 +307,8 @@ def suggest_new_run(url: str, state: dict[str, Any], error: PlanError) -> str:
     if unloaded := error.fields["match"].unloaded:
         names = ", ".join(unloaded[:_MAX_SUGGESTED])
         return (
-            f"None of the saved names of {names} is a live one, so no other option would load them:"
-            f' in a new run, map the names with resume(start="{url}@latest", rename={{OLD: NEW}})'
+            f"No name that the version has in {names} is a live one, and only rename= can load the"
+            f' values: use another folder and resume(start="{url}@latest", rename={{OLD: NEW}})'
         )
     return (
         "Or continue with the changed state in a new run: use another folder and"
@@ -351,7 +351,7 @@ def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
     if schedulers and continuing:
         hint += (
             f". {', '.join(sorted(schedulers))} then begins at step 0, although {continuing[0]}"
-            " continues: omit both, or advance the scheduler to the step of the version"
+            f" continues: omit {continuing[0]} as well, or advance the scheduler to the same step"
         )
     arguments += [
         f'{name}="{choice}"'

@@ -15,6 +15,7 @@ from holdfast.engine.planning.select import (
 )
 from holdfast.engine.planning.wrapped import Wrapped
 from holdfast.format.names import join_key
+from holdfast.text import to_printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class Match:
                 rename = _quote_renames(renames | others)
         unmatched = _levels(lacking) & _levels(surplus) - _levels({*saved}.difference(surplus))
         unloaded = tuple(key for key in modules if key in unmatched)
+        rename, inner = to_printable(rename), to_printable(inner)
         return cls(rename, inner, root, tuple(lacking), tuple(surplus), unloaded)
 
     def arguments(self, saved: Sequence[str]) -> str:
