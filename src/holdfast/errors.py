@@ -284,7 +284,7 @@ class InexactResume(UserWarning):
 
 class KeptValues(UserWarning):
     """A resume with ``missing="keep"`` kept live values that the version lacks; the message names
-    each key."""
+    each key, or the module of which a start has loaded nothing."""
 
 
 class ReplacedSchedule(UserWarning):

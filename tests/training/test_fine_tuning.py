@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from torch import nn, optim
 
 import holdfast
-from holdfast.errors import DTypeMismatch, HoldfastError, ShapeMismatch
+from holdfast.errors import DTypeMismatch, HoldfastError, KeptValues, PlanError, ShapeMismatch
 from holdfast.training.checkpointer import Checkpointer
 
 
@@ -150,3 +153,138 @@ def test_lora_of_peft_starts_from_the_plain_model(
             assert "lora" in name or name.startswith("base_model.model.2")
             assert torch.equal(model.state_dict()[name], initial[name])
     assert torch.equal(model.base_model.model[0].base_layer.weight, old["model"][0].weight)
+
+
+class Wrap(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+def resume_as_advised(run: Any, state: dict[str, Any], **options: Any) -> tuple[str, Any]:
+    """Return the message of an error of ``resume``, and the report of the call that it advises."""
+    with Checkpointer(run, state) as ckpt, pytest.raises(PlanError) as e:
+        ckpt.resume(**options)
+    call = re.search(r"another folder and (resume\(.*\))", str(e.value))
+    assert call is not None, e.value
+    arguments = eval(call[1], {"resume": dict, "holdfast": holdfast})
+    with Checkpointer(f"{run}-next", state) as ckpt:
+        ckpt.resume(**arguments)
+        return str(e.value), ckpt.start_report
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_a_model_that_was_wrapped_continues_as_advised(tmp_path: Any, layers: int) -> None:
+    def make(is_wrapped: bool) -> dict[str, Any]:
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        schedule = optim.lr_scheduler.StepLR(optimizer, 2)
+        state = {"optimizer": optimizer, "schedule": schedule, "progress": holdfast.Progress()}
+        return state | {"model": Wrap(model) if is_wrapped else model}
+
+    old = make(is_wrapped=False)
+    with Checkpointer(tmp_path / "own", old) as ckpt:
+        train(old, ckpt, 3)
+    state = make(is_wrapped=True)
+    message, report = resume_as_advised(tmp_path / "own", state)
+    assert 'without the wrapper: {"model": model.net} in the state' in message
+    assert "keep" not in message
+    assert report.is_complete
+    weight = state["model"].net[0].weight
+    assert torch.equal(weight, old["model"][0].weight)
+    assert state["optimizer"].state[weight]["step"] == 3
+    assert state["progress"].step == 3
+    # the other advice: the run itself continues with the inner model
+    state = make(is_wrapped=True)
+    state["model"] = state["model"].net
+    with Checkpointer(tmp_path / "own", state) as ckpt:
+        assert ckpt.resume() is not None
+
+
+def test_the_error_of_a_start_advises_no_argument_that_resume_lacks(
+    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
+) -> None:
+    state = training(1000)
+    state["model"] = Wrap(state["model"])
+    advice = (
+        r'as needed: the state \{"model": model\.net\} with keys="model" or rename=(\{.*?\})\.$'
+    )
+    with Checkpointer(tmp_path / "run", state) as ckpt:
+        with pytest.raises(PlanError, match=advice) as e:
+            ckpt.resume(start=pretrained[0], keys="model")
+        rename = re.search(advice, str(e.value))
+        assert rename is not None
+        ckpt.resume(start=pretrained[0], keys="model", rename=eval(rename[1]))
+        assert ckpt.start_report is not None
+        assert ckpt.start_report.is_complete
+
+
+def test_a_renamed_layer_of_the_own_run_keeps_its_values_as_advised(tmp_path: Any) -> None:
+    def make(head: str) -> dict[str, Any]:
+        model = nn.Sequential(OrderedDict({"0": nn.Linear(4, 4), head: nn.Linear(4, 2)}))
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        schedule = optim.lr_scheduler.StepLR(optimizer, 2)
+        return {"model": model, "optimizer": optimizer, "schedule": schedule}
+
+    old, state = make("fc"), make("head")
+    with Checkpointer(tmp_path / "own", old) as ckpt:
+        train(old, ckpt, 3)
+    message, report = resume_as_advised(tmp_path / "own", state)
+    assert message.endswith('@latest", rename={"model/fc": "model/head"}).')
+    assert report.is_complete
+    assert torch.equal(state["model"].head.weight, old["model"].fc.weight)
+    assert state["optimizer"].state[state["model"].head.weight]["step"] == 3
+
+
+def test_a_model_without_a_counterpart_gets_no_advice_that_keeps_it_random(
+    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
+) -> None:
+    state = training(1000)
+    state["model"] = nn.ModuleDict({"a": training(1000)["model"], "b": training(1000)["model"]})
+    state["optimizer"] = optim.AdamW(state["model"].parameters())
+    with Checkpointer(tmp_path / "pretrained", state) as ckpt, pytest.raises(PlanError) as e:
+        ckpt.resume()
+    assert "No name that the version has in model is a live one" in str(e.value)
+    assert "keep" not in str(e.value)
+    assert "ignore" not in str(e.value)
+
+
+def test_a_start_warns_of_a_model_of_which_it_loads_nothing(
+    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
+) -> None:
+    model = training(1000)["model"]
+    options: dict[str, Any] = {"missing": "keep", "unexpected": "ignore"}
+    message = r'no value of model, .* 4 live values.*rename=\{"model/0": "model/net\.0", '
+    with (
+        Checkpointer(tmp_path / "run", {"model": Wrap(model), "n": 0}) as ckpt,
+        pytest.warns(KeptValues, match=message),
+    ):
+        ckpt.resume(start=pretrained[0], **options)
+
+
+@pytest.mark.parametrize("keys", [["model", "critic"], None])
+def test_a_start_that_loads_the_model_does_not_warn(
+    pretrained: tuple[str, dict[str, Any]], tmp_path: Any, keys: list[str] | None
+) -> None:
+    model = training(1000)["model"].append(nn.Linear(1000, 2))
+    options: dict[str, Any] = {"keys": keys, "missing": "keep"}
+    with (
+        Checkpointer(tmp_path / "run", {"model": model, "critic": nn.Linear(2, 2)}) as ckpt,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        ckpt.resume(start=pretrained[0], unexpected="ignore", **options)
+
+
+def test_the_advice_for_another_optimizer_says_that_the_schedule_begins_anew(
+    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
+) -> None:
+    state = training(1000)
+    state["optimizer"] = optim.SGD(state["model"].parameters(), lr=0.1)
+    state["schedule"] = optim.lr_scheduler.StepLR(state["optimizer"], 2)
+    message = r'keys=\["model", "progress"\]\)\. schedule then begins at step 0, although progress'
+    with (
+        Checkpointer(tmp_path / "pretrained", state) as ckpt,
+        pytest.raises(DTypeMismatch, match=message),
+    ):
+        ckpt.resume()

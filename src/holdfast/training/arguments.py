@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from holdfast.data.progress import Progress
 from holdfast.engine.distributed.group import Group, all_reduce
 from holdfast.engine.snapshot.location import Location, describe_run, is_snapshot
 from holdfast.engine.state.loadable import find_unsaved_modules, find_unwritable
@@ -294,8 +295,34 @@ def not_entered_error() -> HoldfastError:
     )
 
 
+def describe_structure(error: PlanError) -> str:
+    """Return the advice to restore the structure of the state that the error of a load refuses."""
+    inner = error.fields["match"].inner
+    without = f", without the wrapper: {inner} in the state" if inner else ""
+    return f"Restore the earlier structure of the state{without}"
+
+
+def suggest_new_run(url: str, state: dict[str, Any], error: PlanError) -> str:
+    """Return the advice for a new run that begins with the version and a changed state."""
+    if unloaded := error.fields["match"].unloaded:
+        names = ", ".join(unloaded[:_MAX_SUGGESTED])
+        return (
+            f"No name that the version has in {names} is a live one, and only rename= can load the"
+            f' values: use another folder and resume(start="{url}@latest", rename={{OLD: NEW}})'
+        )
+    return (
+        "Or continue with the changed state in a new run: use another folder and"
+        f" {suggest_start(url, state, error)}"
+    )
+
+
 def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
-    """Return the ``resume`` call that loads the matching part of a version into a changed state."""
+    """Return the ``resume`` call that loads the matching part of a version into a changed state.
+
+    ``error``: the one of the load. Its ``match`` must have no ``unloaded`` module.
+    """
+    match = error.fields["match"]
+    left = {"missing": match.lacking, "unexpected": match.surplus}
     members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
     resized, dtypes = error.fields["mismatched"], error.fields["dtypes"]
     other_kinds = {*error.fields["misfits"]}.difference(resized, dtypes)
@@ -311,16 +338,25 @@ def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
         }
     chosen = [m for m in members if m not in excluded]
     arguments, hint = [f'start="{url}@latest"'], ""
+    if match.rename:
+        arguments.append(f"rename={match.rename}")
     if misfits:
         listed = ", ".join(f'"{m}"' for m in chosen) if len(chosen) <= _MAX_SUGGESTED else ""
         arguments.append(f"keys=[{listed or '...'}]")
         partial = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))
         if partial:
             hint = f". Add the matching keys of {', '.join(partial[:_MAX_SUGGESTED])} to keys="
+    schedulers = [m for m in excluded if m in members and _has_attribute(members[m], "get_last_lr")]
+    continuing = [m for m in chosen if isinstance(members[m], Progress)]
+    if schedulers and continuing:
+        hint += (
+            f". {', '.join(sorted(schedulers))} then begins at step 0, although {continuing[0]}"
+            f" continues: omit {continuing[0]} as well, or advance the scheduler to the same step"
+        )
     arguments += [
         f'{name}="{choice}"'
         for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
-        if any(not misfits or key.partition("/")[0] in chosen for key in error.fields[name])
+        if any(not misfits or key.partition("/")[0] in chosen for key in left[name])
     ]
     if any(key.partition("/")[0] not in excluded for key in resized):
         arguments.append('mismatched="keep"')

@@ -31,7 +31,7 @@ from holdfast.run.run import Run
 from holdfast.text import warn_user
 from holdfast.tiers.inventory import Candidate, CurrentLine
 from holdfast.tiers.tiers import Tiers
-from holdfast.training.arguments import check_not_snapshot, suggest_start
+from holdfast.training.arguments import check_not_snapshot, describe_structure, suggest_new_run
 from holdfast.training.resume_from_tier import (
     continue_from_tier,
     find_leftovers,
@@ -223,9 +223,7 @@ def _coordinate(
             e.what,
             expected=e.expected,
             found=e.found,
-            todo=f"Restore the earlier structure of the state.{keep} Or continue with the changed"
-            " state in a new run: use another folder and"
-            f" {suggest_start(run.url, loader.state, e)}",
+            todo=f"{describe_structure(e)}.{keep} {suggest_new_run(run.url, loader.state, e)}",
             **e.fields,
         ) from e.__cause__  # the error itself says the same, with advice for a load
     except NoSnapshot:

@@ -11,10 +11,11 @@ from holdfast.engine.distributed.group import Group
 from holdfast.engine.loading.binding import STRICT, Leniency
 from holdfast.engine.loading.load import load_snapshot
 from holdfast.engine.snapshot.location import Url
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, PlanError
 from holdfast.run.address import open_on_all_ranks
 from holdfast.run.catalog import read_training_metadata
 from holdfast.training.resume_point import ResumePoint
+from holdfast.training.resuming.kept import warn_of_unloaded
 
 KEEP_MISSING = Leniency(missing="keep")
 """What may be tolerated in versions of the run itself."""
@@ -65,9 +66,19 @@ def start_from(
 
     If the state has no ``Progress``, steps continue from those of the version only if all of it is
     loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``holdfast.load``.
+    Warns of the modules of which nothing was loaded (``KeptValues``).
     """
     snapshot = open_on_all_ranks(start, group)
-    report = load_snapshot(snapshot, state, keys, None, leniency, group)
+    try:
+        report = load_snapshot(snapshot, state, keys, None, leniency, group)
+    except PlanError as e:
+        if "match" not in e.fields:
+            raise
+        # the error of a load, whose into= is the state of a Checkpointer
+        todo = (e.todo or "").replace("into={", "the state {")
+        raise type(e)(e.what, todo=todo, **e.fields) from e.__cause__
+    if group.rank == 0:
+        warn_of_unloaded(report, state)
     # a conversion of dtypes leaves nothing out
     is_complete = keys is None and replace(leniency, cast=False) == STRICT
     metadata = read_training_metadata(snapshot) if is_complete else {}

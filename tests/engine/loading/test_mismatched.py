@@ -263,7 +263,7 @@ def test_the_suggested_rename_works():
     live["model"].head = live["model"].fc
     del live["model"].fc
     live["optimizer"] = optim.Adam(live["model"].parameters())
-    with pytest.raises(PlanError, match=r'as needed: rename=\{"model/fc": "model/head"\}, '):
+    with pytest.raises(PlanError, match=r'as needed: rename=\{"model/fc": "model/head"\}\.$'):
         holdfast.load(url := save_state(saved), into=live)
     report = holdfast.load(url, into=live, rename={"model/fc": "model/head"})
     assert report.is_complete
@@ -361,6 +361,82 @@ def test_no_prefix_is_suggested_if_two_submodules_fit():
 
     with pytest.raises(PlanError) as e:
         holdfast.load(save_state({"model": small()}), into={"model": Siamese()})
+    assert str(e.value).endswith("Load into the same state that was saved.")
+
+
+class Lora(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("set_already", [{}, {"missing": "keep"}, {"unexpected": "ignore"}])
+def test_a_rename_is_suggested_whatever_is_tolerated(set_already):
+    saved, model = small(), small()
+    model[1] = Lora(model[1])
+    with pytest.raises(PlanError, match=r'needed: rename=\{"model/1": "model/1\.base"\}') as e:
+        holdfast.load(url := save_state({"model": saved}), into={"model": model}, **set_already)
+    assert "ignore" not in str(e.value)
+    rename = {"model/1": "model/1.base"}
+    report = holdfast.load(url, into={"model": model}, missing="keep", rename=rename)
+    assert set(report.kept) == {"model/1.a", "model/1.b"}
+    assert torch.equal(model[1].base.weight, saved[1].weight)
+
+
+def stepped(names=("optimizer", "schedule")):
+    model = small()
+    optimizer = optim.Adam(model.parameters())
+    schedule = optim.lr_scheduler.StepLR(optimizer, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    return {"model": model, names[0]: optimizer, names[1]: schedule}
+
+
+def test_renames_of_an_optimizer_and_a_scheduler_are_suggested():
+    saved, live = stepped(), stepped(("opt", "sched"))
+    expected = {"optimizer": "opt", "schedule": "sched"}
+    with pytest.raises(PlanError) as e:
+        holdfast.load(url := save_state(saved), into=live)
+    advice = str(e.value).partition("as needed: ")[2].removesuffix(".")
+    assert eval(f"dict({advice})") == {"rename": expected}
+    assert holdfast.load(url, into=live, rename=expected).is_complete
+    exp_avg = live["opt"].state[live["model"][0].weight]["exp_avg"]
+    assert torch.equal(exp_avg, saved["optimizer"].state[saved["model"][0].weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("schedule", "other")])
+def test_no_rename_of_an_optimizer_is_suggested_without_one_candidate(names):
+    saved = stepped() | {"second": stepped()["optimizer"]}
+    saved["second"] = optim.SGD(saved["model"].parameters(), momentum=0.5)
+    saved["second"].step()
+    live = {"model": small()} | {name: optim.Adam(small().parameters()) for name in names}
+    with pytest.raises(PlanError) as e:
+        holdfast.load(save_state(saved), into=live)
+    assert "rename=" not in str(e.value)
+
+
+@pytest.mark.parametrize("part", ["body", "body.conv"])
+def test_a_part_of_a_model_is_loaded_into_a_module_without_a_name(part):
+    saved = nn.ModuleDict({"body": nn.ModuleDict({"conv": nn.Linear(3, 3)}), "fc": nn.Linear(3, 1)})
+    url = save_state({"model": saved, "n": 1})
+    live = nn.ModuleDict({"body": nn.ModuleDict({"conv": nn.Linear(3, 3)})}).get_submodule(part)
+    with pytest.raises(PlanError) as e:
+        holdfast.load(url, into={"model": live}, keys=f"model/{part}")
+    advice = str(e.value).partition("as needed: ")[2]
+    assert advice.endswith(f"}}, if model is the module model/{part} of the snapshot.")
+    arguments = eval(f"dict({advice.partition(', if')[0]})", {"torch": torch, "model": live})
+    assert holdfast.load(url, keys=f"model/{part}", **arguments).is_complete
+    assert torch.equal(next(live.parameters()), saved["body"]["conv"].weight)
+
+
+def test_no_option_is_suggested_with_which_a_model_keeps_its_random_values():
+    with pytest.raises(PlanError) as e:
+        holdfast.load(
+            save_state({"model": small(), "n": 1}),
+            into={"model": nn.ModuleDict({"a": small(), "b": small()}), "n": 0},
+        )
     assert str(e.value).endswith("Load into the same state that was saved.")
 
 

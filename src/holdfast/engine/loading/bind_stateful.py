@@ -34,6 +34,8 @@ def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize
     """
     if node is ABSENT:
         binding.note_missing(key)
+        if binding.selected(key):
+            binding.differences.absent[key] = list(getattr(value, "__dict__", ()))
         return lambda: value
     if not binding.is_any_selected(node, key):
         return lambda: value

@@ -12,8 +12,12 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.distributed.collective import Collective
-from holdfast.engine.planning.select import KeyFilter, make_key_filter, suggest_renames
-from holdfast.engine.planning.wrapped import Wrapped
+from holdfast.engine.planning.match import Match, suggest_submodule
+from holdfast.engine.planning.select import (
+    KeyFilter,
+    make_key_filter,
+    match_all,
+)
 from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from holdfast.format import tree
@@ -41,7 +45,9 @@ class Differences:
     ``misfits`` for the rest, and ``mismatched`` and ``dtypes`` for those of the rest that only have
     another shape or dtype. ``objects``: the keys of the objects with a ``load_state_dict`` of their
     own whose state has missing or unexpected keys; ``options``: those of the live optimizers that
-    the snapshot lacks, which is not an error; ``modules``: the keys of the live modules.
+    the snapshot lacks, which is not an error; ``modules``: the keys of the live modules;
+    ``absent``: the optimizers and other objects that the snapshot lacks as a whole, each with the
+    names of its parameters or attributes.
 
     ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
     it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
@@ -58,6 +64,7 @@ class Differences:
     objects: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
+    absent: dict[str, list[str]] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
     saved_ranks: dict[str, list[int]] = field(default_factory=dict)
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -98,7 +105,7 @@ class Differences:
             keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
             setattr(combined, name, list(keys))
         for one, ranks in groups:
-            for name in ("shapes", "dtypes", "kinds", "resized", "casts"):
+            for name in ("shapes", "dtypes", "kinds", "resized", "casts", "absent"):
                 setattr(combined, name, getattr(one, name) | getattr(combined, name))
             if one.missing or one.shapes or one.dtypes or one.kinds:
                 combined.ranks += ranks
@@ -164,7 +171,10 @@ class Differences:
         counts = (len(lacking), len(surplus), len(shapes), len(others))
         present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
         error_class = present[0][1] if len(present) == 1 else PlanError
-        advice = self._advise(url, saved, selected, lacking, surplus, shapes)
+        match = Match.find(
+            self.missing, self.unexpected, saved, url, modules=self.modules, absent=self.absent
+        )
+        advice = self._advise(match, saved, selected, lacking, surplus, shapes)
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
         raise error_class(
             f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
@@ -176,11 +186,12 @@ class Differences:
             misfits=tuple(misfits),
             mismatched=tuple(shapes),
             dtypes=tuple(self.dtypes),
+            match=match,
         )
 
     def _advise(
         self,
-        url: str,
+        match: Match,
         saved: Sequence[str],
         selected: KeyFilter,
         lacking: Sequence[str],
@@ -192,16 +203,17 @@ class Differences:
         below = [k for k in saved if not self.kinds.keys().isdisjoint(key_prefixes(k))]
         fitting = {*saved, *self.missing}.difference(self.unexpected, below, shapes, self.dtypes)
         requested = [*filter(selected, saved)]
-        loads_some = not fitting.isdisjoint(requested) or bool(self.dtypes)
+        matches = match.arguments(saved)
+        is_part = matches or self.missing or selected is match_all
+        submodule = "" if is_part else suggest_submodule(requested, selected, self.modules)
+        loads_some = bool(matches or self.dtypes) or not fitting.isdisjoint(requested)
+        loads_some = loads_some and not match.unloaded
         members = "" if lacking else _suggest_keys(requested, [*surplus, *below])
-        wrapped = Wrapped.find(lacking, surplus)
-        unwrap = "" if wrapped is None else self._suggest_unwrapping(wrapped, url, saved)
-        if wrapped is not None and unwrap:
-            lacking, surplus, loads_some = wrapped.lacking, wrapped.surplus, True
-        renames = suggest_renames(lacking, surplus)
+        if matches:
+            lacking, surplus = lacking and match.lacking, surplus and match.surplus
         options = (
-            (unwrap, unwrap),
-            (f"rename={_quote_renames(renames)}", renames),
+            (matches, matches),
+            (submodule, submodule),
             (f"keys={members}", members),
             ('missing="keep"', lacking and loads_some),
             ('unexpected="ignore"', surplus and loads_some),
@@ -214,28 +226,6 @@ class Differences:
             (f"keys=[...] without {_format_few(self.kinds, fitting)}", self.kinds and not members),
         )
         return to_printable(", ".join(option for option, needed in options if needed))
-
-    def _suggest_unwrapping(self, wrapped: Wrapped, url: str, saved: Sequence[str]) -> str:
-        """Return the arguments that load a model although one side has it in a wrapper."""
-        renames = wrapped.renames()
-        suggestions = [f"rename={_quote_renames(renames)}"] if renames else []
-        root, prefix = wrapped.root, wrapped.prefix
-        inner, outer = join_key(root, ""), join_key(root, prefix)
-        old, new = (inner, outer) if wrapped.is_live else (outer, inner)
-        if old and not renames:
-            suggestions.append(
-                f"rename={{k: k.replace({old!r}, {new!r}, 1) for k in holdfast.open({url!r})"
-                f" if k.startswith({old!r})}}"
-            )
-        *above, name = root.split("/")
-        if wrapped.is_live and root in self.modules and name.isidentifier():
-            levels = "".join(f"[{p}]" if p.isdecimal() else f".{p}" for p in prefix[:-1].split("."))
-            into = f'{{"{name}": {name}{levels}}}'
-            for level in reversed(above):
-                into = f'{{"{level}": {into}}}'
-            is_whole = all(key.startswith(f"{root}/") for key in saved)
-            suggestions.insert(0, f"into={into}" + ("" if is_whole else f' with keys="{root}"'))
-        return " or ".join(suggestions)
 
 
 def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
@@ -294,11 +284,6 @@ def key_prefixes(key: str) -> Iterator[str]:
 
 
 _DIFFERENCES = msgspec.json.Decoder(Differences)
-
-
-def _quote_renames(renames: Mapping[str, str]) -> str:
-    pairs = ", ".join(f'"{old}": "{new}"' for old, new in renames.items())
-    return f"{{{pairs}}}"
 
 
 def format_keys(folded: Sequence[tuple[str, int]], limit: int = MAX_SHOWN) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -199,6 +199,48 @@ def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str,
             old_keys -= old_below
             new_keys -= new_below
     return renames
+
+
+def suggest_member_renames(
+    absent: Mapping[str, Sequence[str]], surplus: Sequence[str], common: Collection[str]
+) -> dict[str, str]:
+    """Return the renames of whole objects: optimizers, schedulers, and the like.
+
+    ``absent``: the objects that the snapshot lacks, each with the names of its parameters or
+    attributes. A saved object fits if all of its names are among them, and if neither of the two
+    has another that fits. ``common``: the keys of the snapshot that the live state has.
+    """
+    if not 0 < len(absent) <= _MAX_RENAMES_TRIED:
+        return {}
+    saved: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    parents = {key.rpartition("/")[0] for key in absent}
+    for key in surplus:
+        levels = key.split("/")
+        for i in range(1, len(levels)):
+            if (parent := "/".join(levels[: i - 1])) in parents:
+                names = saved[parent, "/".join(levels[:i])]
+                if not is_slot_key(key):
+                    names.add(levels[i])
+                elif levels[i] == "state":
+                    names.add(levels[i + 1])
+    shared = {"/".join(key.split("/")[:i]) for key in common for i in range(1, key.count("/") + 2)}
+    pairs = [
+        (old, new)
+        for new, names in absent.items()
+        for (parent, old), saved_names in saved.items()
+        if parent == new.rpartition("/")[0] and old not in shared and saved_names
+        if saved_names.issubset(names)
+    ]
+    olds, news = ([pair[i] for pair in pairs] for i in (0, 1))
+    return {o: n for o, n in pairs if olds.count(o) == news.count(n) == 1}
+
+
+def is_renamed(key: str, names: Iterable[str]) -> bool:
+    """Return True if a key is one of the names or below one, or that of a slot: slots follow their
+    parameters."""
+    return is_slot_key(key) or any(
+        key == name or key.startswith((f"{name}.", f"{name}/")) for name in names
+    )
 
 
 def _most_similar(key: str, new_keys: set[str], old_keys: set[str]) -> list[tuple[str, str]]:

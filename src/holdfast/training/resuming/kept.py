@@ -8,10 +8,14 @@ from typing import Any
 from holdfast.data.progress import Progress
 from holdfast.engine.distributed.collective import Collective
 from holdfast.engine.loading.differences import fold_keys, format_keys
+from holdfast.engine.loading.report import MISSING, LoadReport
+from holdfast.engine.planning.match import Match
 from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.state.flatten import flatten
+from holdfast.engine.state.walk import find_named_instances
 from holdfast.errors import KeptValues
 from holdfast.format.tree import walk
+from holdfast.lazy_torch import torch_or_none
 from holdfast.text import warn_user
 from holdfast.training.resume_point import ResumePoint
 
@@ -55,3 +59,28 @@ def find_kept(snapshot: SnapshotReader, state: dict[str, Any], rank: int) -> lis
 
 def _progress_names(state: dict[str, Any]) -> list[str]:
     return [name for name, value in state.items() if isinstance(value, Progress)]
+
+
+def warn_of_unloaded(report: LoadReport, state: dict[str, Any]) -> None:
+    """Warn of each module with parameters of which a start has loaded nothing, although it has
+    ignored values of the version that have the same key or similar names."""
+    torch: Any = torch_or_none()
+    if torch is None or not (report.kept and report.ignored):
+        return
+    lacking = [key for key, reason in report.kept.items() if reason == MISSING]
+    ignored = [*report.ignored]
+    for name, module in find_named_instances(state, torch.nn.Module):
+        kept = [key for key in lacking if key.startswith(f"{name}/")]
+        is_loaded = any(key.startswith(f"{name}/") for key in report.loaded)
+        if not kept or is_loaded or next(module.parameters(), None) is None:
+            continue
+        rename = Match.find(kept, ignored, ignored, report.url).rename
+        if not rename and not any(key.startswith(f"{name}/") for key in ignored):
+            continue  # the version has nothing similar: the module is new
+        warn_user(
+            f"The start from {report.url} has loaded no value of {name}, which keeps all of its"
+            f" {len(kept)} live values. It has ignored {format_keys(fold_keys(ignored, []))}. If"
+            f" these are values of {name} under other names, use another folder and pass"
+            f" rename={rename or '{OLD: NEW}'}",
+            KeptValues,
+        )
