@@ -9,9 +9,6 @@ import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 from click.types import StringParamType
 
-from holdfast.deadline import Call
-from holdfast.format.names import MANIFEST, Version, parse_version
-
 _SECONDS = 1.0
 """The longest time to wait for a folder, which may be on a server that is away."""
 
@@ -48,6 +45,8 @@ def _offer_steps(run: str, start: str) -> list[str]:
     is none, or if its folder does not answer."""
     if "://" in run:
         return []
+    from holdfast.deadline import Call  # imports NumPy, which no command needs to parse arguments
+
     call = Call(lambda: _list_steps(os.path.expanduser(run), start), "holdfast-completion")
     try:
         return call.result() if call.wait(_SECONDS) else []
@@ -56,6 +55,8 @@ def _offer_steps(run: str, start: str) -> list[str]:
 
 
 def _list_steps(run: str, start: str) -> list[str]:
+    from holdfast.format.names import MANIFEST, Version, parse_version
+
     with os.scandir(run) as entries:
         found = [parse_version(entry.name) for entry in islice(entries, _MAX_NAMES)]
     versions = sorted(v for v in found if v is not None)
