@@ -153,7 +153,7 @@ class Savepoint:
     def free(self) -> None:
         """Discard the savepoint and its copies, because they are too expensive."""
         self._invalidate(_TOO_EXPENSIVE)
-        self._captured, self._copies = None, CopyPool()
+        self._captured, self._copies, self.label = None, CopyPool(), None
 
     def hold(self) -> bool:
         """Keep the savepoint until ``release``. Return False if it is not available.
