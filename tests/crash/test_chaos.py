@@ -136,7 +136,8 @@ def is_expected(kind: str, outcome: str, output: str) -> bool:
     if kind == "copy-run" and outcome == f"exit {EXISTS}":
         return "sweep of abandoned versions" in " ".join(output.split())
     if kind.startswith("train"):
-        is_gone = kind == "train-back" and "has no version of step" in outcome
+        gone = "has no version of step", "was deleted during the read"
+        is_gone = kind == "train-back" and any(text in outcome for text in gone)
         return outcome.startswith(f"refused {chaos.REFUSED}") or is_gone
     if outcome.startswith("exit "):
         return int(outcome[5:]) in EXPECTED_CODES.get(kind, {OK, NOT_FOUND})
