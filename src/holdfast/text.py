@@ -126,13 +126,16 @@ def _is_library(frame: FrameType) -> bool:
 
 def user_line() -> tuple[str, int]:
     """Return the file and the number of the user's line that called into Holdfast."""
-    frame = user_frame()
+    return _line_of(user_frame())
+
+
+def _line_of(frame: FrameType) -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warn at the user's line that called into Holdfast, at any depth of internal calls."""
-    names = user_frame().f_globals
-    registry = names.setdefault("__warningregistry__", {})  # as warnings.warn
-    module = names.get("__name__", "<string>")
-    warnings.warn_explicit(message, category, *user_line(), module, registry)
+    frame = user_frame()
+    registry = frame.f_globals.setdefault("__warningregistry__", {})  # as warnings.warn
+    module = frame.f_globals.get("__name__", "<string>")
+    warnings.warn_explicit(message, category, *_line_of(frame), module, registry)

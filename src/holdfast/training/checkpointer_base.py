@@ -163,11 +163,8 @@ class CheckpointerBase:
         return agreed
 
     def _make_label(self) -> SavepointLabel:
-        version, stop = (
-            Version(self._step_counter.step, self._branch),
-            self._early_stop.to_metadata(),
-        )
-        return SavepointLabel(version, self._note, self._metrics, stop)
+        version = Version(self._step_counter.step, self._branch)
+        return SavepointLabel(version, self._note, self._metrics, self._early_stop.to_metadata())
 
     def _save_if_due(self, agreed: frozenset[str]) -> None:
         requested, busy = self._watcher.pending_request is not None, self._saver.must_wait

@@ -238,9 +238,12 @@ def suggest_member_renames(
 def is_renamed(key: str, names: Iterable[str]) -> bool:
     """Return True if a key is one of the names or below one, or that of a slot: slots follow their
     parameters."""
-    return is_slot_key(key) or any(
-        key == name or key.startswith((f"{name}.", f"{name}/")) for name in names
-    )
+    return is_slot_key(key) or any(_is_at_or_below(key, name) for name in names)
+
+
+def _is_at_or_below(key: str, name: str) -> bool:
+    """Return True if a rename of ``name`` is one of ``key``, too."""
+    return key == name or key.startswith((f"{name}.", f"{name}/"))
 
 
 def _most_similar(key: str, new_keys: set[str], old_keys: set[str]) -> list[tuple[str, str]]:
@@ -260,7 +263,7 @@ def _keys_below(
     """Return the old and new keys that a rename covers, or None unless they correspond."""
     old, new = rename
     old_below, new_below = (
-        {k for k in keys if k == name or k.startswith((f"{name}.", f"{name}/"))}
+        {k for k in keys if _is_at_or_below(k, name)}
         for name, keys in ((old, old_keys), (new, new_keys))
     )
     renamed = {new + key[len(old) :] for key in old_below}

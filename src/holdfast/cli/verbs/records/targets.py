@@ -32,7 +32,8 @@ def resolve_targets(words: Sequence[str], *, by_name: bool = True) -> tuple[Run,
     """
     url, *steps = words
     if (first := split_version(url)) is not None:
-        url, steps = first[0], [first[1], *(_split_other(words, word) for word in words[1:])]
+        url, step = first
+        steps = [step, *(_split_other(word, url, words[0]) for word in words[1:])]
     for step in steps:
         _check_step(step, url, by_name)
     run, _ = resolve_run(url)
@@ -44,16 +45,15 @@ def resolve_targets(words: Sequence[str], *, by_name: bool = True) -> tuple[Run,
     return run, [_find_target(run, step) for step in steps]
 
 
-def _split_other(words: Sequence[str], word: str) -> str:
-    """Return the step that a word after the first version names."""
+def _split_other(word: str, run: str, first: str) -> str:
+    """Return the step that a word after ``first``, a version of ``run``, names."""
     split = split_version(word)
     if split is None:
         if _STEP.fullmatch(word):
-            resolve_run(words[0])  # raises an error: it is one version, not a run
-        raise _usage_error(f"{word} is not a version; write {words[0]} and others like it")
-    first = split_version(words[0])
-    if first is None or not is_same_run(first[0], split[0]):
-        raise _usage_error(f"{word} and {words[0]} are in different runs; name those of one run")
+            resolve_run(first)  # raises an error: it is one version, not a run
+        raise _usage_error(f"{word} is not a version; write {first} and others like it")
+    if not is_same_run(run, split[0]):
+        raise _usage_error(f"{word} and {first} are in different runs; name those of one run")
     return split[1]
 
 
