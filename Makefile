@@ -80,7 +80,9 @@ demo demo-elastic: SERVERS := $(if $(filter hdfs,$(STORE)),hdfs,ceph)
 
 # A server that cannot be installed is skipped, with a message. STORES=--require-servers: it fails instead.
 test-stores: $(VENV)/.ready servers
-	$(RUN) -m pytest -q -n 2 --dist worksteal -m stores tests/stores --durations=10 $(STORES)
+	@rm -f .pytest_cache/v/cache/lastfailed
+	$(RUN) -m pytest -q -n 2 --dist worksteal -m stores tests/stores --durations=10 $(STORES) || \
+		$(RUN) -m tests.again $$? -m stores $(STORES)
 
 # docs/reference.md, from the docstrings of the public names. A test fails if it is not current.
 reference: $(VENV)/.ready

@@ -1,7 +1,10 @@
-"""Run the tests that failed in ``make test`` once more, alone: ``python -m tests.again STATUS``.
+"""Run the tests that failed once more, alone: ``python -m tests.again STATUS [OPTION]...``.
+
+``make test`` and ``make test-stores`` do so. STATUS is the exit status of their first run, and the
+options are those of pytest.
 
 Many tests wait for processes, deadlines, and threads, beside other tests on the same two cores. If
-a test passes alone, ``make test`` passes, and its last lines name the test: it has a race, in the
+a test passes alone, the whole passes, and its last lines name the test: it has a race, in the
 test or in the code, that someone has to find. See docs/decisions/0075-failed-tests-run-again.md.
 """
 
@@ -15,13 +18,13 @@ MOST = 12  # more failures have a cause that is not a race
 LAST_FAILED = Path(".pytest_cache/v/cache/lastfailed")
 
 
-def run_again(status: int) -> int:
+def run_again(status: int, options: list[str]) -> int:
     """Return the exit status of the whole: that of the tests, or of those that ran again."""
     failed = sorted(json.loads(LAST_FAILED.read_text())) if LAST_FAILED.exists() else []
     if status != TESTS_FAILED or not 1 <= len(failed) <= MOST:
         return status
     print(f"\nOnce more, alone: {len(failed)} failed tests", flush=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *failed]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *options, *failed]
     status = subprocess.run(command, check=False).returncode
     if status == 0:
         print("\nRACE: failed beside other tests, passed alone:")
@@ -30,4 +33,4 @@ def run_again(status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_again(int(sys.argv[1])))
+    sys.exit(run_again(int(sys.argv[1]), sys.argv[2:]))

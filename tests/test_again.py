@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+NO_TESTS = 5  # the exit status of pytest
+
 # Fails until a file exists that the first run creates, as a race does.
 RACE = """
 import pathlib
@@ -23,16 +25,18 @@ def test_race():
 """
 
 
-def run(folder: Path, tests: str) -> tuple[int, str]:
+def run(
+    folder: Path, tests: str, *options: str, configuration: str = "[pytest]\n"
+) -> tuple[int, str]:
     """Run ``tests`` as ``make test`` does; return the exit status and the output."""
     (folder / "test_it.py").write_text(tests)
-    (folder / "pytest.ini").write_text("[pytest]\n")
+    (folder / "pytest.ini").write_text(configuration)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     first = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "1"], cwd=folder, env=env, check=False
+        [sys.executable, "-m", "pytest", "-q", "-n", "1", *options], cwd=folder, env=env, check=False
     )
     again = subprocess.run(
-        [sys.executable, "-m", "tests.again", str(first.returncode)],
+        [sys.executable, "-m", "tests.again", str(first.returncode), *options],
         cwd=folder,
         env=env,
         capture_output=True,
@@ -48,6 +52,18 @@ def test_a_test_that_passes_alone_is_named(tmp_path: Path) -> None:
     assert output.endswith(
         "RACE: failed beside other tests, passed alone:\n    test_it.py::test_race\n"
     )
+
+
+def test_the_second_run_has_the_options_of_the_first(tmp_path: Path) -> None:
+    """The servers of ``make test-stores``: a mark that pytest's configuration leaves out."""
+    marked = "import pathlib, pytest\n@pytest.mark.stores" + RACE[RACE.index("\ndef") :]
+    configuration = "[pytest]\nmarkers = stores\naddopts = -m 'not stores'\n"
+    status, output = run(tmp_path, marked, "-m", "stores", configuration=configuration)
+    assert status == 0
+    assert output.endswith("passed alone:\n    test_it.py::test_race\n")
+    (tmp_path / "ran").unlink()
+    status, _ = run(tmp_path, marked, configuration=configuration)
+    assert status == NO_TESTS
 
 
 @pytest.mark.parametrize(

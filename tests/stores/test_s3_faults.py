@@ -422,14 +422,13 @@ def test_two_writers_of_one_version(s3, proxy):
 # leftovers
 
 
-def test_sweep_finds_the_upload_of_a_failed_save(s3, proxy, ceph):
-    store = open_run(s3, proxy, timeout=3)
+def test_sweep_finds_the_upload_of_a_failed_save(store, s3, proxy, ceph):
     save(store)
     proxy.inject(
         Fault("reset", "PUT", "partNumber=2", count=-1), Fault("reset", "DELETE", count=-1)
     )
     with pytest.raises(StoreError):
-        save(store, 2)
+        save(open_run(s3, proxy, timeout=3), 2)
     proxy.inject()
     client = boto3.client("s3")
     bucket = s3.removeprefix("s3://")
