@@ -27,7 +27,7 @@ class EpochLabels:
     @property
     def current(self) -> int | None:
         """The value of ``progress.epoch``, or None without a ``Progress``."""
-        return None if self._progress is None else self._progress.epoch
+        return None if self._progress is None else self._progress._epoch
 
     def follow(self, progress: Progress | None) -> None:
         """Use this ``Progress`` from now on."""

@@ -17,22 +17,34 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.step = self.samples = 0
+        self._step = self.samples = 0
         self._epoch = self._epoch_began = 0
         self._knows_began = False  # and it is not 0
+        self._reads = 0  # of the position by the loop: the package reads the attributes
 
     def __repr__(self) -> str:
-        return f"Progress(epoch={self.epoch}, step={self.step}, samples={self.samples})"
+        return f"Progress(epoch={self._epoch}, step={self._step}, samples={self.samples})"
+
+    @property
+    def step(self) -> int:
+        """The number of steps completed."""
+        self._reads += 1
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
 
     @property
     def epoch(self) -> int:
         """The number of epochs before the current one."""
+        self._reads += 1
         return self._epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            self._epoch, self._epoch_began, self._knows_began = epoch, self.step, True
+            self._epoch, self._epoch_began, self._knows_began = epoch, self._step, True
 
     @property
     def step_in_epoch(self) -> int:
@@ -41,10 +53,15 @@ class Progress:
         After a resume within a later epoch of a version of an earlier release, which does not store
         when it began, those since the resume.
         """
-        return self.step - self._epoch_began
+        self._reads += 1
+        return self._steps_in_epoch()
+
+    def _steps_in_epoch(self) -> int:
+        """Return ``step_in_epoch``, for the package, which does not tell the loop."""
+        return self._step - self._epoch_began
 
     def state_dict(self) -> dict[str, int]:
-        state = {"epoch": self.epoch, "step": self.step, "samples": self.samples}
+        state = {"epoch": self._epoch, "step": self._step, "samples": self.samples}
         return state | ({"epoch_began": self._epoch_began} if self._knows_began else {})
 
     def check_state_dict(self, state: object) -> None:
@@ -59,6 +76,6 @@ class Progress:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Load a state. Raises ``PlanError`` if it is not the state of a ``Progress``."""
         self.check_state_dict(state)
-        self._epoch, self.step, self.samples = state["epoch"], state["step"], state["samples"]
-        self._epoch_began = state.get("epoch_began", self.step if self._epoch else 0)
+        self._epoch, self._step, self.samples = state["epoch"], state["step"], state["samples"]
+        self._epoch_began = state.get("epoch_began", self._step if self._epoch else 0)
         self._knows_began = "epoch_began" in state

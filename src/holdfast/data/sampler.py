@@ -82,7 +82,7 @@ class ElasticSampler:
         self._has_stepped = False  # a step was taken, with any number of batches
         self._uncounted_passes = 0  # passes that ended before any step
         self._has_warned = False  # of uncounted batches, after a step
-        self.was_asked = False  # for ``epochs``
+        self._reads = 0  # of ``epochs`` by the loop: the package calls _complete_epochs
         self._resumed = False  # a state was loaded, and no pass has begun since
         self._has_ended = False  # end_epoch was called since the pass was over
         # passes begun and epoch label at the first iteration after a load
@@ -112,7 +112,7 @@ class ElasticSampler:
     @property
     def epochs(self) -> int:
         """The number of epochs that are complete at the counted position."""
-        self.was_asked = True
+        self._reads += 1
         return self._complete_epochs()
 
     def _complete_epochs(self) -> int:

@@ -48,7 +48,7 @@ class StepCounter:
     @property
     def step(self) -> int:
         """The number of steps completed, including those before the resume."""
-        return self._progress.step
+        return self._progress._step
 
     @property
     def has_counted(self) -> bool:
@@ -61,9 +61,24 @@ class StepCounter:
         return min((sampler.pass_number for sampler in self._samplers), default=inf)
 
     @property
-    def is_lost_at_restart(self) -> bool:
-        """True if the state has no ``Progress``, and nobody has read the epochs of a sampler."""
-        return self._saved_progress is None and not any(s.was_asked for s in self._samplers)
+    def reads(self) -> int:
+        """The number of times that the loop has read its position: the epoch and the steps of the
+        ``Progress``, and the epochs of the samplers."""
+        return self._progress._reads + sum(sampler._reads for sampler in self._samplers)
+
+    @property
+    def has_progress(self) -> bool:
+        """True if the state has a ``Progress``."""
+        return self._saved_progress is not None
+
+    def is_in_epoch(self, after: int) -> bool:
+        """Return True if a step was made in a later epoch of the ``Progress`` than ``after``."""
+        return self.epoch != after and self._progress._steps_in_epoch() > 0
+
+    @property
+    def epoch(self) -> int:
+        """``progress.epoch``, without a read by the loop."""
+        return self._progress._epoch
 
     def check_can_fire(self, policy: SavePolicy) -> None:
         """Raise ``HoldfastError`` for a policy that can never fire in this training."""
@@ -92,7 +107,7 @@ class StepCounter:
         """
         progress = self._progress
         todo = "Do not assign progress.step; ckpt.step() counts the steps"
-        _check_count("step", progress.step, self._expected_step, "steps", todo)
+        _check_count("step", progress._step, self._expected_step, "steps", todo)
         if type(steps) is not int or steps < 1:
             raise HoldfastError(
                 "Invalid number of steps",
@@ -107,10 +122,10 @@ class StepCounter:
             sampler.advance(batches)
         # if an interrupt ends this method here, the next call must not report a wrong count
         self._expected_step = None
-        progress.step += steps
-        self._expected_step = progress.step
+        progress._step += steps
+        self._expected_step = progress._step
         if self._needs_ends and (
-            progress.epoch != self._ended_epochs or progress.step_in_epoch >= LONG_EPOCH
+            progress._epoch != self._ended_epochs or progress._steps_in_epoch() >= LONG_EPOCH
         ):
             self._warn_epochs()
 
@@ -129,27 +144,27 @@ class StepCounter:
             )
         calls = "calls of end_epoch()"
         todo = "Remove `progress.epoch += 1`; ckpt.end_epoch() counts the epochs"
-        _check_count("epoch", progress.epoch, self._expected_epoch, calls, todo)
+        _check_count("epoch", progress._epoch, self._expected_epoch, calls, todo)
         has_ended = [sampler.end_epoch() for sampler in self._samplers]
         self._needs_ends = False
         self._expected_epoch = None  # as in add_steps
-        progress.epoch += 1
-        self._expected_epoch = progress.epoch
+        progress.epoch = progress._epoch + 1
+        self._expected_epoch = progress._epoch
         if not has_ended:
-            self._ended_epochs = progress.epoch
+            self._ended_epochs = progress._epoch
         elif not has_ended[0]:  # the first sampler does not count this one
             self._ended_epochs += 1
 
     def _count_epochs(self) -> None:
         """Count the epochs of ``progress`` as ended, unless a sampler counts them."""
-        epoch = self._progress.epoch
+        epoch = self._progress._epoch
         self._ended_epochs = epoch if type(epoch) is int and not self._samplers else 0
 
     def _warn_epochs(self) -> None:
         self._needs_ends = False
         warn_user(
-            f"ckpt.end_epoch() was not called before step {self._progress.step} (progress.epoch is"
-            f" {self._progress.epoch}), and EveryEpoch waits for it. Call it after each epoch,"
+            f"ckpt.end_epoch() was not called before step {self._progress._step} (progress.epoch is"
+            f" {self._progress._epoch}), and EveryEpoch waits for it. Call it after each epoch,"
             " instead of progress.epoch += 1. If your epochs are this long, add EverySteps(...)",
             UncountedEpochs,
         )
@@ -176,7 +191,7 @@ class StepCounter:
         """
         self._expected_step = self._expected_epoch = None
         if from_own_run or self._saved_progress is None:
-            self._progress.step = step
+            self._progress._step = step
         self._count_epochs()
 
 

@@ -158,10 +158,110 @@ def test_one_pass_over_the_rest_of_the_data_needs_no_count(tmp_path: Path) -> No
         assert train(tmp_path, make_state(sampler=make_sampler()), loop) == []
 
 
+def repeated_epochs(ckpt: holdfast.Checkpointer, state: State) -> None:
+    """An old loop, whose Progress counts."""
+    for _ in range(2):
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+        ckpt.end_epoch()
+
+
+@pytest.mark.parametrize("has_sampler", [False, True])
+def test_a_loop_that_does_not_read_its_progress_is_reported_once(
+    has_sampler: bool, tmp_path: Path
+) -> None:
+    def make() -> State:
+        more = {"sampler": make_sampler()} if has_sampler else {}
+        return make_state(progress=holdfast.Progress(), **more)
+
+    assert train(tmp_path, make(), repeated_epochs) == []
+    (warning,) = train(tmp_path, make(), repeated_epochs)
+    for part in ("neither progress.epoch", "`while progress.epoch < 10`", "ckpt.should_stop"):
+        assert part in warning
+    assert "no Progress" not in warning
+
+
+def while_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
+    while state["progress"].epoch < 4:
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+        ckpt.end_epoch()
+
+
+def for_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
+    for _ in range(state["progress"].epoch, 4):
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+        ckpt.end_epoch()
+
+
+def at_the_end_of_an_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
+    while True:
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+        ckpt.end_epoch()
+        if state["progress"].epoch >= 4:
+            break
+
+
+def for_step_of_progress(ckpt: holdfast.Checkpointer, state: State) -> None:
+    step = state["progress"].step
+    while step < 16:
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+            step += 1
+
+
+def counted_by_the_user(ckpt: holdfast.Checkpointer, state: State) -> None:
+    for epoch in range(state["progress"].epoch, 4):
+        state["progress"].epoch = epoch
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+
+
+def should_stop_after_an_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
+    for _ in range(3):
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+        ckpt.end_epoch()
+        if ckpt.should_stop:
+            break
+
+
+@pytest.mark.parametrize("has_sampler", [False, True])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *(while_epoch, for_epoch, at_the_end_of_an_epoch, for_step_of_progress),
+        *(counted_by_the_user, should_stop_after_an_epoch),
+    ],
+)
+def test_a_loop_that_reads_its_progress_is_not_reported(
+    loop: Loop, has_sampler: bool, tmp_path: Path
+) -> None:
+    def make() -> State:
+        more = {"sampler": make_sampler()} if has_sampler else {}
+        return make_state(progress=holdfast.Progress(), **more)
+
+    def a_part(ckpt: holdfast.Checkpointer, state: State) -> None:
+        for _, _ in zip(range(2), state.get("sampler", range(2)), strict=False):
+            ckpt.step()
+
+    train(tmp_path, make(), a_part)
+    for _ in range(2):
+        assert train(tmp_path, make(), loop) == []
+
+
+def test_a_read_of_the_process_before_a_second_resume_does_not_count(tmp_path: Path) -> None:
+    """A notebook: an earlier cell has read the position."""
+    state = make_state(progress=holdfast.Progress())
+    assert train(tmp_path, state, while_epoch) == []
+    assert len(train(tmp_path, state, repeated_epochs)) == 1
+
+
 @pytest.mark.parametrize(
     "more",
     [
-        {"progress": holdfast.Progress()},
         {"epoch": 0},
         {"counts": [1.5]},
         {"counts": {"epoch": np.zeros(1)}},

@@ -2,11 +2,12 @@
 
 ``for epoch in range(10)`` is correct in the first process only. A loop is reported if Holdfast has
 not told it how far the training is: it has neither read the position of the training nor put
-anything into the state that may count.
+anything into the state that may count, other than a ``Progress``.
 """
 
 from __future__ import annotations
 
+from math import inf
 from opcode import opmap
 from types import FrameType
 from typing import Any
@@ -18,32 +19,48 @@ from holdfast.text import user_frame, warn_user
 from holdfast.training.step_counter import StepCounter
 
 
+_REPEATED = (
+    "A loop that counts its epochs or steps itself, such as `for epoch in range(10)`, makes all of"
+    " them again"
+)
+_ELSEWHERE = "If the loop takes its position from elsewhere, ignore this warning"
+
+_NO_PROGRESS = (
+    f"the state has no Progress, and ckpt.current_step was not read. {_REPEATED}. Add"
+    ' "progress": holdfast.Progress() to the state, call ckpt.end_epoch() after each epoch, and'
+    " write `while progress.epoch < 10`. To add it to an existing run, call"
+    f' resume(missing="keep") once. {_ELSEWHERE}'
+)
+_UNREAD_PROGRESS = (
+    f"neither progress.epoch nor ckpt.current_step was read. {_REPEATED}. Write"
+    f" `while progress.epoch < 10`, or stop at ckpt.should_stop. {_ELSEWHERE}"
+)
+
+
 class LoopCheck:
     """Warns once after a resume.
 
-    The warning comes at the second step, after a loop has tested its condition for the first time.
-    With an ``ElasticSampler``, one pass over the rest of the data needs no count, so it comes in
-    the second pass.
+    The warning comes when the loop must have tested its condition: with an ``ElasticSampler``, in
+    the second pass, because one pass over the rest of the data needs no count; otherwise, with a
+    ``Progress``, in the second epoch, and without one, at the second step.
     """
 
     def __init__(self, run: str, state: dict[str, Any], counter: StepCounter) -> None:
         self._run, self._state, self._counter = run, state, counter
         self._is_waiting = False
         self._resumed_step = self._steps = 0
-        self._passes = 0.0
+        self._passes, self._epoch, self._reads = 0.0, 0, 0
 
     def begin(self, step: int, known: tuple[type, ...]) -> None:
         """Begin anew after a resume of the training's own run at ``step``; 0: there was none.
 
         ``known``: the types of members that count no epochs or steps.
         """
-        self._resumed_step, self._passes, self._steps = step, self._counter.passes, 0
+        self._resumed_step, self._steps, counter = step, 0, self._counter
+        self._passes, self._epoch, self._reads = counter.passes, counter.epoch, counter.reads
         known = *known, ElasticSampler
         self._is_waiting = (
-            step > 0
-            and self._counter.is_lost_at_restart
-            and not _may_count(self._state, known)
-            and _discards_result(user_frame())
+            step > 0 and not _may_count(self._state, known) and _discards_result(user_frame())
         )
 
     def note_read(self) -> None:
@@ -55,21 +72,24 @@ class LoopCheck:
         if not self._is_waiting:
             return
         self._steps += 1
-        if self._steps < 2 or self._counter.passes < self._passes + 2:
-            return
-        self._is_waiting = False
-        if self._counter.is_lost_at_restart:
+        if self._counter.reads != self._reads:
+            self._is_waiting = False
+        elif self._has_tested_its_condition:
+            self._is_waiting = False
+            has = _UNREAD_PROGRESS if self._counter.has_progress else _NO_PROGRESS
             warn_user(
                 f"The training has resumed {self._run} at step {self._resumed_step}, but nothing"
-                " has told its loop so: the state has no Progress, and ckpt.current_step was not"
-                " read. A loop that counts its epochs or steps itself, such as"
-                ' `for epoch in range(10)`, makes all of them again. Add "progress":'
-                " holdfast.Progress() to the state, call ckpt.end_epoch() after each epoch, and"
-                " write `while progress.epoch < 10`. To add it to an existing run, call"
-                ' resume(missing="keep") once. If the loop takes its position from elsewhere,'
-                " ignore this warning",
+                f" has told its loop so: {has}",
                 InexactResume,
             )
+
+    @property
+    def _has_tested_its_condition(self) -> bool:
+        if self._counter.passes != inf:
+            return self._counter.passes >= self._passes + 2
+        if self._counter.has_progress:
+            return self._counter.is_in_epoch(after=self._epoch)
+        return self._steps >= 2
 
 
 def _may_count(value: Any, known: tuple[type, ...]) -> bool:
