@@ -32,9 +32,8 @@ def run(
     (folder / "test_it.py").write_text(tests)
     (folder / "pytest.ini").write_text(configuration)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    first = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "1", *options], cwd=folder, env=env, check=False
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", *options]
+    first = subprocess.run(command, cwd=folder, env=env, check=False)
     again = subprocess.run(
         [sys.executable, "-m", "tests.again", str(first.returncode), *options],
         cwd=folder,

@@ -287,6 +287,11 @@ class KeptValues(UserWarning):
     each key, or the module of which a start has loaded nothing."""
 
 
+class ReplacedOptions(UserWarning):
+    """A resume replaced options of an optimizer, which the script has changed, by those of the
+    version; the message names them."""
+
+
 class ReplacedSchedule(UserWarning):
     """A resume replaced arguments of a scheduler, such as its length, by those of the version; the
     message names them."""

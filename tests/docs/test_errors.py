@@ -343,6 +343,15 @@ def KeptValues() -> None:
 
 
 @causes
+def ReplacedOptions() -> None:
+    for decay in (0.1, 0.2):
+        optimizer = torch.optim.AdamW(linear().parameters(), weight_decay=decay)
+        with holdfast.Checkpointer("runs/a", {"optimizer": optimizer}) as ckpt:
+            ckpt.resume()
+            ckpt.step()
+
+
+@causes
 def ReplacedSchedule() -> None:
     for steps in (10, 20):
         optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)

@@ -23,7 +23,6 @@ from holdfast.training.lifecycle import exclusive
 from holdfast.training.resume import resume_run
 from holdfast.training.resume_point import ResumeRequest, left_state_invalid
 from holdfast.training.resuming.receipt import check_resume
-from holdfast.training.resuming.schedules import read_arguments
 from holdfast.training.start import check_start, start_from
 
 
@@ -178,7 +177,7 @@ class Checkpointer(CheckpointerBase):
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
         own, request = leniency if start is None else STRICT, ResumeRequest(at, branch, trust)
-        schedules = read_arguments(self.state)
+        schedules = self._read_script()
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
             point = resume_run(self.run, self.state, self._group, request, *parts, own)

@@ -35,8 +35,9 @@ from holdfast.training.ending import Ending, make_savepoint
 from holdfast.training.lifecycle import Lifecycle, exclusive, show_lines
 from holdfast.training.resume_point import ResumePoint
 from holdfast.training.resuming.gaps import GapCheck
+from holdfast.training.resuming.options import OptionCheck
 from holdfast.training.resuming.receipt import Consumption, record_next_batches
-from holdfast.training.resuming.schedules import Arguments, warn_replaced
+from holdfast.training.resuming.schedules import Arguments, read_arguments, warn_replaced
 from holdfast.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from holdfast.training.saves.goodput import Goodput
 from holdfast.training.saves.save_spec import SaveSpec
@@ -79,6 +80,7 @@ class CheckpointerBase:
         self._gaps = GapCheck(
             self.run.url, state, options.save, self._group.rank, self._step_counter
         )
+        self._options = OptionCheck(state, self._group.rank)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
         take_over(self)
 
@@ -96,6 +98,11 @@ class CheckpointerBase:
             options.save, options.on_error, *parts, self._start_save, savepoint
         )
 
+    def _read_script(self) -> Arguments:
+        """Read what the script has passed to its optimizers and schedulers, before a resume."""
+        self._options.begin()
+        return read_arguments(self.state)
+
     def _continue_from(self, point: ResumePoint, schedules: Arguments) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self.start_report = point.start_report
@@ -103,6 +110,7 @@ class CheckpointerBase:
         self._gaps.restart(point.step if point.from_own_run else 0)
         if self._group.rank == 0:
             warn_replaced(schedules, self.state, point.snapshot.url)
+            self._options.check(point.snapshot)
         self._consumption.restart(point.snapshot, point.step)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
@@ -164,7 +172,8 @@ class CheckpointerBase:
 
     def _make_label(self) -> SavepointLabel:
         version = Version(self._step_counter.step, self._branch)
-        return SavepointLabel(version, self._note, self._metrics, self._early_stop.to_metadata())
+        training = {**self._early_stop.to_metadata(), **self._options.to_metadata()}
+        return SavepointLabel(version, self._note, self._metrics, training)
 
     def _save_if_due(self, agreed: frozenset[str]) -> None:
         requested, busy = self._watcher.pending_request is not None, self._saver.must_wait

@@ -64,7 +64,7 @@ class StepCounter:
     def reads(self) -> int:
         """The number of times that the loop has read its position: the epoch and the steps of the
         ``Progress``, and the epochs of the samplers."""
-        return self._progress._reads + sum(sampler._reads for sampler in self._samplers)
+        return self._progress._reads + sum(int(s._reads) for s in self._samplers)
 
     @property
     def has_progress(self) -> bool:

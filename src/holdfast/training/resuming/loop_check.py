@@ -18,7 +18,6 @@ from holdfast.errors import InexactResume
 from holdfast.text import user_frame, warn_user
 from holdfast.training.step_counter import StepCounter
 
-
 _REPEATED = (
     "A loop that counts its epochs or steps itself, such as `for epoch in range(10)`, makes all of"
     " them again"
