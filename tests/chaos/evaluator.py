@@ -79,7 +79,7 @@ class Evaluator:
 
     def _start(self) -> subprocess.Popen[bytes]:
         module = "tests.chaos.evaluator"
-        command = [sys.executable, "-m", "holdfast.cli", "evaluate"]
+        command = [sys.executable, "-m", "holdfast", "evaluate"]
         command += [self.run, "--with", module]
         command += ["--data", f"{module}:Waves", "--keys", "model/**", "--workers", "1", "--follow"]
         command += ["--name", NAME, "--throttle", THROTTLE, "--metric", METRIC, "--mode", "min"]

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.preemption.process_tree import read_process
 from tests.cli.invoke import CommandResult
 
-RUN = [sys.executable, "-m", "holdfast.cli", "run"]
+RUN = [sys.executable, "-m", "holdfast", "run"]
 LIMIT = 60.0
 """Seconds after which a test fails that waits for something."""
 

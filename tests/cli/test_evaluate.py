@@ -58,7 +58,7 @@ def save(folder: Path, step: int) -> None:
 
 
 def command(*more: str, module: str = "scoring") -> list[str]:
-    own = [sys.executable, "-m", "holdfast.cli", "evaluate", "run", "--with", module]
+    own = [sys.executable, "-m", "holdfast", "evaluate", "run", "--with", module]
     return [*own, "--data", f"{module}:dataset", "--keys", "model/**", "--workers", "1", *more]
 
 

@@ -377,7 +377,7 @@ def test_orphans_that_end_do_not_remain_as_zombies(tmp_path: Path) -> None:
 
 
 def test_the_exit_code_survives_when_nobody_reads_the_messages() -> None:
-    script = f'{sys.executable} -m holdfast.cli run --json -- sh -c "exit 75" 2>&1 | true'
+    script = f'{sys.executable} -m holdfast run --json -- sh -c "exit 75" 2>&1 | true'
     done = subprocess.run(
         ["bash", "-c", script + '; echo "${PIPESTATUS[0]}"'],
         capture_output=True, text=True, check=True,

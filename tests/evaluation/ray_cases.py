@@ -181,7 +181,7 @@ def test_the_command_evaluates_with_ray(run: Path) -> None:
     (run.parent / "scoring.py").write_text(
         "from tests.evaluation.functions import *\nevaluate = evaluate_and_tell\n"
     )
-    command = ["-m", "holdfast.cli", "evaluate", str(run), "--with", "scoring", "--engine", "ray"]
+    command = ["-m", "holdfast", "evaluate", str(run), "--with", "scoring", "--engine", "ray"]
     more = ["--data", "scoring:data", "--workers", "2", "--json"]
     with evaluator(run.parent, *command, *more) as process:
         output, errors = process.communicate(timeout=90)

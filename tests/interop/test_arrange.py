@@ -86,6 +86,7 @@ def test_the_step_comes_from_the_content_then_the_file_name_then_the_folder(tmp_
 
 
 ONE = torch.ones(1)
+NUMBERED = {"state": {0: {"m": ONE}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,13 @@ ONE = torch.ones(1)
         ({"model": {"w": ONE}, "epoch": 3}, None, ["model", "epoch"]),
         ({"w": ONE, "epoch": 3}, None, ["w", "epoch"]),
         ({0: ONE}, None, [0]),
+        (NUMBERED, None, ["optimizer"]),
+        ({"param_groups": [{"params": []}]}, None, ["optimizer"]),
+        ({**NUMBERED, "epoch": 3}, None, ["state", "param_groups", "epoch"]),
+        ({"state": {}, "param_groups": []}, None, ["state", "param_groups"]),
+        ({"state": {}, "param_groups": {"params": [0]}}, None, ["state", "param_groups"]),
+        ({"state": {}, "model": {"w": ONE}}, None, ["state", "model"]),
+        (NUMBERED, "adam", ["adam"]),
         ({"w": ONE}, "net", ["net"]),
         ({"model": {"w": ONE}, "epoch": 3}, "all", ["all"]),
     ],
@@ -227,6 +235,17 @@ def test_an_optimizer_without_parameter_names_is_not_converted(tmp_path):
     other = torch.optim.Adam(model.parameters())
     other.load_state_dict(loaded["optimizer"])  # the way that the documentation describes
     same_optimizer(optimizer, other)
+
+
+def test_the_state_of_a_single_optimizer_loads_into_a_live_one(tmp_path):
+    """A file for the model, and another one for the optimizer."""
+    model = net()
+    optimizer = trained(model, lambda m: torch.optim.Adam(m.parameters()))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    fresh = torch.optim.Adam(model.parameters())
+    imported = import_checkpoint(tmp_path / "optimizer.pt")
+    holdfast.load(imported.url, into={"model": model, "optimizer": fresh}, missing="keep")
+    same_optimizer(optimizer, fresh)
 
 
 def state_with_names(names, **changes):

@@ -66,7 +66,7 @@ KILLS = {  # the request that is in progress, and the files that the repeated co
 def run_and_kill(proxy, *command):
     """Run a command of Holdfast, and kill it half a second after its first fault."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli", *command],
+        [sys.executable, "-m", "holdfast", *command],
         env={**os.environ, "AWS_ENDPOINT_URL": proxy.endpoint},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

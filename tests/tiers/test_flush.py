@@ -300,7 +300,7 @@ def test_holdfast_run_flushes_what_a_killed_training_has_left(
     memory = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
     try:
         run = tmp_path / "run"
-        command = [sys.executable, "-m", "holdfast.cli", "run", "--", sys.executable, "-c", SCRIPT]
+        command = [sys.executable, "-m", "holdfast", "run", "--", sys.executable, "-c", SCRIPT]
         done = subprocess.run(
             [*command, str(run), memory, number], capture_output=True, text=True, check=False
         )
@@ -325,7 +325,7 @@ def test_a_signal_ends_the_wait_of_holdfast_run_for_the_files_of_another_host(
         "\n        os.unlink(path)\n    os.kill("
     )
     script = SCRIPT.replace("os.kill(", lose_shard)
-    command = [sys.executable, "-m", "holdfast.cli", "run", "--", sys.executable, "-c", script]
+    command = [sys.executable, "-m", "holdfast", "run", "--", sys.executable, "-c", script]
     run = tmp_path / "run"
     with subprocess.Popen(
         [*command, str(run), memory, "SIGKILL"], stderr=subprocess.PIPE, text=True

@@ -18,6 +18,7 @@ STEP_KEYS = ("global_step", "step", "iteration", "iter_num")
 """Names that training loops use for the step. The first one at the top level applies."""
 
 MODEL_KEY = "model"
+OPTIMIZER_KEY = "optimizer"
 
 _STEP_PATTERN = re.compile(
     r"(?<![a-z])(?:global[-_]?step|step|checkpoint|ckpt|iter(?:ation)?)s?[-_=]?([0-9]{1,18})(?![0-9])",
@@ -64,15 +65,19 @@ def step_from_state(value: Any) -> int | None:
 def arrange_state(value: Any, root_key: str | None, *, keep_names: bool = False) -> ArrangedState:
     """Return the state for a value that was read from a foreign checkpoint.
 
-    A dict of dicts, such as ``{"model": ..., "optimizer": ...}``, is kept as it is. Anything else,
-    such as ``model.state_dict()``, is stored under ``model``. If ``root_key`` is given, any value
+    A dict of dicts, such as ``{"model": ..., "optimizer": ...}``, is kept as it is.
+    ``optimizer.state_dict()`` is stored under ``optimizer``, and anything else, such as
+    ``model.state_dict()``, under ``model``. If ``root_key`` is given, any value
     is stored under that key. Prefixes of wrappers (DDP, ``torch.compile``, FSDP) are removed from
     the names in state dicts of modules, because Holdfast saves names without them;
     ``keep_names=True`` keeps them. Optimizer state that names its parameters is converted to
     Holdfast's form, which is keyed by qualified parameter name.
     """
-    is_nested = root_key is None and isinstance(value, dict) and not is_module_state_dict(value)
-    arranged = ArrangedState(dict(value) if is_nested else {root_key or MODEL_KEY: value})
+    is_optimizer = _is_optimizer_state_dict(value)
+    is_bare = is_optimizer or not isinstance(value, dict) or is_module_state_dict(value)
+    own_key = OPTIMIZER_KEY if is_optimizer else MODEL_KEY
+    has_key = root_key is not None or is_bare
+    arranged = ArrangedState({root_key or own_key: value} if has_key else dict(value))
     if not keep_names:
         arranged.state = {
             k: _unwrap_state(v, str(k), arranged.renamed) for k, v in arranged.state.items()
@@ -167,11 +172,9 @@ def _convert_optimizer(value: Any, modules: Mapping[str, Any]) -> dict[str, Any]
     ``param_names``, and ``get_optimizer_state_dict`` of torch.distributed uses names instead of
     numbers.
     """
-    if not isinstance(value, dict) or value.keys() - {"state"} != {"param_groups"}:
+    if not _is_optimizer_state_dict(value):
         return None
     groups, state = value["param_groups"], value.get("state", {})
-    if not _is_param_groups(groups) or not isinstance(state, dict):
-        return None
     names: dict[Any, str] = {}
     for group in groups:
         group_names = group.get("param_names", group["params"])
@@ -197,6 +200,15 @@ def _convert_optimizer(value: Any, modules: Mapping[str, Any]) -> dict[str, Any]
             for g in groups
         ],
     }
+
+
+def _is_optimizer_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() - {"state"} == {"param_groups"}
+        and _is_param_groups(value["param_groups"])
+        and isinstance(value.get("state", {}), dict)
+    )
 
 
 def _is_param_groups(groups: Any) -> bool:

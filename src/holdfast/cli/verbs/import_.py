@@ -59,7 +59,8 @@ def command(
 
     Supported are files of torch.save, Lightning, and safetensors, and folders of Hugging Face and
     torch.distributed.checkpoint, whatever their names. A dict of dicts, such as
-    {"model": ..., "optimizer": ...}, is kept as it is; a bare state dict is stored under "model".
+    {"model": ..., "optimizer": ...}, is kept as it is; the state dict of a model alone is stored
+    under "model", and that of an optimizer under "optimizer".
     FILE_OR_DIR may be a URL. A safetensors file there is not copied to the local disk. The other
     formats are, temporarily: set TMPDIR to a folder with enough space.
     """
