@@ -57,11 +57,11 @@ chaos quick test test-chaos test-stores: export RES_OPTIONS := timeout:1 attempt
 quick: $(VENV)/.ready
 	$(RUN) -m pytest -q -n 2 -m "not slow and not root" $(QUICK)
 
-# All tests: about 20 minutes on 2 cores (the aim is 10). Three workers: many tests wait for processes and deadlines.
+# All tests: about 16 minutes on 2 cores (the aim is 10). Four workers: many tests wait for processes and deadlines.
 # A few failed tests run once more, alone; the last lines name those that have a race.
 test: .zoo/.ready tools
 	@rm -f .pytest_cache/v/cache/lastfailed
-	$(RUN) -m pytest -q -n 3 --dist worksteal --durations=20 || $(RUN) -m tests.again $$?
+	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=20 || $(RUN) -m tests.again $$?
 
 # 100 seconds of kill -9, a second training in the same run, and every command at once; then a short `make chaos`.
 # -s: print what happened.
@@ -81,7 +81,7 @@ demo demo-elastic: SERVERS := $(if $(filter hdfs,$(STORE)),hdfs,ceph)
 # A server that cannot be installed is skipped, with a message. STORES=--require-servers: it fails instead.
 test-stores: $(VENV)/.ready servers
 	@rm -f .pytest_cache/v/cache/lastfailed
-	$(RUN) -m pytest -q -n 2 --dist worksteal -m stores tests/stores --durations=10 $(STORES) || \
+	$(RUN) -m pytest -q -n 3 --dist worksteal -m stores tests/stores --durations=10 $(STORES) || \
 		$(RUN) -m tests.again $$? -m stores $(STORES)
 
 # docs/reference.md, from the docstrings of the public names. A test fails if it is not current.

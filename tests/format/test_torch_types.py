@@ -157,7 +157,7 @@ def test_a_command_does_not_import_torch(tmp_path: Path) -> None:
         "import sys\n"
         "sys.modules['torch'] = None\n"  # an import of torch raises
         "import runpy\n"
-        "runpy.run_module('holdfast.cli', run_name='__main__')\n"
+        "runpy.run_module('holdfast', run_name='__main__')\n"
     )
 
     def run(*args: str) -> str:

@@ -194,7 +194,7 @@ def test_training_continues_after_an_interrupt_while_counting() -> None:
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and "self._expected_step = progress.step" in line:
+        if event == "line" and "self._expected_step = progress._step" in line:
             sys.settrace(None)
             fired.append(line)
             raise KeyboardInterrupt

@@ -39,9 +39,9 @@ _UNREAD_PROGRESS = (
 class LoopCheck:
     """Warns once after a resume.
 
-    The warning comes when the loop must have tested its condition: with an ``ElasticSampler``, in
-    the second pass, because one pass over the rest of the data needs no count; otherwise, with a
-    ``Progress``, in the second epoch, and without one, at the second step.
+    The warning comes when the loop must have tested its condition: at the second step, and not
+    before the second pass of an ``ElasticSampler``, because one pass over the rest of the data
+    needs no count, or the second epoch of a ``Progress``.
     """
 
     def __init__(self, run: str, state: dict[str, Any], counter: StepCounter) -> None:
@@ -84,11 +84,11 @@ class LoopCheck:
 
     @property
     def _has_tested_its_condition(self) -> bool:
+        if self._steps < 2:
+            return False
         if self._counter.passes != inf:
             return self._counter.passes >= self._passes + 2
-        if self._counter.has_progress:
-            return self._counter.is_in_epoch(after=self._epoch)
-        return self._steps >= 2
+        return not self._counter.has_progress or self._counter.is_in_epoch(after=self._epoch)
 
 
 def _may_count(value: Any, known: tuple[type, ...]) -> bool:

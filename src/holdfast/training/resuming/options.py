@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
-
-import msgspec
 
 from holdfast.engine.snapshot.reader import SnapshotReader
 from holdfast.engine.state.walk import find_named_instances
@@ -56,11 +54,8 @@ class OptionCheck:
 
     def check(self, snapshot: SnapshotReader) -> None:
         """Warn of the options that the script has changed, and that this version has replaced."""
-        if not self._own:
-            return
-        try:
-            stored = msgspec.convert(read_training_metadata(snapshot).get(RECORD), Options)
-        except msgspec.ValidationError:  # none: the version of an earlier release
+        stored = read_training_metadata(snapshot).get(RECORD) if self._own else None
+        if not _is_options(stored):  # the version of an earlier release
             return
         own, earlier = _by_name(self._own), _by_name(stored)
         now = _by_name(_read(self._state))
@@ -123,6 +118,14 @@ def _by_name(options: Options) -> dict[str, Any]:
         for i, group in enumerate(groups)
         for name, value in {**groups[0], **group}.items()
     }
+
+
+def _is_options(stored: Any) -> TypeGuard[Options]:
+    """Return True if another process has recorded valid options."""
+    return isinstance(stored, dict) and all(
+        isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+        for groups in stored.values()
+    )
 
 
 def _plain_options(group: Group) -> Group:
