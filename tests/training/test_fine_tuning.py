@@ -262,6 +262,17 @@ def test_a_start_warns_of_a_model_of_which_it_loads_nothing(
         ckpt.resume(start=pretrained[0], **options)
 
 
+def test_a_start_warns_of_a_model_in_a_dict_of_models(tmp_path: Any) -> None:
+    with Checkpointer(tmp_path / "a", {"nets": {"g": nn.Linear(2, 2), "n": 0}}) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+    with (
+        Checkpointer(tmp_path / "b", {"nets": {"g": Wrap(nn.Linear(2, 2)), "n": 0}}) as ckpt,
+        pytest.warns(KeptValues, match="no value of nets/g, which keeps all of its 2 live values"),
+    ):
+        ckpt.resume(start=f"{tmp_path / 'a'}@latest", missing="keep", unexpected="ignore")
+
+
 @pytest.mark.parametrize("keys", [["model", "critic"], None])
 def test_a_start_that_loads_the_model_does_not_warn(
     pretrained: tuple[str, dict[str, Any]], tmp_path: Any, keys: list[str] | None

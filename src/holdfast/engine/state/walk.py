@@ -114,10 +114,11 @@ def find_instances(value: Any, kind: type[Any]) -> Iterator[Any]:
 
 
 def find_named_instances(
-    value: Any, kind: type[Any], named: bool = True
+    value: Any, kind: type[Any], named: bool = True, separator: str = "."
 ) -> Iterator[tuple[str, Any]]:
     """Yield the instances of ``kind`` as ``find_instances`` does, each with its first path.
 
+    ``separator``: that of the levels, ``"."`` as in names of parameters or ``"/"`` as in keys.
     ``named``: False if the caller needs no paths. Most members of a dict are neither instances nor
     containers. They are skipped, and their names are not computed.
     """
@@ -141,7 +142,9 @@ def find_named_instances(
                     return
             for i in nested:
                 level = names[i] if named else ""
-                yield from walk(members[i], f"{path}.{level}" if path else level, depth + 1)
+                yield from walk(
+                    members[i], f"{path}{separator}{level}" if path else level, depth + 1
+                )
 
     return walk(value, "", 0)
 

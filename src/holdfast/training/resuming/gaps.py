@@ -15,6 +15,7 @@ import numpy as np
 
 from holdfast.data.progress import Progress
 from holdfast.data.rng import RNG
+from holdfast.data.sampler import ElasticSampler
 from holdfast.engine.state.replication import PerRank, Replicated
 from holdfast.engine.state.walk import find_instances
 from holdfast.errors import InexactResume
@@ -23,6 +24,7 @@ from holdfast.lazy_torch import torch_or_none
 from holdfast.run.policy import AtEnd, EveryEpoch, Never, SavePolicy
 from holdfast.text import format_list, warn_user
 from holdfast.training.resuming.loop_check import LoopCheck
+from holdfast.training.resuming.parameters import find_unsaved_parameters
 from holdfast.training.step_counter import StepCounter
 
 _RNG_STATE_SIZES = frozenset({16, 5056})
@@ -120,6 +122,7 @@ class GapCheck:
             self._find_random(members, iterators) if lacks_rng else "",
             _find_position(iterators) if lacks_position else "",
             _find_schedulers(members, schedulers),
+            find_unsaved_parameters(self._state, members) if _are_known(members) else "",
         )
         return [gap for gap in gaps if gap]
 
@@ -166,6 +169,12 @@ def _known_types() -> tuple[type, ...]:
     scheduler = torch.optim.lr_scheduler.LRScheduler
     scaler = torch.amp.grad_scaler.GradScaler
     return torch.nn.Module, torch.optim.Optimizer, scheduler, scaler, Progress, RNG
+
+
+def _are_known(members: Sequence[Any]) -> bool:
+    """Return True if no member of the state can contain parameters that nobody sees."""
+    known = *_known_types(), ElasticSampler
+    return all(isinstance(m, known) for m in members)
 
 
 def _members(state: dict[str, Any]) -> list[Any]:

@@ -69,7 +69,7 @@ def warn_of_unloaded(report: LoadReport, state: dict[str, Any]) -> None:
         return
     lacking = [key for key, reason in report.kept.items() if reason == MISSING]
     ignored = [*report.ignored]
-    for name, module in find_named_instances(state, torch.nn.Module):
+    for name, module in find_named_instances(state, torch.nn.Module, separator="/"):
         kept = [key for key in lacking if key.startswith(f"{name}/")]
         is_loaded = any(key.startswith(f"{name}/") for key in report.loaded)
         if not kept or is_loaded or next(module.parameters(), None) is None:

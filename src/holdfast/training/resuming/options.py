@@ -92,7 +92,7 @@ def _read(state: dict[str, Any], of_script: bool = False) -> Options:
     if torch is None:
         return {}
     found: Options = {}
-    for path, optimizer in find_named_instances(state, torch.optim.Optimizer):
+    for path, optimizer in find_named_instances(state, torch.optim.Optimizer, separator="/"):
         groups = [_plain_options(group) for group in optimizer.param_groups[:_MAX_GROUPS]]
         found[path] = _of_script.setdefault(optimizer, groups) if of_script else groups
     return found

@@ -29,7 +29,7 @@ def read_arguments(state: dict[str, Any]) -> Arguments:
         return {}
     kind = torch.optim.lr_scheduler.LRScheduler
     found: Arguments = {}
-    for path, scheduler in _with_nested(find_named_instances(state, kind), kind):
+    for path, scheduler in _with_nested(find_named_instances(state, kind, separator="/"), kind):
         if type(scheduler).__module__.startswith("torch.optim."):
             for name in signature(type(scheduler)).parameters.keys() - _POSITION:
                 for attribute in (name, f"_{name}"):
