@@ -16,8 +16,9 @@ def find_unsaved_parameters(state: dict[str, Any], members: Sequence[Any]) -> st
     """Describe the parameters of the optimizers of a state that are not in it; empty if there are
     none, or no modules.
 
-    ``members``: the objects with a ``state_dict`` in the state. A layer that was replaced after the
-    optimizer was created is the usual cause: its new parameters are not trained either.
+    ``members``: the objects with a ``state_dict`` in the state. Usual causes are a layer that was
+    replaced, or ``fully_shard``, after the optimizer was created: the new parameters are not
+    trained either.
     """
     torch: Any = torch_or_none()
     modules = [m for m in members if isinstance(m, torch.nn.Module)]
@@ -45,7 +46,7 @@ def find_unsaved_parameters(state: dict[str, Any], members: Sequence[Any]) -> st
     if not described:
         return ""
     return (
-        f"It lacks {format_list(described, _MAX_NAMES)}. Add the module that has them to"
-        " the state. If a layer was replaced after the optimizer was created, create the optimizer"
-        " again: it does not train the new layer"
+        f"It lacks {format_list(described, _MAX_NAMES)}. Add the module that has them to the state."
+        " If its parameters were replaced after the optimizer was created (a new layer,"
+        " fully_shard), create the optimizer again: it does not train the new ones"
     )
