@@ -98,7 +98,7 @@ def test_a_wrong_proxy_shows_no_password(s3, monkeypatch, proxy, kind, message):
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "")
     with pytest.raises(StoreError, match=message) as caught:
-        open_run(s3, timeout=3).stat("a")
+        open_run(s3, timeout=6).stat("a")
     assert type(caught.value) is kind
     assert "SEC" not in "".join(traceback.format_exception(caught.value))
 
