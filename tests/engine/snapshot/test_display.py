@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 import time
@@ -166,6 +167,14 @@ def test_the_tree_is_the_state_with_views() -> None:
     assert isinstance(tree["mixed"][1], LeafView)
     assert calls == []
     assert tree["model"]["fc"]["weight"][0:1].shape == (1, 2)
+
+
+def test_a_leaf_that_is_used_like_a_tensor_says_how_to_read_it() -> None:
+    leaf = save(STATE)[0]["model/fc/weight"]
+    with pytest.raises(AttributeError, match=r"no mean: .* not read yet\. Read them with read\(\)"):
+        leaf.mean()
+    assert not hasattr(leaf, "numpy")
+    assert copy.copy(leaf).key == leaf.key
 
 
 def test_a_snapshot_without_leaves_is_not_false() -> None:

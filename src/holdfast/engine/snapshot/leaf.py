@@ -37,6 +37,10 @@ class LeafView:
     def __repr__(self) -> str:
         return f"<LeafView {self.key} {self.dtype} {list(self.shape)}>"
 
+    def __getattr__(self, name: str) -> Any:
+        what = f"a LeafView has no {name}: it describes values that are not read yet"
+        raise AttributeError(f"{what}. Read them with read() or [...]", name=name, obj=self)
+
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * (self._record_dtype or DTYPES[self._stored_dtype]).itemsize
