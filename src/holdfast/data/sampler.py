@@ -82,7 +82,7 @@ class ElasticSampler:
         self._has_stepped = False  # a step was taken, with any number of batches
         self._uncounted_passes = 0  # passes that ended before any step
         self._has_warned = False  # of uncounted batches, after a step
-        self._reads = 0  # of ``epochs`` by the loop: the package calls _complete_epochs
+        self._reads = 0  # of the position, by the loop
         self._resumed = False  # a state was loaded, and no pass has begun since
         self._has_ended = False  # end_epoch was called since the pass was over
         # passes begun and epoch label at the first iteration after a load
@@ -124,6 +124,7 @@ class ElasticSampler:
     def left(self) -> int:
         """The number of batches of this epoch that no step has counted, including yielded ones. Use
         it to end a step with the epoch: a loop counter is wrong in the rest of an epoch."""
+        self._reads += 1
         return self._batch_count(self.length - self._counted[1])
 
     def follow(self, progress: Progress | None, together: SamplerGroup | None = None) -> None:

@@ -126,7 +126,8 @@ class Checkpointer(CheckpointerBase):
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
         after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
-        self._note_read()
+        if self._early_stop.is_used:  # else, a loop that tests it still needs a position
+            self._note_read()
         return self._is_stopping
 
     # -- resuming ------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class CheckpointerBase:
         self._gaps = GapCheck(
             self.run.url, state, options.save, self._group.rank, self._step_counter
         )
-        self._options = OptionCheck(state, self._group.rank)
+        self._options = OptionCheck(self.run.url, state, self._group.rank)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
         take_over(self)
 
@@ -110,7 +110,7 @@ class CheckpointerBase:
         self._gaps.restart(point.step if point.from_own_run else 0)
         if self._group.rank == 0:
             warn_replaced(schedules, self.state, point.snapshot.url)
-            self._options.check(point.snapshot)
+            self._options.check(point.snapshot, point.from_own_run)
         self._consumption.restart(point.snapshot, point.step)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)

@@ -31,11 +31,11 @@ def make_sampler() -> holdfast.ElasticSampler:
     return holdfast.ElasticSampler(8, batch_size=2)
 
 
-def train(folder: Path, state: State, loop: Loop) -> list[str]:
+def train(folder: Path, state: State, loop: Loop, **options: Any) -> list[str]:
     """Train as a script does; return the warnings about the loop, which name the user's file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with holdfast.Checkpointer(folder, state, save=holdfast.EverySteps(1)) as ckpt:
+        with holdfast.Checkpointer(folder, state, save=holdfast.EverySteps(1), **options) as ckpt:
             ckpt.resume()
             loop(ckpt, state)
     found = [w for w in caught if w.category is InexactResume and "its loop" in str(w.message)]
@@ -104,22 +104,13 @@ def in_a_function(ckpt: holdfast.Checkpointer, state: State) -> None:
         ckpt.step()
 
 
-def should_stop(ckpt: holdfast.Checkpointer, state: State) -> None:
-    for _ in range(8):
-        ckpt.step()
-        if ckpt.should_stop:
-            break
-
-
 def guarded(ckpt: holdfast.Checkpointer, state: State) -> None:
     guard = PreemptionGuard(ckpt)
     for _ in range(guard.total_run_calls, 8):
         guard.run(lambda: None)
 
 
-@pytest.mark.parametrize(
-    "loop", [while_step, for_step, break_at_step, in_a_function, should_stop, guarded]
-)
+@pytest.mark.parametrize("loop", [while_step, for_step, break_at_step, in_a_function, guarded])
 def test_a_loop_that_reads_the_position_is_not_reported(loop: Loop, tmp_path: Path) -> None:
     for _ in range(2):
         assert train(tmp_path, make_state(), loop) == []
@@ -176,7 +167,7 @@ def test_a_loop_that_does_not_read_its_progress_is_reported_once(
 
     assert train(tmp_path, make(), repeated_epochs) == []
     (warning,) = train(tmp_path, make(), repeated_epochs)
-    for part in ("neither progress.epoch", "`while progress.epoch < 10`", "ckpt.should_stop"):
+    for part in ("neither progress.epoch", "`while progress.epoch < 10`"):
         assert part in warning
     assert "no Progress" not in warning
 
@@ -219,13 +210,12 @@ def counted_by_the_user(ckpt: holdfast.Checkpointer, state: State) -> None:
             ckpt.step()
 
 
-def should_stop_after_an_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
-    for _ in range(3):
+def by_samples(ckpt: holdfast.Checkpointer, state: State) -> None:
+    while state["progress"].samples < 32:
         for _ in state.get("sampler", range(4)):
             ckpt.step()
+            state["progress"].samples += 2
         ckpt.end_epoch()
-        if ckpt.should_stop:
-            break
 
 
 @pytest.mark.parametrize("has_sampler", [False, True])
@@ -233,7 +223,7 @@ def should_stop_after_an_epoch(ckpt: holdfast.Checkpointer, state: State) -> Non
     "loop",
     [
         *(while_epoch, for_epoch, at_the_end_of_an_epoch, for_step_of_progress),
-        *(counted_by_the_user, should_stop_after_an_epoch),
+        *(counted_by_the_user, by_samples),
     ],
 )
 def test_a_loop_that_reads_its_progress_is_not_reported(
@@ -250,6 +240,58 @@ def test_a_loop_that_reads_its_progress_is_not_reported(
     train(tmp_path, make(), a_part)
     for _ in range(2):
         assert train(tmp_path, make(), loop) == []
+
+
+def counted_with_increments(ckpt: holdfast.Checkpointer, state: State) -> None:
+    """An old loop, which counts itself."""
+    progress = state["progress"]
+    for _ in range(2):
+        for _ in state.get("sampler", range(4)):
+            ckpt.step()
+            progress.samples += 2
+        state["progress"].epoch += 1
+
+
+def should_stop(ckpt: holdfast.Checkpointer, state: State) -> None:
+    for _ in range(2):
+        for _ in state.get("sampler", range(4)):
+            ckpt.step({"loss": 1.0 / (ckpt._step_counter.step + 1)})
+        ckpt.end_epoch()
+        if ckpt.should_stop:
+            break
+
+
+@pytest.mark.parametrize("has_sampler", [False, True])
+@pytest.mark.parametrize("loop", [counted_with_increments, should_stop])
+def test_an_increment_and_a_test_for_an_early_stop_are_no_position(
+    loop: Loop, has_sampler: bool, tmp_path: Path
+) -> None:
+    def make() -> State:
+        more = {"sampler": make_sampler()} if has_sampler else {}
+        return make_state(progress=holdfast.Progress(), **more)
+
+    assert train(tmp_path, make(), loop) == []
+    assert len(train(tmp_path, make(), loop)) == 1
+
+
+def test_a_loop_that_ends_by_its_stop_policy_is_not_reported(tmp_path: Path) -> None:
+    stop = holdfast.StopWhen("loss", patience=100, mode="min")
+    for _ in range(2):
+        assert (
+            train(tmp_path, make_state(progress=holdfast.Progress()), should_stop, stop=stop) == []
+        )
+
+
+def test_what_is_left_of_an_epoch_is_a_position(tmp_path: Path) -> None:
+    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+        for _ in range(2):
+            batches = iter(state["sampler"])
+            while state["sampler"].left:
+                next(batches)
+                ckpt.step()
+
+    for _ in range(2):
+        assert train(tmp_path, make_state(sampler=make_sampler()), loop) == []
 
 
 def test_a_read_of_the_process_before_a_second_resume_does_not_count(tmp_path: Path) -> None:

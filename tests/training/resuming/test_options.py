@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 import holdfast
 from holdfast.errors import ReplacedOptions
+from holdfast.training.resuming.options import OptionCheck
 
 Optimizer = torch.optim.Optimizer
 
@@ -107,26 +109,56 @@ def test_options_that_a_scheduler_changes_are_not_reported(cycles: bool, tmp_pat
     assert "/lr is" not in warning
 
 
+def set_after_resume(optimizer: Optimizer, rate: float) -> Callable[[], None]:
+    def set_rate() -> None:
+        optimizer.param_groups[0]["lr"] = rate
+
+    return set_rate
+
+
+def decay_of(optimizer: Optimizer) -> Callable[[], None]:
+    def decay() -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    return decay
+
+
 def test_an_option_that_is_set_after_the_resume_is_that_of_the_script(tmp_path: Path) -> None:
-    """The recipe of docs/resume.md: the first start warns, and later ones do not, although the loop
-    decays the rate."""
+    """The recipe of docs/resume.md in a loop that decays the rate: only the first start warns."""
+    train(tmp_path, adam(lr=0.1, weight_decay=0.1))
+    for number in range(4):
+        optimizer = adam(lr=0.3, weight_decay=0.1)
+        found = train(tmp_path, optimizer, set_after_resume(optimizer, 0.3), decay_of(optimizer))
+        assert len(found) == (number == 0)
+    for _ in range(2):  # the other options still count
+        optimizer = adam(lr=0.4, weight_decay=0.2)
+        found = train(tmp_path, optimizer, set_after_resume(optimizer, 0.4), decay_of(optimizer))
+        assert len(found) == 1
+        assert "weight_decay is 0.1, not 0.2" in found[0]
+    assert "lr is" not in found[0]
+
+
+def test_a_rate_that_the_loop_computes_is_reported_once(tmp_path: Path) -> None:
     train(tmp_path, adam(lr=0.1))
     for number in range(3):
         optimizer = adam(lr=0.3)
-        (group,) = optimizer.param_groups
+        found = train(tmp_path, optimizer, after_step=set_after_resume(optimizer, 0.01 * number))
+        assert len(found) == (number == 0)
 
-        def set_rate(group: dict[str, Any] = group, number: int = number) -> None:
-            if number == 0:
-                group["lr"] = 0.3
 
-        steps = [0]
+def test_the_recipe_for_schedulers_is_reported_once(tmp_path: Path) -> None:
+    def run(rate: float, number: int) -> list[str]:
+        optimizer = adam(lr=rate)
+        scheduler = ExponentialLR(optimizer, 0.5)
 
-        def decay(group: dict[str, Any] = group, steps: list[int] = steps) -> None:
-            steps[0] += 1
-            if steps[0] > 1:
-                group["lr"] *= 0.5
+        def set_rate() -> None:
+            if number == 1:
+                optimizer.param_groups[0]["lr"] = rate
+                scheduler.base_lrs = [rate]
 
-        assert len(train(tmp_path, optimizer, set_rate, decay)) == (1 if number == 0 else 0)
+        return train(tmp_path, optimizer, set_rate, scheduler.step, scheduler=scheduler)
+
+    assert [len(run(0.1 if n == 0 else 0.3, n)) for n in range(4)] == [0, 1, 0, 0]
 
 
 def test_the_options_of_each_group_are_compared(tmp_path: Path) -> None:
@@ -175,8 +207,6 @@ def test_versions_without_a_valid_record_are_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of an earlier release, or of another program."""
-    from holdfast.training.resuming.options import OptionCheck
-
     for number, record in enumerate(({}, {"options": 1}, {"options": {"optimizer": [3]}})):
         folder = tmp_path / str(number)
         with monkeypatch.context() as patch:
@@ -192,3 +222,82 @@ def test_tensors_and_numbers_that_are_not_finite_are_left_out(tmp_path: Path) ->
         optimizer = adam(lr=lr, capturable=False, foreach=False)
         optimizer.param_groups[0]["max_norm"] = float("inf")
         assert train(tmp_path, optimizer) == []
+
+
+def test_one_optimizer_for_two_runs(tmp_path: Path) -> None:
+    """The second stage begins with the rate at the end of the first one, in each process."""
+    for _ in range(2):
+        optimizer = adam(lr=0.1)
+        for folder in ("a", "b"):
+            decay = decay_of(optimizer)
+            assert train(tmp_path / folder, optimizer, after_step=decay) == []
+            optimizer.param_groups[0]["lr"] = 0.05
+
+
+class Equal(torch.optim.SGD):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Composite(torch.optim.SGD):
+    """Consists of two optimizers, and has its own kind of groups."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 1).parameters(), lr=0.1)
+        self.param_groups = [{"lr": 0.1}, 3]  # type: ignore[list-item]
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_unusual_optimizers_do_not_end_a_resume(tmp_path: Path) -> None:
+    for lr in (0.1, 0.2):
+        state = {"equal": Equal(nn.Linear(2, 1).parameters(), lr=lr), "composite": Composite()}
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            holdfast.Checkpointer(tmp_path, state, save=holdfast.EverySteps(1)) as ckpt,
+        ):
+            warnings.simplefilter("always")
+            ckpt.resume()
+            ckpt.step()
+    (found,) = [str(w.message) for w in caught if w.category is ReplacedOptions]
+    assert "equal/lr is 0.1, not 0.2" in found
+
+
+def test_unusual_values_do_not_end_a_resume(tmp_path: Path) -> None:
+    endless: list[Any] = [1]
+    endless.append(endless)
+    values: list[Any] = [(0.9, 0.99), np.float64(0.8), "a" * 1000, [1] * 1000, object(), "\x1b[31m"]
+    for number, value in enumerate(values):
+        optimizer = adam(lr=0.1)
+        optimizer.param_groups[0]["gamma"] = value if number != 4 else 1.0
+        found = train(tmp_path, optimizer)
+        assert len(found) == (number in (1, 5))
+        assert all(part not in "".join(found) for part in ("np.", "\x1b"))
+        optimizer = adam(lr=0.1)
+        optimizer.param_groups[0]["gamma"] = value
+        OptionCheck("run", {"o": optimizer, "list": endless}, 0).begin()
+
+
+def test_an_optimizer_of_one_rank_is_compared(tmp_path: Path) -> None:
+    train(tmp_path, adam(), own=holdfast.PerRank({"o": adam(lr=0.1)}))
+    (warning,) = train(tmp_path, adam(), own=holdfast.PerRank({"o": adam(lr=0.3)}))
+    assert "own/o/lr is 0.1, not 0.3" in warning
+
+
+def test_the_record_is_bounded(tmp_path: Path) -> None:
+    optimizers = [adam(lr=0.1) for _ in range(300)]
+    with holdfast.Checkpointer(tmp_path, {"o": optimizers}, save=holdfast.AtEnd()) as ckpt:
+        ckpt.resume()
+        ckpt.step()
+    snapshot = holdfast.Run(tmp_path).latest()
+    assert snapshot is not None
+    assert len(json.dumps(snapshot.metadata["training"]["options"])) < 20_000

@@ -40,7 +40,7 @@ def test_a_head_that_was_replaced_is_reported_once(tmp_path: Path) -> None:
     net[2] = nn.Linear(3, 5)
     (warning,) = warnings_of(tmp_path, {"model": net, "optimizer": optimizer})
     assert "2 parameters of optimizer (float32 [1, 3], float32 [1])" in warning
-    assert "create the optimizer again" in warning
+    assert "create the optimizer afterwards" in warning
 
 
 def test_a_module_that_is_missing_is_reported(tmp_path: Path) -> None:
@@ -51,6 +51,20 @@ def test_a_module_that_is_missing_is_reported(tmp_path: Path) -> None:
         "6 parameters of opts/b (float32 [3, 2], float32 [3], float32 [3], and 3 more)" in warning
     )
     assert "opts/a" not in warning
+
+
+class WithExtraState(nn.Linear):
+    """Saves a parameter of another object."""
+
+    def __init__(self, other: torch.Tensor) -> None:
+        super().__init__(2, 1)
+        self.others = [other]
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.others[0].detach()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.others[0].data.copy_(state)
 
 
 def complete_states() -> dict[str, dict[str, Any]]:
@@ -75,6 +89,25 @@ def complete_states() -> dict[str, dict[str, Any]]:
         },
         "state_dict": {"model": net, "other": dict(other.state_dict()), "optimizer": adam(other)},
         "per rank": {"model": net, "own": holdfast.PerRank(other), "optimizer": adam(other, net)},
+        "a parameter per rank": {
+            "model": net,
+            "own": holdfast.PerRank({"scale": free}),
+            "optimizer": torch.optim.SGD([free], lr=0.1),
+        },
+        "a replicated parameter": {
+            "model": net,
+            "scale": holdfast.Replicated(free),
+            "optimizer": torch.optim.SGD([free], lr=0.1),
+        },
+        "an array": {
+            "model": net,
+            "scale": free.detach().numpy(),
+            "optimizer": torch.optim.SGD([free], lr=0.1),
+        },
+        "an extra state": {
+            "model": WithExtraState(free),
+            "optimizer": torch.optim.SGD([free], lr=0.1),
+        },
         "no module": {"optimizer": adam(net)},
         "no optimizer": {"model": net},
         "compiled": {"model": torch.compile(net, backend="eager"), "optimizer": adam(net)},
@@ -98,6 +131,12 @@ def complete_states() -> dict[str, dict[str, Any]]:
 def test_a_complete_state_is_not_reported(name: str, tmp_path: Path) -> None:
     state = complete_states()[name]
     assert warnings_of(tmp_path, state, save=holdfast.EverySteps(100)) == []
+
+
+def test_an_optimizer_of_one_rank_is_checked(tmp_path: Path) -> None:
+    state = {"model": model(), "own": holdfast.PerRank(adam(model()[2]))}
+    (warning,) = warnings_of(tmp_path, state)
+    assert "2 parameters of own (float32 [1, 3], float32 [1]): no module in the state" in warning
 
 
 class Trainer:

@@ -186,7 +186,7 @@ def _members(state: dict[str, Any]) -> list[Any]:
 
 def _read_counters(state: dict[str, Any]) -> list[int]:
     """Return the ints that a user may count in: those at the top, and ``Progress.samples``."""
-    progress = (v.samples for v in state.values() if isinstance(v, Progress))
+    progress = (v._samples for v in state.values() if isinstance(v, Progress))
     return [*(v for v in state.values() if type(v) is int), *progress]
 
 

@@ -32,7 +32,7 @@ _NO_PROGRESS = (
 )
 _UNREAD_PROGRESS = (
     f"neither progress.epoch nor ckpt.current_step was read. {_REPEATED}. Write"
-    f" `while progress.epoch < 10`, or stop at ckpt.should_stop. {_ELSEWHERE}"
+    f" `while progress.epoch < 10`. {_ELSEWHERE}"
 )
 
 

@@ -7,140 +7,197 @@ learning rate. Versions therefore record the options that the script has passed 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from math import isfinite
-from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import ref
 
 from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.state.walk import find_named_instances
 from holdfast.errors import ReplacedOptions
 from holdfast.lazy_torch import torch_or_none
 from holdfast.run.catalog import read_training_metadata
-from holdfast.text import format_list, warn_user
+from holdfast.text import format_list, to_repr, warn_user
+from holdfast.training.resuming.members import find_members
 
 RECORD = "options"
 """The field of the training metadata of a version."""
 
 _MAX_NAMES = 5
 _MAX_GROUPS = 64
-"""The groups of an optimizer whose options are recorded."""
+"""The groups of the optimizers whose options are recorded, and the options of a group."""
+
+_MAX_LENGTH = 80
+"""The length of a text, and of a value in a message."""
 
 _SCHEDULED = {"lr": "initial_lr", "momentum": "max_momentum", "betas": "max_momentum"}
 """Options that a scheduler sets if the group has the other one."""
 
 Group = dict[str, Any]
-Options = dict[str, list[Group]]
-"""The options of the groups of each optimizer, by its path in the state."""
+Place = tuple[str, int, str]
+Options = dict[Place, Any]
+"""Options by the key of their optimizer in the state, the number of the group, and the name."""
 
-_of_script: WeakKeyDictionary[Any, list[Group]] = WeakKeyDictionary()
-"""The options of each optimizer before its first resume in this process."""
+
+class _Seen(NamedTuple):
+    optimizer: ref[Any]
+    run: str
+    groups: list[Group]
+
+
+_seen: dict[int, _Seen] = {}
+"""The options of each optimizer, by its id, before its first resume from its run in this process.
+An optimizer may have no hash."""
 
 
 class OptionCheck:
     """Compares the options of the script with those that the versions record, on rank 0."""
 
-    def __init__(self, state: dict[str, Any], rank: int) -> None:
-        self._state, self._is_reporting = state, rank == 0
+    def __init__(self, run: str, state: dict[str, Any], rank: int) -> None:
+        self._run, self._state, self._is_reporting = run, state, rank == 0
         self._own: Options = {}
-        self._recorded: Options = {}
-        self._replaced = dict[str, Any]()  # by name, the values of the script
+        self._record: dict[str, list[Group]] = {}
+        self._replaced: Options = {}  # the values of the earlier script
+        self._loaded: Options = {}
 
     def begin(self) -> None:
         """Note the options of the script, before a resume."""
         if self._is_reporting:
-            self._own = _read(self._state, of_script=True)
-            self._recorded = _compress(self._own)
-            self._replaced = {}
+            self._own, self._replaced = _read(self._state, self._run), {}
+            self._record = _to_record(self._own)
 
-    def check(self, snapshot: SnapshotReader) -> None:
+    def check(self, snapshot: SnapshotReader, from_own_run: bool) -> None:
         """Warn of the options that the script has changed, and that this version has replaced."""
-        stored = read_training_metadata(snapshot).get(RECORD) if self._own else None
-        if not _is_options(stored):  # the version of an earlier release
+        if not self._own:
             return
-        own, earlier = _by_name(self._own), _by_name(stored)
-        now = _by_name(_read(self._state))
+        earlier = _from_record(read_training_metadata(snapshot).get(RECORD))
+        own, now = self._own, _read(self._state)
+        self._loaded = now
         self._replaced = {
-            name: value
-            for name, value in own.items()
-            if name in earlier and name in now and value not in (earlier[name], now[name])
+            place: earlier[place]
+            for place, value in own.items()
+            if place in earlier
+            and place in now
+            and value not in (earlier[place], now[place])
+            and not _is_scheduled(place, own, now)
+            # the scheduler of a start may have been left out, and takes its own rate
+            and (from_own_run or place[2] != "initial_lr")
         }
         if not self._replaced:
             return
-        self._recorded = {**self._recorded, **stored}
-        changed = [f"{name} is {now[name]}, not {v}" for name, v in sorted(self._replaced.items())]
+        changed = [
+            f"{_name(place, own)} is {_show(now[place])}, not {_show(own[place])}"
+            for place in sorted(self._replaced)
+        ]
         warn_user(
-            "A resume restores the options of optimizers, and the script has changed some since"
-            f" {snapshot.url} was saved: {format_list(changed, _MAX_NAMES)}. The training continues"
-            " with those of the version. To use those of the script, set them in"
-            ' optimizer.param_groups after resume() (docs/resume.md, "Changing the learning rate")',
+            "A resume restores the options of optimizers, and some that the script now passes are"
+            f" not those with which the training to {snapshot.url} began:"
+            f" {format_list(changed, _MAX_NAMES)}. The training continues with the options of the"
+            " version. To use those of the script, set them in optimizer.param_groups after"
+            ' resume() (docs/resume.md, "Changing the learning rate")',
             ReplacedOptions,
         )
 
     def to_metadata(self) -> Mapping[str, Any]:
         """Return what a version records: the options of the script, or those of an earlier script
-        while they are in use. This is decided at the first save after a resume."""
+        that nothing has changed between the resume and the first save after it."""
         if self._replaced:
-            now = _by_name(_read(self._state))
-            if all(now.get(name) == value for name, value in self._replaced.items()):
-                self._recorded = _compress(self._own)  # the script has set them after resume()
+            now = _read(self._state)
+            places = {place: _watched(place) for place in self._replaced}
+            kept = {p for p, w in places.items() if now.get(w) == self._loaded.get(w)}
+            self._record = _to_record(self._own | {p: self._replaced[p] for p in kept})
             self._replaced = {}
-        return {RECORD: self._recorded} if self._recorded else {}
+        return {RECORD: self._record} if self._record else {}
 
 
-def _read(state: dict[str, Any], of_script: bool = False) -> Options:
+def _watched(place: Place) -> Place:
+    """Return the option that changes if the script sets this one, or a scheduler uses it."""
+    key, number, name = place
+    return key, number, "lr" if name == "initial_lr" else name
+
+
+def _is_scheduled(place: Place, own: Options, now: Options) -> bool:
+    key, number, name = place
+    other = key, number, _SCHEDULED.get(name, "")
+    return other in own or other in now
+
+
+def _name(place: Place, options: Options) -> str:
+    """Return ``optimizer/lr``, or ``optimizer/1/lr`` if the optimizer has several groups."""
+    key, number, name = place
+    has_several = any(k == key and n > 0 for k, n, _ in options)
+    return f"{key}/{number}/{name}" if has_several else f"{key}/{name}"
+
+
+def _read(state: dict[str, Any], run: str | None = None) -> Options:
+    """Return the live options. ``run``: those before the first resume from this run instead."""
     torch: Any = torch_or_none()
-    if torch is None:
-        return {}
     found: Options = {}
-    for path, optimizer in find_named_instances(state, torch.optim.Optimizer, separator="/"):
-        groups = [_plain_options(group) for group in optimizer.param_groups[:_MAX_GROUPS]]
-        found[path] = _of_script.setdefault(optimizer, groups) if of_script else groups
+    left = _MAX_GROUPS
+    for key, optimizer in find_members(state, torch.optim.Optimizer) if torch is not None else ():
+        groups = [*map(_plain_options, islice(getattr(optimizer, "param_groups", ()), left))]
+        left -= len(groups)
+        if run is not None:
+            groups = _before_first_resume(optimizer, run, groups)
+        for number, group in enumerate(groups):
+            found.update({(key, number, name): value for name, value in group.items()})
     return found
 
 
-def _compress(options: Options) -> Options:
-    """Leave out what each group has in common with the first one."""
-    return {
-        path: [
-            {name: v for name, v in group.items() if i == 0 or groups[0].get(name, group) != v}
-            for i, group in enumerate(groups)
-        ]
-        for path, groups in options.items()
-    }
+def _before_first_resume(optimizer: Any, run: str, groups: list[Group]) -> list[Group]:
+    seen = _seen.get(id(optimizer))
+    if seen is None or seen.optimizer() is not optimizer or seen.run != run:
+        for number, earlier in [*_seen.items()]:
+            if earlier.optimizer() is None:
+                del _seen[number]
+        seen = _seen[id(optimizer)] = _Seen(ref(optimizer), run, groups)
+    return seen.groups
 
 
-def _by_name(options: Options) -> dict[str, Any]:
-    """Return the options by names such as ``optimizer/lr``; ``optimizer/1/lr`` if it has several
-    groups."""
-    return {
-        f"{path}/{name}" if len(groups) == 1 else f"{path}/{i}/{name}": value
-        for path, groups in options.items()
-        for i, group in enumerate(groups)
-        for name, value in {**groups[0], **group}.items()
-    }
+def _to_record(options: Options) -> dict[str, list[Group]]:
+    """Return what a version stores: the groups of each optimizer, those after the first one without
+    what they have in common with it."""
+    record: dict[str, list[Group]] = {}
+    for (key, number, name), value in options.items():
+        groups = record.setdefault(key, [])
+        groups.extend({} for _ in range(number + 1 - len(groups)))
+        if number == 0 or options.get((key, 0, name), ...) != value:
+            groups[number][name] = value
+    return record
 
 
-def _is_options(stored: Any) -> TypeGuard[Options]:
-    """Return True if another process has recorded valid options."""
-    return isinstance(stored, dict) and all(
-        isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-        for groups in stored.values()
-    )
+def _from_record(record: Any) -> Options:
+    """Return the options of a record; none, if it is not valid, as that of an earlier release."""
+    found: Options = {}
+    for key, groups in record.items() if isinstance(record, dict) else ():
+        if not (isinstance(groups, list) and all(isinstance(group, dict) for group in groups)):
+            continue
+        for number, group in enumerate(groups):
+            found |= {(key, number, name): v for name, v in {**groups[0], **group}.items()}
+    return found
 
 
-def _plain_options(group: Group) -> Group:
-    """Return the options that a script passes, as JSON has them, without those of schedulers."""
-    values = {name: [*v] if isinstance(v, tuple) else v for name, v in group.items()}
-    return {
-        name: value
-        for name, value in values.items()
-        if name not in ("params", "param_names")
-        and _SCHEDULED.get(name) not in group
-        and _is_plain(value)
-    }
+def _plain_options(group: Any) -> Group:
+    """Return the numbers, texts, and short tuples of numbers of a group, as JSON has them."""
+    found: Group = {}
+    for name, value in islice(group.items(), _MAX_GROUPS) if isinstance(group, dict) else ():
+        values = value if isinstance(value, list | tuple) else [value]
+        plain = [*map(_to_plain, values[:8])]
+        if isinstance(name, str) and name != "params" and len(values) <= 8 and ... not in plain:
+            found[name] = plain if values is value else plain[0]
+    return found
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    return isinstance(value, int | str | None) or (isinstance(value, float) and isfinite(value))
+def _to_plain(value: Any) -> Any:
+    """Return a value as JSON has it, also that of a subclass such as ``numpy.float64``, or ``...``
+    for another one."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, str) and len(value) <= _MAX_LENGTH:
+        return str(value)
+    return float(value) if isinstance(value, float) and isfinite(value) else ...
+
+
+def _show(value: Any) -> str:
+    return to_repr(value)[:_MAX_LENGTH]

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.engine.state.walk import find_instances, find_named_instances, storage_address
+import numpy as np
+
+from holdfast.engine.state.walk import storage_address
 from holdfast.lazy_torch import dtype_name, torch_or_none
 from holdfast.text import format_count, format_list
+from holdfast.training.resuming.members import find_members
 
 _MAX_NAMES = 3
 
@@ -22,31 +25,50 @@ def find_unsaved_parameters(state: dict[str, Any], members: Sequence[Any]) -> st
     """
     torch: Any = torch_or_none()
     modules = [m for m in members if isinstance(m, torch.nn.Module)]
-    if not modules:
+    if not modules or any(_saves_other_values(sub, torch) for m in modules for sub in m.modules()):
         return ""
     saved = [tensor for module in modules for tensor in module.parameters()]
     identities = set(map(id, saved))
     lacking: dict[str, list[Any]] = {}
-    for path, optimizer in find_named_instances(state, torch.optim.Optimizer, separator="/"):
-        found = [p for group in optimizer.param_groups for p in group["params"]]
-        found = [p for p in found if id(p) not in identities]
-        if found:
-            lacking[path] = found
+    for key, optimizer in find_members(state, torch.optim.Optimizer):
+        found = [p for p in _parameters(optimizer) if id(p) not in identities]
+        # fully_shard replaces the sharded parameters of the module during a forward pass
+        if found := [p for p in found if not hasattr(p, "_local_tensor")]:
+            lacking[key] = found
     if not lacking:
         return ""
     saved += [buffer for module in modules for buffer in module.buffers()]
-    # a tensor of the state, such as one of module.state_dict(), may share the memory
-    addresses = {0, *map(storage_address, [*saved, *find_instances(state, torch.Tensor)])}
+    saved += [tensor for _, tensor in find_members(state, torch.Tensor)]
+    # a tensor or an array of the state, such as one of module.state_dict(), may share the memory
+    addresses = {0, *map(storage_address, saved)}
+    addresses.update(array.ctypes.data for _, array in find_members(state, np.ndarray))
     described = [
-        f"{format_count(len(unsaved), 'parameter')} of {path} ({format_list(shapes, _MAX_NAMES)})"
-        for path, found in lacking.items()
+        f"{format_count(len(unsaved), 'parameter')} of {key} ({format_list(shapes, _MAX_NAMES)})"
+        for key, found in lacking.items()
         if (unsaved := [p for p in found if storage_address(p) not in addresses])
         and (shapes := [f"{dtype_name(p.dtype)} {[*p.shape]}" for p in unsaved])
     ]
     if not described:
         return ""
     return (
-        f"It lacks {format_list(described, _MAX_NAMES)}. Add the module that has them to the state."
-        " If its parameters were replaced after the optimizer was created (a new layer,"
-        " fully_shard), create the optimizer again: it does not train the new ones"
+        f"It lacks {format_list(described, _MAX_NAMES)}: no module in the state has them. Add their"
+        " module to the state. If the parameters of a module were replaced after the optimizer was"
+        " created (a new layer, fully_shard), create the optimizer afterwards: it does not train"
+        " the new parameters"
+    )
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    groups = getattr(optimizer, "param_groups", ())
+    return [p for group in groups if isinstance(group, dict) for p in group.get("params", ())]
+
+
+def _saves_other_values(module: Any, torch: Any) -> bool:
+    """Return True if a module may save more than its parameters and buffers."""
+    own, base = type(module), torch.nn.Module
+    return (
+        own.state_dict is not base.state_dict
+        or own._save_to_state_dict is not base._save_to_state_dict
+        or own.get_extra_state is not base.get_extra_state
+        or bool(module._state_dict_hooks)
     )
