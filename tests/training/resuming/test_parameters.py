@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,13 @@ def test_a_head_that_was_replaced_is_reported_once(tmp_path: Path) -> None:
     (warning,) = warnings_of(tmp_path, {"model": net, "optimizer": optimizer})
     assert "2 parameters of optimizer (float32 [1, 3], float32 [1])" in warning
     assert "create the optimizer afterwards" in warning
+
+
+def test_a_copy_of_the_model_is_reported(tmp_path: Path) -> None:
+    net = model()
+    (warning,) = warnings_of(tmp_path, {"model": copy.deepcopy(net), "optimizer": adam(net)})
+    assert "6 parameters of optimizer" in warning
+    assert "Add their module, not a copy of it" in warning
 
 
 def test_a_module_that_is_missing_is_reported(tmp_path: Path) -> None:

@@ -144,12 +144,11 @@ def _read(state: dict[str, Any], run: str | None = None) -> Options:
 
 
 def _before_first_resume(optimizer: Any, run: str, groups: list[Group]) -> list[Group]:
-    seen = _seen.get(id(optimizer))
-    if seen is None or seen.optimizer() is not optimizer or seen.run != run:
-        for number, earlier in [*_seen.items()]:
-            if earlier.optimizer() is None:
-                del _seen[number]
-        seen = _seen[id(optimizer)] = _Seen(ref(optimizer), run, groups)
+    number = id(optimizer)
+    seen = _seen.get(number)
+    if seen is None or seen.run != run:
+        seen = _Seen(ref(optimizer, lambda _: _seen.pop(number, None)), run, groups)
+        _seen[number] = seen
     return seen.groups
 
 

@@ -52,9 +52,9 @@ def find_unsaved_parameters(state: dict[str, Any], members: Sequence[Any]) -> st
         return ""
     return (
         f"It lacks {format_list(described, _MAX_NAMES)}: no module in the state has them. Add their"
-        " module to the state. If the parameters of a module were replaced after the optimizer was"
-        " created (a new layer, fully_shard), create the optimizer afterwards: it does not train"
-        " the new parameters"
+        " module, not a copy of it. If the parameters of a module were replaced after the optimizer"
+        " was created (a new layer, fully_shard), create the optimizer afterwards: it does not"
+        " train the new parameters"
     )
 
 
