@@ -62,8 +62,8 @@ class StepCounter:
 
     @property
     def reads(self) -> int:
-        """The number of times that the loop has read its position: the epoch and the steps of the
-        ``Progress``, and the epochs of the samplers."""
+        """The number of times that the loop has read its position in the ``Progress`` and the
+        samplers."""
         return self._progress._reads + sum(int(s._reads) for s in self._samplers)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def make_state(**more: Any) -> State:
 
 def make_sampler() -> holdfast.ElasticSampler:
     return holdfast.ElasticSampler(8, batch_size=2)
+
+
+def make_state_with_progress(has_sampler: bool) -> State:
+    more = {"sampler": make_sampler()} if has_sampler else {}
+    return make_state(progress=holdfast.Progress(), **more)
 
 
 def train(folder: Path, state: State, loop: Loop, **options: Any) -> list[str]:
@@ -161,10 +167,7 @@ def repeated_epochs(ckpt: holdfast.Checkpointer, state: State) -> None:
 def test_a_loop_that_does_not_read_its_progress_is_reported_once(
     has_sampler: bool, tmp_path: Path
 ) -> None:
-    def make() -> State:
-        more = {"sampler": make_sampler()} if has_sampler else {}
-        return make_state(progress=holdfast.Progress(), **more)
-
+    make = partial(make_state_with_progress, has_sampler)
     assert train(tmp_path, make(), repeated_epochs) == []
     (warning,) = train(tmp_path, make(), repeated_epochs)
     for part in ("neither progress.epoch", "`while progress.epoch < 10`"):
@@ -229,9 +232,7 @@ def by_samples(ckpt: holdfast.Checkpointer, state: State) -> None:
 def test_a_loop_that_reads_its_progress_is_not_reported(
     loop: Loop, has_sampler: bool, tmp_path: Path
 ) -> None:
-    def make() -> State:
-        more = {"sampler": make_sampler()} if has_sampler else {}
-        return make_state(progress=holdfast.Progress(), **more)
+    make = partial(make_state_with_progress, has_sampler)
 
     def a_part(ckpt: holdfast.Checkpointer, state: State) -> None:
         for _, _ in zip(range(2), state.get("sampler", range(2)), strict=False):
@@ -266,10 +267,7 @@ def should_stop(ckpt: holdfast.Checkpointer, state: State) -> None:
 def test_an_increment_and_a_test_for_an_early_stop_are_no_position(
     loop: Loop, has_sampler: bool, tmp_path: Path
 ) -> None:
-    def make() -> State:
-        more = {"sampler": make_sampler()} if has_sampler else {}
-        return make_state(progress=holdfast.Progress(), **more)
-
+    make = partial(make_state_with_progress, has_sampler)
     assert train(tmp_path, make(), loop) == []
     assert len(train(tmp_path, make(), loop)) == 1
 

@@ -16,7 +16,6 @@ import numpy as np
 from holdfast.data.progress import Progress
 from holdfast.data.rng import RNG
 from holdfast.data.sampler import ElasticSampler
-from holdfast.engine.state.replication import PerRank, Replicated
 from holdfast.engine.state.walk import find_instances
 from holdfast.errors import InexactResume
 from holdfast.generators import States, capture_states
@@ -24,6 +23,7 @@ from holdfast.lazy_torch import torch_or_none
 from holdfast.run.policy import AtEnd, EveryEpoch, Never, SavePolicy
 from holdfast.text import format_list, warn_user
 from holdfast.training.resuming.loop_check import LoopCheck
+from holdfast.training.resuming.members import find_members
 from holdfast.training.resuming.parameters import find_unsaved_parameters
 from holdfast.training.step_counter import StepCounter
 
@@ -179,9 +179,7 @@ def _are_known(members: Sequence[Any]) -> bool:
 
 def _members(state: dict[str, Any]) -> list[Any]:
     """Return the objects with a ``state_dict`` in the containers and wrappers of a state."""
-    wrappers: Any = (PerRank, Replicated)
-    wrapped = [w.value for w in find_instances(state, wrappers)]
-    return [m for value in (state, *wrapped) for m in find_instances(value, _Stateful)]
+    return [member for _, member in find_members(state, _Stateful)]
 
 
 def _read_counters(state: dict[str, Any]) -> list[int]:

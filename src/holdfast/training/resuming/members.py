@@ -12,7 +12,7 @@ from holdfast.engine.state.walk import find_named_instances
 def find_members(state: Any, kind: type[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the instances of ``kind`` in a state, each with its key."""
     yield from find_named_instances(state, kind, separator="/")
-    for wrapper in (PerRank, Replicated):
-        for key, wrapped in find_named_instances(state, wrapper, separator="/"):
-            for inner, member in find_members(wrapped.value, kind):
-                yield "/".join(filter(None, (key, inner))), member
+    wrappers: Any = (PerRank, Replicated)
+    for key, wrapper in find_named_instances(state, wrappers, separator="/"):
+        for inner, member in find_members(wrapper.value, kind):
+            yield "/".join(filter(None, (key, inner))), member

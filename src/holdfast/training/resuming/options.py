@@ -46,7 +46,7 @@ class _Seen(NamedTuple):
 
 _seen: dict[int, _Seen] = {}
 """The options of each optimizer, by its id, before its first resume from its run in this process.
-An optimizer may have no hash."""
+An optimizer may have no hash. When it ends, the callback of the reference removes its entry."""
 
 
 class OptionCheck:
