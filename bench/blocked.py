@@ -19,19 +19,19 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
 
     Runs in a child process. memcpy runs with each of several thread counts.
     """
-    import holdfast
+    import limpet
     from bench import states
-    from holdfast.settings import read_settings
+    from limpet.settings import read_settings
 
     state = states.large_state(size)
     memcpy = states.memcpy_of(state)
     teams = {"same": read_settings().threads, "cores": len(os.sched_getaffinity(0)), "one": 1}
     found: dict[str, list[float]] = {name: [] for name in [*teams, "step"]}
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         str(Path(folder) / "run"),
         {"model": state},
-        save=holdfast.EverySteps(1),
-        keep=holdfast.KeepLast(2),
+        save=limpet.EverySteps(1),
+        keep=limpet.KeepLast(2),
     ) as checkpointer:
         for _ in range(_REPEATS + 1):
             for name, threads in teams.items():
@@ -55,16 +55,16 @@ def measure_many_leaves(folder: str, parameters: int) -> dict[str, list[float]]:
     """
     import torch
 
-    import holdfast
+    import limpet
 
     model = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(parameters // 2))
     optimizer = torch.optim.AdamW(model.parameters())
     blocked, background = [], [0.0]
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         str(Path(folder) / "run"),
         {"model": model, "optimizer": optimizer},
-        save=holdfast.EverySteps(1),
-        keep=holdfast.KeepLast(2),
+        save=limpet.EverySteps(1),
+        keep=limpet.KeepLast(2),
     ) as checkpointer:
         for _ in range(_REPEATS + 1):
             for parameter in model.parameters():
@@ -97,7 +97,7 @@ def many_leaves_section(options: Options) -> Section:
             "bench.blocked:measure_many_leaves", folder=str(options.folder), parameters=parameters
         )
     except fresh_process.MeasurementFailed as failure:
-        missing.append(f"holdfast: {failure}")
+        missing.append(f"limpet: {failure}")
     finally:
         disk.remove(options.folder / "run")
     verdicts = [
@@ -121,7 +121,7 @@ def sections(options: Options) -> list[Section]:
             "bench.blocked:measure", folder=str(options.folder), size=options.medium
         )
     except fresh_process.MeasurementFailed as failure:
-        failed = Section(title, text, [judge(what, [], most=1.2)], missing=[f"holdfast: {failure}"])
+        failed = Section(title, text, [judge(what, [], most=1.2)], missing=[f"limpet: {failure}"])
         return [failed, many_leaves_section(options)]
     finally:
         disk.remove(options.folder / "run")

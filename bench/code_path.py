@@ -55,9 +55,9 @@ def measure(folder: str) -> dict[str, list[str]]:
     """
     import torch
 
-    import holdfast
+    import limpet
 
-    package = str(Path(holdfast.__file__).parent) + "/"
+    package = str(Path(limpet.__file__).parent) + "/"
     entered: set[CodeType] = set()
     calls: set[tuple[CodeType, CodeType]] = set()
 
@@ -111,8 +111,8 @@ def measure(folder: str) -> dict[str, list[str]]:
         return max(line for *_, line in code.co_lines() if line) - code.co_firstlineno + 1
 
     place, state = str(Path(folder) / "walk"), {"weight": torch.ones(4)}
-    walk("save", lambda: holdfast.save(place, state, step=1))
-    walk("load", lambda: holdfast.load(place, into=state))
+    walk("save", lambda: limpet.save(place, state, step=1))
+    walk("load", lambda: limpet.load(place, into=state))
     return found
 
 
@@ -130,7 +130,7 @@ def sections(options: Options) -> list[Section]:
             judge(f"{unit} of a save", [], most=target, unit="")
             for unit, target in _TARGETS.items()
         ]
-        return [Section(title, text, verdicts, missing=[f"holdfast: {failure}"])]
+        return [Section(title, text, verdicts, missing=[f"limpet: {failure}"])]
     finally:
         disk.remove(options.folder / "walk")
     verdicts = [

@@ -36,7 +36,7 @@ def measure_blocked(folder: str, size: int) -> dict[str, list[float]]:
     """
     import torch
 
-    import holdfast
+    import limpet
     from bench import states
 
     state = {key: value.cuda() for key, value in states.large_state(size).items()}
@@ -50,11 +50,11 @@ def measure_blocked(folder: str, size: int) -> dict[str, list[float]]:
             target[key].copy_(value, non_blocking=asynchronous)
 
     found: dict[str, list[float]] = {}
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         str(Path(folder) / "run"),
         {"model": state},
-        save=holdfast.EverySteps(1),
-        keep=holdfast.KeepLast(2),
+        save=limpet.EverySteps(1),
+        keep=limpet.KeepLast(2),
     ) as checkpointer:
         for _ in range(_REPEATS + 1):
             seconds = {
@@ -100,15 +100,15 @@ def measure_training(folder: str, overlap: bool, quick: bool) -> dict[str, list[
 
     Runs in a child process. After each save, ``_EVERY`` steps run until the next one.
     """
-    import holdfast
+    import limpet
 
     state, step = _training(*((1024, 4) if quick else (4096, 12)))
     found: dict[str, list[float]] = {"alone": [], "lost": [], "step": []}
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         str(Path(folder) / "run"),
         state,
-        save=holdfast.EverySteps(2 * _EVERY),
-        keep=holdfast.KeepLast(2),
+        save=limpet.EverySteps(2 * _EVERY),
+        keep=limpet.KeepLast(2),
         overlap=overlap,
     ) as checkpointer:
 
@@ -139,7 +139,7 @@ def measure_files(folder: str, size: int) -> dict[str, list[float]]:
 
     import torch
 
-    import holdfast
+    import limpet
     from bench import states
 
     state = {key: value.cuda() for key, value in states.large_state(size).items()}
@@ -169,9 +169,9 @@ def measure_files(folder: str, size: int) -> dict[str, list[float]]:
         fill(load_file(path, device="cuda"))
 
     libraries: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
-        "holdfast": (
-            lambda path: holdfast.save(path, state),
-            lambda path: holdfast.load(path, into=live),
+        "limpet": (
+            lambda path: limpet.save(path, state),
+            lambda path: limpet.load(path, into=live),
         ),
         "torch": (torch_save, lambda path: fill(torch.load(path, map_location="cuda"))),
         "safetensors": (save_safetensors, load_safetensors),
@@ -253,14 +253,14 @@ def _files_section(found: dict[str, list[float]], size: int) -> Section:
     title = f"CUDA: durable save from the device and load onto it, {size >> 20} MiB"
     text = (
         "Seconds until the file is synced, or until the live tensors on the device are filled. The"
-        " pages of files on the disk are dropped before the load; memory is a tmpfs. Only Holdfast"
+        " pages of files on the disk are dropped before the load; memory is a tmpfs. Only Limpet"
         " computes and checks digests. The raw baseline writes and reads with O_DIRECT and 4"
         " threads, without a device."
     )
     verdicts = []
     for kind in ("save, disk", "load, disk", "save, memory", "load, memory"):
         peers = zip(
-            found[f"{kind}: torch"], found[f"{kind}: safetensors"], found[f"{kind}: holdfast"],
+            found[f"{kind}: torch"], found[f"{kind}: safetensors"], found[f"{kind}: limpet"],
             strict=True,
         )  # fmt: skip
         ratios = [min(a, b) / c for a, b, c in peers]

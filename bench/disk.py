@@ -39,7 +39,7 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
     kind = file_system(parent)
     if kind in _IN_MEMORY:
         raise SystemExit(f"The scratch folder is on {kind}; choose one on a disk with --folder")
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix="limpet-bench-", dir=parent))
     try:
         yield folder
     finally:

@@ -17,7 +17,7 @@ from bench import disk, fresh_process
 from bench.report import NO, Options, Section, Verdict, judge, spread
 
 RANKS = (2, 4)
-LIBRARIES = ("holdfast", "DCP", "DCP, 4 threads")
+LIBRARIES = ("limpet", "DCP", "DCP, 4 threads")
 LAYOUTS = {
     "replicated": "every rank has the whole state, as with DDP",
     "sharded": "every rank has an equal part of each tensor, as with FSDP2",
@@ -92,10 +92,10 @@ def _save(name: str, state: Any, place: Path) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    import holdfast
+    import limpet
 
-    if name == "holdfast":
-        holdfast.save(str(place), state, step=1)
+    if name == "limpet":
+        limpet.save(str(place), state, step=1)
         return
     threads = 4 if name.endswith("threads") else 1
     dcp.save(state, storage_writer=dcp.FileSystemWriter(str(place), thread_count=threads))
@@ -106,10 +106,10 @@ def _save(name: str, state: Any, place: Path) -> None:
 def _load(name: str, state: Any, place: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    import holdfast
+    import limpet
 
-    if name == "holdfast":
-        holdfast.load(str(place), into=state)
+    if name == "limpet":
+        limpet.load(str(place), into=state)
     else:
         dcp.load(state, checkpoint_id=str(place))
 
@@ -215,7 +215,7 @@ def sections(options: Options) -> list[Section]:
 
 
 def _verdict(samples: Samples, layout: str, operation: str, ranks: int, floor: float) -> Verdict:
-    """Compare Holdfast with the better DCP, round by round. ``floor``: the seconds of the disk."""
+    """Compare Limpet with the better DCP, round by round. ``floor``: the seconds of the disk."""
     ours, *others = [samples.get(f"{name} {operation}", []) for name in LIBRARIES]
     ratios = [min(theirs) / mine for mine, *theirs in zip(ours, *others, strict=True)]
     label = f"{layout} {operation}, {ranks} ranks: speed / better DCP"

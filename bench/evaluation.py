@@ -50,11 +50,11 @@ def make_run(folder: str, versions: int) -> None:
     """Save the versions. Runs in a child process."""
     import torch
 
-    import holdfast
+    import limpet
 
     for step in range(1, versions + 1):
         torch.manual_seed(step)
-        holdfast.save(Path(folder) / f"version_{step}", {"model": make_model()}, step=step)
+        limpet.save(Path(folder) / f"version_{step}", {"model": make_model()}, step=step)
 
 
 def measure_loop(folder: str, versions: int, half: int | None = None) -> dict[str, list[float]]:
@@ -67,7 +67,7 @@ def measure_loop(folder: str, versions: int, half: int | None = None) -> dict[st
     import torch
     from torch.utils.data import DataLoader
 
-    import holdfast
+    import limpet
 
     torch.set_num_threads(1)
     data = dataset()
@@ -79,7 +79,7 @@ def measure_loop(folder: str, versions: int, half: int | None = None) -> dict[st
         if half is not None:
             _both.wait()
         began, cpu = time.perf_counter(), time.process_time()
-        model = setup(holdfast.load(Path(folder) / f"version_{step}", keys="model/**")).eval()
+        model = setup(limpet.load(Path(folder) / f"version_{step}", keys="model/**")).eval()
         loaded = time.process_time()
         sums: dict[str, list[float]] = {}
         with torch.no_grad():
@@ -100,11 +100,11 @@ def measure_evaluation(folder: str, workers: int) -> dict[str, list[float]]:
 
     Runs in a child process.
     """
-    import holdfast
+    import limpet
 
     cpu: list[float] = []
     wall: list[float] = []
-    evaluation = holdfast.Evaluation(
+    evaluation = limpet.Evaluation(
         folder,
         "bench.evaluation:setup",
         "bench.evaluation:evaluate",

@@ -53,7 +53,7 @@ class Case:
 
 def run_command(*arguments: object) -> Callable[[], object]:
     """Return a call that runs a command of the command line in this process, without its output."""
-    from holdfast.cli import cli
+    from limpet.cli import cli
 
     def call() -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -104,48 +104,48 @@ def processor_times(case: Case, count: int, caches: np.ndarray[Any, Any]) -> Ite
 
 def snapshot_cases(folder: Path, state: dict[str, Any], key: str) -> Iterator[Case]:
     """Yield the calls on one snapshot of ``state``, in which ``key`` is a leaf."""
-    import holdfast
+    import limpet
 
     snap, new = folder / "snap", folder / "new"
-    holdfast.save(snap, state, step=1)
-    holdfast.save(folder / "other", state, step=2)
+    limpet.save(snap, state, step=1)
+    limpet.save(folder / "other", state, step=2)
     run_command("export", snap, folder / "out", "--to", "safetensors", "--root", "/")()
 
     def open_and_list() -> None:
-        holdfast.open(snap).keys()
+        limpet.open(snap).keys()
 
-    yield Case("save", lambda: holdfast.save(new, state, step=1), remover(new))
-    yield Case("save_async", lambda: holdfast.save_async(new, state).wait(), remover(new))
-    yield Case("load", lambda: holdfast.load(snap))
-    yield Case("load into the state", lambda: holdfast.load(snap, into=state))
-    yield Case("load of one leaf", lambda: holdfast.load(snap, keys=key))
+    yield Case("save", lambda: limpet.save(new, state, step=1), remover(new))
+    yield Case("save_async", lambda: limpet.save_async(new, state).wait(), remover(new))
+    yield Case("load", lambda: limpet.load(snap))
+    yield Case("load into the state", lambda: limpet.load(snap, into=state))
+    yield Case("load of one leaf", lambda: limpet.load(snap, keys=key))
     yield Case("open, keys", open_and_list)
-    yield Case("verify", lambda: holdfast.open(snap).verify())
+    yield Case("verify", lambda: limpet.open(snap).verify())
     for verb in ("show", "verify"):
-        yield Case(f"holdfast {verb}", run_command(verb, snap))
-    yield Case("holdfast diff", run_command("diff", snap, folder / "other"))
-    yield Case("holdfast copy", run_command("copy", snap, new), remover(new))
-    yield Case("holdfast reshard", run_command("reshard", snap, new, "--shards", "4"), remover(new))
+        yield Case(f"limpet {verb}", run_command(verb, snap))
+    yield Case("limpet diff", run_command("diff", snap, folder / "other"))
+    yield Case("limpet copy", run_command("copy", snap, new), remover(new))
+    yield Case("limpet reshard", run_command("reshard", snap, new, "--shards", "4"), remover(new))
     for kind in ("safetensors", "torch", "hf"):
         command = run_command("export", snap, new, "--to", kind, "--root", "/")
-        yield Case(f"holdfast export --to {kind}", command, remover(new))
+        yield Case(f"limpet export --to {kind}", command, remover(new))
     command = run_command("import", folder / "out" / "model.safetensors", new, "--step", "1")
-    yield Case("holdfast import", command, remover(new))
+    yield Case("limpet import", command, remover(new))
 
 
 def training_cases(folder: Path, state: dict[str, Any]) -> Iterator[Case]:
     """Yield the calls of a training with ``state``."""
-    import holdfast
+    import limpet
 
-    run, never = folder / "run", holdfast.EverySteps(10**9)
+    run, never = folder / "run", limpet.EverySteps(10**9)
 
-    def start(save: Any = never, **options: Any) -> holdfast.Checkpointer:
+    def start(save: Any = never, **options: Any) -> limpet.Checkpointer:
         shutil.rmtree(run, ignore_errors=True)
-        ckpt = holdfast.Checkpointer(run, state, save=save, **options).__enter__()
+        ckpt = limpet.Checkpointer(run, state, save=save, **options).__enter__()
         ckpt.step()
         return ckpt
 
-    yield Case("Checkpointer", lambda: holdfast.Checkpointer(run, state, save=never).close())
+    yield Case("Checkpointer", lambda: limpet.Checkpointer(run, state, save=never).close())
     ckpt = start()
     yield Case("step", ckpt.step)
     yield Case("Checkpointer.save", ckpt.save, ckpt.step)
@@ -153,11 +153,11 @@ def training_cases(folder: Path, state: dict[str, Any]) -> Iterator[Case]:
     ckpt = start(incremental=True)
     yield Case("Checkpointer.save, incremental", ckpt.save, ckpt.step)
     ckpt.close()
-    ckpt = start(never | holdfast.OnException())
+    ckpt = start(never | limpet.OnException())
     yield Case("step, OnException", ckpt.step)
     ckpt.save()
     ckpt.close()
-    resumed = holdfast.Checkpointer(run, state, save=never)
+    resumed = limpet.Checkpointer(run, state, save=never)
     yield Case("resume", resumed.resume)
     resumed.close()
 
@@ -196,27 +196,27 @@ def parameters(count: int, folder: Path) -> Iterator[Case]:
 
 def versions(count: int, folder: Path) -> Iterator[Case]:
     """A run of ``count`` versions."""
-    import holdfast
-    from holdfast.run.retention import VERSIONS_PER_SAVE
+    import limpet
+    from limpet.run.retention import VERSIONS_PER_SAVE
 
     path, new = folder / "run", folder / "new"
-    state = {"x": np.zeros(8), "progress": holdfast.Progress()}
+    state = {"x": np.zeros(8), "progress": limpet.Progress()}
     make_run(path, count, state)
-    run = holdfast.Run(path)
+    run = limpet.Run(path)
 
-    def fresh() -> holdfast.Run:
-        return holdfast.Run(path)
+    def fresh() -> limpet.Run:
+        return limpet.Run(path)
 
     policies = {
         "all kept": None,
-        "KeepLast": holdfast.KeepLast(count),
-        "KeepLast, KeepBest": holdfast.KeepLast(count) | holdfast.KeepBest(count // 2, "loss"),
+        "KeepLast": limpet.KeepLast(count),
+        "KeepLast, KeepBest": limpet.KeepLast(count) | limpet.KeepBest(count // 2, "loss"),
     }
     for name, keep in policies.items():
-        saving = holdfast.Checkpointer(path, state, save=holdfast.Never(), keep=keep)
+        saving = limpet.Checkpointer(path, state, save=limpet.Never(), keep=keep)
         saving.resume()
 
-        def save(number: int, saving: holdfast.Checkpointer = saving) -> None:
+        def save(number: int, saving: limpet.Checkpointer = saving) -> None:
             for _ in range(number):
                 saving.step({"loss": 1.0})
                 saving.save()
@@ -226,7 +226,7 @@ def versions(count: int, folder: Path) -> Iterator[Case]:
         repeats = max(1, count // VERSIONS_PER_SAVE)
         yield Case(f"Checkpointer.save, {name}", partial(save, repeats), repeats=repeats)
         saving.close()
-    resumed = holdfast.Checkpointer(path, state)
+    resumed = limpet.Checkpointer(path, state)
     yield Case("resume", resumed.resume)
     resumed.close()
     yield Case("Run.latest", lambda: fresh().latest())
@@ -236,15 +236,15 @@ def versions(count: int, folder: Path) -> Iterator[Case]:
     yield Case("Run.add_metrics", lambda: run.add_metrics(count, {"loss": 1.0}))
     yield Case("Run.pin", lambda: fresh().pin(count))
     yield Case("Run.unpin", lambda: fresh().unpin(count), lambda: fresh().pin(count))
-    yield Case("Run.retain", lambda: fresh().retain(holdfast.KeepLast(count + 100)))
+    yield Case("Run.retain", lambda: fresh().retain(limpet.KeepLast(count + 100)))
     yield Case("Run.sweep", lambda: fresh().sweep())
-    yield Case("holdfast show RUN@latest", run_command("show", f"{path}@latest"))
-    yield Case("holdfast ls", run_command("ls", path))
-    yield Case("holdfast verify", run_command("verify", path))
-    yield Case("holdfast copy", run_command("copy", path, new), remover(new))
+    yield Case("limpet show RUN@latest", run_command("show", f"{path}@latest"))
+    yield Case("limpet ls", run_command("ls", path))
+    yield Case("limpet verify", run_command("verify", path))
+    yield Case("limpet copy", run_command("copy", path, new), remover(new))
     oldest = iter(run.line())
     yield Case("Run.delete", lambda: run.delete(next(oldest)))
-    last = Case("Run.retain that deletes all but 3", lambda: fresh().retain(holdfast.KeepLast(3)))
+    last = Case("Run.retain that deletes all but 3", lambda: fresh().retain(limpet.KeepLast(3)))
     last.rounds = 1
     yield last
 
@@ -253,12 +253,12 @@ def make_run(path: Path, count: int, state: dict[str, Any]) -> None:
     """Make a run of ``count`` versions with hard links to the files of one."""
     import msgspec
 
-    import holdfast
-    from holdfast.format import names
-    from holdfast.format.manifest import decode_manifest, encode_manifest
+    import limpet
+    from limpet.format import names
+    from limpet.format.manifest import decode_manifest, encode_manifest
 
     first = path / "version_1"
-    with holdfast.Checkpointer(path, state, save=holdfast.EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(path, state, save=limpet.EverySteps(1)) as ckpt:
         ckpt.step({"loss": 0.5})
     raw = (first / names.MANIFEST).read_bytes()
     manifest, _ = decode_manifest(raw, names.MANIFEST)
@@ -274,7 +274,7 @@ def make_run(path: Path, count: int, state: dict[str, Any]) -> None:
 
 def files(count: int, folder: Path) -> Iterator[Case]:
     """``count`` files of other programs in the run, half of them in a folder of their own."""
-    import holdfast
+    import limpet
 
     path = folder / "run"
     (path / "wandb").mkdir(parents=True)
@@ -282,27 +282,27 @@ def files(count: int, folder: Path) -> Iterator[Case]:
         (path / f"log-{i}.txt").touch()
         (path / "wandb" / f"{i}.json").touch()
     state = {"x": np.zeros(8)}
-    saving = holdfast.Checkpointer(path, state, save=holdfast.EverySteps(10**9),
-                                   keep=holdfast.KeepLast(3))  # fmt: skip
+    saving = limpet.Checkpointer(path, state, save=limpet.EverySteps(10**9),
+                                   keep=limpet.KeepLast(3))  # fmt: skip
     saving.step()
     yield Case("Checkpointer.save", saving.save, saving.step)
     saving.close()
-    resumed = holdfast.Checkpointer(path, state)
+    resumed = limpet.Checkpointer(path, state)
     yield Case("resume", resumed.resume)
     resumed.close()
-    run = holdfast.Run(path)
+    run = limpet.Run(path)
     yield Case("Run.latest", run.latest)
-    yield Case("Run.retain", lambda: holdfast.Run(path).retain(holdfast.KeepLast(3)))
+    yield Case("Run.retain", lambda: limpet.Run(path).retain(limpet.KeepLast(3)))
     yield Case("Run.sweep", run.sweep)
-    yield Case("holdfast ls", run_command("ls", path))
+    yield Case("limpet ls", run_command("ls", path))
 
 
 def ranks(count: int, folder: Path) -> Iterator[Case]:
     """Plans of ``count`` ranks for 16 leaves, and a snapshot with ``count`` shards."""
-    import holdfast
+    import limpet
     from bench.million_boxes import make_leaf_boxes
-    from holdfast.engine.planning.global_plan import can_reuse_plan, make_global_plan
-    from holdfast.engine.planning.local_plan import LocalPlan, make_local_plan
+    from limpet.engine.planning.global_plan import can_reuse_plan, make_global_plan
+    from limpet.engine.planning.local_plan import LocalPlan, make_local_plan
 
     raw = [make_local_plan(make_leaf_boxes(r, count, 16)).to_bytes() for r in range(count)]
     plan = make_global_plan([LocalPlan.from_bytes(r) for r in raw])
@@ -311,19 +311,19 @@ def ranks(count: int, folder: Path) -> Iterator[Case]:
 
     snap, new = folder / "snap", folder / "new"
     state = {"x": np.zeros((count, 8)), "y": np.zeros((count, 2), np.int32)}
-    holdfast.save(folder / "one", state, step=1)
+    limpet.save(folder / "one", state, step=1)
     run_command("reshard", folder / "one", snap, "--shards", count)()
     command = run_command("reshard", folder / "one", new, "--shards", count)
-    yield Case("holdfast reshard to N shards", command, remover(new))
-    yield Case("load", lambda: holdfast.load(snap, into=state))
-    yield Case("load of one row", lambda: holdfast.open(snap)["x"][count // 2 : count // 2 + 1])
-    yield Case("verify", lambda: holdfast.open(snap).verify())
-    yield Case("holdfast show", run_command("show", snap, "--layout"))
-    yield Case("holdfast copy", run_command("copy", snap, new), remover(new))
+    yield Case("limpet reshard to N shards", command, remover(new))
+    yield Case("load", lambda: limpet.load(snap, into=state))
+    yield Case("load of one row", lambda: limpet.open(snap)["x"][count // 2 : count // 2 + 1])
+    yield Case("verify", lambda: limpet.open(snap).verify())
+    yield Case("limpet show", run_command("show", snap, "--layout"))
+    yield Case("limpet copy", run_command("copy", snap, new), remover(new))
     command = run_command("reshard", snap, new, "--shards", "4")
-    yield Case("holdfast reshard to 4 shards", command, remover(new))
+    yield Case("limpet reshard to 4 shards", command, remover(new))
     command = run_command("export", snap, new, "--to", "safetensors", "--root", "/")
-    yield Case("holdfast export", command, remover(new))
+    yield Case("limpet export", command, remover(new))
 
 
 DIMENSIONS = {

@@ -47,10 +47,10 @@ class BareClient:
 
 
 def measure_transfers(url: str, size: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds and CPU seconds of each round, of Holdfast and of the bare client."""
-    import holdfast
+    """Return the seconds and CPU seconds of each round, of Limpet and of the bare client."""
+    import limpet
 
-    store = holdfast.open_store(f"{url}/bench")
+    store = limpet.open_store(f"{url}/bench")
     return transfers.take_turns(store, BareClient(url), size, rounds, load=True, pause=1.0)
 
 

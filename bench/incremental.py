@@ -25,16 +25,16 @@ def save(folder: str, size: int, case: str, way: str) -> dict[str, list[float]]:
     """
     import torch
 
-    import holdfast
+    import limpet
     from bench import states
 
     state = {"base": states.large_state(size), "adapter": {"a": torch.zeros(_ADAPTER // 4)}}
     tensors = list(state["base"].values())
     found: dict[str, list[float]] = {"bytes": [], "blocked": [], "committed": []}
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         str(Path(folder) / way),
         state,
-        save=holdfast.EverySteps(1),
+        save=limpet.EverySteps(1),
         incremental=way == "incremental",
         full_every=None,
     ) as checkpointer:
@@ -63,16 +63,16 @@ def load(folder: str, size: int, way: str) -> dict[str, float]:
     """
     import torch
 
-    import holdfast
+    import limpet
     from bench import states
 
     into = {"base": states.blank_large_state(size), "adapter": {"a": torch.ones(_ADAPTER // 4)}}
-    snapshot = holdfast.Run(str(Path(folder) / way)).latest()
+    snapshot = limpet.Run(str(Path(folder) / way)).latest()
     if snapshot is None:
         raise ValueError("the run has no version to load")
     resident = disk.drop_page_cache(Path(folder) / way)
     start = time.perf_counter()
-    holdfast.load(snapshot.url, into=into)
+    limpet.load(snapshot.url, into=into)
     seconds = time.perf_counter() - start
     if resident > 0.01:
         raise ValueError(f"{resident:.0%} of the files stayed in the page cache")

@@ -34,16 +34,16 @@ def _copy_into(loaded: State, into: State) -> None:
         value.copy_(loaded[key])
 
 
-def _holdfast_save(state: State, folder: Path) -> None:
-    import holdfast
+def _limpet_save(state: State, folder: Path) -> None:
+    import limpet
 
-    holdfast.save(str(folder), state, step=1)
+    limpet.save(str(folder), state, step=1)
 
 
-def _holdfast_load(into: State, folder: Path) -> None:
-    import holdfast
+def _limpet_load(into: State, folder: Path) -> None:
+    import limpet
 
-    holdfast.load(str(folder), into=into)
+    limpet.load(str(folder), into=into)
 
 
 def _torch_save(state: State, folder: Path) -> None:
@@ -139,7 +139,7 @@ def _orbax_load(into: State, folder: Path) -> None:
     _copy_into({key: torch.from_numpy(value) for key, value in loaded.items()}, into)
 
 
-HOLDFAST = Library("holdfast", "holdfast", _holdfast_save, _holdfast_load, durable=True)
+LIMPET = Library("limpet", "limpet", _limpet_save, _limpet_load, durable=True)
 
 OTHER_LIBRARIES = (
     Library("torch.save", "torch", _torch_save, _torch_load, load_note="mmap=True"),
@@ -164,4 +164,4 @@ OTHER_LIBRARIES = (
     ),
 )
 
-LIBRARIES = {peer.name: peer for peer in (HOLDFAST, *OTHER_LIBRARIES)}
+LIBRARIES = {peer.name: peer for peer in (LIMPET, *OTHER_LIBRARIES)}

@@ -34,9 +34,9 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
     """Alternate between trainings with and without the local tier. For each: the seconds until a
     kill loses nothing, until the version is in the run, and of ``resume``. Runs in a child process.
     """
-    import holdfast
+    import limpet
     from bench import states
-    from holdfast.storage.local.store import LocalStore
+    from limpet.storage.local.store import LocalStore
 
     link = _SlowLink()
 
@@ -63,14 +63,14 @@ def measure(folder: str, size: int) -> dict[str, list[float]]:
 
     def start(place: Path, tiers: list[Any]) -> Any:
         run = SlowStore(place / "run", direct=True)
-        return holdfast.Checkpointer(
-            run, {"model": state}, save=holdfast.EverySteps(1), tiers=tiers, preemption=None
+        return limpet.Checkpointer(
+            run, {"model": state}, save=limpet.EverySteps(1), tiers=tiers, preemption=None
         )
 
     for repeat in range(_REPEATS):
         for name in ("direct", "local"):
             place = Path(folder) / f"{name}-{repeat}"
-            tiers = [holdfast.LocalTier(place / "disk")] if name == "local" else []
+            tiers = [limpet.LocalTier(place / "disk")] if name == "local" else []
             ckpt = start(place, tiers)
             began = time.perf_counter()
             ckpt.step()
@@ -109,7 +109,7 @@ def sections(options: Options) -> list[Section]:
     try:
         found = fresh_process.call("bench.local_tier:measure", folder=str(folder), size=size)
     except fresh_process.MeasurementFailed as failure:
-        missing.append(f"holdfast: {failure}")
+        missing.append(f"limpet: {failure}")
     finally:
         shutil.rmtree(folder)
 

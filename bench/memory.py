@@ -21,28 +21,28 @@ def measure(kind: str, folder: str, size: int) -> dict[str, int]:
 
     Runs in a child process.
     """
-    import holdfast
+    import limpet
     from bench import resource_usage, states
 
     place, state = Path(folder), states.large_state(size)
-    holdfast.save(str(place / "tiny"), states.small_state(2), step=1)
+    limpet.save(str(place / "tiny"), states.small_state(2), step=1)
     if kind == "save":
         with resource_usage.PeakMemory(children=True) as memory:
-            holdfast.save(str(place / "one"), {"model": state}, step=1)
+            limpet.save(str(place / "one"), {"model": state}, step=1)
             return {kind: memory.peak_bytes()}
     if kind == "load":
-        holdfast.load(str(place / "tiny"), into=states.small_state(2))
+        limpet.load(str(place / "tiny"), into=states.small_state(2))
         with resource_usage.PeakMemory(children=True) as memory:
-            holdfast.load(str(place / "one"), into={"model": state})
+            limpet.load(str(place / "one"), into={"model": state})
             return {kind: memory.peak_bytes()}
     found = {}
     with (
         resource_usage.PeakMemory(children=True) as memory,
-        holdfast.Checkpointer(
+        limpet.Checkpointer(
             str(place / "run"),
             {"model": state},
-            save=holdfast.EverySteps(1),
-            keep=holdfast.KeepLast(2),
+            save=limpet.EverySteps(1),
+            keep=limpet.KeepLast(2),
         ) as checkpointer,
     ):
         for name in ("first", "second", "third"):
@@ -65,7 +65,7 @@ def sections(options: Options) -> list[Section]:
                     "bench.memory:measure", kind=kind, folder=str(place), size=options.big
                 )
             except fresh_process.MeasurementFailed as failure:
-                missing = sorted({*missing, f"holdfast, {kind}: {failure}"})
+                missing = sorted({*missing, f"limpet, {kind}: {failure}"})
                 continue
             for name, peak in peaks.items():
                 found.setdefault(name, []).append(peak / MIB)

@@ -28,16 +28,16 @@ def measure_training(folder: str, memory: str, size: int, blocks: int) -> dict[s
     capture. Runs in a child process."""
     import torch
 
-    import holdfast
+    import limpet
     from bench import states
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     state, weights = states.large_state(size), torch.randn(1024, 1024)
     repeats = _calibrate(weights)
-    tier = holdfast.MemoryTier(every=holdfast.EverySteps(_EVERY), copies=1, path=memory)
+    tier = limpet.MemoryTier(every=limpet.EverySteps(_EVERY), copies=1, path=memory)
     found: dict[str, list[float]] = {"without": [], "with": [], "blocked": [], "between": []}
-    with holdfast.Checkpointer(
-        folder, {"model": state}, save=holdfast.Never(), tiers=[tier], preemption=None
+    with limpet.Checkpointer(
+        folder, {"model": state}, save=limpet.Never(), tiers=[tier], preemption=None
     ) as ckpt:
         for block in range(2 * blocks + 2):
             has_tier, began = block % 2 == 0, time.perf_counter()
@@ -77,7 +77,7 @@ def measure_resume(
     import torch
     import torch.distributed as dist
 
-    import holdfast
+    import limpet
     from bench import states
 
     torch.set_num_threads(1)
@@ -85,13 +85,13 @@ def measure_resume(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS)
     local = states.large_state(size)
     state = {
-        name: holdfast.Boxed(t, (rank * t.shape[0], *[0] * (t.dim() - 1)),
+        name: limpet.Boxed(t, (rank * t.shape[0], *[0] * (t.dim() - 1)),
                              (_RANKS * t.shape[0], *t.shape[1:]))
         for name, t in local.items()
     }  # fmt: skip
-    every = holdfast.EverySteps(1)
-    tiers = [] if phase == "disk" else [holdfast.MemoryTier(every=every, copies=1, path=memory)]
-    ckpt = holdfast.Checkpointer(folder, {"model": state}, save=every, tiers=tiers, preemption=None)
+    every = limpet.EverySteps(1)
+    tiers = [] if phase == "disk" else [limpet.MemoryTier(every=every, copies=1, path=memory)]
+    ckpt = limpet.Checkpointer(folder, {"model": state}, save=every, tiers=tiers, preemption=None)
     dist.barrier()
     start = time.perf_counter()
     snapshot = ckpt.resume()
@@ -136,14 +136,14 @@ def _training_section(options: Options) -> Section:
         f" {_BLOCK} with the memory tier and {_BLOCK} without. The slowdown counts everything:"
         " the copy in step(), and digests and deletions in the background."
     )
-    memory = tempfile.mkdtemp(prefix="holdfast-bench-", dir="/dev/shm")
+    memory = tempfile.mkdtemp(prefix="limpet-bench-", dir="/dev/shm")
     try:
         found = fresh_process.call(
             "bench.memory_resume:measure_training", timeout=600, folder=memory + "/run",
             memory=memory, size=size, blocks=2 if options.quick else 5,
         )  # fmt: skip
     except fresh_process.MeasurementFailed as failure:
-        return Section(title, text, [], missing=[f"holdfast: {failure}"])
+        return Section(title, text, [], missing=[f"limpet: {failure}"])
     finally:
         shutil.rmtree(memory)
     pairs = zip(found["with"], found["without"], strict=True)
@@ -164,7 +164,7 @@ def _resume_section(options: Options) -> Section:
     )
     place = options.folder / "resume"
     place.mkdir()
-    memory = tempfile.mkdtemp(prefix="holdfast-bench-", dir="/dev/shm")
+    memory = tempfile.mkdtemp(prefix="limpet-bench-", dir="/dev/shm")
     seconds: dict[str, list[float]] = {"memory": [], "disk": []}
     try:
         run = str(place / "run")
@@ -176,7 +176,7 @@ def _resume_section(options: Options) -> Section:
                         disk.drop_page_cache(path)
                 values.append(_run_ranks(run, memory, size, phase))
     except fresh_process.MeasurementFailed as failure:
-        return Section(title, text, [], missing=[f"holdfast: {failure}"])
+        return Section(title, text, [], missing=[f"limpet: {failure}"])
     finally:
         shutil.rmtree(memory)
         disk.remove(place)

@@ -22,9 +22,9 @@ _SETTLED = 4
 
 _SERVER = """
 import sys
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.peers.accounts import PeerLimits
-from holdfast.tiers.peers.server import PeerServer
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.tiers.peers.accounts import PeerLimits
+from limpet.tiers.peers.server import PeerServer
 store = TmpfsStore(sys.argv[1])
 server = PeerServer(store, "127.0.0.1", "secret", PeerLimits(1 << 40, 1 << 40, 1 << 40))
 print(server.port, flush=True)
@@ -57,12 +57,12 @@ def measure_capture(folder: str, size: int, spare_files: int) -> dict[str, list[
     """Alternate between memcpy and the capture of a state; return the seconds of each, and of the
     background half. Runs in a child process."""
     from bench import states
-    from holdfast.buffers import BufferPool
-    from holdfast.engine.saving.job import VersionMetadata
-    from holdfast.engine.saving.save import begin_save, finish_save
-    from holdfast.engine.snapshot.location import Location
-    from holdfast.settings import read_settings
-    from holdfast.storage.tmpfs.store import TmpfsStore
+    from limpet.buffers import BufferPool
+    from limpet.engine.saving.job import VersionMetadata
+    from limpet.engine.saving.save import begin_save, finish_save
+    from limpet.engine.snapshot.location import Location
+    from limpet.settings import read_settings
+    from limpet.storage.tmpfs.store import TmpfsStore
 
     state, threads = states.large_state(size), read_settings().threads
     memcpy = states.memcpy_of(state)
@@ -85,9 +85,9 @@ def measure_capture(folder: str, size: int, spare_files: int) -> dict[str, list[
 def measure_transfer(folder: str, size: int) -> dict[str, list[float]]:
     """Alternate between a bare socket and the copy of a file to a peer, over loopback; return the
     seconds of each. Runs in a child process; the servers are other processes."""
-    from holdfast.storage.tmpfs.store import TmpfsStore
-    from holdfast.tiers.peers.addresses import PeerAddress
-    from holdfast.tiers.peers.client import PeerConnection
+    from limpet.storage.tmpfs.store import TmpfsStore
+    from limpet.tiers.peers.addresses import PeerAddress
+    from limpet.tiers.peers.client import PeerConnection
 
     store, data = TmpfsStore(f"{folder}/own"), memoryview(os.urandom(size))
     with store.put_mapped("version_1/shard", size) as upload:
@@ -147,14 +147,14 @@ def sections(options: Options) -> list[Section]:
         "transfer": {},
     }
     for name, more in arguments.items():
-        folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir="/dev/shm"))
+        folder = Path(tempfile.mkdtemp(prefix="limpet-bench-", dir="/dev/shm"))
         function = "measure_transfer" if name == "transfer" else "measure_capture"
         try:
             results[name] = fresh_process.call(
                 f"bench.memory_tier:{function}", folder=str(folder), size=size, **more
             )
         except fresh_process.MeasurementFailed as failure:
-            missing.append(f"holdfast: {failure}")
+            missing.append(f"limpet: {failure}")
         finally:
             shutil.rmtree(folder)
 

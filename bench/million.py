@@ -32,8 +32,8 @@ def measure(folder: str) -> dict[str, float]:
 def _manifest(ranks: int) -> float:
     """Return the seconds to encode and seal a manifest with the shards of ``ranks`` ranks."""
     from bench.million_boxes import LEAVES
-    from holdfast.format import names
-    from holdfast.format.manifest import FileEntry, Manifest, Shard, encode_manifest
+    from limpet.format import names
+    from limpet.format.manifest import FileEntry, Manifest, Shard, encode_manifest
 
     start, attempt = time.perf_counter(), names.random_id()
     shards = [
@@ -64,7 +64,7 @@ def sections(options: Options) -> list[Section]:
             judge("memory of the coordinator", [], most=200, unit="MiB"),
             judge("the same with an unchanged structure", [], most=0.5, unit="s"),
         ]
-        return [Section(title, text, targets, missing=[f"holdfast: {failure}"])]
+        return [Section(title, text, targets, missing=[f"limpet: {failure}"])]
     verdicts = [
         judge("plan and manifest at the coordinator", [found["plan_s"] + found["manifest_s"]],
               most=5, unit="s"),

@@ -22,13 +22,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.engine.planning.global_plan import can_reuse_plan, make_global_plan
-from holdfast.engine.planning.local_plan import LocalPlan, make_local_plan
-from holdfast.engine.planning.read_plan import ReadRequest, make_read_plan
-from holdfast.engine.planning.shard_layout import LeafBox, chunk_cuts, digest_leaf_boxes, file_order
-from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
-from holdfast.format.index_columns import IndexBox, IndexLeaf, SchemaCache
-from holdfast.types import MIB, Box
+from limpet.engine.planning.global_plan import can_reuse_plan, make_global_plan
+from limpet.engine.planning.local_plan import LocalPlan, make_local_plan
+from limpet.engine.planning.read_plan import ReadRequest, make_read_plan
+from limpet.engine.planning.shard_layout import LeafBox, chunk_cuts, digest_leaf_boxes, file_order
+from limpet.format.index import Index, ShardIndex, decode_index, encode_index
+from limpet.format.index_columns import IndexBox, IndexLeaf, SchemaCache
+from limpet.types import MIB, Box
 
 LEAVES = 977
 RANKS = (8, 64, 256, 1024)

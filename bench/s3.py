@@ -75,7 +75,7 @@ def _transfers_on_ceph(options: Options) -> Section:
     title = f"S3: Ceph on the same machine, {size // _MIB} MiB"
     text = (
         "Ceph 16 with its data in memory, on the same two cores, which limits the speed. It ignores"
-        " CRC-32C, so Holdfast has each part checked by MD5; the bare client has nothing checked."
+        " CRC-32C, so Limpet has each part checked by MD5; the bare client has nothing checked."
         f"{_METHOD}"
     )
     try:

@@ -28,16 +28,16 @@ class S3Library:
     start_save: Callable[[State, str], Future[Any]] | None = None
 
 
-def _holdfast_save(state: State, url: str) -> None:
-    import holdfast
+def _limpet_save(state: State, url: str) -> None:
+    import limpet
 
-    holdfast.save(url, state, step=1)
+    limpet.save(url, state, step=1)
 
 
-def _holdfast_load(into: State, url: str) -> None:
-    import holdfast
+def _limpet_load(into: State, url: str) -> None:
+    import limpet
 
-    holdfast.load(url, into=into)
+    limpet.load(url, into=into)
 
 
 def _dcp(
@@ -112,7 +112,7 @@ def _orbax_load(into: State, url: str) -> None:
         value.copy_(torch.from_numpy(loaded[key]))
 
 
-HOLDFAST = S3Library("holdfast", ("boto3", "awscrt"), _holdfast_save, _holdfast_load)
+LIMPET = S3Library("limpet", ("boto3", "awscrt"), _limpet_save, _limpet_load)
 
 OTHER_S3_LIBRARIES = (
     _dcp("DCP over s3fs", ("fsspec", "s3fs", "botocore"), _fsspec, _fsspec),
@@ -120,4 +120,4 @@ OTHER_S3_LIBRARIES = (
     S3Library("Orbax", ("orbax-checkpoint", "tensorstore"), _orbax_save, _orbax_load),
 )
 
-S3_LIBRARIES = {each.name: each for each in (HOLDFAST, *OTHER_S3_LIBRARIES)}
+S3_LIBRARIES = {each.name: each for each in (LIMPET, *OTHER_S3_LIBRARIES)}

@@ -125,7 +125,7 @@ def _take_samples(connection: Connection, bucket: str, size: int, rounds: int) -
 
 
 def _compare(taken: _Samples, operation: str) -> list[Verdict]:
-    """Return the ratios of Holdfast to the fastest other library, in each round."""
+    """Return the ratios of Limpet to the fastest other library, in each round."""
     ours, *others = _names()
     medians = {
         name: median(values)
@@ -181,7 +181,7 @@ def _speed_section(
 _METHOD = (
     "The libraries take turns; each save and each load runs in a process of its own, after a tiny"
     " one. A load ends when live tensors hold the values, which are then compared. Memory is the"
-    " peak beyond the state. Only Holdfast computes digests of the data, and checks them when it"
+    " peak beyond the state. Only Limpet computes digests of the data, and checks them when it"
     " loads. With each part, s3fs sends a CRC-32 and, as this is plain HTTP, a SHA-256 in the"
     " signature; s3torchconnector sends neither."
 )
@@ -213,8 +213,8 @@ def _requests_section(connection: Connection, options: Options) -> Section:
     text = (
         "Requests that a proxy between the library and LocalStack counts, in a process that does"
         " nothing else. The length of a part is each library's default: 8 MiB for the first save of"
-        " a process, later up to 28 MiB (Holdfast), 8 MiB (s3torchconnector), at least 50 MiB"
-        " (s3fs). Only Holdfast has retention: see the section"
+        " a process, later up to 28 MiB (Limpet), 8 MiB (s3torchconnector), at least 50 MiB"
+        " (s3fs). Only Limpet has retention: see the section"
         f" on its requests. {s3_prices.PRICES}"
     )
     title = f"S3 libraries: requests and their price, {size // _MIB} MiB"

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.s3_transfer import Connection
 
-BUCKET = "holdfast-bench"
+BUCKET = "limpet-bench"
 
 
 def connection_to(endpoint: str, key: str = "bench", secret: str = "benchbench") -> Connection:

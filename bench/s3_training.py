@@ -29,9 +29,9 @@ def measure(connection: Connection, bucket: str, size: int) -> dict[str, dict[st
     """
     import torch
 
-    import holdfast
+    import limpet
     from bench import states
-    from bench.s3_libraries import HOLDFAST, OTHER_S3_LIBRARIES
+    from bench.s3_libraries import LIMPET, OTHER_S3_LIBRARIES
 
     warnings.simplefilter("ignore")
     os.environ |= environment_of(connection)
@@ -65,18 +65,18 @@ def measure(connection: Connection, bucket: str, size: int) -> dict[str, dict[st
     def start_other(start_save: Callable[..., Future[Any]], url: str) -> Callable[[], object]:
         return start_save(state, url).result
 
-    with holdfast.Checkpointer(
-        holdfast.open_store(f"s3://{bucket}/overlap", **connection),
+    with limpet.Checkpointer(
+        limpet.open_store(f"s3://{bucket}/overlap", **connection),
         {"model": state},
-        save=holdfast.EverySteps(1),
-        keep=holdfast.KeepLast(2),
+        save=limpet.EverySteps(1),
+        keep=limpet.KeepLast(2),
     ) as checkpointer:
 
-        def start_holdfast() -> Callable[[], object]:
+        def start_limpet() -> Callable[[], object]:
             checkpointer.step()
             return checkpointer.wait
 
-        starts = {HOLDFAST.name: start_holdfast}
+        starts = {LIMPET.name: start_limpet}
         for each in OTHER_S3_LIBRARIES:
             if each.start_save is not None:
                 url = f"s3://{bucket}/{each.name.replace(' ', '-')}"

@@ -1,4 +1,4 @@
-"""Save and load with Holdfast, and move the same bytes with boto3 alone. Runs in a child process.
+"""Save and load with Limpet, and move the same bytes with boto3 alone. Runs in a child process.
 
 What boto3 does here is the least that a careful program with digests must do: 8 threads, parts of
 16 MiB from and to the memory of the state, one XXH3-128 pass over the bytes, and a checksum that
@@ -22,7 +22,7 @@ THREADS = 8
 _BLOCK = 1 << 20
 
 Connection = dict[str, str]
-"""The options of ``holdfast.open_store``: endpoint, access_key_id, secret_access_key, region."""
+"""The options of ``limpet.open_store``: endpoint, access_key_id, secret_access_key, region."""
 
 
 class _Body:
@@ -118,10 +118,10 @@ class BareClient:
 def measure_transfers(
     connection: Connection, bucket: str, size: int, rounds: int, load: bool
 ) -> dict[str, list[float]]:
-    """Return the seconds and CPU seconds of each round, of Holdfast and of the bare client."""
-    import holdfast
+    """Return the seconds and CPU seconds of each round, of Limpet and of the bare client."""
+    import limpet
 
-    store = holdfast.open_store(f"s3://{bucket}/bench", **connection)
+    store = limpet.open_store(f"s3://{bucket}/bench", **connection)
     # Ceph removes deleted objects in the background
     pause = 1.0 if load and bucket != "discard" else 0.0
     client = BareClient(connection, bucket)
@@ -133,19 +133,19 @@ def measure_memory(connection: Connection, bucket: str, size: int, kind: str) ->
 
     The load reads what the save has written, and then deletes it.
     """
-    import holdfast
+    import limpet
     from bench import resource_usage, states
 
-    store = holdfast.open_store(f"s3://{bucket}/memory", **connection)
+    store = limpet.open_store(f"s3://{bucket}/memory", **connection)
     state, tiny, place = states.large_state(size), store.at("tiny"), store.at("one")
     if kind == "save":
-        holdfast.save(tiny, states.small_state(2), step=1)
+        limpet.save(tiny, states.small_state(2), step=1)
         with resource_usage.PeakMemory() as memory:
-            holdfast.save(place, state, step=1)
+            limpet.save(place, state, step=1)
             return {"peak": memory.peak_bytes()}
-    holdfast.load(tiny, into=states.small_state(2))
+    limpet.load(tiny, into=states.small_state(2))
     with resource_usage.PeakMemory() as memory:
-        holdfast.load(place, into=state)
+        limpet.load(place, into=state)
         peak = memory.peak_bytes()
     for stat in list(store.list("")):
         store.delete(stat.key)
@@ -158,10 +158,10 @@ def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, 
     The length is fixed because it would otherwise depend on the bandwidth that the saves before
     have reached.
     """
-    import holdfast
+    import limpet
     from bench import states
 
-    store = holdfast.open_store(f"s3://{bucket}/requests", part_size=PART, **connection)
+    store = limpet.open_store(f"s3://{bucket}/requests", part_size=PART, **connection)
     state = states.large_state(size)
     found: dict[str, dict[str, int]] = {}
     last: dict[str, int] = {}
@@ -171,8 +171,8 @@ def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, 
         found[name] = {k: n - last.get(k, 0) for k, n in now.items() if n > last.get(k, 0)}
         last.update(now)
 
-    with holdfast.Checkpointer(
-        store, {"model": state}, save=holdfast.Never(), keep=holdfast.KeepLast(2)
+    with limpet.Checkpointer(
+        store, {"model": state}, save=limpet.Never(), keep=limpet.KeepLast(2)
     ) as checkpointer:
         for name in ("first save", "save", "save with retention"):
             checkpointer.step()
@@ -180,7 +180,7 @@ def count_requests(connection: Connection, bucket: str, size: int) -> dict[str, 
             checkpointer.save()
             note(name)
     note("")
-    holdfast.load(store.at("version_3"), into={"model": state})
+    limpet.load(store.at("version_3"), into={"model": state})
     note("load")
     found.pop("")
     return found

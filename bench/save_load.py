@@ -127,18 +127,18 @@ class _Measurements:
 
 
 def sections(options: Options) -> list[Section]:
-    from bench.libraries import HOLDFAST, OTHER_LIBRARIES
+    from bench.libraries import LIMPET, OTHER_LIBRARIES
 
     names, taken = [peer.name for peer in OTHER_LIBRARIES], _Measurements(options)
     for number in range(options.rounds):
         turned = [*names[number:], *names[:number]]
         half = len(turned) // 2
         for part in (turned[:half], turned[half:]):
-            # The raw disk and Holdfast run twice per round, next to each other, because the target
+            # The raw disk and Limpet run twice per round, next to each other, because the target
             # is their ratio.
             taken.measure_raw_disk()
-            for name in [HOLDFAST.name, *part]:
-                if name == HOLDFAST.name or number < 2 or not taken.is_skipped(name):
+            for name in [LIMPET.name, *part]:
+                if name == LIMPET.name or number < 2 or not taken.is_skipped(name):
                     taken.measure_library(name)
     return [
         _section(what, options, taken.raw[what], taken.best_thread_count(what), taken.seconds[what],
@@ -159,7 +159,7 @@ def _section(
     from bench.libraries import LIBRARIES
 
     floor = [each[threads] for each in raw]
-    ours = seconds.get("holdfast", [])
+    ours = seconds.get("limpet", [])
     verb = "write" if operation == "save" else "read"
     ratios = [a / b for a, b in zip(floor, ours, strict=False)]
     verdicts = [judge(f"speed / raw O_DIRECT {verb}", ratios, least=0.85)]
@@ -173,7 +173,7 @@ def _section(
             "load": [peer.load_note],
         }[operation]
         rows.append(
-            _row(name, "yes" if name == "holdfast" else "no", size, values, floor,
+            _row(name, "yes" if name == "limpet" else "no", size, values, floor,
                  memory[name], "; ".join(filter(None, notes)))
         )  # fmt: skip
     title = "Durable save" if operation == "save" else "Cold load into live tensors"
@@ -204,11 +204,11 @@ def _section(
 
 
 def _library_verdicts(operation: str, seconds: Samples, floor: float) -> list[Verdict]:
-    peers = {name: values for name, values in seconds.items() if name != "holdfast"}
-    if not peers or "holdfast" not in seconds:
+    peers = {name: values for name, values in seconds.items() if name != "limpet"}
+    if not peers or "limpet" not in seconds:
         return [Verdict("speed / fastest other library", "more than 1 x")]
     fastest = min(peers, key=lambda name: median(peers[name]))
-    ours = seconds["holdfast"]
+    ours = seconds["limpet"]
     pairs = [
         theirs / median(ours[2 * at : 2 * at + 2])
         for at, theirs in enumerate(peers[fastest])

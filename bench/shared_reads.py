@@ -35,24 +35,24 @@ Samples = dict[str, list[float]]
 def measure(rank: int, port: int, place: dict[str, Any], size: int, rounds: int,
             ) -> dict[str, Samples]:  # fmt: skip
     """Return the seconds, CPU seconds, bytes and requests of each load by layout, as one of the
-    ranks. ``place``: the arguments of ``holdfast.open_store``. Runs in a child process."""
+    ranks. ``place``: the arguments of ``limpet.open_store``. Runs in a child process."""
     import torch
     import torch.distributed as dist
 
-    import holdfast
+    import limpet
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kv = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=kv, rank=rank, world_size=RANKS)
-    tiny = holdfast.open_store(**{**place, "url": f"{place['url']}/tiny"})
+    tiny = limpet.open_store(**{**place, "url": f"{place['url']}/tiny"})
     read_bytes = _count_bytes(type(tiny))
-    holdfast.save(tiny, states.small_state(2))
-    holdfast.load(tiny, into=states.small_state(2))
+    limpet.save(tiny, states.small_state(2))
+    limpet.load(tiny, into=states.small_state(2))
     found: dict[str, Samples] = {}
     for n, layout in enumerate(LAYOUTS):
-        store = holdfast.open_store(**{**place, "url": f"{place['url']}/{n}"})
-        holdfast.save(store, _make_state(layout, size, rank, saved=True))
+        store = limpet.open_store(**{**place, "url": f"{place['url']}/{n}"})
+        limpet.save(store, _make_state(layout, size, rank, saved=True))
         state = _make_state(layout, size, rank, saved=False)
         samples = found[layout] = {}
         for number in range(rounds):
@@ -64,7 +64,7 @@ def measure(rank: int, port: int, place: dict[str, Any], size: int, rounds: int,
                 dist.barrier()
                 requests, nbytes, cpu = _requests(store), sum(read_bytes), own_cpu_seconds()
                 start = time.perf_counter()
-                holdfast.load(store, into=state, group=_WAYS[way])
+                limpet.load(store, into=state, group=_WAYS[way])
                 dist.barrier()
                 taken = {"s": time.perf_counter() - start, "cpu": own_cpu_seconds() - cpu}
                 taken["bytes"] = float(sum(read_bytes) - nbytes)
@@ -108,13 +108,13 @@ def _place(layout: str, rank: int, *, saved: bool) -> tuple[slice, slice]:
 
 
 def _make_state(layout: str, size: int, rank: int, *, saved: bool) -> dict[str, Any]:
-    import holdfast
+    import limpet
 
     place = _place(layout, rank, saved=saved)
     offsets = (place[0].start, place[1].start)
     base = states.base_tensor().reshape(_SHAPE)[place]
     return {
-        f"layers.{i:02}.weight": holdfast.Boxed(base + i / 64, offsets, _SHAPE)
+        f"layers.{i:02}.weight": limpet.Boxed(base + i / 64, offsets, _SHAPE)
         for i in range(size // states.TENSOR_BYTES)
     }
 

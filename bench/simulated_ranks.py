@@ -37,23 +37,23 @@ def state_of(rank: int, ranks: int, shape: str) -> dict[str, Any]:
 
     Two thirds of the leaves are matrices with 128 KiB on each rank; the others are vectors.
     """
-    import holdfast
+    import limpet
 
     parts = ranks // replicas_of(shape, ranks)
     at = rank % parts
 
     def leaf(i: int) -> Any:
         if i % 3:
-            return holdfast.Boxed(_buffer, (at * ROWS, 0), (parts * ROWS, WIDTH))
-        return holdfast.Boxed(_buffer[0, :64], (at * 64,), (parts * 64,))
+            return limpet.Boxed(_buffer, (at * ROWS, 0), (parts * ROWS, WIDTH))
+        return limpet.Boxed(_buffer[0, :64], (at * 64,), (parts * 64,))
 
     names = [f"layers.{i // 6}.block.{i % 6}.weight" for i in range(LEAVES // 3)]
     each = {name: leaf(i) for i, name in enumerate(names)}
     return {
         "model": each,
         "optimizer": {"exp_avg": dict(each), "exp_avg_sq": dict(each), "step": np.zeros(1)},
-        "progress": holdfast.Progress(),
-        "rng": holdfast.RNG(),
+        "progress": limpet.Progress(),
+        "rng": limpet.RNG(),
         "history": [0.5] * 20,
     }
 
@@ -63,7 +63,7 @@ def connect(port: int, counted: bool = True) -> Any:
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=100))
-    store = PrefixStore("holdfast/0123456789ab", store)
+    store = PrefixStore("limpet/0123456789ab", store)
     return CountingStore(store) if counted else store
 
 
@@ -123,9 +123,9 @@ class _SimulatedRank:
     """One simulated rank. Holds only its encoded messages."""
 
     def __init__(self, rank: int, ranks: int, shape: str, kv: Any) -> None:
-        from holdfast.engine.distributed.group import StoreGroup
-        from holdfast.engine.saving.partition import _LocalRank
-        from holdfast.threads import Workers
+        from limpet.engine.distributed.group import StoreGroup
+        from limpet.engine.saving.partition import _LocalRank
+        from limpet.threads import Workers
 
         self.rank = rank
         self.group = StoreGroup(kv, ranks)
@@ -144,7 +144,7 @@ class _SimulatedRank:
         self.collective: Any = None
 
     def details(self, request: Any) -> Any:
-        from holdfast.engine.saving.partition import Details
+        from limpet.engine.saving.partition import Details
 
         wanted = (request.local_plan_ranks, request.tree_ranks, request.value_ranks)
         told = zip(self.encoded_parts, wanted, strict=True)
@@ -153,8 +153,8 @@ class _SimulatedRank:
 
 def flatten_state(rank: int, ranks: int, shape: str) -> Any:
     """Flatten the state of a rank as ``save`` does; return the tree and the boxes to distribute."""
-    from holdfast.engine.saving.partition import _split_leaf
-    from holdfast.engine.state.flatten import flatten
+    from limpet.engine.saving.partition import _split_leaf
+    from limpet.engine.state.flatten import flatten
 
     flat = flatten(state_of(rank, ranks, shape), rank)
     return flat, [part for leaf in flat.leaves for part in _split_leaf(leaf)]
@@ -162,7 +162,7 @@ def flatten_state(rank: int, ranks: int, shape: str) -> Any:
 
 def run_ranks(port: int, ranks: int, shape: str, first: int, step: int, folder: str) -> None:
     """Simulate the ranks ``first``, ``first + step``, ... until rank 0 sends "end"."""
-    from holdfast.engine.distributed.kv import KVClient, Timeouts
+    from limpet.engine.distributed.kv import KVClient, Timeouts
 
     class Direct(KVClient):
         """A client without its own thread."""
@@ -204,7 +204,7 @@ def _wait_for(store: Any, key: str, value_type: Any) -> Any:
 
 def _partition(simulated: list[_SimulatedRank], what: str) -> list[float]:
     """Run ``partition_state`` for many ranks in turn; return the seconds until each was done."""
-    from holdfast.engine.saving.partition import DetailRequest, Details, RankSummary, _unpack_mask
+    from limpet.engine.saving.partition import DetailRequest, Details, RankSummary, _unpack_mask
 
     began = time.perf_counter()
     for each in simulated:
@@ -240,9 +240,9 @@ def _commit(
     orders: Any,
     number: int,
 ) -> None:
-    from holdfast.engine.planning.shard_layout import LeafBox
-    from holdfast.engine.saving.commit import CommitResult, Receipt, pinned_base
-    from holdfast.engine.snapshot.location import locate
+    from limpet.engine.planning.shard_layout import LeafBox
+    from limpet.engine.saving.commit import CommitResult, Receipt, pinned_base
+    from limpet.engine.snapshot.location import locate
 
     for each in simulated:
         with pinned_base(locate(Path(folder)), each.request.attempt, None, each.collective):
@@ -267,12 +267,12 @@ def write_sparse_shard(
     folder: Path, rank: int, ranks: int, attempt: str, sources: list[Any], holdings: list[Any]
 ) -> Any:
     """Write a sparse shard and a real index; return the receipt of the rank."""
-    from holdfast.engine.saving.commit import Receipt
-    from holdfast.engine.saving.image import make_image
-    from holdfast.engine.saving.write import write_index
-    from holdfast.engine.snapshot.location import locate
-    from holdfast.format import names
-    from holdfast.format.digest import digest
+    from limpet.engine.saving.commit import Receipt
+    from limpet.engine.saving.image import make_image
+    from limpet.engine.saving.write import write_index
+    from limpet.engine.snapshot.location import locate
+    from limpet.format import names
+    from limpet.format.digest import digest
 
     if rank and not sources:
         return Receipt(rank, None)

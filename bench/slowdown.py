@@ -121,13 +121,13 @@ def measure_steps(folder: str, size: int) -> dict[str, list[float]]:
 
 
 def _checkpointer(place: Path, state: object):  # type: ignore[no-untyped-def]
-    import holdfast
+    import limpet
 
-    return holdfast.Checkpointer(
+    return limpet.Checkpointer(
         str(place / "run"),
         {"model": state},
-        save=holdfast.EverySteps(1),
-        keep=holdfast.KeepLast(2),
+        save=limpet.EverySteps(1),
+        keep=limpet.KeepLast(2),
     )
 
 
@@ -152,7 +152,7 @@ def sections(options: Options) -> list[Section]:
             "bench.slowdown:measure_steps", folder=str(place), size=options.medium
         )
     except fresh_process.MeasurementFailed as failure:
-        missing = [f"holdfast: {failure}"]
+        missing = [f"limpet: {failure}"]
         return [Section(title, text, [judge(target, [], most=1.5)], missing=missing)]
     finally:
         disk.remove(place)

@@ -12,7 +12,7 @@ from bench import disk, fresh_process
 from bench.report import Options, Section, judge, spread
 
 OPERATIONS = ("durable save", "save without fsync", "load")
-PAIRED_LIBRARIES = ["holdfast", "safetensors"]
+PAIRED_LIBRARIES = ["limpet", "safetensors"]
 Times = dict[str, dict[str, list[float]]]
 
 
@@ -61,7 +61,7 @@ def sections(options: Options) -> list[Section]:
     found: Times = {name: defaultdict(list) for name in LIBRARIES}
     ratios: dict[str, list[float]] = defaultdict(list)
     missing: dict[str, str] = {}
-    # Holdfast and safetensors alternate in one process; otherwise, their ratio is not stable.
+    # Limpet and safetensors alternate in one process; otherwise, their ratio is not stable.
     teams = [PAIRED_LIBRARIES, *([name] for name in LIBRARIES if name not in PAIRED_LIBRARIES)]
     for number in range(options.rounds):
         for team in [*teams[number:], *teams[:number]] if number < 2 else [PAIRED_LIBRARIES]:
@@ -98,7 +98,7 @@ def sections(options: Options) -> list[Section]:
     return [Section(title, text, verdicts, columns, rows, list(missing.values()))]
 
 
-# The compared operations: of safetensors, then of Holdfast, whose save is always durable.
+# The compared operations: of safetensors, then of Limpet, whose save is always durable.
 _COMPARED = {
     "durable save: speed / safetensors with fsync": ("durable save", "durable save"),
     "durable save: speed / safetensors without fsync": ("save without fsync", "durable save"),

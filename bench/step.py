@@ -22,7 +22,7 @@ def measure(folder: str) -> dict[str, list[float]]:
     import torch
     from torch.utils.data import BatchSampler, RandomSampler
 
-    import holdfast
+    import limpet
 
     found: dict[str, list[float]] = {}
 
@@ -51,22 +51,22 @@ def measure(folder: str) -> dict[str, list[float]]:
             optimizer.step()
 
         train()
-        progress, rng = holdfast.Progress(), holdfast.RNG()
+        progress, rng = limpet.Progress(), limpet.RNG()
         return {"model": model, "optimizer": optimizer, "progress": progress, "rng": rng}, train
 
-    never = holdfast.EverySteps(10**9)
+    never = limpet.EverySteps(10**9)
     for name, layers, policy, repeats in (
         ("step", 60, never, _STEPS),
-        ("mark", 60, never | holdfast.OnException(), _STEPS),
-        ("mark ten times", 600, never | holdfast.OnException(), _STEPS // 5),
+        ("mark", 60, never | limpet.OnException(), _STEPS),
+        ("mark ten times", 600, never | limpet.OnException(), _STEPS // 5),
     ):
         state, train = training(layers)
-        with holdfast.Checkpointer(f"{folder}/{name}", state, save=policy) as ckpt:
+        with limpet.Checkpointer(f"{folder}/{name}", state, save=policy) as ckpt:
             ckpt.step({"loss": 1.0})
             timed(name, lambda ckpt=ckpt: ckpt.step({"loss": 1.0}), train, repeats)
     for length in (10**5, 10**9):
         for size in (256, 32):
-            mine = iter(holdfast.ElasticSampler(length, size))
+            mine = iter(limpet.ElasticSampler(length, size))
             name, block = f"sampler {length:.0e} {size}", _BLOCK // size
             timed(name, lambda mine=mine: next(mine), int, 10 * block)
             times = found[name]  # means, because the indices of a block are computed at once
@@ -75,12 +75,12 @@ def measure(folder: str) -> dict[str, list[float]]:
             ]
     for length in (10**5, 10**9):
         for _ in range(20):
-            old = holdfast.ElasticSampler(length, 256)
+            old = limpet.ElasticSampler(length, 256)
             iterator = iter(old)
             for _ in range(37):
                 next(iterator)
             old.advance(37)
-            new = holdfast.ElasticSampler(length, 256)
+            new = limpet.ElasticSampler(length, 256)
             new.load_state_dict(old.state_dict())
             timed(f"first {length:.0e}", lambda new=new: next(iter(new)), int, 1)
     theirs = iter(BatchSampler(RandomSampler(range(10**5)), 256, drop_last=False))
@@ -103,7 +103,7 @@ def sections(options: Options) -> list[Section]:
     try:
         found = fresh_process.call("bench.step:measure", folder=str(place))
     except fresh_process.MeasurementFailed as failure:
-        return [Section(title, text, [], missing=[f"holdfast: {failure}"])]
+        return [Section(title, text, [], missing=[f"limpet: {failure}"])]
     finally:
         disk.remove(Path(place))
     microseconds = {

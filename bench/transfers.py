@@ -1,4 +1,4 @@
-"""Save and load with Holdfast, and move the same bytes with the bare client of a store, in turn."""
+"""Save and load with Limpet, and move the same bytes with the bare client of a store, in turn."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Client(Protocol):
 def take_turns(
     store: Any, client: Client, size: int, rounds: int, *, load: bool, pause: float
 ) -> dict[str, list[float]]:
-    """Return the seconds and CPU seconds of each round, of Holdfast and of the bare client.
+    """Return the seconds and CPU seconds of each round, of Limpet and of the bare client.
 
     ``load``: also read both objects of the round back, and compare them. Each round deletes what
     it has written, and ``pause`` seconds pass before the next one.
     """
     import torch
 
-    import holdfast
+    import limpet
 
     flat = torch.randint(0, 255, (size,), dtype=torch.uint8)
     state = {f"w{i:02}": part for i, part in enumerate(flat.split(32 << 20))}
@@ -55,11 +55,11 @@ def take_turns(
 
     def steps(place: Any, key: str) -> dict[str, Callable[[], object]]:
         writes = {
-            "save": lambda: holdfast.save(place, state, step=1),
+            "save": lambda: limpet.save(place, state, step=1),
             "upload": lambda: client.upload(key, source),
         }
         reads = {
-            "load": lambda: holdfast.load(place, into=live_state),
+            "load": lambda: limpet.load(place, into=live_state),
             "download": lambda: client.download(key, target),
         }
         return {**writes, **(reads if load else {})}
@@ -107,7 +107,7 @@ def rows(found: dict[str, list[float]], size: int, client: str) -> list[list[str
             seconds, cpu = found[name], found[f"{name} cpu"]
             rows.append(
                 [
-                    f"{name} with {'Holdfast' if name in ('save', 'load') else client}",
+                    f"{name} with {'Limpet' if name in ('save', 'load') else client}",
                     f"{gib / median(seconds):.2f}",
                     f"{gib / max(seconds):.2f} to {gib / min(seconds):.2f}",
                     f"{median(cpu) / gib:.2f}",

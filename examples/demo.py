@@ -41,8 +41,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-import holdfast
-from holdfast.errors import HoldfastError, NotFound
+import limpet
+from limpet.errors import LimpetError, NotFound
 
 
 def run_uninterrupted(log: CheckLog, size: TrainingSize, run: str) -> None:
@@ -59,7 +59,7 @@ def run_killed(log: CheckLog, size: TrainingSize, run: str) -> str:
     after = size.kill_after
     for attempt in range(1, MAX_ATTEMPTS + 1):
         result = run_training(log, size, run, kill_in_save(run, after))
-        committed = {str(s.version) for s in holdfast.Run(run).snapshots()}
+        committed = {str(s.version) for s in limpet.Run(run).snapshots()}
         uncommitted = [f for f in version_folders(run) if f not in committed]
         shards = unfinished_shards(run)
         if result.code == -signal.SIGKILL and shards:
@@ -89,12 +89,12 @@ def run_killed(log: CheckLog, size: TrainingSize, run: str) -> str:
         required=True,
     )
     try:
-        holdfast.open(f"{run}/{folder}")
+        limpet.open(f"{run}/{folder}")
         opened = True
     except NotFound:
         opened = False
-    log.check(not opened, f"holdfast.open({folder!r}) raises NotFound")
-    newest = holdfast.Run(run).latest()
+    log.check(not opened, f"limpet.open({folder!r}) raises NotFound")
+    newest = limpet.Run(run).latest()
     log.check(
         newest is not None and newest.step == step_of(folder) - size.every and newest.verify().ok,
         f"the newest version is the previous one, step {newest.step if newest else None}, and all"
@@ -104,7 +104,7 @@ def run_killed(log: CheckLog, size: TrainingSize, run: str) -> str:
 
 
 def remove_run(run: str) -> None:
-    store = holdfast.open_store(run)
+    store = limpet.open_store(run)
     for stat in [*store.list(""), *store.partials("")]:
         store.delete(stat.key)
 
@@ -133,14 +133,14 @@ def run_damaged(log: CheckLog, size: TrainingSize, a: str, b: str) -> None:
     log.check(f"{newest} is skipped" in warning, f"resume() reported that {newest} is damaged")
     log.check(result.find_line("resuming").endswith(previous), f"it resumed from {previous}")
     try:
-        record = json.loads(holdfast.open_store(b).get("branch-1.json", 1 << 20))
+        record = json.loads(limpet.open_store(b).get("branch-1.json", 1 << 20))
     except NotFound:
         record = {}
     log.check(
         previous in record.values(), f"branch-1.json records that branch 1 starts at {previous}"
     )
     log.check(
-        holdfast.open(f"{b}/{newest}.1").version.branch == 1 and shard in files_of(b, newest),
+        limpet.open(f"{b}/{newest}.1").version.branch == 1 and shard in files_of(b, newest),
         f"the new version is {newest}.1; the damaged version is unchanged",
     )
     compare_runs(log, a, b)
@@ -149,7 +149,7 @@ def run_damaged(log: CheckLog, size: TrainingSize, a: str, b: str) -> None:
 def run_command(
     log: CheckLog, root: str, arguments: list[str], exit_code: int, max_lines: int = 16
 ) -> None:
-    """Run the installed ``holdfast`` command, and print its output."""
+    """Run the installed ``limpet`` command, and print its output."""
     terminal = log.console.is_terminal
     environment = {**os.environ, "COLUMNS": str(log.console.width - 4)}
     if terminal:
@@ -162,7 +162,7 @@ def run_command(
         text=True,
         check=False,
     )
-    log.write(f"[bold]$ holdfast {' '.join(arguments)}")
+    log.write(f"[bold]$ limpet {' '.join(arguments)}")
     lines = (result.stdout + result.stderr).rstrip().splitlines()
     for line in lines[:max_lines]:
         log.console.print(Padding(Text.from_ansi(line), (0, 0, 0, 4), expand=False))
@@ -222,11 +222,11 @@ def main() -> int:
     log = CheckLog(console)
     began = time.perf_counter()
     machine = f"PyTorch {torch.__version__}, {os.cpu_count()} cores"
-    log.write(f"[bold]Holdfast {version('holdfast')}[/], {machine}", 0)
-    work = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
+    log.write(f"[bold]Limpet {version('limpet')}[/], {machine}", 0)
+    work = Path(tempfile.mkdtemp(prefix="limpet-demo-"))
     try:
         run_demo(log, QUICK if options.quick else TrainingSize(), options.root or str(work), work)
-    except (CheckFailed, HoldfastError) as e:
+    except (CheckFailed, LimpetError) as e:
         if str(e) not in log.failed:
             log.check(False, escape(str(e)))
     finally:

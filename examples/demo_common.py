@@ -19,10 +19,10 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-import holdfast
+import limpet
 
 EXAMPLES = Path(__file__).parent
-COMMAND = Path(sys.executable).with_name("holdfast")
+COMMAND = Path(sys.executable).with_name("limpet")
 MAX_ATTEMPTS = 5
 
 
@@ -178,7 +178,7 @@ def kill_in_save(run: str, after: int) -> Callable[[subprocess.Popen[str]], None
 def unfinished_shards(run: str) -> list[str]:
     """Return the keys of the shards that are being written. In a folder, these are temporary files,
     which count once they have their first bytes; in S3, unfinished uploads."""
-    keys = [stat.key for stat in holdfast.open_store(run).partials("")]
+    keys = [stat.key for stat in limpet.open_store(run).partials("")]
     shards = [key for key in keys if key.startswith("version_") and "shard-" in key]
     return [key for key in shards if "://" in run or has_data(Path(run, key))]
 
@@ -203,7 +203,7 @@ def written_bytes(path: Path) -> int:
 
 def version_folders(run: str) -> list[str]:
     """Return the names of the versions and of the saves that never became one, oldest first."""
-    store = holdfast.open_store(run)
+    store = limpet.open_store(run)
     keys = [stat.key for stat in (*store.list(""), *store.partials(""))]
     return sorted({k.partition("/")[0] for k in keys if k.startswith("version_")}, key=step_of)
 
@@ -219,4 +219,4 @@ def name_of(run: str) -> str:
 
 def files_of(run: str, folder: str) -> list[str]:
     """Return the keys of the files of a version."""
-    return [stat.key for stat in holdfast.open_store(run).list(folder)]
+    return [stat.key for stat in limpet.open_store(run).list(folder)]

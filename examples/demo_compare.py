@@ -1,4 +1,4 @@
-"""The comparisons of the demo: two runs bit for bit, and Holdfast with other ways to save."""
+"""The comparisons of the demo: two runs bit for bit, and Limpet with other ways to save."""
 
 import os
 import shutil
@@ -16,8 +16,8 @@ from demo_common import CheckFailed, CheckLog, TrainingSize
 from rich.markup import escape
 from rich.table import Table
 
-import holdfast
-from holdfast.errors import FormatError
+import limpet
+from limpet.errors import FormatError
 
 
 @dataclass
@@ -57,10 +57,10 @@ class Comparison:
 
 def compare_runs(log: CheckLog, a: str, b: str) -> None:
     """Load the newest version of both runs, and compare everything in them."""
-    newest = [holdfast.Run(run).latest() for run in (a, b)]
+    newest = [limpet.Run(run).latest() for run in (a, b)]
     if newest[0] is None or newest[1] is None:
         raise CheckFailed("both runs have versions")
-    states = [holdfast.load(snapshot.url) for snapshot in newest if snapshot is not None]
+    states = [limpet.load(snapshot.url) for snapshot in newest if snapshot is not None]
     same_parts = list(states[0]) == list(states[1])
     log.check(same_parts, "the two states have the same parts", required=True)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -105,7 +105,7 @@ def flip_stored_bit(run: str, key: str) -> str:
     """Flip one bit in the middle of a file of a run; return a description."""
     if "://" not in run:
         return flip_bit(Path(run, key))
-    store = holdfast.open_store(run)
+    store = limpet.open_store(run)
     length = store.stat(key).length
     data, at = bytearray(store.get(key, length)), length // 2
     old = data[at]
@@ -137,8 +137,8 @@ def iter_tensors(value: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]
         yield key, torch.as_tensor(value)
 
 
-def save_holdfast(state: dict[str, Any], path: Path) -> Path:
-    holdfast.save(path, state)
+def save_limpet(state: dict[str, Any], path: Path) -> Path:
+    limpet.save(path, state)
     return next(path.glob("shard-*.safetensors"))
 
 
@@ -164,7 +164,7 @@ def detects_damage(load: Callable[[Path], Any], path: Path) -> bool:
 
 
 SAVERS: dict[str, tuple[Callable[[dict[str, Any], Path], Path], Callable[[Path], Any]]] = {
-    "holdfast.save": (save_holdfast, holdfast.load),
+    "limpet.save": (save_limpet, limpet.load),
     "torch.save": (save_torch, lambda p: torch.load(p, weights_only=False)),
     "safetensors": (save_safetensors, safetensors.torch.load_file),
 }
@@ -172,10 +172,10 @@ SAVERS: dict[str, tuple[Callable[[dict[str, Any], Path], Path], Callable[[Path],
 
 def compare_savers(log: CheckLog, size: TrainingSize, run: str, work: Path) -> None:
     """Time each way to save, and check if loading detects a flipped bit."""
-    newest = holdfast.Run(run).latest()
+    newest = limpet.Run(run).latest()
     if newest is None:
         raise CheckFailed("run-a has versions")
-    state = holdfast.load(newest.url)
+    state = limpet.load(newest.url)
     seconds: dict[str, list[float]] = {name: [] for name in SAVERS}
     sizes, detected = {}, {}
     for round_number in range(size.rounds + 1):  # round 0 is a warm-up and is not timed
@@ -207,4 +207,4 @@ def compare_savers(log: CheckLog, size: TrainingSize, run: str, work: Path) -> N
         " not call fsync, so the demo adds an fsync of the file and of the folder to each save."
         " safetensors saves only tensors, without the plain values of the state."
     )
-    log.check(detected["holdfast.save"], "holdfast.load raises an error for the damaged file")
+    log.check(detected["limpet.save"], "limpet.load raises an error for the damaged file")

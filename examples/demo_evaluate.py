@@ -1,7 +1,7 @@
 """Demonstrate a training whose versions another job evaluates: ``make demo-evaluate``.
 
 This script (``python examples/demo_evaluate.py``) runs ``examples/train.py`` on a small part of its
-text, so that it soon learns that part by heart. Beside it, ``holdfast evaluate`` scores each
+text, so that it soon learns that part by heart. Beside it, ``limpet evaluate`` scores each
 version with three workers, two of which are killed. The training reads the scores, and stops by
 itself. The best version is exported, and generates text. The exit code is 1 if a check fails.
 """
@@ -23,8 +23,8 @@ from rich.table import Table
 from safetensors.torch import load_file
 from scoring import build, evaluate, generate, held_out
 
-import holdfast
-from holdfast.errors import HoldfastError
+import limpet
+from limpet.errors import LimpetError
 
 METRIC = "val/loss"
 PATIENCE = 3
@@ -52,7 +52,7 @@ def kill_workers(log: CheckLog, run: str, evaluation: subprocess.Popen[str]) -> 
     """Send SIGKILL to two of the three workers once the first version is being evaluated."""
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
-        leases = holdfast.Run(run).catalog.leases.live()
+        leases = limpet.Run(run).catalog.leases.live()
         workers = _children_of(evaluation.pid)
         if any(lease.versions for lease in leases.values()) and len(workers) == 3:
             break
@@ -72,7 +72,7 @@ def _children_of(pid: int) -> list[int]:
 
 def score_alone(url: str) -> float:
     """Return the score of a version from a loop over the data in this process."""
-    model = build(holdfast.load(url, keys="model/**")["model"])
+    model = build(limpet.load(url, keys="model/**")["model"])
     total = count = 0.0
     with torch.no_grad():
         for windows in held_out().split(64):
@@ -81,7 +81,7 @@ def score_alone(url: str) -> float:
     return total / count
 
 
-def show_scores(log: CheckLog, run: holdfast.Run) -> holdfast.Snapshot:
+def show_scores(log: CheckLog, run: limpet.Run) -> limpet.Snapshot:
     """Print the versions that are left with their scores, and return the best one."""
     best = run.best(METRIC, "min")
     if best is None:
@@ -121,7 +121,7 @@ def demonstrate(log: CheckLog, folder: str) -> None:
                 process.wait()
         for line in scores.splitlines():
             log.write(escape(line))
-        last = max(snapshot.step or 0 for snapshot in holdfast.Run(run).snapshots())
+        last = max(snapshot.step or 0 for snapshot in limpet.Run(run).snapshots())
         log.check(
             training.returncode == 0 and last < STEPS,
             f"the training stopped by itself after step {last} of {STEPS}: {PATIENCE} scores in a"
@@ -130,11 +130,11 @@ def demonstrate(log: CheckLog, folder: str) -> None:
         )
         log.write(f"[dim]{lines.splitlines()[-1]}")
         log.check(evaluation.returncode == 0, "the evaluation ended with the training")
-    opened = holdfast.Run(run)
+    opened = limpet.Run(run)
     with log.section("Scores", "The versions that retention kept: the last five, and the best."):
         best = show_scores(log, opened)
         log.check((best.step or 0) < last, f"the best version, {best.version}, is not the last one")
-    with log.section("Export", f"holdfast export {Path(run).name}@best --to safetensors"):
+    with log.section("Export", f"limpet export {Path(run).name}@best --to safetensors"):
         file = f"{folder}/model.safetensors"
         command = [str(COMMAND), "export", f"{run}@best", "--to", "safetensors", file]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -152,10 +152,10 @@ def main() -> int:
     parser.parse_args()
     log, began = CheckLog(Console(highlight=False)), time.perf_counter()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="holdfast-demo-", dir="/var/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="limpet-demo-", dir="/var/tmp") as folder:
         try:
             demonstrate(log, folder)
-        except (CheckFailed, HoldfastError, subprocess.TimeoutExpired) as e:
+        except (CheckFailed, LimpetError, subprocess.TimeoutExpired) as e:
             log.check(False, escape(f"the demonstration ran to its end: {e}"))
     return log.finish(time.perf_counter() - began)
 

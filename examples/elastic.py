@@ -21,9 +21,9 @@ from demo_common import EXAMPLES, CheckFailed, CheckLog
 from rich.console import Console
 from rich.table import Table
 
-import holdfast
-from holdfast.errors import NotFound
-from holdfast.storage.store import Store
+import limpet
+from limpet.errors import NotFound
+from limpet.storage.store import Store
 
 COMMIT_SECONDS = 60.0
 """Maximum time that the commit of a version may take after its step, on a slow store."""
@@ -65,7 +65,7 @@ def train_on_ranks(
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
     command += [str(EXAMPLES / "fsdp.py"), run, "--every", str(size.every)]
     command += ["--steps", str(steps or size.steps)]
-    store = holdfast.open_store(run)
+    store = limpet.open_store(run)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -150,7 +150,7 @@ def run_demo(log: CheckLog, size: TrainingSize, root: str) -> None:
         "Four ranks", f"One rank is killed at step {first}; torchrun stops the others."
     ):
         elastic.update(read_losses(log, train_on_ranks(4, elastic_run, size, kill_at=first)))
-        newest = holdfast.Run(elastic_run).latest()
+        newest = limpet.Run(elastic_run).latest()
         # on a slow store, the next version may have been committed before all ranks were stopped
         step = 0 if newest is None else newest.step
         log.check(step >= saved, f"the newest version, of step {step}, was saved before the kill")
@@ -164,7 +164,7 @@ def run_demo(log: CheckLog, size: TrainingSize, root: str) -> None:
         "Comparison", "Steps that were lost with a rank were repeated after resuming."
     ):
         compare_curves(log, size, uninterrupted, elastic)
-        newest = holdfast.Run(elastic_run).latest()
+        newest = limpet.Run(elastic_run).latest()
         log.check(
             newest is not None and newest.verify().ok,
             "every byte of the newest version matches its digest",

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from train import Model
 
-import holdfast
+import limpet
 
 HELD_OUT = 64
 """The number of windows that are only used for evaluation."""
@@ -76,22 +76,22 @@ def evaluate(loss_module: Loss, windows: torch.Tensor) -> float:
 def train(options: argparse.Namespace) -> None:
     loss_module = make_sharded_model(options)
     optimizer = torch.optim.AdamW(loss_module.parameters(), lr=3e-3)
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     windows = Windows(options.length)
     size = len(windows) - HELD_OUT
     held_out = torch.stack([windows[i] for i in range(size, len(windows))])
-    sampler = holdfast.ElasticSampler(size, batch_size=options.batch, drop_last=True)
+    sampler = limpet.ElasticSampler(size, batch_size=options.batch, drop_last=True)
     loader = DataLoader(windows, batch_sampler=sampler)
     state = {
         "model": loss_module.model,  # the same keys as in train.py
         "optimizer": optimizer,
         "progress": progress,
         "sampler": sampler,
-        "rng": holdfast.RNG(),
+        "rng": limpet.RNG(),
     }
     is_coordinator = dist.get_rank() == 0
-    with holdfast.Checkpointer(
-        options.run, state, save=holdfast.EverySteps(options.every), keep=holdfast.KeepLast(2)
+    with limpet.Checkpointer(
+        options.run, state, save=limpet.EverySteps(options.every), keep=limpet.KeepLast(2)
     ) as ckpt:
         snapshot = ckpt.resume()
         if is_coordinator:
@@ -111,7 +111,7 @@ def train(options: argparse.Namespace) -> None:
                 line = f"step {step:4}  loss {mean.item():.9f}"
                 if step % options.every == 0:
                     # a resumed run does not repeat this, so it must not change what follows
-                    with holdfast.isolated_rng():
+                    with limpet.isolated_rng():
                         line += f"  held out {evaluate(loss_module, held_out):.4f}"
                 if is_coordinator:
                     print(line, flush=True)  # before the save: no version is ahead of the log

@@ -1,6 +1,6 @@
 """Score the versions of ``train.py`` on text that is not used for training.
 
-    holdfast evaluate runs/docs --with scoring --data scoring:held_out --keys "model/**" --follow
+    limpet evaluate runs/docs --with scoring --data scoring:held_out --keys "model/**" --follow
 
 Each worker process of the evaluation imports this module. A batch is one item of the data.
 """

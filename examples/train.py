@@ -6,7 +6,7 @@ Stop the training in any way (Ctrl-C, kill -9, a power cut) and start it again w
 command. It resumes from the newest intact version, and the final state is equal, bit for bit, to
 that of an uninterrupted run.
 
-The lines that provide this contain ``holdfast``, ``progress``, or ``ckpt``.
+The lines that provide this contain ``limpet``, ``progress``, or ``ckpt``.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import holdfast
+import limpet
 
 
 class Model(nn.Module):
@@ -56,7 +56,7 @@ class Model(nn.Module):
 def draw_batch(text: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """Return ``batch`` windows of ``length + 1`` bytes each, from random positions of the text.
 
-    The positions come from PyTorch's global generator. ``holdfast.RNG`` saves and restores it, so
+    The positions come from PyTorch's global generator. ``limpet.RNG`` saves and restores it, so
     a resumed run draws the same batches as an uninterrupted one.
     """
     starts = torch.randint(len(text) - length, (batch,))
@@ -89,7 +89,7 @@ def train(options: argparse.Namespace) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 100, 1 - step / options.steps)
     )
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
 
     # Everything that training needs to resume. Anything else is reset when the process restarts.
     state = {
@@ -97,16 +97,16 @@ def train(options: argparse.Namespace) -> None:
         "optimizer": optimizer,
         "scheduler": scheduler,
         "progress": progress,
-        "rng": holdfast.RNG(),
+        "rng": limpet.RNG(),
     }
-    keep, stop = holdfast.KeepLast(options.keep), None
-    if options.patience:  # `holdfast evaluate --with scoring` provides the scores, in its own time
-        keep |= holdfast.KeepBest(1, "val/loss")
-        stop = holdfast.StopWhen("val/loss", options.patience)
-    with holdfast.Checkpointer(
+    keep, stop = limpet.KeepLast(options.keep), None
+    if options.patience:  # `limpet evaluate --with scoring` provides the scores, in its own time
+        keep |= limpet.KeepBest(1, "val/loss")
+        stop = limpet.StopWhen("val/loss", options.patience)
+    with limpet.Checkpointer(
         options.run,
         state,
-        save=holdfast.EverySteps(options.every),
+        save=limpet.EverySteps(options.every),
         keep=keep,
         stop=stop,
     ) as ckpt:
@@ -127,7 +127,7 @@ def train(options: argparse.Namespace) -> None:
             if progress.step % options.log == 0:
                 # A resumed run does not repeat the evaluation, so it must not change the random
                 # numbers of the steps that follow.
-                with holdfast.isolated_rng():
+                with limpet.isolated_rng():
                     held_out_loss = evaluate(model, held_out, 4 * options.batch, options.length)
                 losses = f"loss {loss.item():.4f}  held out {held_out_loss:.4f}"
                 print(f"step {progress.step:5}  {losses}", flush=True)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import settings
 
 # The cores are shared by several workers of pytest: an example may take long for no reason of ours.
-settings.register_profile("holdfast", deadline=None)
-settings.load_profile("holdfast")
+settings.register_profile("limpet", deadline=None)
+settings.load_profile("limpet")
 
 # A job that a shell starts in the background, or by nohup, ignores these signals, and so would the
 # commands that the tests start.
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def memory() -> Iterator[str]:
     """A folder in memory."""
-    path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
@@ -78,7 +78,7 @@ def _live_objects_are_not_searched() -> Iterator[Any]:
     """Find no DataLoaders and schedulers for the warning about inexact resumes, except where a test
     asks for it (``find_live``). A search takes 0.1 to 0.4 s among the objects of pytest's process,
     and every training of the tests would make one."""
-    from holdfast.training.resuming import gaps
+    from limpet.training.resuming import gaps
 
     find_live = gaps._find_live
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def _live_objects_are_not_searched() -> Iterator[Any]:
 
 @pytest.fixture
 def find_live(_live_objects_are_not_searched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.training.resuming import gaps
+    from limpet.training.resuming import gaps
 
     monkeypatch.setattr(gaps, "_find_live", _live_objects_are_not_searched)
 
@@ -98,7 +98,7 @@ def _no_timer_ends_pytest() -> Iterator[None]:
     """Let the exit timer of a training that a test has left behind end nothing: otherwise, it would
     end the process of pytest during a later test. Ranks in processes of their own are not affected.
     """
-    from holdfast.preemption import response
+    from limpet.preemption import response
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(response, "end_process", _report_end)

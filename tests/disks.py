@@ -59,7 +59,7 @@ def new_disk(kind):
         install = ["apt-get", "install", "-y", "-q", KINDS[kind]]
         if subprocess.run(install, capture_output=True, check=False).returncode:
             pytest.skip(f"{KINDS[kind]} cannot be installed")
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-disk-", dir="/var/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="limpet-disk-", dir="/var/tmp"))
     try:
         try:
             disk = Disk(kind, folder)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-from holdfast.engine.distributed.group import StoreGroup, use_group
-from holdfast.engine.distributed.kv import KVClient, Timeouts
+from limpet.engine.distributed.group import StoreGroup, use_group
+from limpet.engine.distributed.kv import KVClient, Timeouts
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class FakeGroup:
     """A group of ``size`` ranks that save and load together::
 
         group = FakeGroup(4)
-        group.run(lambda rank: holdfast.save("runs/a/version_1", state_of(rank)))
+        group.run(lambda rank: limpet.save("runs/a/version_1", state_of(rank)))
 
     ``views[rank]`` is the ``StoreView`` of that rank.
     """

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-import holdfast
-from holdfast.errors import FormatError, PlanError, StoreError
-from holdfast.format.digest import digest
-from holdfast.format.names import MANIFEST
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import FormatError, PlanError, StoreError
+from limpet.format.digest import digest
+from limpet.format.names import MANIFEST
+from limpet.storage.memory import MemoryStore
 
 Files = dict[str, bytes]
 Json = Any
@@ -92,7 +92,7 @@ def store_of(files: Files) -> MemoryStore:
 def save_to_files(state: dict[str, Any], folder: str = FOLDER) -> Files:
     """Save ``state`` and return the files of the snapshot."""
     store = MemoryStore()
-    holdfast.save(store.at(folder), state, step=7, note={"by": "test"})
+    limpet.save(store.at(folder), state, step=7, note={"by": "test"})
     return files_of(store)
 
 
@@ -185,12 +185,12 @@ def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
     location = store.at(next(iter(files)).partition("/")[0])
     refused = []
     try:
-        holdfast.load(location)
+        limpet.load(location)
     except (FormatError, StoreError) as e:
         assert_names_file(e)
         refused.append("load")
     try:
-        snapshot = holdfast.open(location)
+        snapshot = limpet.open(location)
         _ = snapshot.metadata, snapshot.keys()
         report = snapshot.verify()
     except (FormatError, StoreError) as e:
@@ -202,7 +202,7 @@ def failing_uses(files: Files, into: dict[str, Any] | None = None) -> list[str]:
         refused += [] if report.ok else ["verify"]
     if into is not None:
         try:
-            holdfast.load(location, into=into)
+            limpet.load(location, into=into)
         except (FormatError, StoreError) as e:
             assert_names_file(e)
             refused.append("into")

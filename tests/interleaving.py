@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 
-from holdfast.storage.store import Store
+from limpet.storage.store import Store
 from tests.engine.unreliable_stores import HookedStore
 
 TIMEOUT = 60.0

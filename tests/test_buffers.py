@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import buffers
-from holdfast.buffers import (
+import limpet
+from limpet import buffers
+from limpet.buffers import (
     Buffer,
     BufferPool,
     address_of,
@@ -23,13 +23,13 @@ from holdfast.buffers import (
     direct_io_length,
     shared_pool,
 )
-from holdfast.engine.saving.image import Piece
-from holdfast.engine.saving.staging import stage_pieces
-from holdfast.errors import HoldfastError, StoreError, Unavailable
-from holdfast.storage.local.os_calls import Fs
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.threads import Workers, in_parallel
+from limpet.engine.saving.image import Piece
+from limpet.engine.saving.staging import stage_pieces
+from limpet.errors import LimpetError, StoreError, Unavailable
+from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.threads import Workers, in_parallel
 
 UNIT = 64 * 1024
 
@@ -189,13 +189,13 @@ def test_releasing_a_buffer_twice_raises():
     pool = BufferPool(UNIT, UNIT)
     buffer = pool.acquire()
     pool.release(buffer)
-    with pytest.raises(HoldfastError, match="twice"):
+    with pytest.raises(LimpetError, match="twice"):
         pool.release(buffer)
 
 
 @pytest.mark.parametrize("budget", [0, UNIT - 1, -1])
 def test_budget_smaller_than_one_buffer_raises(budget):
-    with pytest.raises(HoldfastError):
+    with pytest.raises(LimpetError):
         BufferPool(budget, UNIT)
 
 
@@ -205,7 +205,7 @@ def test_failed_allocation_does_not_count_toward_the_budget(monkeypatch):
     def refuse(size):
         raise MemoryError
 
-    monkeypatch.setattr("holdfast.buffers.Buffer", refuse)
+    monkeypatch.setattr("limpet.buffers.Buffer", refuse)
     with pytest.raises(MemoryError):
         pool.acquire()
     monkeypatch.undo()
@@ -277,7 +277,7 @@ def test_fork_during_a_direct_write_does_not_corrupt_the_file(tmp_path):
             forked.wait(10)
             return half
 
-    folder = f"/var/tmp/holdfast-fork-{os.getpid()}"
+    folder = f"/var/tmp/limpet-fork-{os.getpid()}"
     store, buffer = LocalStore(folder, fs=Slow()), BufferPool(1 << 20, 1 << 20).acquire()
     buffer.view[:] = b"a" * buffer.size
 
@@ -316,12 +316,12 @@ def test_a_save_and_a_load_end_in_time_while_another_operation_has_all_buffers(o
     state = {"w": np.arange(3000)}
     saved = MemoryStore()
     shared_pool().release(one_shared_buffer)
-    holdfast.save(saved, state)
+    limpet.save(saved, state)
     shared_pool().acquire()
     target = MemoryStore()
     for name, call in (
-        ("save", lambda: holdfast.save(target, state, timeout=0.1)),
-        ("load", lambda: holdfast.load(saved, timeout=0.1)),
+        ("save", lambda: limpet.save(target, state, timeout=0.1)),
+        ("load", lambda: limpet.load(saved, timeout=0.1)),
     ):
         with ThreadPoolExecutor(1) as threads:
             future = threads.submit(call)

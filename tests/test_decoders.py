@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
+import limpet
 
-ROOT = Path(holdfast.__file__).parent
+ROOT = Path(limpet.__file__).parent
 SAFE = {
     # one thread at a time
     ("engine/distributed/store_collective.py", "_decoder_of"),
@@ -49,13 +49,13 @@ def test_decoders_are_created_at_import(file: Path) -> None:
 SCRIPT = """
 import importlib, pkgutil, sys, threading
 import msgspec
-import holdfast
-from holdfast.engine.distributed.store_collective import _decoder_of
-from holdfast.format.strict_json import StrictDecoder
+import limpet
+from limpet.engine.distributed.store_collective import _decoder_of
+from limpet.format.strict_json import StrictDecoder
 
 modules = [
     importlib.import_module(m.name)
-    for m in pkgutil.walk_packages(holdfast.__path__, "holdfast.")
+    for m in pkgutil.walk_packages(limpet.__path__, "limpet.")
     if "testing" not in m.name and not m.name.endswith("__main__")
 ]
 members = {id(v): v for m in modules for v in vars(m).values()}.values()
@@ -81,7 +81,7 @@ def use():
                 _decoder_of(value_type).decode(raw)
             except ValueError:
                 pass
-    return holdfast.load(sys.argv[1])
+    return limpet.load(sys.argv[1])
 
 sys.setswitchinterval(1e-5)
 barrier, loaded = threading.Barrier(8), []
@@ -102,7 +102,7 @@ print("all decoded")
 
 @pytest.mark.slow
 def test_several_threads_decode_every_type_first(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "version_1", {"a": np.ones(10), "b": {1: 2}}, step=1)
+    limpet.save(tmp_path / "version_1", {"a": np.ones(10), "b": {1: 2}}, step=1)
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path / "version_1")]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, (result.returncode, result.stderr[-3000:])

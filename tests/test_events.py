@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.errors import HoldfastError, SinkFailed
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet import events
+from limpet.errors import LimpetError, SinkFailed
+from limpet.storage.memory import MemoryStore
 
-ROOT = Path(holdfast.__file__).parent
+ROOT = Path(limpet.__file__).parent
 TABLE = re.compile(r"^\| `(\w+)` \| .* \| (.*) \|$", re.MULTILINE)
 
 
@@ -71,7 +71,7 @@ class RecordingSink(list):  # type: ignore[type-arg]
 def test_sink_receives_events_only_inside_its_context() -> None:
     received = RecordingSink()
     events.emit("before")
-    with holdfast.attach(received):
+    with limpet.attach(received):
         events.emit("within", step=1)
     events.emit("after")
     assert received == [("within", {"step": 1})]
@@ -79,21 +79,21 @@ def test_sink_receives_events_only_inside_its_context() -> None:
 
 def test_attach_refuses_values_that_are_not_sinks() -> None:
     wrong: list[tuple[Any, str]] = [
-        (holdfast.sinks.Terminal, "Terminal is not a sink"),
+        (limpet.sinks.Terminal, "Terminal is not a sink"),
         (RecordingSink, "found a class. Call it: attach(RecordingSink())."),
         (None, "None is not a sink. Expected a callable: sink(name, fields)."),
         ("events.jsonl", "'events.jsonl' is not a sink"),
     ]
     for given, words in wrong:
-        with pytest.raises(HoldfastError) as e:
-            holdfast.attach(given)
+        with pytest.raises(LimpetError) as e:
+            limpet.attach(given)
         assert words in str(e.value)
     assert not events._attached
 
 
 def test_close_detaches_and_can_be_called_twice() -> None:
     received = RecordingSink()
-    attached = holdfast.attach(received)
+    attached = limpet.attach(received)
     events.emit("a")
     attached.close()
     attached.close()
@@ -103,22 +103,22 @@ def test_close_detaches_and_can_be_called_twice() -> None:
 
 def test_sink_attached_twice_receives_each_event_twice_until_one_detaches() -> None:
     received = RecordingSink()
-    with holdfast.attach(received):
-        with holdfast.attach(received):
+    with limpet.attach(received):
+        with limpet.attach(received):
             events.emit("a")
         events.emit("b")
     assert [name for name, _ in received] == ["a", "a", "b"]
 
 
 def test_exception_in_the_block_propagates_and_detaches_the_sink() -> None:
-    with pytest.raises(ZeroDivisionError), holdfast.attach(RecordingSink()):
+    with pytest.raises(ZeroDivisionError), limpet.attach(RecordingSink()):
         raise ZeroDivisionError
     assert not events._attached
 
 
 def test_each_sink_receives_its_own_copy_of_the_fields() -> None:
     received = RecordingSink()
-    with holdfast.attach(lambda name, fields: fields.clear()), holdfast.attach(received):
+    with limpet.attach(lambda name, fields: fields.clear()), limpet.attach(received):
         events.emit("a", step=1)
     assert received == [("a", {"step": 1})]
 
@@ -128,9 +128,9 @@ def test_sink_can_attach_another_sink_and_detach_itself() -> None:
 
     def sink(name: str, fields: dict[str, Any]) -> None:
         attached.close()
-        holdfast.attach(received)
+        limpet.attach(received)
 
-    attached = holdfast.attach(sink)
+    attached = limpet.attach(sink)
     events.emit("a")
     events.emit("b")
     assert [name for name, _ in received] == ["b"]
@@ -145,7 +145,7 @@ def failing_sink(name: str, fields: dict[str, Any]) -> None:
 
 def test_failing_sink_is_detached_with_one_warning_and_other_sinks_continue() -> None:
     received = RecordingSink()
-    with holdfast.attach(failing_sink), holdfast.attach(received):
+    with limpet.attach(failing_sink), limpet.attach(received):
         match = r"failing_sink was detached.*'a' \(OSError.*No space"
         with pytest.warns(SinkFailed, match=match) as seen:
             events.emit("a")
@@ -161,14 +161,14 @@ def test_sink_that_fails_again_after_a_new_attach_warns_again() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         for _ in range(2):
-            with holdfast.attach(failing_sink):
+            with limpet.attach(failing_sink):
                 events.emit("a")
     assert len(seen) == 2
 
 
 @pytest.mark.parametrize("sink", [[].append, type("Odd", (), {"__call__": None})()])
 def test_callable_with_the_wrong_signature_warns(sink: Any) -> None:
-    with holdfast.attach(sink), pytest.warns(SinkFailed, match="TypeError"):
+    with limpet.attach(sink), pytest.warns(SinkFailed, match="TypeError"):
         events.emit("a")
 
 
@@ -179,7 +179,7 @@ def test_threading_excepthook_is_called_if_warnings_are_errors(
     monkeypatch.setattr(threading, "excepthook", hooked.append)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with holdfast.attach(failing_sink):
+        with limpet.attach(failing_sink):
             events.emit("a")
     (args,) = hooked
     assert args.exc_type is SinkFailed
@@ -195,7 +195,7 @@ def test_emit_does_not_raise_if_the_warning_cannot_be_shown(
     monkeypatch.setattr(warnings, "showwarning", closed)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        with holdfast.attach(failing_sink):
+        with limpet.attach(failing_sink):
             events.emit("a")
             assert not events._attached
 
@@ -209,7 +209,7 @@ def test_error_whose_str_raises_is_reported() -> None:
     def sink(name: str, fields: dict[str, Any]) -> None:
         raise UnprintableError
 
-    with holdfast.attach(sink), pytest.warns(SinkFailed, match="UnprintableError"):
+    with limpet.attach(sink), pytest.warns(SinkFailed, match="UnprintableError"):
         events.emit("a")
 
 
@@ -220,7 +220,7 @@ def test_keyboard_interrupt_propagates_and_the_sink_stays_attached() -> None:
         calls.append(name)
         raise KeyboardInterrupt
 
-    with holdfast.attach(interrupted):
+    with limpet.attach(interrupted):
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 events.emit("a")
@@ -234,7 +234,7 @@ def test_sink_that_fails_on_two_threads_at_once_warns_once() -> None:
         both.wait(10)
         raise OSError("full")
 
-    with warnings.catch_warnings(record=True) as seen, holdfast.attach(sink):
+    with warnings.catch_warnings(record=True) as seen, limpet.attach(sink):
         warnings.simplefilter("always")
         threads = [threading.Thread(target=events.emit, args=("a",)) for _ in range(2)]
         for thread in threads:
@@ -262,12 +262,12 @@ def test_threads_emit_while_other_threads_attach_and_detach_sinks() -> None:
             failures.append(e)
 
     def attach_and_detach() -> None:
-        with holdfast.attach(lambda name, fields: short_lived.append(1)):
+        with limpet.attach(lambda name, fields: short_lived.append(1)):
             events.emit("mine")
 
-    with warnings.catch_warnings(record=True) as seen, holdfast.attach(received):
+    with warnings.catch_warnings(record=True) as seen, limpet.attach(received):
         warnings.simplefilter("always")
-        holdfast.attach(fail)
+        limpet.attach(fail)
         functions = [lambda: events.emit("a", x=1)] * 8 + [attach_and_detach] * 2
         threads = [threading.Thread(target=run, args=(function,)) for function in functions]
         for thread in threads:
@@ -284,8 +284,8 @@ def test_threads_emit_while_other_threads_attach_and_detach_sinks() -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_sink_that_fails_at_any_event_does_not_fail_the_save(background: bool) -> None:
     recorded = RecordingSink()
-    with holdfast.attach(recorded):
-        holdfast.save(MemoryStore(), {"x": np.arange(10)}, step=1)
+    with limpet.attach(recorded):
+        limpet.save(MemoryStore(), {"x": np.arange(10)}, step=1)
     assert len(recorded) == 2
     for at in range(len(recorded)):
         calls = iter(range(99))
@@ -294,10 +294,10 @@ def test_sink_that_fails_at_any_event_does_not_fail_the_save(background: bool) -
             if next(calls) == at:
                 raise OSError("full")
 
-        save = holdfast.save_async if background else holdfast.save
-        with warnings.catch_warnings(record=True) as seen, holdfast.attach(sink):
+        save = limpet.save_async if background else limpet.save
+        with warnings.catch_warnings(record=True) as seen, limpet.attach(sink):
             warnings.simplefilter("always")
             result = save(MemoryStore(), {"x": np.arange(10)}, step=1)
-            snapshot = result.wait() if isinstance(result, holdfast.Pending) else result
+            snapshot = result.wait() if isinstance(result, limpet.Pending) else result
         assert snapshot.verify().ok
         assert [w.category for w in seen] == [SinkFailed]

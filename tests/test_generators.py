@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import holdfast
-from holdfast.errors import HoldfastError
-from holdfast.generators import capture_states, restore_states
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import LimpetError
+from limpet.generators import capture_states, restore_states
+from limpet.storage.memory import MemoryStore
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_a_block_restores_all_generators() -> None:
     draw()
     drawn = []
     for _ in range(3):
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             inside = draw(), draw()
             seed(99)
             random.shuffle([1, 2, 3])
@@ -71,7 +71,7 @@ def test_a_block_restores_all_generators_after_an_exception() -> None:
     expected = draw()
     for error in (ZeroDivisionError, KeyboardInterrupt, SystemExit, GeneratorExit):
         seed(4)
-        with pytest.raises(error), holdfast.isolated_rng():
+        with pytest.raises(error), limpet.isolated_rng():
             draw()
             raise error
         assert draw() == expected
@@ -81,10 +81,10 @@ def test_blocks_can_be_nested_and_one_object_can_be_used_again() -> None:
     seed(5)
     expected = draw()
     seed(5)
-    block = holdfast.isolated_rng()
+    block = limpet.isolated_rng()
     with block:
         first = draw()
-        with block, holdfast.isolated_rng(), block:
+        with block, limpet.isolated_rng(), block:
             second = draw()
             with block:
                 draw()
@@ -95,7 +95,7 @@ def test_blocks_can_be_nested_and_one_object_can_be_used_again() -> None:
 
 
 def test_a_decorated_function_is_isolated_also_if_it_calls_itself() -> None:
-    @holdfast.isolated_rng()
+    @limpet.isolated_rng()
     def evaluate(depth: int, *, scale: float = 1.0) -> float:
         """Docstring."""
         own = random.random()
@@ -123,19 +123,19 @@ def test_a_function_that_would_draw_after_its_call_is_not_decorated() -> None:
 
     for function in (batches, evaluate, stream):
         for same in (function, partial(function)):
-            with pytest.raises(HoldfastError, match=rf"cannot decorate .*{function.__name__}"):
-                holdfast.isolated_rng()(same)
+            with pytest.raises(LimpetError, match=rf"cannot decorate .*{function.__name__}"):
+                limpet.isolated_rng()(same)
 
 
 def test_suspended_blocks_end_with_the_state_before_the_first() -> None:
     """A generator and a coroutine can leave their blocks in another order than they entered."""
 
     def batches() -> Iterator[float]:
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             yield random.random()
 
     async def evaluate() -> None:
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             draw()
             await asyncio.sleep(0)
             draw()
@@ -156,12 +156,12 @@ def test_suspended_blocks_end_with_the_state_before_the_first() -> None:
 
 
 def test_a_block_that_ends_in_another_thread_is_refused() -> None:
-    block, errors = holdfast.isolated_rng(), []
+    block, errors = limpet.isolated_rng(), []
 
     def leave() -> None:
         try:
             block.__exit__(None, None, None)
-        except HoldfastError as e:
+        except LimpetError as e:
             errors.append(e)
 
     with block:
@@ -175,7 +175,7 @@ def test_the_block_of_another_thread_does_not_change_what_a_save_records() -> No
     inside, leave = threading.Event(), threading.Event()
 
     def evaluate() -> None:
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             inside.set()
             assert leave.wait(20)
 
@@ -184,30 +184,30 @@ def test_the_block_of_another_thread_does_not_change_what_a_save_records() -> No
     assert inside.wait(20)
     seed(8)
     store = MemoryStore()
-    holdfast.save(store, {"rng": holdfast.RNG()})
+    limpet.save(store, {"rng": limpet.RNG()})
     expected = draw()
     leave.set()
     thread.join(20)
-    holdfast.load(store, into={"rng": holdfast.RNG()})
+    limpet.load(store, into={"rng": limpet.RNG()})
     assert draw() == expected
 
 
-@pytest.mark.parametrize("save", [holdfast.save, lambda *a: holdfast.save_async(*a).wait()])
+@pytest.mark.parametrize("save", [limpet.save, lambda *a: limpet.save_async(*a).wait()])
 def test_a_save_in_a_block_records_the_state_at_the_outermost_entry(save: Any) -> None:
     store = MemoryStore()
     seed(9)
-    with holdfast.isolated_rng():
+    with limpet.isolated_rng():
         draw()
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             draw()
-            save(store, {"rng": holdfast.RNG()})
+            save(store, {"rng": limpet.RNG()})
             inner = draw()
-            holdfast.load(store, into={"rng": holdfast.RNG()})
+            limpet.load(store, into={"rng": limpet.RNG()})
             loaded = draw()
     expected = draw()
     assert loaded == expected != inner
     seed(1)
-    holdfast.load(store, into={"rng": holdfast.RNG()})
+    limpet.load(store, into={"rng": limpet.RNG()})
     assert draw() == expected
 
 
@@ -215,12 +215,12 @@ def test_a_load_in_a_block_is_undone_with_the_block() -> None:
     """To evaluate another version, a program may load its complete state, as loads are strict."""
     store = MemoryStore()
     seed(10)
-    holdfast.save(store, {"rng": holdfast.RNG()})
+    limpet.save(store, {"rng": limpet.RNG()})
     seed(11)
     expected = draw()
     seed(11)
-    with holdfast.isolated_rng():
-        holdfast.load(store, into={"rng": holdfast.RNG()})
+    with limpet.isolated_rng():
+        limpet.load(store, into={"rng": limpet.RNG()})
     assert draw() == expected
 
 
@@ -228,12 +228,12 @@ def test_a_load_in_a_block_is_undone_with_the_block() -> None:
 def test_a_block_and_a_save_in_inference_mode(mode: Any) -> None:
     store = MemoryStore()
     seed(12)
-    with mode(), holdfast.isolated_rng():
+    with mode(), limpet.isolated_rng():
         draw()
-        holdfast.save(store, {"rng": holdfast.RNG(), "x": torch.rand(3)})
+        limpet.save(store, {"rng": limpet.RNG(), "x": torch.rand(3)})
     expected = draw()
     with mode():
-        holdfast.load(store, into={"rng": holdfast.RNG(), "x": torch.rand(3)})
+        limpet.load(store, into={"rng": limpet.RNG(), "x": torch.rand(3)})
     assert draw() == expected
 
 
@@ -242,11 +242,11 @@ def test_another_bit_generator_of_numpy() -> None:
     np.random.set_bit_generator(np.random.PCG64(5))
     try:
         store = MemoryStore()
-        holdfast.save(store, {"x": Stateful(), "rng": holdfast.RNG()})
-        with holdfast.isolated_rng():
+        limpet.save(store, {"x": Stateful(), "rng": limpet.RNG()})
+        with limpet.isolated_rng():
             inside = np.random.normal()
         assert np.random.normal() == inside
-        holdfast.load(store, into={"x": Stateful(), "rng": holdfast.RNG()})
+        limpet.load(store, into={"x": Stateful(), "rng": limpet.RNG()})
         assert np.random.normal() == inside
     finally:
         np.random.set_bit_generator(original)
@@ -314,7 +314,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 def test_a_block_restores_the_generators_of_all_devices(install: Install, count: int) -> None:
     devices, twin = install(count), FakeDevices(count, True)
     devices.draw(), twin.draw()
-    with holdfast.isolated_rng():
+    with limpet.isolated_rng():
         devices.draw()
         devices.seed_all(5)
     assert devices.draw() == twin.draw()
@@ -322,9 +322,9 @@ def test_a_block_restores_the_generators_of_all_devices(install: Install, count:
 
 def test_a_block_does_not_initialize_devices(install: Install) -> None:
     install(2, initialized=False)
-    with holdfast.isolated_rng():
+    with limpet.isolated_rng():
         draw()
-    holdfast.save(MemoryStore(), {"x": Stateful(), "rng": holdfast.RNG()})
+    limpet.save(MemoryStore(), {"x": Stateful(), "rng": limpet.RNG()})
 
 
 @pytest.mark.parametrize("reseed", [False, True])
@@ -342,7 +342,7 @@ def test_a_device_that_is_first_used_in_a_block(
     twin.seed_all(13 if own_seed is None else own_seed)
     expected = twin.draw()
     store = MemoryStore()
-    with holdfast.isolated_rng():
+    with limpet.isolated_rng():
         if reseed and own_seed is None:  # torch.manual_seed seeds the devices too
             torch.manual_seed(14)
             devices.seed_all(14)
@@ -350,11 +350,11 @@ def test_a_device_that_is_first_used_in_a_block(
             torch.manual_seed(14)
         inside = devices.draw()
         if saves:
-            holdfast.save(store, {"rng": holdfast.RNG()})
+            limpet.save(store, {"rng": limpet.RNG()})
         assert devices.draw() != inside
     assert devices.draw() == expected
     if saves:
-        holdfast.load(store, into={"rng": holdfast.RNG()})
+        limpet.load(store, into={"rng": limpet.RNG()})
         assert devices.draw() == expected
 
 
@@ -372,9 +372,9 @@ def run(code: str) -> str:
 
 def test_a_block_imports_neither_numpy_nor_torch() -> None:
     code = (
-        "import random, sys, holdfast\n"
+        "import random, sys, limpet\n"
         "random.seed(1); expected = random.random(); random.seed(1)\n"
-        "with holdfast.isolated_rng(): random.random()\n"
+        "with limpet.isolated_rng(): random.random()\n"
         "assert random.random() == expected\n"
         "print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     )
@@ -383,9 +383,9 @@ def test_a_block_imports_neither_numpy_nor_torch() -> None:
 
 def test_a_block_without_torch() -> None:
     code = (
-        "import random, sys, holdfast, numpy as np\n"
+        "import random, sys, limpet, numpy as np\n"
         "np.random.seed(1); expected = np.random.normal(); np.random.seed(1)\n"
-        "with holdfast.isolated_rng(): np.random.normal()\n"
+        "with limpet.isolated_rng(): np.random.normal()\n"
         "assert np.random.normal() == expected\n"
         "print([m for m in ('torch', 'rich') if m in sys.modules])"
     )
@@ -396,20 +396,20 @@ def test_a_block_without_torch() -> None:
 def test_libraries_that_are_first_imported_in_a_block() -> None:
     """A seed that the block sets for them does not leak, and a save agrees with what follows."""
     code = """
-import holdfast
-with holdfast.isolated_rng():
+import limpet
+with limpet.isolated_rng():
     import numpy as np, torch
     np.random.seed(1); torch.manual_seed(1)
-    holdfast.save("memory://a/version_1", {"rng": holdfast.RNG()})
+    limpet.save("memory://a/version_1", {"rng": limpet.RNG()})
     np.random.rand(); torch.rand(1)
 draws = np.random.rand(), torch.rand(1).item()
-holdfast.load("memory://a/version_1", into={"rng": holdfast.RNG()})
+limpet.load("memory://a/version_1", into={"rng": limpet.RNG()})
 assert draws == (np.random.rand(), torch.rand(1).item())
 print(*draws)
 """
     unsaved = """
-import holdfast
-with holdfast.isolated_rng():
+import limpet
+with limpet.isolated_rng():
     import numpy as np, torch
     np.random.seed(1); torch.manual_seed(1)
 print(np.random.rand(), torch.rand(1).item())

@@ -1,7 +1,7 @@
 """The work of every public call grows in proportion to its state: to the number of leaves,
 parameters, parameter groups, optimizers, modules, tied tensors, dicts, keys, and renames.
 
-The tests count the lines that Holdfast executes, at three sizes. They do not measure time, so they
+The tests count the lines that Limpet executes, at three sizes. They do not measure time, so they
 give the same result on every machine. Each iteration counts, also one within a line, and each call.
 """
 
@@ -27,17 +27,17 @@ import torch.distributed.checkpoint
 from click.testing import CliRunner
 from torch import nn, optim
 
-import holdfast
-from holdfast.cli import cli
-from holdfast.engine.planning import select
-from holdfast.errors import PlanError
+import limpet
+from limpet.cli import cli
+from limpet.engine.planning import select
+from limpet.errors import PlanError
 
-PACKAGE = os.path.dirname(holdfast.__file__)
+PACKAGE = os.path.dirname(limpet.__file__)
 SIZES = (16, 32, 64)
 
 
 def count_lines(call: Callable[[], Any]) -> tuple[int, Counter[str]]:
-    """Return the number of lines that Holdfast executes in a call, in all threads, and the numbers
+    """Return the number of lines that Limpet executes in a call, in all threads, and the numbers
     by function. A jump back to the same line counts as one more, and so does a call."""
     counts: Counter[str] = Counter()
     functions: dict[Any, Callable[..., Any]] = {}
@@ -142,7 +142,7 @@ def dicts(n: int) -> dict[str, Any]:
 def objects(n: int) -> dict[str, Any]:
     return {
         "s": [Counted(i) for i in range(n // 3)],
-        "r": holdfast.PerRank(list(range(n))),
+        "r": limpet.PerRank(list(range(n))),
     }
 
 
@@ -210,12 +210,12 @@ def expect_error(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 def save_in_background(url: str, state: dict[str, Any]) -> None:
-    holdfast.save_async(url, state).wait()
+    limpet.save_async(url, state).wait()
 
 
 def saved(make: Callable[[int], dict[str, Any]], n: int, folder: Any) -> str:
     url = folder() + "/version_1"
-    holdfast.save(url, make(n))
+    limpet.save(url, make(n))
     return url
 
 
@@ -230,19 +230,19 @@ def no_garbage_collection():
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
-    monkeypatch.setattr("holdfast.threads.SLOW_LOOKUP", math.inf)
+    monkeypatch.setenv("LIMPET_THREADS", "1")
+    monkeypatch.setattr("limpet.threads.SLOW_LOOKUP", math.inf)
 
 
 @pytest.mark.slow
 def test_saves_and_loads_grow_linearly(folder):
     def load_into(n, change=lambda live: live, **options):
         url, live = saved(everything, n, folder), change(everything(n))
-        return lambda: holdfast.load(url, into=live, **options)
+        return lambda: limpet.load(url, into=live, **options)
 
-    assert_linear(lambda n: partial(holdfast.save, folder() + "/version_1", everything(n)))
+    assert_linear(lambda n: partial(limpet.save, folder() + "/version_1", everything(n)))
     assert_linear(lambda n: partial(save_in_background, folder() + "/version_1", everything(n)))
-    assert_linear(lambda n: partial(holdfast.load, saved(everything, n, folder)))
+    assert_linear(lambda n: partial(limpet.load, saved(everything, n, folder)))
     assert_linear(load_into)
     assert_linear(lambda n: load_into(n, keys=["leaves", "**/exp_avg", "dicts/**"]))
     assert_linear(lambda n: expect_error(load_into(n, lambda live: {})))
@@ -321,7 +321,7 @@ def test_imports_of_training_states_grow_linearly(folder):
 
 @pytest.mark.slow
 def test_a_training_grows_linearly(folder):
-    policy = holdfast.EverySteps(2) | holdfast.OnException()
+    policy = limpet.EverySteps(2) | limpet.OnException()
 
     def train(n):
         url, state = folder(), everything(n)
@@ -329,12 +329,12 @@ def test_a_training_grows_linearly(folder):
         def call():
             with (
                 pytest.raises(ZeroDivisionError),
-                holdfast.Checkpointer(url, state, save=policy) as c,
+                limpet.Checkpointer(url, state, save=policy) as c,
             ):
                 for _ in range(3):
                     c.step()
                 raise ZeroDivisionError
-            with holdfast.Checkpointer(url, state, save=policy) as c:
+            with limpet.Checkpointer(url, state, save=policy) as c:
                 c.resume()
 
         return call
@@ -344,7 +344,7 @@ def test_a_training_grows_linearly(folder):
 
 def test_reading_leaves_one_by_one_grows_linearly(folder):
     def read(n):
-        snapshot = holdfast.open(saved(leaves, n, folder))
+        snapshot = limpet.open(saved(leaves, n, folder))
         return lambda: [snapshot[key][:] for key in snapshot]
 
     assert_linear(read)
@@ -377,7 +377,7 @@ def test_a_load_with_many_keys_grows_linearly(folder, monkeypatch):
     def load(n):
         url, live = saved(leaves, n, folder), leaves(n)
         keys = [f"d/k{i}" for i in range(0, n, 2)] + [f"o/p{i}/**" for i in range(n)]
-        return lambda: holdfast.load(url, into=live, keys=keys)
+        return lambda: limpet.load(url, into=live, keys=keys)
 
     assert_linear(load)
     done = []
@@ -403,14 +403,14 @@ def test_a_load_with_many_renames_grows_linearly(name, folder):
 
         url, live = saved(lambda n: make(f"old{name}"), n, folder), make(f"new{name}")
         renames = {f"m/old{name}{i}": f"m/new{name}{i}" for i in range(n // 4)}
-        return lambda: holdfast.load(url, into=live, rename=renames)
+        return lambda: limpet.load(url, into=live, rename=renames)
 
     assert_linear(load)
     url = saved(lambda n: {"m": Layers(n, "a")}, 8, folder)
     missing = lambda n: {f"m/b{i}": f"m/c{i}" for i in range(n)}  # noqa: E731
     assert_linear(
         lambda n: expect_error(
-            lambda: holdfast.load(url, into={"m": Layers(8, "a")}, rename=missing(n))
+            lambda: limpet.load(url, into={"m": Layers(8, "a")}, rename=missing(n))
         )
     )
 
@@ -422,7 +422,7 @@ def test_errors_for_equal_names_grow_linearly(folder):
         for i in range(n):
             for part in (m, m._orig_mod):
                 part.register_parameter(f"p{i}", nn.Parameter(torch.ones(1)))
-        return expect_error(lambda: holdfast.save(folder(), {"m": m}))
+        return expect_error(lambda: limpet.save(folder(), {"m": m}))
 
     assert_linear(equal_names)
 

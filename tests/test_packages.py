@@ -10,9 +10,9 @@ from pathlib import Path
 import grimp
 import pytest
 
-import holdfast
+import limpet
 
-ROOT = Path(holdfast.__file__).parent
+ROOT = Path(limpet.__file__).parent
 TESTS = Path(__file__).parent
 PACKAGES = sorted(p.parent for p in ROOT.rglob("__init__.py") if p.parent != ROOT)
 MAX_MODULES = 13
@@ -30,7 +30,7 @@ def test_a_package_has_few_modules(package: Path) -> None:
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
-    graph = grimp.build_graph("holdfast", exclude_type_checking_imports=False)
+    graph = grimp.build_graph("limpet", exclude_type_checking_imports=False)
     assert len(graph.modules) > 150
     return graph
 

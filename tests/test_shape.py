@@ -11,26 +11,26 @@ from typing import Any
 
 import pytest
 
-import holdfast
+import limpet
 
-ROOT = Path(holdfast.__file__).parent
+ROOT = Path(limpet.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 
 def test_public_names_are_sorted_and_exist() -> None:
-    assert holdfast.__all__ == sorted(holdfast.__all__)
-    for name in holdfast.__all__:
-        assert getattr(holdfast, name) is not None
-    assert dir(holdfast) == holdfast.__all__
+    assert limpet.__all__ == sorted(limpet.__all__)
+    for name in limpet.__all__:
+        assert getattr(limpet, name) is not None
+    assert dir(limpet) == limpet.__all__
     with pytest.raises(AttributeError, match="no attribute 'Manager'"):
-        _ = holdfast.Manager
+        _ = limpet.Manager
 
 
 def test_lazy_names_are_the_public_names() -> None:
-    assert sorted(holdfast._LAZY_NAMES) == holdfast.__all__
+    assert sorted(limpet._LAZY_NAMES) == limpet.__all__
 
 
-@pytest.mark.parametrize("package", [holdfast.preemption, holdfast.tasks])
+@pytest.mark.parametrize("package", [limpet.preemption, limpet.tasks])
 def test_the_names_of_a_public_package_are_sorted_lazy_and_exist(package: Any) -> None:
     assert package.__all__ == sorted(package.__all__) == sorted(package._LAZY_NAMES)
     for name in package.__all__:
@@ -46,9 +46,9 @@ def run_in_new_interpreter(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_holdfast_loads_neither_torch_nor_rich() -> None:
+def test_importing_limpet_loads_neither_torch_nor_rich() -> None:
     code = (
-        "import sys, holdfast, holdfast.preemption, holdfast.tasks\n"
+        "import sys, limpet, limpet.preemption, limpet.tasks\n"
         "print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     )
     assert run_in_new_interpreter(code) == "[]"
@@ -56,9 +56,9 @@ def test_importing_holdfast_loads_neither_torch_nor_rich() -> None:
 
 def test_saving_arrays_does_not_import_torch() -> None:
     code = (
-        "import sys, holdfast, numpy as np\n"
-        "holdfast.save('memory://m/version_1', {'x': np.arange(3), 'n': 1})\n"
-        "assert holdfast.load('memory://m/version_1')['x'].tolist() == [0, 1, 2]\n"
+        "import sys, limpet, numpy as np\n"
+        "limpet.save('memory://m/version_1', {'x': np.arange(3), 'n': 1})\n"
+        "assert limpet.load('memory://m/version_1')['x'].tolist() == [0, 1, 2]\n"
         "print([m for m in ('torch', 'rich', 'click') if m in sys.modules])"
     )
     assert run_in_new_interpreter(code) == "[]"
@@ -68,11 +68,11 @@ def test_a_step_that_saves_imports_nothing() -> None:
     """An import takes time in which the training waits, and leaves Python's import lock acquired if
     a signal handler raises."""
     code = (
-        "import sys, tempfile, holdfast, numpy as np\n"
-        "state = {'x': np.zeros(3), 'progress': holdfast.Progress()}\n"
-        "save = holdfast.EverySteps(1) | holdfast.OnException()\n"
-        "keep = holdfast.KeepLast(1) | holdfast.KeepBest(1, 'loss')\n"
-        "with holdfast.Checkpointer(tempfile.mkdtemp(), state, save=save, keep=keep) as ckpt:\n"
+        "import sys, tempfile, limpet, numpy as np\n"
+        "state = {'x': np.zeros(3), 'progress': limpet.Progress()}\n"
+        "save = limpet.EverySteps(1) | limpet.OnException()\n"
+        "keep = limpet.KeepLast(1) | limpet.KeepBest(1, 'loss')\n"
+        "with limpet.Checkpointer(tempfile.mkdtemp(), state, save=save, keep=keep) as ckpt:\n"
         "    before = {*sys.modules}\n"
         "    for _ in range(4):\n"
         "        ckpt.step({'loss': 1.0})\n"
@@ -83,16 +83,16 @@ def test_a_step_that_saves_imports_nothing() -> None:
 
 
 def test_every_error_is_in_the_tree_of_the_module_docstring() -> None:
-    errors = holdfast.errors
+    errors = limpet.errors
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, Exception):
-            assert issubclass(kind, errors.HoldfastError | Warning)
+            assert issubclass(kind, errors.LimpetError | Warning)
             assert issubclass(kind, Warning) or name in (errors.__doc__ or "")
 
 
 def test_the_error_tree_is_as_designed() -> None:
     """A program that catches one of these classes relies on what else it catches."""
-    errors = holdfast.errors
+    errors = limpet.errors
     tree = {
         "FormatError": ["ManifestInvalid", "FormatTooNew", "DigestMismatch"],
         "StoreError": ["NotFound", "AlreadyExists", "Denied", "NoSpace", "Unavailable"],
@@ -103,9 +103,9 @@ def test_the_error_tree_is_as_designed() -> None:
         "NoSnapshot": [],
         "TaskError": ["LeaseLost", "JobFailed"],
     }  # fmt: skip
-    assert errors.HoldfastError.__bases__ == (Exception,)
+    assert errors.LimpetError.__bases__ == (Exception,)
     for parent, children in tree.items():
-        assert getattr(errors, parent).__bases__ == (errors.HoldfastError,)
+        assert getattr(errors, parent).__bases__ == (errors.LimpetError,)
         for child in children:
             assert getattr(errors, child).__bases__ == (getattr(errors, parent),)
     for left in (errors.Preempted, errors.NoProgress):

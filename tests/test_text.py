@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import SaveFailed
-from holdfast.text import format_list, format_ranks, hide_secrets, warn_user, with_article
+from limpet.errors import SaveFailed
+from limpet.text import format_list, format_ranks, hide_secrets, warn_user, with_article
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_articles() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
-def test_a_warning_names_the_line_that_called_holdfast(depth: int) -> None:
-    """However deep in the package it is made: the frames above it belong to ``holdfast.x``."""
-    inside: dict[str, object] = {"__name__": "holdfast.x", "warn_user": warn_user}
+def test_a_warning_names_the_line_that_called_limpet(depth: int) -> None:
+    """However deep in the package it is made: the frames above it belong to ``limpet.x``."""
+    inside: dict[str, object] = {"__name__": "limpet.x", "warn_user": warn_user}
     exec(
         "def call(depth, category):\n"
         "    if depth:\n"

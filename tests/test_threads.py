@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from holdfast import threads
-from holdfast.buffers import shared_pool
-from holdfast.threads import Latch, Workers, gc_paused, in_parallel, look_up_each, start_thread
-from holdfast.types import MIB
+from limpet import threads
+from limpet.buffers import shared_pool
+from limpet.threads import Latch, Workers, gc_paused, in_parallel, look_up_each, start_thread
+from limpet.types import MIB
 from tests.interrupts import MOMENTS, START, InterruptOpcode, SignalError, raise_at_start
 
 
@@ -118,7 +118,7 @@ def test_only_slow_lookups_run_in_threads(
 ) -> None:
     clock = 0.0
     threads: dict[int, str] = {}
-    monkeypatch.setattr("holdfast.threads.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("limpet.threads.time.perf_counter", lambda: clock)
 
     def look_up(item: int) -> None:
         nonlocal clock
@@ -145,7 +145,7 @@ def test_the_first_error_ends_the_lookups(
 ) -> None:
     seen: list[int] = []
     clock, failed = count(), threading.Event()
-    monkeypatch.setattr("holdfast.threads.time.perf_counter", lambda: in_threads * next(clock))
+    monkeypatch.setattr("limpet.threads.time.perf_counter", lambda: in_threads * next(clock))
 
     def look_up(item: int) -> None:
         seen.append(item)
@@ -174,7 +174,7 @@ def test_an_error_of_a_signal_handler_while_a_thread_starts_is_raised(
         busy.discard(threading.get_ident())
 
     def call() -> None:
-        raise_at_start(monkeypatch, "holdfast-0", moment)
+        raise_at_start(monkeypatch, "limpet-0", moment)
         try:
             in_parallel(range(1_000_000), work, 3)
         except SignalError as e:
@@ -236,7 +236,7 @@ def test_a_latch_is_waited_for_longer_than_a_lock_can_wait() -> None:
 
 
 INTERRUPTED_CALL = """
-from holdfast import deadline
+from limpet import deadline
 def interrupt(thread):
     raise KeyboardInterrupt
 deadline.start_thread = interrupt

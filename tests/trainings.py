@@ -10,12 +10,12 @@ from weakref import ref
 
 import numpy as np
 
-import holdfast
-from holdfast.run.policy import EverySteps, KeepPolicy, SavePolicy
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
-from holdfast.training import takeover
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet.run.policy import EverySteps, KeepPolicy, SavePolicy
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
+from limpet.training import takeover
+from limpet.training.checkpointer import Checkpointer
 
 
 def initial_state() -> dict[str, Any]:
@@ -24,7 +24,7 @@ def initial_state() -> dict[str, Any]:
         "weights": np.zeros(1000, np.float32),
         "small": {"bias": np.ones(3, np.float64)},
         "history": [0.0],
-        "progress": holdfast.Progress(),
+        "progress": limpet.Progress(),
     }
 
 
@@ -60,13 +60,13 @@ def states_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @contextmanager
 def training(
     store: Store | str, save: SavePolicy, keep: KeepPolicy | None = None
-) -> Iterator[tuple[dict[str, Any], holdfast.Checkpointer]]:
+) -> Iterator[tuple[dict[str, Any], limpet.Checkpointer]]:
     state = initial_state()
-    with holdfast.Checkpointer(store, state, save=save, keep=keep) as ckpt:
+    with limpet.Checkpointer(store, state, save=save, keep=keep) as ckpt:
         yield state, ckpt
 
 
-def train(state: dict[str, Any], ckpt: holdfast.Checkpointer, last_step: int) -> None:
+def train(state: dict[str, Any], ckpt: limpet.Checkpointer, last_step: int) -> None:
     """Train until ``last_step`` steps are done."""
     while state["progress"].step < last_step:
         ckpt.step({"loss": train_step(state)})
@@ -110,7 +110,7 @@ def delete_version(store: Store, step: int) -> None:
 
 
 def threads_of_trainings() -> list[threading.Thread]:
-    """Return the threads of Holdfast in this process, without those that an earlier test with
+    """Return the threads of Limpet in this process, without those that an earlier test with
     several ranks may have left: a training of one process starts none of that name."""
-    threads = (t for t in threading.enumerate() if t.name.startswith("holdfast"))
-    return [t for t in threads if t.name != "holdfast-ranks"]
+    threads = (t for t in threading.enumerate() if t.name.startswith("limpet"))
+    return [t for t in threads if t.name != "limpet-ranks"]

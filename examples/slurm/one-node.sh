@@ -15,7 +15,7 @@ set -u
 stopped=
 trap 'trap "" TERM; stopped=1; kill -TERM "$!"' TERM
 
-holdfast run --grace 150s -- \
+limpet run --grace 150s -- \
     torchrun --standalone --nproc-per-node=8 train.py --run "$HOME/runs/a" &
 training=$!
 wait "$training"

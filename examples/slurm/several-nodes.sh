@@ -18,9 +18,9 @@ host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 stopped=
 trap 'trap "" TERM; stopped=1; kill -TERM "$!"' TERM
 
-# One "holdfast run" per node, which reports the workers of this node. srun passes SIGTERM on to
+# One "limpet run" per node, which reports the workers of this node. srun passes SIGTERM on to
 # all of them, and returns the highest of their exit codes.
-srun --kill-on-bad-exit=0 holdfast run --grace 150s -- \
+srun --kill-on-bad-exit=0 limpet run --grace 150s -- \
     torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=8 \
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$host:29400" \
     train.py --run "$HOME/runs/a" &

@@ -18,31 +18,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import holdfast
-from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import open_location
-from holdfast.errors import FormatError, ManifestInvalid
-from holdfast.format.index import decode_index
-from holdfast.format.manifest import decode_manifest
-from holdfast.format.names import Version
-from holdfast.format.records import (
+import limpet
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import open_location
+from limpet.errors import FormatError, ManifestInvalid
+from limpet.format.index import decode_index
+from limpet.format.manifest import decode_manifest
+from limpet.format.names import Version
+from limpet.format.records import (
     decode_about_version,
     decode_branch,
     decode_lasting_pin,
     decode_pin,
     decode_spread,
 )
-from holdfast.format.safetensors import build_header, decode_entries, parse_header
-from holdfast.format.strict_json import DECODE_ERRORS, StrictDecoder
-from holdfast.interop.import_ import read_foreign_checkpoint
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.run.save_request import put_request, read_request
-from holdfast.run.writer_lock import WriterLock
-from holdfast.storage.memory import MemoryStore
+from limpet.format.safetensors import build_header, decode_entries, parse_header
+from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder
+from limpet.interop.import_ import read_foreign_checkpoint
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.run.save_request import put_request, read_request
+from limpet.run.writer_lock import WriterLock
+from limpet.storage.memory import MemoryStore
 from tests.forging import Files, files_of, index_key, seal_body, small_state
 from tests.trainings import train, training
 
@@ -121,7 +121,7 @@ def files() -> Files:
     run.add_metrics(2, {"accuracy": float("nan"), "loss": 1})
     WriterLock(store).acquire()
     put_request(store, "0c9d1e2f3a4b")
-    holdfast.save(store.at("version_9"), small_state(), step=9, note={"a": {"b": 1}})
+    limpet.save(store.at("version_9"), small_state(), step=9, note={"a": {"b": 1}})
     Run(store.at("spread")).set_spread(16)
     return files_of(store)
 
@@ -156,7 +156,7 @@ def test_sealed_files(files: Files, kind: str) -> None:
 def test_an_incremental_manifest_and_its_index() -> None:
     store = MemoryStore()
     state = {"a": np.arange(1 << 20)}
-    holdfast.save(store.at("version_1"), state, step=1)
+    limpet.save(store.at("version_1"), state, step=1)
     state["a"][0] = 7
     job = begin_save(
         Location(store, "version_2"), state, VersionMetadata(2), shared_pool(), stage_now=False,
@@ -260,8 +260,8 @@ def test_the_message_names_the_duplicate_even_with_huge_numbers() -> None:
 
 def test_structs_of_files_have_no_optional_fields() -> None:
     """Otherwise a missing field could hide a duplicate of another one from the count."""
-    from holdfast.format import index, index_columns, manifest, records, safetensors
-    from holdfast.run import save_request
+    from limpet.format import index, index_columns, manifest, records, safetensors
+    from limpet.run import save_request
 
     structs = [
         t

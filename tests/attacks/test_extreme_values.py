@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.cli.output import to_json_value
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import HoldfastError, NotFound, PlanError, Unsupported
-from holdfast.format.records import Evaluation, encode_about_version
-from holdfast.run.policy import EverySteps, KeepBest
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.text import to_repr
+import limpet
+from limpet.cli.output import to_json_value
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import LimpetError, NotFound, PlanError, Unsupported
+from limpet.format.records import Evaluation, encode_about_version
+from limpet.run.policy import EverySteps, KeepBest
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.text import to_repr
 from tests.cli.invoke import run_cli
 from tests.forging import files_of
 from tests.trainings import initial_state, trained_run
@@ -46,7 +46,7 @@ def state(big: int) -> dict[str, Any]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("extreme") / "run"
     for step, big in ((1, BIG), (2, -BIG), (3, 3)):
-        holdfast.save(root / f"version_{step}", state(big), step=step, note={"a": {big}, "b": big})
+        limpet.save(root / f"version_{step}", state(big), step=step, note={"a": {big}, "b": big})
     return root
 
 
@@ -64,7 +64,7 @@ def test_commands_show_long_integers_in_hexadecimal(run: Path, json: tuple[str, 
 
 
 def test_long_integers_load(run: Path) -> None:
-    loaded = holdfast.load(run / "version_1")
+    loaded = limpet.load(run / "version_1")
     assert np.array_equal(loaded.pop("array"), np.ones(2))
     expected = state(BIG)
     del expected["array"]
@@ -96,24 +96,24 @@ def test_every_value_has_a_text(value: Any) -> None:
         lambda run: run.newest(lambda s: None, at=BIG),
         lambda run: EverySteps(-BIG),
         lambda run: KeepBest(-BIG, "a"),
-        lambda run: holdfast.save(MemoryStore(), initial_state(), step=BIG),
-        lambda run: holdfast.save(MemoryStore(), initial_state(), step=10**18),
-        lambda run: holdfast.save(MemoryStore(), initial_state(), step=-1),
-        lambda run: holdfast.save(MemoryStore(), {BIG: 1}),
+        lambda run: limpet.save(MemoryStore(), initial_state(), step=BIG),
+        lambda run: limpet.save(MemoryStore(), initial_state(), step=10**18),
+        lambda run: limpet.save(MemoryStore(), initial_state(), step=-1),
+        lambda run: limpet.save(MemoryStore(), {BIG: 1}),
     ],
 )
 def test_a_long_integer_as_an_argument_is_refused(call: Callable[[Run], object]) -> None:
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(LimpetError) as caught:
         call(Run(trained_run(2, 1)))
     assert len(str(caught.value)) < 600
 
 
 def test_a_step_that_no_reader_accepts_is_not_committed() -> None:
     store = MemoryStore()
-    with pytest.raises(HoldfastError, match="18 digits"):
-        holdfast.save(store.at("a"), initial_state(), step=10**18)
+    with pytest.raises(LimpetError, match="18 digits"):
+        limpet.save(store.at("a"), initial_state(), step=10**18)
     with pytest.raises(NotFound):
-        holdfast.open(store.at("a"))
+        limpet.open(store.at("a"))
 
 
 # -- dates ---------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_evaluations_can_be_added_after_one_of_the_year_9999() -> None:
     for value in (2.0, 3.0):
         run.add_metrics(1, {"a": value})
         assert run.metrics(1)["a"] == value
-    with pytest.raises(HoldfastError, match="Delete that file") as caught:  # no time is left
+    with pytest.raises(LimpetError, match="Delete that file") as caught:  # no time is left
         run.add_metrics(1, {"a": 4.0})
     assert "version_1/eval-" in str(caught.value)
     assert run.metrics(1)["a"] == 3.0
@@ -155,8 +155,8 @@ def test_commands_show_versions_of_the_year_9999(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step, created in enumerate(("9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00")):
-        monkeypatch.setattr("holdfast.machine.utc_now", lambda created=created: created)
-        holdfast.save(tmp_path / f"version_{step}", initial_state(), step=step)
+        monkeypatch.setattr("limpet.machine.utc_now", lambda created=created: created)
+        limpet.save(tmp_path / f"version_{step}", initial_state(), step=step)
     monkeypatch.undo()
     for command in (
         ["show", tmp_path / "version_0"],
@@ -173,20 +173,20 @@ def test_commands_show_versions_of_the_year_9999(
 
 
 def test_an_index_that_is_too_long_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.saving.write.MAX_MANIFEST", 100)
+    monkeypatch.setattr("limpet.engine.saving.write.MAX_MANIFEST", 100)
     store = MemoryStore()
     with pytest.raises(Unsupported, match="longer than a reader accepts") as caught:
-        holdfast.save(store.at("a"), initial_state())
+        limpet.save(store.at("a"), initial_state())
     assert caught.value.file.endswith(".index.json")
     assert "fewer, larger tensors" in str(caught.value)
     assert not [key for key in files_of(store) if key.endswith(".json")]
 
 
 def test_a_manifest_that_is_too_long_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.engine.saving.commit.MAX_MANIFEST", 100)
+    monkeypatch.setattr("limpet.engine.saving.commit.MAX_MANIFEST", 100)
     store = MemoryStore()
     with pytest.raises(Unsupported, match="longer than a reader accepts") as caught:
-        holdfast.save(store.at("a"), initial_state())
+        limpet.save(store.at("a"), initial_state())
     assert caught.value.file.endswith("manifest.json")
     assert not [key for key in files_of(store) if key.endswith("manifest.json")]
 

@@ -16,14 +16,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.errors import FormatError
-from holdfast.format import tree
-from holdfast.format.index import decode_index
-from holdfast.format.manifest import decode_manifest
-from holdfast.format.records import decode_branch, decode_pin
-from holdfast.format.safetensors import build_header, parse_header
-from holdfast.format.validate import check_tree
+import limpet
+from limpet.errors import FormatError
+from limpet.format import tree
+from limpet.format.index import decode_index
+from limpet.format.manifest import decode_manifest
+from limpet.format.records import decode_branch, decode_pin
+from limpet.format.safetensors import build_header, parse_header
+from limpet.format.validate import check_tree
 from tests.forging import (
     FOLDER,
     Files,
@@ -211,7 +211,7 @@ def test_changed_bytes_with_a_valid_seal(which: str, data: st.DataObject) -> Non
     if which == "manifest":
         store = store_of({**files(), file: seal_body(raw)}).at(FOLDER)
         with suppress(FormatError):
-            holdfast.load(store)
+            limpet.load(store)
     else:
         parse_or_none(decode_index, raw)
 

@@ -14,20 +14,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-import holdfast
-from holdfast.engine.loading import shared_read
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.compare import compare_bytes
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader, open_location
-from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.engine.transform.reshard import reshard
-from holdfast.errors import DigestMismatch, SkippedVersion
-from holdfast.exporting.stream import stream_leaves
-from holdfast.integrations.dcp.reading import StorageReader
-from holdfast.storage.memory import MemoryStore
-from holdfast.types import BLOCK_SIZE, MIB
+import limpet
+from limpet.engine.loading import shared_read
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.snapshot.compare import compare_bytes
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.engine.snapshot.snapshot import Snapshot, reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.engine.transform.reshard import reshard
+from limpet.errors import DigestMismatch, SkippedVersion
+from limpet.exporting.stream import stream_leaves
+from limpet.integrations.dcp.reading import StorageReader
+from limpet.storage.memory import MemoryStore
+from limpet.types import BLOCK_SIZE, MIB
 from tests.engine.snapshot.manual_shards import split_columns, write_resharded
 from tests.fakegroup import FakeGroup
 from tests.forging import Files, files_of, save_to_files, shard_key, store_of
@@ -73,7 +73,7 @@ def open_in(store: Any) -> SnapshotReader:
 def load_on_ranks(store: Any, least: int = 1 << 62) -> None:
     """Load on two ranks, which share their reads if the snapshot has ``least`` bytes."""
     with FakeGroup(2) as group, patch.object(shared_read, "MIN_SHARED_BYTES", least):
-        outcomes = group.outcomes(lambda rank: holdfast.load(store.at("version_7"), into=zeros()))
+        outcomes = group.outcomes(lambda rank: limpet.load(store.at("version_7"), into=zeros()))
     errors = [o for o in outcomes if isinstance(o, BaseException)]
     for error in sorted(errors, key=lambda e: not isinstance(e, DigestMismatch)):
         raise error
@@ -87,14 +87,14 @@ def read_by_dcp(store: Any) -> None:
 
 
 def compare(store: Any) -> None:
-    other = holdfast.save(MemoryStore().at("x"), zeros())
+    other = limpet.save(MemoryStore().at("x"), zeros())
     compare_bytes(open_in(store), reader_of(other), [(key, key) for key in state()])
 
 
 USES: dict[str, Callable[[Any], object]] = {
-    "load": lambda store: holdfast.load(store.at("version_7")),
-    "load into": lambda store: holdfast.load(store.at("version_7"), into=zeros()),
-    "load keys": lambda store: holdfast.load(store.at("version_7"), keys="c"),
+    "load": lambda store: limpet.load(store.at("version_7")),
+    "load into": lambda store: limpet.load(store.at("version_7"), into=zeros()),
+    "load keys": lambda store: limpet.load(store.at("version_7"), keys="c"),
     "load on ranks": load_on_ranks,
     "shared load": lambda store: load_on_ranks(store, 0),
     "whole leaf": lambda store: Snapshot(open_in(store))["c"].read(),
@@ -156,7 +156,7 @@ def test_one_bit_in_any_byte_of_the_header_is_detected(files: Files) -> None:
         flipped = bytearray(raw)
         flipped[position] ^= 1 << position % 8
         with pytest.raises(DigestMismatch, match="its header"):
-            holdfast.load(with_header(files, bytes(flipped)).at("version_7"), into=live)
+            limpet.load(with_header(files, bytes(flipped)).at("version_7"), into=live)
     assert not any(value.any() for value in live.values())  # nothing was copied
 
 
@@ -165,7 +165,7 @@ def test_resume_takes_the_version_before_one_with_a_damaged_header(
     tmp_path: Path, least: int
 ) -> None:
     def train(rank: int) -> None:
-        with holdfast.Checkpointer(tmp_path, state(), save=holdfast.EverySteps(1)) as ckpt:
+        with limpet.Checkpointer(tmp_path, state(), save=limpet.EverySteps(1)) as ckpt:
             ckpt.step()
             ckpt.step()
 
@@ -177,7 +177,7 @@ def test_resume_takes_the_version_before_one_with_a_damaged_header(
     shard.write_bytes(data)
 
     def resume(rank: int) -> int | None:
-        with holdfast.Checkpointer(tmp_path, zeros(), save=holdfast.EverySteps(1)) as ckpt:
+        with limpet.Checkpointer(tmp_path, zeros(), save=limpet.EverySteps(1)) as ckpt:
             snapshot = ckpt.resume()
             return snapshot and snapshot.step
 
@@ -199,7 +199,7 @@ def shard_reads(recorded: RecordingStore) -> list[tuple[int, int]]:
 def large() -> MemoryStore:
     """Return a store with a shard of 3 blocks."""
     store = MemoryStore()
-    holdfast.save(store.at("version_7"), {"w": np.arange(5 * MIB // 4), "v": np.ones(MIB // 8)})
+    limpet.save(store.at("version_7"), {"w": np.arange(5 * MIB // 4), "v": np.ones(MIB // 8)})
     return store
 
 
@@ -253,16 +253,16 @@ def test_a_failed_check_is_repeated(files: Files) -> None:
 
 def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", 4096)
+        monkeypatch.setattr(f"limpet.engine.{module}.BLOCK_SIZE", 4096)
     store = MemoryStore()
-    holdfast.save(store.at("version_7"), {f"{i:04}": np.arange(3) for i in range(200)})
+    limpet.save(store.at("version_7"), {f"{i:04}": np.arange(3) for i in range(200)})
     recorded = RecordingStore(store)
     header = open_in(store).indexes()[0].header
     assert header > 2 * 4096
 
     def load(store: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr("holdfast.buffers._pool", holdfast.buffers.BufferPool(MIB, 8192))
+            patch.setattr("limpet.buffers._pool", limpet.buffers.BufferPool(MIB, 8192))
             load_snapshot(open_in(store))
 
     load(recorded)
@@ -277,7 +277,7 @@ def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.Monk
 
 def test_boxes_that_are_assembled_in_memory_check_the_headers_too() -> None:
     store = MemoryStore()
-    original = holdfast.save(MemoryStore().at("x"), {"w": np.arange(640.0).reshape(20, 32)})
+    original = limpet.save(MemoryStore().at("x"), {"w": np.arange(640.0).reshape(20, 32)})
     write_resharded(reader_of(original), Location(store, "version_7"), split_columns(2), 2)
     files = files_of(store)
     for shard in open_in(store).manifest.shards:
@@ -291,22 +291,20 @@ def test_boxes_that_are_assembled_in_memory_check_the_headers_too() -> None:
 def test_only_own_shards_of_an_incremental_version_are_checked(tmp_path: Path) -> None:
     """Version 2 has its own data and refers to version 1; version 3 has no data of its own."""
     live = {"a": torch.arange(1 << 18), "b": torch.zeros(1 << 18)}
-    with holdfast.Checkpointer(
-        tmp_path, live, save=holdfast.EverySteps(1), incremental=True
-    ) as ckpt:
+    with limpet.Checkpointer(tmp_path, live, save=limpet.EverySteps(1), incremental=True) as ckpt:
         ckpt.step()
         live["b"] += 1
         ckpt.step()
         ckpt.step()
     shards = [next((tmp_path / f"version_{n}").glob("*.safetensors")) for n in (1, 2, 3)]
-    versions = [holdfast.open(tmp_path / f"version_{n}") for n in (1, 2, 3)]
+    versions = [limpet.open(tmp_path / f"version_{n}") for n in (1, 2, 3)]
     assert [len(v.bases) for v in versions] == [0, 1, 2]
 
     def refused() -> list[tuple[int, str]]:
         found = []
         for number in (1, 2, 3):
             try:
-                holdfast.load(tmp_path / f"version_{number}")
+                limpet.load(tmp_path / f"version_{number}")
             except DigestMismatch as error:
                 found.append((number, error.fields["file"].partition("/")[0]))
         return found

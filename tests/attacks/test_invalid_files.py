@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import DigestMismatch, FormatError, FormatTooNew, ManifestInvalid
-from holdfast.format.manifest import decode_manifest
-from holdfast.format.records import (
+import limpet
+from limpet.errors import DigestMismatch, FormatError, FormatTooNew, ManifestInvalid
+from limpet.format.manifest import decode_manifest
+from limpet.format.records import (
     decode_about_version,
     decode_branch,
     decode_lasting_pin,
@@ -349,11 +349,11 @@ def test_an_invalid_index_is_rejected(files: Files, name: str) -> None:
 def test_errors_name_file_and_leaf(files: Files) -> None:
     forged = store_of(forge(files, manifest=MANIFEST_EDITS["dtype-unknown"])).at(FOLDER)
     with pytest.raises(ManifestInvalid, match="'weight'") as e:
-        holdfast.open(forged)
+        limpet.open(forged)
     assert (e.value.file, e.value.leaf) == ("manifest.json", "weight")
     changed = forge(files, index=INDEX_EDITS["box-out"])
     with pytest.raises(ManifestInvalid, match="'weight'") as e:
-        holdfast.load(store_of(changed).at(FOLDER))
+        limpet.load(store_of(changed).at(FOLDER))
     assert (e.value.file, e.value.leaf) == (index_key(changed).partition("/")[2], "weight")
 
 
@@ -398,7 +398,7 @@ def check_all_decoders_reject(raw: bytes) -> None:
 
 def test_a_newer_format_is_reported(files: Files) -> None:
     raw = seal(sealed_content(files[manifest_key(files)]), format_number=4)
-    with pytest.raises(FormatTooNew, match="newer version of Holdfast"):
+    with pytest.raises(FormatTooNew, match="newer version of Limpet"):
         decode_manifest(raw, "manifest.json")
 
 
@@ -624,7 +624,7 @@ def test_a_wrong_size_allocates_no_memory(files: Files, name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):
-            holdfast.load(store)
+            limpet.load(store)
         assert tracemalloc.get_traced_memory()[1] < 2 << 20
     finally:
         tracemalloc.stop()
@@ -665,13 +665,13 @@ def test_wrong_sizes_in_a_limited_address_space(files: Files, tmp_path: Path) ->
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
     program = """
-import resource, sys, torch, holdfast
+import resource, sys, torch, limpet
 from pathlib import Path
-from holdfast.errors import FormatError
+from limpet.errors import FormatError
 now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30), now + (1 << 30)))
 for folder in sorted(Path(sys.argv[1]).iterdir()):
-    for use in (holdfast.load, lambda url: holdfast.open(url).verify()):
+    for use in (limpet.load, lambda url: limpet.open(url).verify()):
         try:
             report = use(str(folder / "version_7"))
             print(folder.name, "loaded" if isinstance(report, dict) else report.ok)
@@ -680,7 +680,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 """
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True, text=True, check=False, env={**os.environ, "HOLDFAST_THREADS": "1"},
+        capture_output=True, text=True, check=False, env={**os.environ, "LIMPET_THREADS": "1"},
     )  # fmt: skip
     lines = done.stdout.split("\n")
     assert done.returncode == 0, done.stderr
@@ -695,11 +695,11 @@ def test_a_million_keys_are_checked_in_bounded_memory(files: Files) -> None:
     store = store_of(valid).at(FOLDER)
     tracemalloc.start()
     try:
-        holdfast.open(store)
+        limpet.open(store)
         assert tracemalloc.get_traced_memory()[1] < 30 * size
     finally:
         tracemalloc.stop()
     many_values["last"] = {"tied": "nothing"}  # type: ignore[assignment]
     forged = forge(files, manifest=lambda m: tree_of(m).update(many_values={"dict": many_values}))
     with pytest.raises(ManifestInvalid, match="'many_values/last'"):
-        holdfast.open(store_of(forged).at(FOLDER))
+        limpet.open(store_of(forged).at(FOLDER))

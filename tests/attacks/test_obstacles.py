@@ -1,4 +1,4 @@
-"""Something else under the names that Holdfast writes: folders, links, FIFOs, files without access.
+"""Something else under the names that Limpet writes: folders, links, FIFOs, files without access.
 
 Every call ends soon. It succeeds, or raises an error that names what is in the way. It deletes and
 changes nothing of that, and works once it is gone.
@@ -15,25 +15,25 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.errors import AlreadyExists, HoldfastError, NotFound, StoreError
-from holdfast.format.names import Version
-from holdfast.run.lineage import MAX_SEARCHES
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.run.request_watcher import RequestWatcher
-from holdfast.run.run import Run
-from holdfast.run.save_request import put_request, request_and_wait
-from holdfast.run.writer_lock import WriterLock
-from holdfast.storage.checks import MAX_PUTS
-from holdfast.storage.local import files as local_files
-from holdfast.storage.local.os_calls import Fs
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Stat
+import limpet
+from limpet.errors import AlreadyExists, LimpetError, NotFound, StoreError
+from limpet.format.names import Version
+from limpet.run.lineage import MAX_SEARCHES
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.run.request_watcher import RequestWatcher
+from limpet.run.run import Run
+from limpet.run.save_request import put_request, request_and_wait
+from limpet.run.writer_lock import WriterLock
+from limpet.storage.checks import MAX_PUTS
+from limpet.storage.local import files as local_files
+from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Stat
 from tests.cli.invoke import run_cli
 from tests.trainings import initial_state, train, training
 
-pytestmark = pytest.mark.filterwarnings("ignore::holdfast.errors.SkippedVersion")
+pytestmark = pytest.mark.filterwarnings("ignore::limpet.errors.SkippedVersion")
 
 TIME_LIMIT = 20.0
 """Seconds for one call. A call takes milliseconds; the rest is for a busy machine."""
@@ -172,7 +172,7 @@ def call_resume_at(root: Path) -> None:
 def call_latest(root: Path) -> None:
     snapshot = Run(LocalStore(root)).latest()
     assert snapshot is not None
-    holdfast.load(snapshot.url, into=initial_state())
+    limpet.load(snapshot.url, into=initial_state())
 
 
 def call_pin(root: Path) -> None:
@@ -203,7 +203,7 @@ def call_request_save(root: Path) -> None:
         if watcher.pending_request is not None:
             request = watcher.accept()
             step = Run(store).listing().versions[-1].step + 1
-            holdfast.save(f"{root}/version_{step}", initial_state(), step=step)
+            limpet.save(f"{root}/version_{step}", initial_state(), step=step)
             watcher.mark_done(request)
 
     answer = request_and_wait(Run(store), 5.0, wait=wait, clock=lambda: now[0])
@@ -233,7 +233,7 @@ def call_copy_into(root: Path) -> None:
 def copy(source: Path, target: Path) -> None:
     result = run_cli("copy", source, target, "--json")
     if result.code:
-        raise HoldfastError(str(result.json.get("error") or result.json["damaged"]))
+        raise LimpetError(str(result.json.get("error") or result.json["damaged"]))
 
 
 def call_add_metrics(root: Path) -> None:
@@ -259,7 +259,7 @@ CALLS = [
 ]
 
 
-def limited(call: Callable[[Path], None], root: Path) -> HoldfastError | None:
+def limited(call: Callable[[Path], None], root: Path) -> LimpetError | None:
     """Run a call on a thread, and return its error. It ends within the limit."""
     errors: list[BaseException] = []
 
@@ -275,7 +275,7 @@ def limited(call: Callable[[Path], None], root: Path) -> HoldfastError | None:
     assert not thread.is_alive(), "the call does not end"
     if not errors:
         return None
-    if not isinstance(errors[0], HoldfastError):
+    if not isinstance(errors[0], LimpetError):
         raise errors[0]
     return errors[0]
 
@@ -311,7 +311,7 @@ def test_what_is_in_the_way_is_named_and_kept(
     template: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     monkeypatch.setattr(local_files, "Fs", UnreadableFs)
-    monkeypatch.setattr("holdfast.engine.snapshot.reader.MAX_MANIFEST", MAX_FILE)
+    monkeypatch.setattr("limpet.engine.snapshot.reader.MAX_MANIFEST", MAX_FILE)
     problems = []
     for call in CALLS:
         cell = template.parent / call.__name__ / "cell"
@@ -398,9 +398,9 @@ def test_the_tries_to_create_a_file_are_bounded(put: Callable[[MemoryStore], obj
     assert caught.value.key == store.puts[-1]
 
 
-def opened() -> holdfast.Snapshot:
+def opened() -> limpet.Snapshot:
     store = MemoryStore()
-    return holdfast.save(store.at("version_1"), initial_state(), step=1)
+    return limpet.save(store.at("version_1"), initial_state(), step=1)
 
 
 class OutdatedStore(MemoryStore):

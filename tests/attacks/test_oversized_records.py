@@ -7,19 +7,19 @@ import warnings
 
 import pytest
 
-from holdfast import events
-from holdfast.engine.snapshot.pins import REMOTE_PIN_TTL
-from holdfast.errors import ManifestInvalid, SkippedVersion
-from holdfast.format.names import Version
-from holdfast.format.records import MAX_RECORD
-from holdfast.run import catalog
-from holdfast.run.catalog import Catalog
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.run.request_watcher import RequestWatcher
-from holdfast.run.run import Run
-from holdfast.run.save_request import put_request, read_request
-from holdfast.run.writer_lock import WriterLock
-from holdfast.storage.memory import MemoryStore
+from limpet import events
+from limpet.engine.snapshot.pins import REMOTE_PIN_TTL
+from limpet.errors import ManifestInvalid, SkippedVersion
+from limpet.format.names import Version
+from limpet.format.records import MAX_RECORD
+from limpet.run import catalog
+from limpet.run.catalog import Catalog
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.run.request_watcher import RequestWatcher
+from limpet.run.run import Run
+from limpet.run.save_request import put_request, read_request
+from limpet.run.writer_lock import WriterLock
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli
 from tests.trainings import train, trained_run, training
 
@@ -101,7 +101,7 @@ def test_a_request_is_answered_and_removed(store: MemoryStore) -> None:
 def test_a_manifest_is_skipped_and_protects_what_it_names(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.engine.snapshot.reader.MAX_MANIFEST", MAX_RECORD)
+    monkeypatch.setattr("limpet.engine.snapshot.reader.MAX_MANIFEST", MAX_RECORD)
     monkeypatch.setattr(catalog, "_PART", 1000)
     for offset in range(990, 1011):  # a name in and around the end of the first part
         store.delete("version_3/manifest.json")

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.buffers import shared_pool
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.errors import FormatError, ManifestInvalid, StoreError
-from holdfast.format.index import decode_index
-from holdfast.format.manifest import ShardReference, decode_manifest
-from holdfast.format.names import Version
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.buffers import shared_pool
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.errors import FormatError, ManifestInvalid, StoreError
+from limpet.format.index import decode_index
+from limpet.format.manifest import ShardReference, decode_manifest
+from limpet.format.names import Version
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests import forging
 from tests.attacks.test_fuzz import change
 from tests.attacks.test_invalid_files import WRONG_VALUES
@@ -63,8 +63,8 @@ def files() -> Files:
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
         for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-            patch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", 1024)
-        patch.setattr("holdfast.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
+            patch.setattr(f"limpet.engine.{module}.BLOCK_SIZE", 1024)
+        patch.setattr("limpet.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
         last = None
         for step in range(3):
             current_state = state(step)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.run.run import Run
+from limpet.run.run import Run
 from tests.chaos.cluster import Cluster
 from tests.chaos.ranks import Ranks, wait_until
 from tests.chaos.report import (
@@ -107,7 +107,7 @@ def main() -> int:
     kinds = {"same": [False], "other": [True], "both": [False, True]}[options.ranks]
     failures = []
     for changes_size in kinds:
-        folder = Path(tempfile.mkdtemp(prefix="holdfast-chaos-"))
+        folder = Path(tempfile.mkdtemp(prefix="limpet-chaos-"))
         seconds = options.seconds / len(kinds)
         found = run_chaos(
             console, folder, options.seed,

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from holdfast.preemption.notice import NoticeSource
-from holdfast.preemption.notices.azure import AzureNotice
-from holdfast.preemption.notices.kubernetes import KubernetesNotice
+from limpet.preemption.notice import NoticeSource
+from limpet.preemption.notices.azure import AzureNotice
+from limpet.preemption.notices.kubernetes import KubernetesNotice
 from tests.preemption.metadata_servers import AwsServer, AzureServer, GcpServer, KubernetesServer
 
 AWS, GCP, AZURE, POD = CLOUDS = ("AWS", "Google Cloud", "Azure", "Kubernetes")

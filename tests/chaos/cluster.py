@@ -37,7 +37,7 @@ class Cluster:
         disk.mkdir(parents=True)
         folders = [disk]
         for host in "ab":
-            memory = tempfile.mkdtemp(prefix=f"holdfast-chaos-{host}-", dir="/dev/shm")
+            memory = tempfile.mkdtemp(prefix=f"limpet-chaos-{host}-", dir="/dev/shm")
             self.closing.callback(shutil.rmtree, memory, ignore_errors=True)
             self.memory[host] = memory
             self.disks[host] = str(self.folder / f"nvme-{host}")
@@ -53,7 +53,7 @@ class Cluster:
 
     def _mount(self, folder: Path) -> bool:
         """Mount a file system of its own, which can be filled. Return False if that is refused."""
-        options = ["-o", f"size={DISK_BYTES}", "holdfast-chaos", str(folder)]
+        options = ["-o", f"size={DISK_BYTES}", "limpet-chaos", str(folder)]
         command = ["mount", "-t", "tmpfs", *options]
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode == 0:

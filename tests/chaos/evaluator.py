@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.cli.exit_codes import EVALUATION_FAILED, OTHER, STORE_FAILED
-from holdfast.format.names import Version
-from holdfast.run.run import Run
+import limpet
+from limpet.cli.exit_codes import EVALUATION_FAILED, OTHER, STORE_FAILED
+from limpet.format.names import Version
+from limpet.run.run import Run
 from tests.chaos.ranks import wait_until
 from tests.chaos.training import Waves
 
@@ -55,7 +55,7 @@ def evaluate(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 def score_alone(url: str) -> float:
     """Return the score of a version from one pass over all samples in this process."""
-    model = setup(holdfast.load(url, keys="model/**")).eval()
+    model = setup(limpet.load(url, keys="model/**")).eval()
     data = Waves()
     samples = torch.stack([data[index][1] for index in range(len(data))])
     with torch.no_grad():
@@ -64,7 +64,7 @@ def score_alone(url: str) -> float:
 
 
 class Evaluator:
-    """``holdfast evaluate`` with one worker, started again whenever it has ended.
+    """``limpet evaluate`` with one worker, started again whenever it has ended.
 
     ``can_fail``: whether an event has filled the disk of the run. Then, the evaluator may have
     ended with an error, as one does whose lease was taken over while it was stopped.
@@ -79,7 +79,7 @@ class Evaluator:
 
     def _start(self) -> subprocess.Popen[bytes]:
         module = "tests.chaos.evaluator"
-        command = [sys.executable, "-m", "holdfast", "evaluate"]
+        command = [sys.executable, "-m", "limpet", "evaluate"]
         command += [self.run, "--with", module]
         command += ["--data", f"{module}:Waves", "--keys", "model/**", "--workers", "1", "--follow"]
         command += ["--name", NAME, "--throttle", THROTTLE, "--metric", METRIC, "--mode", "min"]

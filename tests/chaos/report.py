@@ -9,8 +9,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-import holdfast
-from holdfast.run.run import Run
+import limpet
+from limpet.run.run import Run
 from tests.chaos.ranks import Ranks
 from tests.chaos.row import INTERRUPTED, Row
 from tests.chaos.supervisor import Supervisor
@@ -60,7 +60,7 @@ def compare_states(disturbed: str, undisturbed: str, tolerance: float) -> tuple[
         newest = Run(url).latest()
         if newest is None:
             return [f"{url} has no version"], 0.0
-        states.append(dict(_leaves(holdfast.load(newest.url), "")))
+        states.append(dict(_leaves(limpet.load(newest.url), "")))
     one, other = ({k: v for k, v in s.items() if not tolerance or k[:4] != "/rng"} for s in states)
     if one.keys() != other.keys():
         return [f"the states have other keys: {sorted(one.keys() ^ other.keys())[:5]}"], 0.0

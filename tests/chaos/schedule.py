@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from holdfast.preemption.exit_status import FAILED, SAVED, UNSAVED
+from limpet.preemption.exit_status import FAILED, SAVED, UNSAVED
 
 
 class Kind(StrEnum):
@@ -59,7 +59,7 @@ EXPECTED_CODES: dict[Kind, set[int]] = {
 class Event:
     """One event. ``steps``: how many steps after the resume it happens. ``draw``: what it hits.
 
-    ``flush``: whether the newest state in memory is saved to the run afterward, as ``holdfast run``
+    ``flush``: whether the newest state in memory is saved to the run afterward, as ``limpet run``
     does. ``size``: the number of ranks of the next start. ``has_launcher_store``: whether the
     launcher then hosts the job's store, as torchrun does, or rank 0.
     """

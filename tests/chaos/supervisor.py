@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from holdfast.deadline import Deadline
-from holdfast.errors import DeadlinePassed, HoldfastError
-from holdfast.preemption.exit_status import SAVED
-from holdfast.run.run import Run
-from holdfast.tiers.flush import MemoryRecord, flush_states
+from limpet.deadline import Deadline
+from limpet.errors import DeadlinePassed, LimpetError
+from limpet.preemption.exit_status import SAVED
+from limpet.run.run import Run
+from limpet.tiers.flush import MemoryRecord, flush_states
 from tests.chaos.cluster import HOSTS, Cluster, flip_bit
 from tests.chaos.disturbance import LEAVE_SECONDS, STEP_SECONDS, Disturbance
 from tests.chaos.evaluator import Evaluator
@@ -235,7 +235,7 @@ class Supervisor:
                 )
 
     def _flush(self, event: Event) -> str:
-        """Save the newest state in memory to the run, as the ``holdfast run`` of each host does."""
+        """Save the newest state in memory to the run, as the ``limpet run`` of each host does."""
 
         def flush(host: str) -> str:
             found = []
@@ -244,12 +244,12 @@ class Supervisor:
             records = [
                 MemoryRecord(str(folder), run.url, saves_all)
                 for tier, saves_all in tiers
-                for folder in [*Path(tier).glob("holdfast-*/*")][:1]
+                for folder in [*Path(tier).glob("limpet-*/*")][:1]
             ]
             deadline = Deadline.after(10.0, "the save of the newest state in memory")
             try:
                 results = [*flush_states(records, run, deadline)]
-            except HoldfastError as e:
+            except LimpetError as e:
                 results = [e]
             for result in results:
                 is_error = isinstance(result, Exception)

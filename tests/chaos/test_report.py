@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.run.policy import EverySteps
+import limpet
+from limpet.run.policy import EverySteps
 from tests.chaos.ranks import Ranks
 from tests.chaos.report import compare_samples, compare_states, executed_samples
 from tests.chaos.schedule import NEEDS_ROOT, SIZES, Kind, make_schedule
@@ -72,7 +72,7 @@ def test_a_repeated_a_missing_and_a_torn_step_are_found(tmp_path: Path) -> None:
 
 def save_state(url: Path, **changes: Any) -> str:
     state = {"model": np.arange(4.0), "rng": 1, "step": 5, **changes}
-    with holdfast.Checkpointer(str(url), state, save=EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(str(url), state, save=EverySteps(1)) as ckpt:
         ckpt.step()
     return str(url)
 

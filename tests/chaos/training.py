@@ -28,12 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast
-from holdfast.errors import Preempted
-from holdfast.preemption.notice import NoticeSource
-from holdfast.preemption.notices.platform import detect
-from holdfast.preemption.signals import SignalNotice
-from holdfast.run.policy import EverySteps, KeepLast
+import limpet
+from limpet.errors import Preempted
+from limpet.preemption.notice import NoticeSource
+from limpet.preemption.notices.platform import detect
+from limpet.preemption.signals import SignalNotice
+from limpet.run.policy import EverySteps, KeepLast
 from tests.chaos import clouds
 
 BATCH = 12
@@ -114,7 +114,7 @@ class Trace:
         os.write(self._log, f"{json.dumps(entry)}\n".encode())
 
     def sink(self, name: str, fields: dict[str, Any]) -> None:
-        """Write down an event of Holdfast."""
+        """Write down an event of Limpet."""
         self.log(f"event {name}", **{k: v for k, v in fields.items() if k not in ("name", "at")})
 
     def step(self, step: int, indices: torch.Tensor) -> None:
@@ -157,27 +157,27 @@ def train(start: Start, rank: int, trace: Trace) -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1000 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     dataset = Waves()
-    sampler = holdfast.ElasticSampler(len(dataset), batch_size=BATCH, seed=3, drop_last=True)
+    sampler = limpet.ElasticSampler(len(dataset), batch_size=BATCH, seed=3, drop_last=True)
     loader = DataLoader(dataset, batch_sampler=sampler)
     state = {
         "model": model,
         "optimizer": optimizer,
         "progress": progress,
         "sampler": sampler,
-        "rng": holdfast.RNG(),
+        "rng": limpet.RNG(),
     }
-    tiers: list[holdfast.MemoryTier | holdfast.LocalTier] = []
+    tiers: list[limpet.MemoryTier | limpet.LocalTier] = []
     if start.memory:
-        memory = holdfast.MemoryTier(every=EverySteps(CAPTURE_EVERY), path=start.memory[rank])
-        tiers = [memory, holdfast.LocalTier(start.disks[rank])]
+        memory = limpet.MemoryTier(every=EverySteps(CAPTURE_EVERY), path=start.memory[rank])
+        tiers = [memory, limpet.LocalTier(start.disks[rank])]
     notices: list[NoticeSource] = [SignalNotice(), *detect()]
     if start.metadata and os.environ["LOCAL_RANK"] == "0":
         account = Path(start.folder, f"account-{rank}")
         notices += clouds.other_sources(start.metadata[rank], account)
-    save, preemption = EverySteps(start.save_every), holdfast.Preemption(notices=notices)
-    with holdfast.Checkpointer(
+    save, preemption = EverySteps(start.save_every), limpet.Preemption(notices=notices)
+    with limpet.Checkpointer(
         start.run, state, save=save, keep=KeepLast(3), tiers=tiers, preemption=preemption
     ) as ckpt:
         trace.log("resuming")
@@ -213,13 +213,13 @@ def run_rank(start: Start, rank: int) -> None:
              start.memory[rank]].index(rank)  # fmt: skip
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(start.size), LOCAL_RANK=str(local), GLOO_SOCKET_IFNAME="lo",
-        HOLDFAST_THREADS="2",
+        LIMPET_THREADS="2",
     )  # fmt: skip
     if start.metadata:
         os.environ.update(clouds.variables(start.metadata[rank]))
     torch.set_num_threads(1)
     with ExitStack() as stack:
-        stack.enter_context(holdfast.attach(trace.sink))
+        stack.enter_context(limpet.attach(trace.sink))
         try:
             join(start, rank)
             trace.log("joined")

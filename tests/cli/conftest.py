@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 from tests.cli.invoke import make_run
 
 _store_numbers = itertools.count()

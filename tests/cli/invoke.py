@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from click.testing import CliRunner
 
-from holdfast.cli import cli
-from holdfast.run.policy import EverySteps
-from holdfast.storage.memory import MemoryStore
+from limpet.cli import cli
+from limpet.run.policy import EverySteps
+from limpet.storage.memory import MemoryStore
 from tests.trainings import train, training
 
 

@@ -1,4 +1,4 @@
-"""Start ``holdfast run`` as a process, and wait for what it and its commands do."""
+"""Start ``limpet run`` as a process, and wait for what it and its commands do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.preemption.process_tree import read_process
+from limpet.preemption.process_tree import read_process
 from tests.cli.invoke import CommandResult
 
-RUN = [sys.executable, "-m", "holdfast", "run"]
+RUN = [sys.executable, "-m", "limpet", "run"]
 LIMIT = 60.0
 """Seconds after which a test fails that waits for something."""
 
@@ -44,7 +44,7 @@ def run_to_end(
     prefix: Sequence[str] = (),
     **options: Any,
 ) -> CommandResult:
-    """Run ``holdfast run`` until it ends. ``prefix`` is a command before it."""
+    """Run ``limpet run`` until it ends. ``prefix`` is a command before it."""
     done = subprocess.run(
         [*prefix, *RUN, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT,
         env={**os.environ, **(environment or {})}, **options,
@@ -56,7 +56,7 @@ def run_to_end(
 def started(
     *arguments: str | Path, prefix: Sequence[str] = (), **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start ``holdfast run`` with these arguments. It is killed if the test fails."""
+    """Start ``limpet run`` with these arguments. It is killed if the test fails."""
     options = {"stdout": subprocess.PIPE, **options}
     process = subprocess.Popen(
         [*prefix, *RUN, *arguments], stderr=subprocess.PIPE, text=True, **options
@@ -75,7 +75,7 @@ def started(
 
 
 def finish(process: subprocess.Popen[str]) -> CommandResult:
-    """Wait for the end of a started ``holdfast run``."""
+    """Wait for the end of a started ``limpet run``."""
     out, err = process.communicate(timeout=LIMIT)
     return CommandResult(process.returncode, out, err)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import holdfast
-from holdfast.errors import HoldfastError
-from holdfast.integrations.dcp.reading import StorageReader
+import limpet
+from limpet.errors import LimpetError
+from limpet.integrations.dcp.reading import StorageReader
 from tests.cli.invoke import run_cli
 
 # the address, and the version
@@ -33,9 +33,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for at, losses in ((None, {1: 0.1, 2: 0.2, 3: 0.3}), (2, {3: 0.4})):
         state = {"x": torch.zeros(4)}
-        keep = holdfast.KeepLast(9) | holdfast.KeepBest(1, "loss")
-        options: dict[str, Any] = {"save": holdfast.EverySteps(1), "keep": keep}
-        with holdfast.Checkpointer("runs/a", state, **options) as ckpt:
+        keep = limpet.KeepLast(9) | limpet.KeepBest(1, "loss")
+        options: dict[str, Any] = {"save": limpet.EverySteps(1), "keep": keep}
+        with limpet.Checkpointer("runs/a", state, **options) as ckpt:
             ckpt.resume(at=at)
             for loss in losses.values():
                 state["x"] += loss
@@ -44,26 +44,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def values(version: str) -> Any:
-    return holdfast.load(f"runs/a/{version}")["x"]
+    return limpet.load(f"runs/a/{version}")["x"]
 
 
 def by_open(address: str) -> Any:
-    return holdfast.open(address)["x"].read()
+    return limpet.open(address)["x"].read()
 
 
 def by_load(address: str) -> Any:
-    return holdfast.load(address)["x"]
+    return limpet.load(address)["x"]
 
 
 def by_load_into(address: str) -> Any:
     state = {"x": torch.zeros(4)}
-    holdfast.load(address, into=state)
+    limpet.load(address, into=state)
     return state["x"]
 
 
 def by_resume_start(address: str) -> Any:
     state = {"x": torch.zeros(4)}
-    with holdfast.Checkpointer("runs/b", state, save=holdfast.Never()) as ckpt:
+    with limpet.Checkpointer("runs/b", state, save=limpet.Never()) as ckpt:
         ckpt.resume(start=address)
     return state["x"]
 
@@ -75,12 +75,12 @@ def by_dcp(address: str) -> Any:
 
 
 def by_export(address: str) -> Any:
-    holdfast.export(address, "out.pt", to="torch")
+    limpet.export(address, "out.pt", to="torch")
     return torch.load("out.pt", weights_only=True)["x"]
 
 
 def by_path(address: str) -> Any:
-    return holdfast.open(Path(address))["x"].read()
+    return limpet.open(Path(address))["x"].read()
 
 
 PYTHON = [by_open, by_load, by_load_into, by_resume_start, by_dcp, by_export, by_path]
@@ -116,7 +116,7 @@ def test_every_command_takes_an_address(verb: str, address: str, version: str) -
     if verb in ("show", "export"):
         assert result.json["snapshot"].endswith(f"runs/a/{version}")
     if verb in ("copy", "reshard"):
-        assert torch.equal(holdfast.load(f"out/{version}")["x"], values(version))
+        assert torch.equal(limpet.load(f"out/{version}")["x"], values(version))
     if verb == "export":
         assert torch.equal(torch.load("out.pt", weights_only=True)["x"], values(version))
 
@@ -128,9 +128,9 @@ def test_the_commands_that_take_a_step_take_what_follows_the_sign(
 ) -> None:
     pinned = run_cli("pin", "runs/a", address[1:], "--json")
     assert pinned.json["version"] == version
-    assert [str(v) for v in holdfast.Run("runs/a").pins()] == [version]
+    assert [str(v) for v in limpet.Run("runs/a").pins()] == [version]
     assert run_cli("pin", "runs/a", address[1:], "--remove").code == 0
-    assert holdfast.Run("runs/a").pins() == []
+    assert limpet.Run("runs/a").pins() == []
     attested = run_cli("attest", "runs/a", address[1:], "--ok", "--by", "me", "--json")
     assert attested.json["versions"] == [version]
 
@@ -145,7 +145,7 @@ def test_the_commands_that_take_a_step_take_the_version_itself(
 ) -> None:
     version = form.format(*([folder] * (form.count("{}") - 1)), step)
     assert run_cli("pin", version, "--json").json["version"] == f"version_{step}"
-    assert [str(v) for v in holdfast.Run("runs/a").pins()] == [f"version_{step}"]
+    assert [str(v) for v in limpet.Run("runs/a").pins()] == [f"version_{step}"]
     assert run_cli("pin", version, "--remove").out == f"version_{step} is no longer pinned\n"
     attested = run_cli("attest", version, "--not-ok", "--by", "me", "--json")
     assert attested.json["versions"] == [f"version_{step}"]
@@ -166,8 +166,8 @@ def test_pin_and_attest_take_names_and_rm_does_not(folder: Path, address: str) -
     for words in ([f"runs/a{address}"], ["runs/a", address[1:]], ["runs/a@2", f"runs/a{address}"]):
         result = run_cli("rm", *words)
         assert result.code == 2
-        assert f"`holdfast show runs/a{address}`, and write its step" in result.err
-    assert len(holdfast.Run("runs/a").listing().versions) == 4
+        assert f"`limpet show runs/a{address}`, and write its step" in result.err
+    assert len(limpet.Run("runs/a").listing().versions) == 4
 
 
 def test_several_versions_of_one_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_a_run_in_a_folder_with_the_name_of_a_version(folder: Path) -> None:
 def test_pin_takes_one_version() -> None:
     for words in (["runs/a", "1", "2"], ["runs/a@1", "runs/a@2"]):
         assert run_cli("pin", *words).code == 2
-    assert holdfast.Run("runs/a").pins() == []
+    assert limpet.Run("runs/a").pins() == []
 
 
 @pytest.mark.parametrize("verb", [["rm"], ["pin"], ["pin", "--remove"], ["attest", "--ok"]])
@@ -218,16 +218,16 @@ def test_what_names_no_version(verb: list[str], words: str, code: int, message: 
     result = run_cli(*verb, *by, *words.split())
     assert (result.code, result.err.count("\n")) == (code, 1)
     assert message.replace("VERB", verb[0]) in result.err
-    run = holdfast.Run("runs/a")
+    run = limpet.Run("runs/a")
     assert (len(run.listing().versions), run.pins()) == (4, [])
 
 
 @pytest.mark.usefixtures("folder")
 def test_the_methods_of_a_run_take_an_opened_address() -> None:
-    run, best = holdfast.Run("runs/a"), holdfast.open("runs/a@best")
+    run, best = limpet.Run("runs/a"), limpet.open("runs/a@best")
     assert run.metrics(best) == {"loss": 0.1}
     run.add_metrics(best, {"val": 1.0})
     run.evaluations(best)
-    with pytest.raises(HoldfastError, match="newest intact version"):
-        run.delete(holdfast.open("runs/a@latest"))
+    with pytest.raises(LimpetError, match="newest intact version"):
+        run.delete(limpet.open("runs/a@latest"))
     assert run.delete(best) > 0

@@ -1,4 +1,4 @@
-"""``holdfast attest``, and what other commands show of verdicts."""
+"""``limpet attest``, and what other commands show of verdicts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.errors import NoSnapshot
-from holdfast.format.names import Version
-from holdfast.format.records import InexactEvaluation
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import NoSnapshot
+from limpet.format.names import Version
+from limpet.format.records import InexactEvaluation
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of
 
@@ -185,7 +185,7 @@ def test_show_mentions_inexact_evaluations(store: MemoryStore) -> None:
 
 
 def test_a_snapshot_outside_of_a_run_has_no_verdicts(tmp_path: Path) -> None:
-    holdfast.save(str(tmp_path / "model"), {"x": 1})
+    limpet.save(str(tmp_path / "model"), {"x": 1})
     assert run_cli("show", tmp_path / "model", "--json").json["verdicts"] == []
     assert run_cli("verify", tmp_path / "model").code == 0
 

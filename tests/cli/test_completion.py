@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.cli import VERBS, completion
+import limpet
+from limpet.cli import VERBS, completion
 from tests.cli.invoke import run_cli
 
-HOLDFAST = Path(sys.executable).with_name("holdfast")
+LIMPET = Path(sys.executable).with_name("limpet")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
 
 
@@ -26,11 +26,11 @@ def complete(shell: str, *words: str) -> list[list[str]]:
     """Return what the shell is told: type and value of each completion."""
     env = {
         **os.environ,
-        "_HOLDFAST_COMPLETE": f"{shell}_complete",
-        "COMP_WORDS": " ".join(["holdfast", *words]),
+        "_LIMPET_COMPLETE": f"{shell}_complete",
+        "COMP_WORDS": " ".join(["limpet", *words]),
         "COMP_CWORD": words[-1] if shell == "fish" else str(len(words)),
     }
-    done = subprocess.run([HOLDFAST], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run([LIMPET], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     if shell == "zsh":
         lines = done.stdout.splitlines()
@@ -63,7 +63,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make the run ``runs/a`` with versions 5, 50, and 120, and an uncommitted save of step 51."""
     monkeypatch.chdir(tmp_path)
     for step in (5, 50, 120):
-        holdfast.save(f"runs/a/version_{step}", {"n": step})
+        limpet.save(f"runs/a/version_{step}", {"n": step})
     Path("runs/a/version_51").mkdir()
     return tmp_path
 
@@ -93,7 +93,7 @@ def test_the_steps_of_a_local_run_are_completed() -> None:
         ["ls", "runs/a@"],
     ):
         assert complete("zsh", *words) == [["file", words[-1]]]
-    holdfast.save("runs/a/version_5.1", {"n": 5}, step=5)  # @5 may be 5.0 or 5.1
+    limpet.save("runs/a/version_5.1", {"n": 5}, step=5)  # @5 may be 5.0 or 5.1
     assert complete("zsh", "show", "runs/a@5") == plain("runs/a@5.0", "runs/a@5.1", "runs/a@50.0")
 
 
@@ -115,9 +115,9 @@ def test_a_folder_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mon
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 def test_what_a_user_types_into_bash(run_folder: Path) -> None:
     typed = (
-        f'PATH={HOLDFAST.parent}:$PATH; eval "$(_HOLDFAST_COMPLETE=bash_source holdfast)"\n'
-        "holdfast show runs/a@12\t --json > shown\n"
-        "holdfast pin runs/a 12\t > pinned\n"
+        f'PATH={LIMPET.parent}:$PATH; eval "$(_LIMPET_COMPLETE=bash_source limpet)"\n'
+        "limpet show runs/a@12\t --json > shown\n"
+        "limpet pin runs/a 12\t > pinned\n"
         "exit\n"
     )
     keyboard, terminal = os.openpty()
@@ -140,18 +140,18 @@ def test_what_a_user_types_into_bash(run_folder: Path) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_line_in_the_document_works(shell: str, tmp_path: Path) -> None:
     line = re.search(
-        rf"^.*_HOLDFAST_COMPLETE={shell}_source.*?(?=  +#)", DOCUMENT.read_text(), re.MULTILINE
+        rf"^.*_LIMPET_COMPLETE={shell}_source.*?(?=  +#)", DOCUMENT.read_text(), re.MULTILINE
     )
     assert line is not None
-    env = {**os.environ, "PATH": f"{HOLDFAST.parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{LIMPET.parent}:{os.environ['PATH']}"}
     source = subprocess.run(
-        [HOLDFAST], env={**env, "_HOLDFAST_COMPLETE": f"{shell}_source"}, capture_output=True,
+        [LIMPET], env={**env, "_LIMPET_COMPLETE": f"{shell}_source"}, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
-    assert "_holdfast_completion" in source.stdout
+    assert "_limpet_completion" in source.stdout
     if shell != "bash" or shutil.which("bash") is None:
         return  # the protocol is tested above
-    script = f"{line[0]}\nCOMP_WORDS=(holdfast sh) COMP_CWORD=1\n_holdfast_completion holdfast\n"
+    script = f"{line[0]}\nCOMP_WORDS=(limpet sh) COMP_CWORD=1\n_limpet_completion limpet\n"
     script += 'echo "${COMPREPLY[@]}"\n'
     done = subprocess.run(
         ["bash", "-c", script], env=env, capture_output=True, text=True, check=False
@@ -188,7 +188,7 @@ def test_json_without_a_command_is_a_mistake() -> None:
 
 def test_show_respects_depth_in_json(tmp_path: Path) -> None:
     state = {"model": {"fc": {"w": np.zeros(4), "n": 1}, "b": np.zeros(2)}, "step": 7}
-    holdfast.save(tmp_path / "version_1", state, step=1)
+    limpet.save(tmp_path / "version_1", state, step=1)
 
     def shown(*options: object) -> tuple[list[str], list[str], list[object]]:
         document = run_cli("show", tmp_path / "version_1", "--json", *options).json

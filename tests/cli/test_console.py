@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from rich.console import Console
 
-from holdfast.cli import console
+from limpet.cli import console
 
 
 class Terminal(io.StringIO):

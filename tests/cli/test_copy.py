@@ -1,4 +1,4 @@
-"""``holdfast copy``."""
+"""``limpet copy``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from weakref import WeakSet
 import numpy as np
 import pytest
 
-import holdfast as hf
-from holdfast.cli.verbs.copy import CopyResult, _copy_run
-from holdfast.cli.verbs.ls import list_versions
-from holdfast.cli.verbs.verify import _verify_run
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.errors import AlreadyExists, CommitError, FormatTooNew, NotFound
-from holdfast.format.names import MANIFEST, Version
-from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
-from holdfast.storage.store import Store
+import limpet as hf
+from limpet.cli.verbs.copy import CopyResult, _copy_run
+from limpet.cli.verbs.ls import list_versions
+from limpet.cli.verbs.verify import _verify_run
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import AlreadyExists, CommitError, FormatTooNew, NotFound
+from limpet.format.names import MANIFEST, Version
+from limpet.run.policy import EverySteps, KeepEvery, KeepLast
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
+from limpet.storage.store import Store
 from tests.cli.invoke import make_run, run_cli, train_branch
 from tests.engine.unreliable_stores import HookedStore
 from tests.interleaving import Actor, count_calls, run_interleaved
@@ -568,7 +568,7 @@ def test_two_concurrent_copies_of_a_run_both_succeed(incremental: bool) -> None:
 def test_two_copies_of_a_run_that_interrupt_each_other_both_succeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     run = hf.Run(MemoryStore())
     for step in (1, 2):
         hf.save(run.store.at(f"version_{step}"), {"x": np.arange(3000), "n": step}, step=step)
@@ -650,7 +650,7 @@ def test_a_copy_of_a_later_format_is_not_called_damaged(
     assert result.code == 8
     assert "a snapshot of a later format" in result.err
     assert "damaged" not in result.err
-    assert "Copy with a newer Holdfast" in result.err
+    assert "Copy with a newer Limpet" in result.err
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])

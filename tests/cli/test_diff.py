@@ -1,4 +1,4 @@
-"""``holdfast diff``."""
+"""``limpet diff``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast as hf
-from holdfast.storage.memory import MemoryStore
+import limpet as hf
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import CommandResult, run_cli
 from tests.trainings import flip_bit, shard_of
 

@@ -1,4 +1,4 @@
-"""``holdfast evaluate``."""
+"""``limpet evaluate``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast import events
-from holdfast.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, USAGE
-from holdfast.cli.verbs import evaluate as verb
-from holdfast.run.evaluations.lease import list_leases
-from holdfast.run.run import Run
+import limpet
+from limpet import events
+from limpet.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, USAGE
+from limpet.cli.verbs import evaluate as verb
+from limpet.run.evaluations.lease import list_leases
+from limpet.run.run import Run
 
 SCORING = """
 import time
@@ -54,11 +54,11 @@ def folder(tmp_path: Path) -> Path:
 def save(folder: Path, step: int) -> None:
     torch.manual_seed(step)
     state = {"model": torch.nn.Linear(4, 2)}
-    holdfast.save(folder / "run" / f"version_{step}", state, step=step)
+    limpet.save(folder / "run" / f"version_{step}", state, step=step)
 
 
 def command(*more: str, module: str = "scoring") -> list[str]:
-    own = [sys.executable, "-m", "holdfast", "evaluate", "run", "--with", module]
+    own = [sys.executable, "-m", "limpet", "evaluate", "run", "--with", module]
     return [*own, "--data", f"{module}:dataset", "--keys", "model/**", "--workers", "1", *more]
 
 
@@ -85,12 +85,12 @@ def test_all_versions_are_evaluated_and_the_objective_is_recorded(folder: Path) 
 
 TRAINING = """
 import torch
-import holdfast
+import limpet
 
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-state = {"model": model, "optimizer": optimizer, "progress": holdfast.Progress()}
-with holdfast.Checkpointer("run", state, save=holdfast.EverySteps(5), quiet=True) as ckpt:
+state = {"model": model, "optimizer": optimizer, "progress": limpet.Progress()}
+with limpet.Checkpointer("run", state, save=limpet.EverySteps(5), quiet=True) as ckpt:
     for epoch in range(2):
         for _ in range(5):
             model(torch.ones(1, 4)).square().sum().backward()
@@ -178,8 +178,8 @@ def test_a_command_that_waits_for_a_run_says_so(folder: Path) -> None:
     own.send_signal(signal.SIGINT)
     own.wait(30)
     lines = (folder / "errors").read_text().splitlines()
-    waiting = "holdfast: waiting for a new version of run (Ctrl-C stops it)"
-    assert lines == [waiting, "holdfast: interrupted"]
+    waiting = "limpet: waiting for a new version of run (Ctrl-C stops it)"
+    assert lines == [waiting, "limpet: interrupted"]
 
 
 def test_bad_input_is_one_line(folder: Path) -> None:
@@ -242,7 +242,7 @@ def test_an_interrupt_ends_it_and_its_lease(folder: Path) -> None:
     own.send_signal(signal.SIGINT)
     _, errors = own.communicate(timeout=30)
     assert own.returncode == 130
-    assert errors.splitlines() == ["holdfast: interrupted"]
+    assert errors.splitlines() == ["limpet: interrupted"]
     assert list_leases(store) == []
 
 
@@ -286,6 +286,6 @@ def test_an_evaluation_that_takes_long_is_named_on_a_terminal(
         events.emit("evaluation_ended", url="run/version_5", evaluation="e")
         monkeypatch.setattr(verb, "_LONG_SECONDS", 60.0)
         events.emit("evaluation_started", url="run/version_6", evaluation="e")
-    assert printed == ("holdfast: evaluating run/version_5\n" if is_terminal else "")
+    assert printed == ("limpet: evaluating run/version_5\n" if is_terminal else "")
     timers = [t for t in threading.enumerate() if isinstance(t, threading.Timer)]
     assert all(timer.finished.is_set() for timer in timers), "cancelled"

@@ -1,4 +1,4 @@
-"""``holdfast export``."""
+"""``limpet export``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from click import BadParameter
 from safetensors.numpy import load_file
 
-import holdfast as hf
-from holdfast.cli.verbs.export import parse_size
+import limpet as hf
+from limpet.cli.verbs.export import parse_size
 from tests.cli.invoke import CommandResult, run_cli
 from tests.trainings import flip_bit, shard_of
 
@@ -136,7 +136,7 @@ def test_damage_exits_with_3_and_leaves_no_file(folder: Path) -> None:
     flip_bit(store, shard_of(store, "version_1"))
     for kind in ("safetensors", "hf", "torch"):
         result = run_cli("export", "runs/a@1", "--to", kind, "out", "--root", "/")
-        check_error_line(result, 3, "is damaged between bytes", "holdfast verify")
+        check_error_line(result, 3, "is damaged between bytes", "limpet verify")
         assert not Path("out").exists()
 
 
@@ -161,7 +161,7 @@ def test_invalid_sizes(text: str) -> None:
 
 def test_json_needs_neither_torch_nor_rich(folder: Path) -> None:
     code = (
-        "import sys; from holdfast.cli import cli\n"
+        "import sys; from limpet.cli import cli\n"
         "try: cli.main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "print([m for m in ('torch', 'rich') if m in sys.modules], file=sys.stderr)"

@@ -1,4 +1,4 @@
-"""``holdfast import``."""
+"""``limpet import``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
-import holdfast as hf
-from holdfast.cli.verbs import import_
-from holdfast.errors import NoSpace
-from holdfast.format.names import Version
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+import limpet as hf
+from limpet.cli.verbs import import_
+from limpet.errors import NoSpace
+from limpet.format.names import Version
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 from tests.cli.invoke import CommandResult, run_cli, train_branch
 from tests.engine.unreliable_stores import HookedStore
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
     assert result.code == code, result
-    assert result.err.startswith("holdfast: ")
+    assert result.err.startswith("limpet: ")
     assert result.err.count("\n") == 1
     for part in parts:
         assert part in result.err
@@ -213,7 +213,7 @@ def test_a_file_without_read_permission(folder: Path, monkeypatch: pytest.Monkey
     def deny(path: str, flags: int) -> int:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("holdfast.interop.mmap_files.os.open", deny)
+    monkeypatch.setattr("limpet.interop.mmap_files.os.open", deny)
     check_error_line(run_cli("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
 
 
@@ -225,7 +225,7 @@ def test_a_full_disk_leaves_no_version(folder: Path, monkeypatch: pytest.MonkeyP
             raise NoSpace("The disk is full")
 
     store.before = full
-    monkeypatch.setattr("holdfast.run.run.open_store", lambda url: store)
+    monkeypatch.setattr("limpet.run.run.open_store", lambda url: store)
     check_error_line(run_cli("import", "step_7.pt", "memory://import-full"), 5, "The disk is full")
     assert not any("manifest" in s.key for s in store.list(""))
 

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast as hf
-from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.format.names import MANIFEST, Version
-from holdfast.format.records import Branch, encode_branch
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+import limpet as hf
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.format.names import MANIFEST, Version
+from limpet.format.records import Branch, encode_branch
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
 from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit, shard_of

@@ -1,15 +1,15 @@
-"""``holdfast ls``."""
+"""``limpet ls``."""
 
 from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.errors import Denied
-from holdfast.format.names import MANIFEST, Version, random_id, shard_name
-from holdfast.run.catalog import Catalog
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import Denied
+from limpet.format.names import MANIFEST, Version, random_id, shard_name
+from limpet.run.catalog import Catalog
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of
 
@@ -155,7 +155,7 @@ def test_only_metrics_are_cut_short_on_a_narrow_terminal(
     for version in run.listing().versions:
         run.add_metrics(version, {f"a_long_name_{n}": n for n in range(9)})
     monkeypatch.setattr(
-        "holdfast.cli.verbs.ls.format_age", lambda created: "1 s"
+        "limpet.cli.verbs.ls.format_age", lambda created: "1 s"
     )  # the same in both calls
     monkeypatch.setenv("COLUMNS", "400")
     head, *rows = run_cli("ls", store.url).out.splitlines()[1:6]

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast as hf
-from holdfast import events
-from holdfast.cli import VERBS, exit_codes
-from holdfast.cli.output import to_json_value
-from holdfast.errors import (
+import limpet as hf
+from limpet import events
+from limpet.cli import VERBS, exit_codes
+from limpet.cli.output import to_json_value
+from limpet.errors import (
     AlreadyExists,
     CommitError,
     Denied,
     DigestMismatch,
     FormatTooNew,
-    HoldfastError,
+    LimpetError,
     MissingLeaf,
     NoSnapshot,
     NoSpace,
@@ -28,11 +28,11 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.run.evaluations.metrics import check_metrics
-from holdfast.run.run import Run
-from holdfast.sinks.wording import to_printable
-from holdfast.storage.open import open_store
-from holdfast.text import with_article
+from limpet.run.evaluations.metrics import check_metrics
+from limpet.run.run import Run
+from limpet.sinks.wording import to_printable
+from limpet.storage.open import open_store
+from limpet.text import with_article
 from tests.cli.invoke import CommandResult, run_cli
 
 ON_RUN = ("ls", "verify", "sweep")
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check_error_line(result: CommandResult, code: int, *parts: str) -> None:
     assert result.code == code
-    assert result.err.startswith("holdfast: ")
+    assert result.err.startswith("limpet: ")
     assert result.err.count("\n") == 1
     for part in parts:
         assert part in result.err
@@ -63,7 +63,7 @@ def test_a_run_instead_of_a_snapshot(folder: Path) -> None:
 
 
 def test_show_and_export_use_the_newest_version_of_a_run(folder: Path) -> None:
-    note = "holdfast: runs/a is a run; this is its newest version, version_10\n"
+    note = "limpet: runs/a is a run; this is its newest version, version_10\n"
     shown = run_cli("show", "runs/a")
     assert (shown.code, shown.err) == (0, note)
     assert "runs/a/version_10" in shown.out
@@ -272,7 +272,7 @@ def test_a_command_that_waits_for_a_server_says_so_once(
     result = run_cli("ls", run, *(["--json"] if as_json else []))
     assert result.code == 0
     assert result.err.splitlines() == ([] if as_json else [
-        f"holdfast: waiting for {store}: Could not connect to http://h:1."
+        f"limpet: waiting for {store}: Could not connect to http://h:1."
         " (up to 295 s; Ctrl-C stops it)"
         for store in ("s3://bucket/runs/a", "s3://other")
     ])  # fmt: skip
@@ -280,12 +280,12 @@ def test_a_command_that_waits_for_a_server_says_so_once(
 
 
 def test_an_unknown_environment_variable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_THREDS", "2")
-    check_error_line(run_cli("verify", "runs/a"), 1, "HOLDFAST_THREDS")
+    monkeypatch.setenv("LIMPET_THREDS", "2")
+    check_error_line(run_cli("verify", "runs/a"), 1, "LIMPET_THREDS")
 
 
 ERRORS: list[tuple[BaseException, int]] = [
-    (HoldfastError("x"), 1),
+    (LimpetError("x"), 1),
     (DigestMismatch("x"), 3),
     (NotFound("x"), 4),
     (NoSnapshot("x"), 4),
@@ -370,7 +370,7 @@ def test_messages_use_correct_articles() -> None:
     ]
     assert found[:4] == ["a dict", "an int", "an object", "an AdamW"]
     assert found[4:] == ["an OrderedDict", "a UUID", "a "]
-    with pytest.raises(HoldfastError, match="'x' is an object that cannot"):
+    with pytest.raises(LimpetError, match="'x' is an object that cannot"):
         hf.save("memory://never-expected/version_1", {"x": object()})
-    with pytest.raises(HoldfastError, match="found an int"):
+    with pytest.raises(LimpetError, match="found an int"):
         check_metrics(1)  # type: ignore[arg-type]

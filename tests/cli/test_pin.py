@@ -1,13 +1,13 @@
-"""``holdfast pin``."""
+"""``limpet pin``."""
 
 from __future__ import annotations
 
 import pytest
 
-from holdfast.format.names import Version
-from holdfast.run.policy import KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.format.names import Version
+from limpet.run.policy import KeepLast
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit
 

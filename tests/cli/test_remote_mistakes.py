@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.cli import resolve
-from holdfast.format.names import SAVE_REQUEST
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
-from holdfast.storage.store import Entry
+import limpet
+from limpet.cli import resolve
+from limpet.format.names import SAVE_REQUEST
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
+from limpet.storage.store import Entry
 from tests.cli.invoke import CommandResult, run_cli
 
 
@@ -28,14 +28,14 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         "file": f"file://{tmp_path}/{name}",
     }[request.param]
     for step in (1, 2, 10):
-        holdfast.save(f"{root}/runs/a/version_{step}", {"x": np.arange(3)}, step=step)
+        limpet.save(f"{root}/runs/a/version_{step}", {"x": np.arange(3)}, step=step)
     open_store(root).put_if_absent("notes.txt", b"hello")
     return root
 
 
 def check(result: CommandResult, *parts: str) -> None:
     assert result.code == 4
-    assert result.err.startswith("holdfast: There is no ")
+    assert result.err.startswith("limpet: There is no ")
     assert result.err.count("\n") == 1
     for part in parts:
         assert part in result.err
@@ -77,7 +77,7 @@ def test_a_snapshot_is_not_a_run(root: str, verb: str) -> None:
         assert (
             "is one snapshot, not a run. Its name is not that of a version. To show it: " in found
         )
-        assert f"holdfast show {root}/cc" in found
+        assert f"limpet show {root}/cc" in found
         found = run_cli(verb, f"{root}/runs/a/version_2").err
         assert f"one snapshot, not a run. Use the run that contains it: {root}/runs/a." in found
     check(run_cli(verb, root), "a folder with cc, notes.txt, runs")

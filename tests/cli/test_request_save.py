@@ -1,4 +1,4 @@
-"""``holdfast request-save``."""
+"""``limpet request-save``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast as hf
-from holdfast.cli.verbs import request_save
-from holdfast.errors import Denied
-from holdfast.format.names import SAVE_REQUEST, Version
-from holdfast.run.save_request import RequestedSave, put_request, read_request
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+import limpet as hf
+from limpet.cli.verbs import request_save
+from limpet.errors import Denied
+from limpet.format.names import SAVE_REQUEST, Version
+from limpet.run.save_request import RequestedSave, put_request, read_request
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
 from tests.cli.test_start import imported
 from tests.run.test_save_request import Trainer
@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_written(
 
     monkeypatch.setattr(MemoryStore, "put_if_absent", deny)
     result = run_cli("request-save", store.url)
-    assert (result.code, result.err) == (5, "holdfast: The folder is read-only.\n")
+    assert (result.code, result.err) == (5, "limpet: The folder is read-only.\n")
 
 
 def test_a_damaged_request_is_joined(store: MemoryStore, trainer: None) -> None:

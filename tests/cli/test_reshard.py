@@ -1,4 +1,4 @@
-"""``holdfast reshard``."""
+"""``limpet reshard``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
-import holdfast as hf
-from holdfast.format.names import MANIFEST
-from holdfast.run.policy import EverySteps
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+import limpet as hf
+from limpet.format.names import MANIFEST
+from limpet.run.policy import EverySteps
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, initial_state, shard_of, state_after, states_equal
 

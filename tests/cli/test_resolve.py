@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import holdfast as hf
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
-from holdfast.storage.store import Stat
+import limpet as hf
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
+from limpet.storage.store import Stat
 from tests.cli.invoke import run_cli, train_branch
 
 

@@ -1,4 +1,4 @@
-"""``holdfast rm`` and ``Run.delete``."""
+"""``limpet rm`` and ``Run.delete``."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.cli.exit_codes import exit_code
-from holdfast.errors import HoldfastError, NotFound
-from holdfast.format.names import Version
-from holdfast.run.evaluations.lease import LeaseHolder
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.cli.exit_codes import exit_code
+from limpet.errors import LimpetError, NotFound
+from limpet.format.names import Version
+from limpet.run.evaluations.lease import LeaseHolder
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 
 
@@ -69,13 +69,13 @@ def test_what_a_resume_needs_is_kept(store: MemoryStore) -> None:
     run = Run(store)
     run.attest(60, ok=False, by="replay")
     for step in (40, 60):
-        with pytest.raises(HoldfastError, match="newest intact version"):
+        with pytest.raises(LimpetError, match="newest intact version"):
             run.delete(step)
     run.delete(20)
     damaged = next(s.key for s in store.list("version_60") if s.key.endswith("safetensors"))
     store.delete(damaged)
     assert Run(store).delete(60) > 0  # damaged: no training continues from it
-    with pytest.raises(HoldfastError, match="newest intact version"):
+    with pytest.raises(LimpetError, match="newest intact version"):
         run.delete(40)
     assert versions(store) == ["version_40"]
 
@@ -103,12 +103,12 @@ def test_a_version_in_use_by_an_evaluation_is_kept(run: str, store: MemoryStore)
 
 def test_a_version_that_another_one_refers_to_is_kept() -> None:
     store, state = MemoryStore(), {"x": np.arange(20_000.0), "y": np.zeros(1)}
-    with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1), incremental=True) as ckpt:
+    with limpet.Checkpointer(store, state, save=limpet.EverySteps(1), incremental=True) as ckpt:
         for _ in range(3):
             state["y"] += 1
             ckpt.step()
     run = Run(store)
-    with pytest.raises(HoldfastError, match=r"version_1 .* not deleted: version_. refers to it"):
+    with pytest.raises(LimpetError, match=r"version_1 .* not deleted: version_. refers to it"):
         run.delete(1)
     assert versions(store) == ["version_1", "version_2", "version_3"]
 
@@ -116,5 +116,5 @@ def test_a_version_that_another_one_refers_to_is_kept() -> None:
 @pytest.mark.parametrize("arguments", [("rm",), ("rm", "RUN"), ("rm", "RUN", "latest")])
 def test_mistakes(run: str, arguments: tuple[str, ...]) -> None:
     result = run_cli(*(run if a == "RUN" else a for a in arguments))
-    assert result.code == exit_code(HoldfastError("")) or result.code == 2
+    assert result.code == exit_code(LimpetError("")) or result.code == 2
     assert result.err.count("\n") <= 1

@@ -1,4 +1,4 @@
-"""``holdfast run``: exit codes, signals, and that no process survives it."""
+"""``limpet run``: exit codes, signals, and that no process survives it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.preemption.process_tree import read_process
+from limpet.preemption.process_tree import read_process
 from tests.cli.invoke import run_cli
 from tests.cli.supervised import (
     RUN,
@@ -43,7 +43,7 @@ def test_exit_codes_of_the_command(code: int, expected: int) -> None:
     result = run_to_end("--", *sh(f"exit {code}"))
     assert result.code == expected
     again = "; run it again" if expected in (75, 76) else ""
-    line = f"holdfast: exit code {expected}: the command exited with {code}{again}\n"
+    line = f"limpet: exit code {expected}: the command exited with {code}{again}\n"
     assert result.err == (line if code else "")
     assert result.out == ""
 
@@ -51,7 +51,7 @@ def test_exit_codes_of_the_command(code: int, expected: int) -> None:
 def test_a_command_that_a_signal_kills() -> None:
     result = run_to_end("--", *sh("kill -SEGV $$"))
     assert result.code == 1
-    assert result.err == "holdfast: exit code 1: the command was killed by SIGSEGV (11)\n"
+    assert result.err == "limpet: exit code 1: the command was killed by SIGSEGV (11)\n"
 
 
 def test_a_command_that_another_process_terminates_failed() -> None:
@@ -87,7 +87,7 @@ def test_json_is_all_that_is_on_the_standard_output() -> None:
 def test_commands_that_cannot_be_started(name: str, code: int, reason: str) -> None:
     result = run_cli("run", "--", name)
     assert result.code == code
-    assert result.err.startswith(f"holdfast: Cannot run '{name}': {reason}")
+    assert result.err.startswith(f"limpet: Cannot run '{name}': {reason}")
     assert result.err.count("\n") == 1
     document = run_cli("run", "--json", "--", name).json
     assert document["exit"] == code
@@ -112,9 +112,9 @@ def test_invalid_command_lines(arguments: list[str], words: str) -> None:
 
 
 def test_a_misspelled_variable_is_an_error_before_the_command_starts() -> None:
-    result = run_to_end("--", "echo", "started", environment={"HOLDFAST_STATE": "x"})
+    result = run_to_end("--", "echo", "started", environment={"LIMPET_STATE": "x"})
     assert (result.code, result.out) == (1, "")
-    assert "HOLDFAST_STATE" in result.err
+    assert "LIMPET_STATE" in result.err
 
 
 def test_without_a_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +126,8 @@ def test_without_a_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_folder_of_the_statuses_is_private_fresh_and_removed(tmp_path: Path) -> None:
-    show = sh('echo "$HOLDFAST_STATUS"; stat -c %a "$HOLDFAST_STATUS"; ls -A "$HOLDFAST_STATUS"')
-    outside = {"TMPDIR": str(tmp_path), "HOLDFAST_STATUS": "/of/an/outer/run"}
+    show = sh('echo "$LIMPET_STATUS"; stat -c %a "$LIMPET_STATUS"; ls -A "$LIMPET_STATUS"')
+    outside = {"TMPDIR": str(tmp_path), "LIMPET_STATUS": "/of/an/outer/run"}
     path, *rest = run_to_end("--", *show, environment=outside).out.split()
     assert Path(path).parent == tmp_path
     assert rest == ["700"]
@@ -170,7 +170,7 @@ def test_the_status_of_a_worker_decides(code: int, tmp_path: Path) -> None:
     assert status["why"] == "SIGTERM"
 
 
-def test_without_holdfast_run_a_worker_exits_with_its_code(tmp_path: Path) -> None:
+def test_without_limpet_run_a_worker_exits_with_its_code(tmp_path: Path) -> None:
     assert subprocess.run(worker(tmp_path, "now-75"), check=False).returncode == 75
 
 
@@ -182,7 +182,7 @@ def test_a_script_that_goes_on_after_a_saved_training_must_run_again(tmp_path: P
 
 
 def test_a_worker_that_cannot_write_its_status_exits_with_its_code(tmp_path: Path) -> None:
-    script = 'rmdir "$HOLDFAST_STATUS" && "$@"'
+    script = 'rmdir "$LIMPET_STATUS" && "$@"'
     result = run_to_end("--", *sh(script, *worker(tmp_path, "now-75")))
     assert result.code == 75
     assert "cannot read the statuses" in result.err
@@ -246,7 +246,7 @@ def test_after_the_grace_all_processes_are_killed(tmp_path: Path) -> None:
 
 
 def test_a_worker_of_a_shell_that_dies_of_the_signal_still_saves(tmp_path: Path) -> None:
-    """A shell does not pass SIGTERM on. Its child becomes that of ``holdfast run``."""
+    """A shell does not pass SIGTERM on. Its child becomes that of ``limpet run``."""
     with started("--", *sh('"$@"; true', *worker(tmp_path, "75"))) as process:
         read_pid(tmp_path / "0.0")
         process.send_signal(TERM)
@@ -338,7 +338,7 @@ def test_ctrl_c_reaches_the_command_once(tmp_path: Path) -> None:
 
 
 def test_a_signal_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
-    """As ``nohup holdfast run ...`` does."""
+    """As ``nohup limpet run ...`` does."""
     ignore = ["env", "--ignore-signal=HUP"]
     with started("--", *worker(tmp_path, "75"), prefix=ignore) as process:
         pid = read_pid(tmp_path / "0.0")
@@ -377,7 +377,7 @@ def test_orphans_that_end_do_not_remain_as_zombies(tmp_path: Path) -> None:
 
 
 def test_the_exit_code_survives_when_nobody_reads_the_messages() -> None:
-    script = f'{sys.executable} -m holdfast run --json -- sh -c "exit 75" 2>&1 | true'
+    script = f'{sys.executable} -m limpet run --json -- sh -c "exit 75" 2>&1 | true'
     done = subprocess.run(
         ["bash", "-c", script + '; echo "${PIPESTATUS[0]}"'],
         capture_output=True, text=True, check=True,
@@ -389,8 +389,8 @@ def test_the_exit_code_survives_when_nobody_reads_the_messages() -> None:
 THREADED = """
 import sys, threading, time
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-from holdfast.cli import cli
-cli.main(["run", "--", *sys.argv[1:]], prog_name="holdfast")
+from limpet.cli import cli
+cli.main(["run", "--", *sys.argv[1:]], prog_name="limpet")
 """
 
 

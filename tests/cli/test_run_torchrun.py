@@ -1,4 +1,4 @@
-"""``holdfast run -- torchrun ...`` with real processes, and what torchrun does without it."""
+"""``limpet run -- torchrun ...`` with real processes, and what torchrun does without it."""
 
 from __future__ import annotations
 
@@ -135,19 +135,19 @@ def test_two_launchers_under_one_wrapper(tmp_path: Path) -> None:
     assert sorted(s["rank"] for s in result.json["statuses"]) == [0, 1]
 
 
-def test_without_holdfast_run_torchrun_restarts_a_worker_that_saved(tmp_path: Path) -> None:
+def test_without_limpet_run_torchrun_restarts_a_worker_that_saved(tmp_path: Path) -> None:
     """docs/exit-codes.md says that this consumes a restart, and that torchrun returns 1."""
-    environment = {k: v for k, v in os.environ.items() if k != "HOLDFAST_STATUS"}
+    environment = {k: v for k, v in os.environ.items() if k != "LIMPET_STATUS"}
     command = torchrun(tmp_path, "now-75/now-75", restarts=1)
     done = subprocess.run(command, env=environment, stderr=subprocess.DEVNULL, check=False)
     assert done.returncode == 1
     assert {p.name[-1] for p in tmp_path.iterdir() if p.suffix != ".tmp"} == {"0", "1"}
 
 
-def test_without_holdfast_run_torchrun_ends_at_the_third_signal_without_its_workers(
+def test_without_limpet_run_torchrun_ends_at_the_third_signal_without_its_workers(
     tmp_path: Path,
 ) -> None:
-    """Why ``holdfast run`` passes SIGTERM on once, and looks for processes that are left."""
+    """Why ``limpet run`` passes SIGTERM on once, and looks for processes that are left."""
     with subprocess.Popen(torchrun(tmp_path, "ignore"), stderr=subprocess.DEVNULL) as agent:
         workers = pids(tmp_path, "0.0", "1.0")
         try:

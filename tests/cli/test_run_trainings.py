@@ -1,4 +1,4 @@
-"""``holdfast run`` with real trainings, which get SIGTERM: what its exit code says."""
+"""``limpet run`` with real trainings, which get SIGTERM: what its exit code says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.run.run import Run
+from limpet.run.run import Run
 from tests.cli.invoke import CommandResult
 from tests.cli.supervised import finish, is_alive, read_pid, started, wait_until
 
@@ -24,7 +24,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def run_until_sigterm(
     folder: Path, action: str, *options: str, run: str | Path = "run", by_torchrun: bool = False
 ) -> CommandResult:
-    """Run a training, send SIGTERM to ``holdfast run`` once it has made three steps, and wait."""
+    """Run a training, send SIGTERM to ``limpet run`` once it has made three steps, and wait."""
     launcher, ranks = (TORCHRUN, 2) if by_torchrun else ([sys.executable], 1)
     command = [*launcher, WORKER, folder / run, folder / "ready", action]
     with started("--json", *options, "--", *command) as process:
@@ -100,7 +100,7 @@ def test_a_signal_that_requests_a_save_does_not_stop_the_training(
 
 
 def test_a_long_step_ends_before_the_grace_and_what_was_saved_counts(tmp_path: Path) -> None:
-    """A thread saves the third step. The process must have ended when ``holdfast run`` kills."""
+    """A thread saves the third step. The process must have ended when ``limpet run`` kills."""
     began = time.monotonic()
     result = run_until_sigterm(tmp_path, "long", "--grace", "6s")
     assert result.code == 75, result.err
@@ -133,11 +133,11 @@ def test_a_run_whose_name_is_not_utf_8(tmp_path: Path) -> None:
 TWO = """
 import os, signal, sys, time
 import numpy as np
-import holdfast
+import limpet
 
 def train(run, fails):
-    state = {"x": np.zeros(4), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(run, state, save=holdfast.AtEnd()) as ckpt:
+    state = {"x": np.zeros(4), "progress": limpet.Progress()}
+    with limpet.Checkpointer(run, state, save=limpet.AtEnd()) as ckpt:
         ckpt.resume()
         ckpt.step()
         if fails:
@@ -161,7 +161,7 @@ def test_a_later_training_in_the_process_makes_the_end_of_an_earlier_one_void(
     statuses = tmp_path / "statuses"
     statuses.mkdir()
     command = [sys.executable, "-c", TWO, str(tmp_path / "run"), str(code)]
-    environment = {**os.environ, "HOLDFAST_STATUS": str(statuses)}
+    environment = {**os.environ, "LIMPET_STATUS": str(statuses)}
     assert subprocess.run(command, env=environment, check=False).returncode == code
     (record,) = statuses.iterdir()
     assert b'"left":null,"status":null' in record.read_bytes()

@@ -1,4 +1,4 @@
-"""``holdfast show``."""
+"""``limpet show``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 from rich.console import Console
 
-import holdfast as hf
-from holdfast.cli.tree_rows import iter_tree_rows
-from holdfast.cli.verbs.show import fitting_depth, render
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.format.names import Version
-from holdfast.format.records import FailedEvaluation
-from holdfast.run.evaluations.lease import LeaseHolder
-from holdfast.run.run import Run
+import limpet as hf
+from limpet.cli.tree_rows import iter_tree_rows
+from limpet.cli.verbs.show import fitting_depth, render
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.format.names import Version
+from limpet.format.records import FailedEvaluation
+from limpet.run.evaluations.lease import LeaseHolder
+from limpet.run.run import Run
 from tests.cli.invoke import run_cli
 from tests.forging import small_state
 
@@ -152,7 +152,7 @@ def test_a_narrow_terminal_wraps_no_row(
     name = "layers.0.attention.a_very_long_name_of_a_projection.weight"
     hf.save(empty_url, {"model": {name: torch.zeros(3, 4)}, "text": "long " * 50})
     terminal = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
-    monkeypatch.setattr("holdfast.cli.verbs.show.make_console", lambda: terminal)
+    monkeypatch.setattr("limpet.cli.verbs.show.make_console", lambda: terminal)
     assert run_cli("show", empty_url).code == 0
     lines = terminal.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(len(line) <= width for line in lines)

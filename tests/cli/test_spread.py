@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import holdfast
-from holdfast.cli.exit_codes import DIFFERS
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.format import names
-from holdfast.format.names import shard_name
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.open import open_store
-from holdfast.testing.contract import keys, put
+import limpet
+from limpet.cli.exit_codes import DIFFERS
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.format import names
+from limpet.format.names import shard_name
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.storage.open import open_store
+from limpet.testing.contract import keys, put
 from tests.cli.invoke import run_cli
 from tests.trainings import initial_state, state_after, states_equal, train
 
@@ -36,7 +36,7 @@ def run(parent: str) -> str:
 
 def make_run(url: str, prefixes: int | None) -> str:
     state = initial_state()
-    with holdfast.Checkpointer(url, state, save=EverySteps(1), spread=prefixes) as ckpt:
+    with limpet.Checkpointer(url, state, save=EverySteps(1), spread=prefixes) as ckpt:
         for step in (1, 2):
             train(state, ckpt, step)
             ckpt.wait()
@@ -52,7 +52,7 @@ def shard_folders(url: str) -> set[str]:
 def check_versions(url: str, spread: bool) -> None:
     for step in (1, 2):
         state = initial_state()
-        holdfast.load(f"{url}/version_{step}", into=state)
+        limpet.load(f"{url}/version_{step}", into=state)
         assert states_equal(state, state_after(step))
     assert {folder.startswith("spread-") for folder in shard_folders(url)} == {spread}
     assert run_cli("verify", url).code == 0
@@ -89,7 +89,7 @@ def test_a_copy_follows_the_record_of_its_destination(run: str, parent: str) -> 
     assert run_cli("copy", f"{run}/version_2", f"{parent}/single/version_2").code == 0
     assert shard_folders(f"{parent}/single") == {"version_2"}
     state = initial_state()
-    with holdfast.Checkpointer(f"{parent}/other", state, save=EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(f"{parent}/other", state, save=EverySteps(1)) as ckpt:
         ckpt.resume()
         train(state, ckpt, 3)
     assert run_cli("verify", f"{parent}/other").code == 0
@@ -125,8 +125,8 @@ def test_what_to_delete_or_move_is_named_by_its_place(run: str, parent: str) -> 
     assert place.startswith("spread-")
     assert f"{place} already exists in" in refused.err
 
-    state = {"frozen": np.arange(20_000.0), "p": holdfast.Progress()}
-    with holdfast.Checkpointer(f"{parent}/base", state, incremental=True, spread=16) as ckpt:
+    state = {"frozen": np.arange(20_000.0), "p": limpet.Progress()}
+    with limpet.Checkpointer(f"{parent}/base", state, incremental=True, spread=16) as ckpt:
         for _ in range(2):
             ckpt.step()
             ckpt.save()

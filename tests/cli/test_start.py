@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast as hf
-from holdfast.cli.verbs import ls
+import limpet as hf
+from limpet.cli.verbs import ls
 from tests.cli.invoke import run_cli
 
 REPORT_IMPORTS = """
 import sys
-from holdfast.cli import cli
+from limpet.cli import cli
 try:
-    cli.main(sys.argv[1:], prog_name="holdfast")
+    cli.main(sys.argv[1:], prog_name="limpet")
 except SystemExit:
     pass
 print(*sorted({m.partition(".")[0] for m in sys.modules}), file=sys.stderr)
@@ -57,7 +57,7 @@ def test_copy_needs_neither_torch_nor_rich(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_process_returns_the_exit_code(run: Path) -> None:
-    command = [sys.executable, "-m", "holdfast"]
+    command = [sys.executable, "-m", "limpet"]
     done = subprocess.run([*command, "ls", run], capture_output=True, text=True, check=True)
     assert "latest" in done.stdout
     assert done.stderr == ""
@@ -69,7 +69,7 @@ def test_the_process_returns_the_exit_code(run: Path) -> None:
 
 
 def test_a_closed_pipe_is_not_an_error(run: Path) -> None:
-    script = f"{sys.executable} -m holdfast ls {run} | true; echo ${{PIPESTATUS[0]}}"
+    script = f"{sys.executable} -m limpet ls {run} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60
     )

@@ -1,15 +1,15 @@
-"""``holdfast sweep``."""
+"""``limpet sweep``."""
 
 from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.location import Location
-from holdfast.format.names import random_id, shard_name
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
-from holdfast.storage.store import Traits
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location
+from limpet.format.names import random_id, shard_name
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
+from limpet.storage.store import Traits
 from tests.cli.invoke import run_cli, train_branch
 from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit

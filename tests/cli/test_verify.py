@@ -1,4 +1,4 @@
-"""``holdfast verify``."""
+"""``limpet verify``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli.verbs import verify
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.verify import Problem
-from holdfast.errors import Denied, FormatError, HoldfastError
-from holdfast.format.names import MANIFEST, Version
-from holdfast.run.catalog import Catalog
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.cli.verbs import verify
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.verify import Problem
+from limpet.errors import Denied, FormatError, LimpetError
+from limpet.format.names import MANIFEST, Version
+from limpet.run.catalog import Catalog
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of
 
@@ -154,7 +154,7 @@ def test_each_problem_is_reported_exactly_once() -> None:
 
 
 def test_brief_errors_omit_the_advice() -> None:
-    from holdfast.sinks.wording import format_error_brief
+    from limpet.sinks.wording import format_error_brief
 
-    report = format_error_brief(HoldfastError("A is bad", expected=1, found=2, todo="Do this"))
+    report = format_error_brief(LimpetError("A is bad", expected=1, found=2, todo="Do this"))
     assert report == "A is bad. Expected 1, found 2."

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
-import holdfast
-from holdfast.preemption.policy import Preemption
-from holdfast.preemption.signals import SignalNotice
+import limpet
+from limpet.preemption.policy import Preemption
+from limpet.preemption.signals import SignalNotice
 
 run, ready, action = sys.argv[1:]
 rank, group = int(os.environ.get("RANK", "0")), None
@@ -40,11 +40,11 @@ if "RANK" in os.environ:
         run, action = f"{run}-{rank}", "train"
         groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
         group = groups[rank]
-state = {"weights": np.zeros(4), "progress": holdfast.Progress()}
+state = {"weights": np.zeros(4), "progress": limpet.Progress()}
 notices = [SignalNotice(), SignalNotice(signal.SIGUSR1, stops=False)]
 preemption = Preemption(notices=notices if action == "request" else None)
-save = holdfast.EverySteps(10**6)
-ckpt = holdfast.Checkpointer(run, state, save=save, group=group, preemption=preemption)
+save = limpet.EverySteps(10**6)
+ckpt = limpet.Checkpointer(run, state, save=save, group=group, preemption=preemption)
 
 
 def train() -> None:
@@ -67,7 +67,7 @@ def train() -> None:
     if action in ("fail", "raise"):
         raise ValueError("the loss is NaN")
     if action == "lost":
-        raise holdfast.errors.RankFailed("Rank 1 has ended")
+        raise limpet.errors.RankFailed("Rank 1 has ended")
     if action in ("exit", "exit-0"):
         sys.exit(3 if action == "exit" else 0)
 

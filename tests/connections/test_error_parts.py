@@ -5,19 +5,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast import errors
-from holdfast.connections.error_parts import ErrorParts
-from holdfast.errors import HoldfastError, JobFailed, NoSpace
+from limpet import errors
+from limpet.connections.error_parts import ErrorParts
+from limpet.errors import JobFailed, LimpetError, NoSpace
 
-KINDS = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, HoldfastError)]
+KINDS = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, LimpetError)]
 
 
-def send(parts: ErrorParts) -> HoldfastError:
+def send(parts: ErrorParts) -> LimpetError:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=ErrorParts).to_error()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_class_of_holdfast_arrives(kind: type[HoldfastError]) -> None:
+def test_each_class_of_limpet_arrives(kind: type[LimpetError]) -> None:
     error = kind("No room", expected="5", found=3, todo="Buy some")
     found = send(ErrorParts.of(error))
     assert (type(found), str(found)) == (kind, str(error))
@@ -26,15 +26,15 @@ def test_each_class_of_holdfast_arrives(kind: type[HoldfastError]) -> None:
 @pytest.mark.parametrize("name", ["SystemExit", "ValueError", "Any", "annotations", "", "nothing"])
 def test_no_other_class_is_raised(name: str) -> None:
     parts = msgspec.structs.replace(ErrorParts.of(NoSpace("x")), error_class=name)
-    assert type(send(parts)) is HoldfastError
+    assert type(send(parts)) is LimpetError
 
 
-def test_a_class_of_the_user_arrives_as_a_holdfast_error() -> None:
+def test_a_class_of_the_user_arrives_as_a_limpet_error() -> None:
     class Own(JobFailed):
         pass
 
     found = send(ErrorParts.of(Own("x")))
-    assert (type(found), found.what) == (HoldfastError, "x")
+    assert (type(found), found.what) == (LimpetError, "x")
 
 
 def test_a_text_may_have_surrogates_and_any_length() -> None:

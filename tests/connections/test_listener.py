@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.connections.auth import (
+from limpet.connections.auth import (
     CHALLENGE_BYTES,
     PROOF_BYTES,
     ClientHandshake,
     Session,
     make_secret,
 )
-from holdfast.connections.listener import HandshakeLimits, Listener
-from holdfast.errors import Denied, StoreError
+from limpet.connections.listener import HandshakeLimits, Listener
+from limpet.errors import Denied, StoreError
 from tests.tiers.peers import eventually
 
 SECRET = make_secret()

@@ -21,11 +21,11 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast
-from holdfast.cli import cli
-from holdfast.errors import HoldfastError
-from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, OnException
-from holdfast.run.run import Run
+import limpet
+from limpet.cli import cli
+from limpet.errors import LimpetError
+from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, OnException
+from limpet.run.run import Run
 
 REFUSED = "Another training"
 """How the error begins that refuses a second training."""
@@ -53,9 +53,9 @@ class Training:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
-        self.progress = holdfast.Progress()
+        self.progress = limpet.Progress()
         dataset = NoisyDataset()
-        self.sampler = holdfast.ElasticSampler(len(dataset), batch_size=8, seed=3)
+        self.sampler = limpet.ElasticSampler(len(dataset), batch_size=8, seed=3)
         self.loader = DataLoader(dataset, batch_sampler=self.sampler)
         self.state: dict[str, Any] = {
             "model": model,
@@ -63,7 +63,7 @@ class Training:
             "scheduler": self.scheduler,
             "progress": self.progress,
             "sampler": self.sampler,
-            "rng": holdfast.RNG(),
+            "rng": limpet.RNG(),
             "trace": 0,
         }
 
@@ -117,7 +117,7 @@ def train(
     training = Training()
     keep = KeepLast(3) | KeepBest(1, "loss") | KeepEvery(400)
     save = EverySteps(every) | OnException()
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         root, training.state, save=save, keep=keep, incremental=True, full_every=4
     ) as ckpt:
         ckpt.resume(at=at)
@@ -137,7 +137,7 @@ def train_until_killed(root: str, at: int | None) -> None:
 
 def run_command(arguments: list[str]) -> None:
     """Run one command of the command line in this process."""
-    cli.main(args=arguments, prog_name="holdfast")
+    cli.main(args=arguments, prog_name="limpet")
 
 
 def add_metrics(root: str, value: float) -> None:
@@ -159,7 +159,7 @@ def run_and_report(folder: str, name: str, work: Callable[..., object], *argumen
         outcome = "exit 0"
     except SystemExit as e:
         outcome = f"exit {e.code or 0}"
-    except HoldfastError as e:
+    except LimpetError as e:
         outcome = f"refused {e}"
     except BaseException:
         traceback.print_exc()

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from holdfast import buffers
-from holdfast.buffers import BufferPool
-from holdfast.storage.store import Store
+from limpet import buffers
+from limpet.buffers import BufferPool
+from limpet.storage.store import Store
 from tests.disks import disk  # noqa: F401  (a fixture)
 
 SMALL_UNIT = 1024
@@ -34,9 +34,9 @@ class PoolTracker:
         return self.pools[-1]
 
     def assert_all_freed(self) -> None:
-        """Assert that all buffers are released and that no Holdfast thread is running."""
+        """Assert that all buffers are released and that no Limpet thread is running."""
         assert [p for p in self.pools if p.allocated_bytes != p.free_bytes] == []
-        assert [name for name in self.threads() if name.startswith("holdfast")] == []
+        assert [name for name in self.threads() if name.startswith("limpet")] == []
 
 
 @pytest.fixture
@@ -44,19 +44,19 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
     """Use pieces of 1 KiB, three threads, and pools of 4 KiB buffers."""
     tracker = PoolTracker()
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", SMALL_UNIT)
-    monkeypatch.setattr("holdfast.engine.saving.save.BufferPool", tracker.make_pool)
-    monkeypatch.setattr("holdfast.training.saves.saver.BufferPool", tracker.make_pool)
+        monkeypatch.setattr(f"limpet.engine.{module}.BLOCK_SIZE", SMALL_UNIT)
+    monkeypatch.setattr("limpet.engine.saving.save.BufferPool", tracker.make_pool)
+    monkeypatch.setattr("limpet.training.saves.saver.BufferPool", tracker.make_pool)
     # the watcher polls at arbitrary times, so the number of store calls would vary
-    monkeypatch.setattr("holdfast.run.request_watcher.RequestWatcher.start", lambda self: None)
+    monkeypatch.setattr("limpet.run.request_watcher.RequestWatcher.start", lambda self: None)
     monkeypatch.setattr(buffers, "_pool", tracker.make_pool(64 * PAGE))
-    monkeypatch.setenv("HOLDFAST_THREADS", "3")
-    monkeypatch.setattr("holdfast.threads.BYTES_PER_THREAD", 1)
+    monkeypatch.setenv("LIMPET_THREADS", "3")
+    monkeypatch.setattr("limpet.threads.BYTES_PER_THREAD", 1)
     return tracker
 
 
 class OpenedStore:
-    """The store that ``holdfast.save(url)`` opens during a test."""
+    """The store that ``limpet.save(url)`` opens during a test."""
 
     store: Store
 
@@ -66,6 +66,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> OpenedStore:
     """Make every snapshot URL refer to ``opened.store``, which the test sets."""
     opened_store = OpenedStore()
     monkeypatch.setattr(
-        "holdfast.engine.snapshot.location.open_store", lambda url: opened_store.store
+        "limpet.engine.snapshot.location.open_store", lambda url: opened_store.store
     )
     return opened_store

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from holdfast.storage.local.os_calls import Fs
+from limpet.storage.local.os_calls import Fs
 
 CLOCKS = ["machine.utc_now", "engine.snapshot.pins.utc_now"]
 ROUNDED = ["engine.saving.job.round", "training.saves.goodput.round"]
@@ -46,10 +46,10 @@ def equal_bytes() -> Iterator[Callable[[], None]]:
         patches.enter_context(mock.patch("threading.Thread.start", start_thread))
         for name in CLOCKS:
             now = mock.Mock(return_value="2026-01-01T00:00:00+00:00")
-            patches.enter_context(mock.patch(f"holdfast.{name}", now))
+            patches.enter_context(mock.patch(f"limpet.{name}", now))
         for name in ROUNDED:
             zero = mock.Mock(return_value=0.0)
-            patches.enter_context(mock.patch(f"holdfast.{name}", zero, create=True))
+            patches.enter_context(mock.patch(f"limpet.{name}", zero, create=True))
         yield lambda: ids.seed(0)
 
 

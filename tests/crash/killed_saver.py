@@ -10,11 +10,11 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import holdfast
-from holdfast import threads
-from holdfast.engine.saving import save  # noqa: F401  (the fork server imports it only once)
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.run.run import Run
+import limpet
+from limpet import threads
+from limpet.engine.saving import save  # noqa: F401  (the fork server imports it only once)
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.run.run import Run
 from tests.trainings import initial_state, state_after, train
 
 
@@ -22,10 +22,10 @@ def save_and_sweep(root: str) -> None:
     """Run two saves, retention, a third save, and a sweep, all on the main thread."""
     run = Run(root)
     for step in (1, 2):
-        holdfast.save(f"{root}/version_{step}", state_after(step))
+        limpet.save(f"{root}/version_{step}", state_after(step))
         print(step, flush=True)
     run.retain(KeepLast(1))
-    holdfast.save(f"{root}/version_3", state_after(3))
+    limpet.save(f"{root}/version_3", state_after(3))
     print(3, flush=True)
     run.sweep(grace=0, now=1e12)
 
@@ -33,7 +33,7 @@ def save_and_sweep(root: str) -> None:
 def resume_and_step(root: str) -> None:
     """Resume, train one step, save it with several background threads, and apply retention."""
     state = initial_state()
-    with holdfast.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
+    with limpet.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
         ckpt.resume()
         train(state, ckpt, state["progress"].step + 1)
         ckpt.wait()
@@ -43,7 +43,7 @@ def resume_and_step(root: str) -> None:
 def train_forever(root: str) -> None:
     """Resume, then train and save until the process is killed."""
     state = initial_state()
-    with holdfast.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(3)) as ckpt:
+    with limpet.Checkpointer(root, state, save=EverySteps(1), keep=KeepLast(3)) as ckpt:
         ckpt.resume()
         while True:
             train(state, ckpt, state["progress"].step + 1)
@@ -58,7 +58,7 @@ def run_when_traced(
     release: Connection, output: Connection, root: str, work: str, count: int
 ) -> None:
     """Run as a child of a fork server: wait for ``release``, and print to ``output``."""
-    os.environ["HOLDFAST_THREADS"] = str(count)
+    os.environ["LIMPET_THREADS"] = str(count)
     threads.BYTES_PER_THREAD = 1
     os.dup2(output.fileno(), sys.stdout.fileno())
     release.recv_bytes()

@@ -11,19 +11,19 @@ from unittest import mock
 
 import pytest
 
-import holdfast
-from holdfast.engine.distributed.group import current_group
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import NotFound
-from holdfast.format import names
-from holdfast.format.names import Version
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.run.sweep import MIN_GRACE
-from holdfast.storage.store import Store
+import limpet
+from limpet.engine.distributed.group import current_group
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import NotFound
+from limpet.format import names
+from limpet.format.names import Version
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.run.sweep import MIN_GRACE
+from limpet.storage.store import Store
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
 State = dict[str, Any]
@@ -70,15 +70,15 @@ def check_promises(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Set HOLDFAST_THREADS to 1, because thousands of states are checked.
+    """Set LIMPET_THREADS to 1, because thousands of states are checked.
 
     A change of the environment is not thread-safe: it can fail, in another thread, the start of a
     process. Tests that check in several threads set the variable before they start them.
     """
-    if os.environ.get("HOLDFAST_THREADS") == "1":
+    if os.environ.get("LIMPET_THREADS") == "1":
         yield
     else:
-        with mock.patch.dict(os.environ, {"HOLDFAST_THREADS": "1"}):
+        with mock.patch.dict(os.environ, {"LIMPET_THREADS": "1"}):
             yield
 
 
@@ -133,7 +133,7 @@ def check_resume(store: Store, newest: int, expected: Callable[[int], State]) ->
     The folder of the next step can contain files of an earlier attempt.
     """
     state = initial_state()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         resumed = ckpt.resume()
         assert (resumed.step if resumed else 0) == newest
         assert states_equal(state, expected(newest))

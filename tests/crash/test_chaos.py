@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from holdfast.cli.exit_codes import DIFFERS, EXISTS, NOT_COMMITTED, NOT_FOUND, OK
-from holdfast.run.run import Run
+from limpet.cli.exit_codes import DIFFERS, EXISTS, NOT_COMMITTED, NOT_FOUND, OK
+from limpet.run.run import Run
 from tests.crash import chaos
 from tests.crash.promises import check_no_orphans
 from tests.fork_server import FORK_SERVER

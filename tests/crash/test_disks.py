@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage.local.store import LocalStore
+from limpet.storage.local.store import LocalStore
 from tests.crash.promises import check_promises
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from threading import Event, Thread
 
-import holdfast
-from holdfast.format.names import random_id
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.crashfs import CrashFs
+import limpet
+from limpet.format.names import random_id
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.storage.local.store import LocalStore
+from limpet.testing.crashfs import CrashFs
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.trainings import flip_bit, initial_state, train
 
 
 def train_on(fs: CrashFs, steps: int = 2) -> LocalStore:
     store, state = LocalStore("/a/run", fs=fs), initial_state()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1)) as ckpt:
         train(state, ckpt, steps)
     return store
 

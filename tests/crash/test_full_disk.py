@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import NoSpace, SaveFailed
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.run.run import Run
+import limpet
+from limpet.errors import NoSpace, SaveFailed
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.run.run import Run
 
 pytestmark = pytest.mark.root
 
@@ -30,10 +30,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def make_state() -> dict[str, object]:
-    return {"x": np.zeros(1 << 20, np.float32), "progress": holdfast.Progress()}
+    return {"x": np.zeros(1 << 20, np.float32), "progress": limpet.Progress()}
 
 
-def train_steps(state: dict[str, object], ckpt: holdfast.Checkpointer, count: int) -> None:
+def train_steps(state: dict[str, object], ckpt: limpet.Checkpointer, count: int) -> None:
     for _ in range(count):
         state["x"] += 1.0  # type: ignore[operator]
         ckpt.step()
@@ -42,7 +42,7 @@ def train_steps(state: dict[str, object], ckpt: holdfast.Checkpointer, count: in
 
 def test_full_disk_raises_by_default_and_keeps_committed_versions(small_disk: Path) -> None:
     state = make_state()
-    ckpt = holdfast.Checkpointer(small_disk / "run", state, save=EverySteps(1))
+    ckpt = limpet.Checkpointer(small_disk / "run", state, save=EverySteps(1))
     with pytest.raises(NoSpace, match="No space left"):
         train_steps(state, ckpt, 5)
     ckpt.close()
@@ -55,7 +55,7 @@ def test_full_disk_raises_by_default_and_keeps_committed_versions(small_disk: Pa
 
 def test_on_error_warn_continues_and_saves_again_when_space_is_free(small_disk: Path) -> None:
     state = make_state()
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         small_disk / "run", state, save=EverySteps(1), keep=KeepLast(2), on_error="warn"
     ) as ckpt:
         train_steps(state, ckpt, 2)
@@ -72,4 +72,4 @@ def test_on_error_warn_continues_and_saves_again_when_space_is_free(small_disk: 
     kept = Run(small_disk / "run").snapshots()
     assert [s.step for s in kept] == [7, 8]
     assert all(s.verify().ok for s in kept)
-    assert holdfast.load(small_disk / "run" / "version_8")["x"][0] == 8
+    assert limpet.load(small_disk / "run" / "version_8")["x"][0] == 8

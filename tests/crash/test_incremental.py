@@ -11,24 +11,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.buffers import shared_pool
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import CommitError, HoldfastError
-from holdfast.format import names
-from holdfast.format.names import MANIFEST, Version
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
-from holdfast.testing.crashfs import CrashFs
-from holdfast.testing.faults import FaultFs
+import limpet
+from limpet.buffers import shared_pool
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import CommitError, LimpetError
+from limpet.format import names
+from limpet.format.names import MANIFEST, Version
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
+from limpet.testing.crashfs import CrashFs
+from limpet.testing.faults import FaultFs
 from tests import trainings
 from tests.crash import promises
 from tests.crash.conftest import OpenedStore, PoolTracker
@@ -66,7 +66,7 @@ def train_incrementally(store: Store, done: list[int], steps: int = 5) -> None:
     """Train with incremental saves: every third version is full, and an incremental version can be
     the base of another. Retention keeps the two newest versions and the versions they refer to."""
     state = initial_state_with_frozen()
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         store, state, save=EverySteps(1), keep=KeepLast(2), incremental=True, full_every=3
     ) as ckpt:
         for step in range(1, steps + 1):
@@ -124,7 +124,7 @@ def test_promises_hold_if_a_call_fails(error: str, every: int, pools: PoolTracke
             done: list[int] = []
             try:
                 train_incrementally(LocalStore(ROOT, fs=fs), done, 4)
-            except HoldfastError as e:
+            except LimpetError as e:
                 assert ROOT in str(e) or e.fields.get("store"), e  # noqa: PT017
             pools.assert_all_freed()
             if CHECKED.add(inner, done):
@@ -197,7 +197,7 @@ def check_versions(store: MemoryStore, committed: SnapshotReader | None) -> None
 def test_save_is_intact_or_fails_if_the_base_is_deleted_at_any_call(
     deleted_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     outcomes = []
     for at in range(1, 1000):
         inner, base = make_race()
@@ -235,7 +235,7 @@ def test_save_is_intact_or_fails_if_the_base_is_deleted_at_any_call(
 def test_save_at_any_call_of_a_deletion_is_intact(
     kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     chains = set()
     for at in range(1, 1000):
         inner, base = make_race()
@@ -253,7 +253,7 @@ def test_save_at_any_call_of_a_deletion_is_intact(
             for version in (Version(1), Version(0)):
                 try:
                     Run(store).delete(version)
-                except HoldfastError as e:
+                except LimpetError as e:
                     assert "refers to it" in str(e)  # noqa: PT017
         if not saved:
             break
@@ -302,7 +302,7 @@ def run_interleaved(
         store.before = lambda method, key: turns.call(number)
         try:
             results[number] = tasks[number](store)
-        except HoldfastError as e:
+        except LimpetError as e:
             results[number] = e  # type: ignore[call-overload]
         finally:
             turns.end(number)
@@ -325,7 +325,7 @@ def run_interleaved(
 def test_save_is_intact_in_any_interleaving_with_retention(
     monkeypatch: pytest.MonkeyPatch, bits: list[int]
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     inner, base = make_race()
     saved, deleted = run_interleaved(inner, [lambda s: save(s, 3, base), retain_newest], bits)
     assert deleted is None, deleted

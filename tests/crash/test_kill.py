@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast.run.policy import EverySteps
-from holdfast.storage.local.store import LocalStore
+import limpet
+from limpet.run.policy import EverySteps
+from limpet.storage.local.store import LocalStore
 from tests.crash.killed_saver import run_when_traced
 from tests.crash.promises import check_promises
 from tests.fork_server import FORK_SERVER
@@ -43,7 +43,7 @@ def strace(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def check_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
 
 
 def run_saver(root: Path, work: str, *options: str, threads: int) -> tuple[int, list[int], str]:
@@ -113,7 +113,7 @@ def kill_at_every_call(tmp_path: Path, work: str, kinds: list[str], *, threads: 
     initial_run = tmp_path / "initial_run"
     if work == "trains":
         state = initial_state()
-        with holdfast.Checkpointer(initial_run, state, save=EverySteps(1)) as ckpt:
+        with limpet.Checkpointer(initial_run, state, save=EverySteps(1)) as ckpt:
             train(state, ckpt, 1)
     else:
         initial_run.mkdir()

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.errors import HoldfastError, SkippedVersion, StoreError
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.crashfs import CrashFs
-from holdfast.testing.faults import Fault, FaultFs
+import limpet
+from limpet.errors import LimpetError, SkippedVersion, StoreError
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.testing.crashfs import CrashFs
+from limpet.testing.faults import Fault, FaultFs
 from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
@@ -35,7 +35,7 @@ class Outcome:
 
     def __init__(self) -> None:
         self.committed: list[int] = []
-        self.errors: list[HoldfastError] = []
+        self.errors: list[LimpetError] = []
 
     @property
     def doubtful(self) -> bool:
@@ -49,24 +49,24 @@ Work = Callable[[LocalStore, OpenedStore, Outcome], None]
 def attempt(save: Callable[[], int], outcome: Outcome) -> None:
     try:
         outcome.committed.append(save())
-    except HoldfastError as e:
+    except LimpetError as e:
         outcome.errors.append(e)
 
 
 def one_save(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
-    attempt(lambda: holdfast.save(f"{ROOT}/version_1", state_after(1)).step or 0, outcome)
+    attempt(lambda: limpet.save(f"{ROOT}/version_1", state_after(1)).step or 0, outcome)
 
 
 def one_async_save(store: LocalStore, opened: OpenedStore, outcome: Outcome) -> None:
     attempt(
-        lambda: holdfast.save_async(f"{ROOT}/version_1", state_after(1)).wait().step or 0, outcome
+        lambda: limpet.save_async(f"{ROOT}/version_1", state_after(1)).wait().step or 0, outcome
     )
 
 
 def training(store: LocalStore, opened: OpenedStore, outcome: Outcome, **options: Any) -> None:
     """Save three steps with ``step`` and ``save``. Retention keeps one version."""
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), **options)
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(1), **options)
 
     def saved_by_step() -> int:
         train(state, ckpt, state["progress"].step + 1)
@@ -78,7 +78,7 @@ def training(store: LocalStore, opened: OpenedStore, outcome: Outcome, **options
     attempt(lambda: ckpt.save().step or 0, outcome)
     try:
         ckpt.close()
-    except HoldfastError as e:
+    except LimpetError as e:
         outcome.errors.append(e)
 
 
@@ -145,7 +145,7 @@ def check_files(store: LocalStore, work: Work, outcome: Outcome) -> None:
 def test_resume_raises_on_errors_that_are_not_damage(error: str, pools: PoolTracker) -> None:
     """The resume skips no intact version and starts no branch."""
     inner = CrashFs()
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         LocalStore(ROOT, fs=inner), initial_state(), save=EverySteps(1)
     ) as ckpt:
         ckpt.step()
@@ -153,7 +153,7 @@ def test_resume_raises_on_errors_that_are_not_damage(error: str, pools: PoolTrac
     raised = 0
     for fault in faults(error):
         fs = FaultFs(inner, fault)
-        ckpt = holdfast.Checkpointer(LocalStore(ROOT, fs=fs), initial_state())
+        ckpt = limpet.Checkpointer(LocalStore(ROOT, fs=fs), initial_state())
         try:
             resumed = ckpt.resume()
         except StoreError:
@@ -178,7 +178,7 @@ def test_resume_skips_versions_that_the_disk_cannot_read(every: int, pools: Pool
         for fault in list(faults("EIO"))[::every]:
             restart_ids()
             inner = CrashFs()
-            with holdfast.Checkpointer(
+            with limpet.Checkpointer(
                 LocalStore(ROOT, fs=inner), initial_state(), save=EverySteps(1)
             ) as c:
                 train(c.state, c, 2)
@@ -195,7 +195,7 @@ def test_resume_skips_versions_that_the_disk_cannot_read(every: int, pools: Pool
 def resume_or_raise(store: LocalStore, inner: CrashFs) -> int | str:
     """Return the step of the version that a resume loaded, or "raised"."""
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state)
+    ckpt = limpet.Checkpointer(store, state)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SkippedVersion)

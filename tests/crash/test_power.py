@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-import holdfast
-from holdfast.format.names import Version
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.crashfs import CrashFs, PowerCut
+import limpet
+from limpet.format.names import Version
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.testing.crashfs import CrashFs, PowerCut
 from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
@@ -28,12 +28,12 @@ Work = Callable[[LocalStore, list[int]], None]
 
 def save_twice(store: LocalStore, done: list[int]) -> None:
     for step in (1, 2):
-        holdfast.save(f"{ROOT}/version_{step}", state_after(step))
+        limpet.save(f"{ROOT}/version_{step}", state_after(step))
         done.append(step)
 
 
 def save_async(store: LocalStore, done: list[int]) -> None:
-    pending = holdfast.save_async(f"{ROOT}/version_1", state_after(1))
+    pending = limpet.save_async(f"{ROOT}/version_1", state_after(1))
     pending.wait()
     done.append(1)
 
@@ -41,7 +41,7 @@ def save_async(store: LocalStore, done: list[int]) -> None:
 def training(store: LocalStore, done: list[int]) -> None:
     """Train with retention of the two newest versions. ``save`` saves the last version."""
     state = initial_state()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
         for step in (1, 2, 3):
             train(state, ckpt, step)
             ckpt.wait()
@@ -55,7 +55,7 @@ def save_and_sweep(store: LocalStore, done: list[int]) -> None:
     run = Run(store)
     store.put_if_absent("version_3/shard-00003-of-00004.00000000000a.safetensors", b"stale")
     run.sweep(grace=0, now=1e12)
-    holdfast.save(f"{ROOT}/version_3", state_after(3))
+    limpet.save(f"{ROOT}/version_3", state_after(3))
     done.append(3)
 
 
@@ -126,7 +126,7 @@ def resume_on_branch(store: LocalStore, done: list[int]) -> None:
     """Resume training from version 1 on a new branch. The later versions no longer count."""
     save_twice(store, done)
     state = initial_state()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         ckpt.resume(at=1)
         done.append(BRANCHED)
         train(state, ckpt, 3)
@@ -183,6 +183,6 @@ def test_check_detects_a_store_without_fsync(pools: PoolTracker, opened: OpenedS
     for crashed in fs.crashes(limit=24):
         try:
             check_promises(LocalStore(ROOT, fs=crashed), [1, 2])
-        except (AssertionError, holdfast.errors.HoldfastError):
+        except (AssertionError, limpet.errors.LimpetError):
             broken += 1
     assert broken > 12

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.spread import read_spread
-from holdfast.format import names
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.crashfs import CrashFs
-from holdfast.testing.faults import FaultFs
+import limpet
+from limpet.engine.snapshot.spread import read_spread
+from limpet.format import names
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.storage.local.store import LocalStore
+from limpet.testing.crashfs import CrashFs
+from limpet.testing.faults import FaultFs
 from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.promises import check_promises
@@ -23,9 +23,7 @@ from tests.trainings import initial_state, train
 def training(store: LocalStore, done: list[int]) -> None:
     """Create the run, save three steps, and keep two versions."""
     state = initial_state()
-    with holdfast.Checkpointer(
-        store, state, save=EverySteps(1), keep=KeepLast(2), spread=4
-    ) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2), spread=4) as ckpt:
         for step in (1, 2, 3):
             train(state, ckpt, step)
             ckpt.wait()

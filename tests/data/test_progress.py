@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import PlanError
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import PlanError
+from limpet.storage.memory import MemoryStore
 
 
 def draw() -> tuple[float, float, float, list[float]]:
@@ -31,27 +31,27 @@ def test_random_numbers_continue_after_a_load() -> None:
     store = MemoryStore()
     np.random.normal()  # caches a second number, which is part of the state
     random.gauss(0, 1)
-    holdfast.save(store, {"rng": holdfast.RNG()})
+    limpet.save(store, {"rng": limpet.RNG()})
     expected = [draw() for _ in range(3)]
     draw()
-    holdfast.load(store, into={"rng": holdfast.RNG()})
+    limpet.load(store, into={"rng": limpet.RNG()})
     assert [draw() for _ in range(3)] == expected
 
 
 def test_progress_is_restored() -> None:
     store = MemoryStore()
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     progress.epoch, progress.step, progress.samples = 3, 70, 2240
-    holdfast.save(store, {"progress": progress})
-    other = holdfast.Progress()
-    holdfast.load(store, into={"progress": other})
+    limpet.save(store, {"progress": progress})
+    other = limpet.Progress()
+    limpet.load(store, into={"progress": other})
     assert (other.epoch, other.step, other.samples) == (3, 70, 2240)
     assert repr(other) == "Progress(epoch=3, step=70, samples=2240)"
 
 
 def test_progress_rejects_another_state() -> None:
     with pytest.raises(PlanError, match="epoch, step, and samples"):
-        holdfast.Progress().load_state_dict({"epoch": 1})
+        limpet.Progress().load_state_dict({"epoch": 1})
 
 
 class FakeDevice:
@@ -115,12 +115,12 @@ def test_the_generators_of_all_devices_continue(
     store = MemoryStore()
     device = FakeDevice(count)
     install_device("cuda", device)
-    holdfast.save(store, {"rng": holdfast.RNG()})
+    limpet.save(store, {"rng": limpet.RNG()})
     expected = device.draw()
     other = FakeDevice(count)
     other.draw()
     install_device("cuda", other)
-    holdfast.load(store, into={"rng": holdfast.RNG()})
+    limpet.load(store, into={"rng": limpet.RNG()})
     assert other.draw() == expected
 
 
@@ -129,9 +129,9 @@ def test_the_generator_of_a_device_without_index_continues(
 ) -> None:
     device = FakeMps()
     install_device("mps", device)
-    state = holdfast.RNG().state_dict()
+    state = limpet.RNG().state_dict()
     expected = device.draw()
-    holdfast.RNG().load_state_dict(state)
+    limpet.RNG().load_state_dict(state)
     assert device.draw() == expected
 
 
@@ -141,7 +141,7 @@ def test_devices_without_saved_state_keep_their_generators(
 ) -> None:
     first = FakeDevice(saved)
     install_device("xpu", first)
-    state = holdfast.RNG().state_dict()
+    state = limpet.RNG().state_dict()
     assert len(state["xpu"]) == saved
     drawn = first.draw()
     second = FakeDevice(available)
@@ -149,7 +149,7 @@ def test_devices_without_saved_state_keep_their_generators(
         g.manual_seed(99)
     untouched = [torch.rand(1, generator=torch.Generator().manual_seed(99)).item()] * available
     install_device("xpu", second)
-    holdfast.RNG().load_state_dict(state)
+    limpet.RNG().load_state_dict(state)
     common = min(saved, available)
     assert second.draw() == drawn[:common] + untouched[common:]
 
@@ -158,10 +158,10 @@ def test_another_kind_of_device_keeps_its_generators(
     install_device: Callable[[str, FakeDevice], None],
 ) -> None:
     install_device("cuda", FakeDevice(2))
-    state = holdfast.RNG().state_dict()
+    state = limpet.RNG().state_dict()
     other, twin = FakeDevice(2), FakeDevice(2)
     install_device("xpu", other)
-    holdfast.RNG().load_state_dict(state)
+    limpet.RNG().load_state_dict(state)
     assert other.draw() == twin.draw()
 
 
@@ -175,23 +175,23 @@ def test_a_device_that_the_program_does_not_use_is_not_initialized(
     device = UninitializedDevice(1, initialized=False)
     install_device("cuda", device)
     torch.accelerator.is_available = lambda: pytest.fail("this could break a later fork")  # type: ignore[method-assign]
-    assert "cuda" not in holdfast.RNG().state_dict()
+    assert "cuda" not in limpet.RNG().state_dict()
 
 
 def test_a_state_without_devices_loads_where_devices_exist(
     install_device: Callable[[str, FakeDevice], None],
 ) -> None:
-    state = holdfast.RNG().state_dict()
+    state = limpet.RNG().state_dict()
     device, twin = FakeDevice(2), FakeDevice(2)
     install_device("cuda", device)
-    holdfast.RNG().load_state_dict(state)
+    limpet.RNG().load_state_dict(state)
     assert device.draw() == twin.draw()
 
 
 @pytest.mark.parametrize("state", [{}, {"python": 1}, [], None])
 def test_rng_rejects_another_state(state: object) -> None:
     with pytest.raises(PlanError, match="not the state of an RNG"):
-        holdfast.RNG().load_state_dict(state)  # type: ignore[arg-type]
+        limpet.RNG().load_state_dict(state)  # type: ignore[arg-type]
 
 
 def test_torch_is_not_imported_for_the_rng(tmp_path: Path) -> None:
@@ -202,11 +202,11 @@ def test_torch_is_not_imported_for_the_rng(tmp_path: Path) -> None:
     script = """
 import random, sys
 import numpy as np
-import holdfast
+import limpet
 def save(name):
-    holdfast.save(sys.argv[1] + name, {"w": np.zeros(3), "rng": holdfast.RNG()})
+    limpet.save(sys.argv[1] + name, {"w": np.zeros(3), "rng": limpet.RNG()})
 def load(name):
-    holdfast.load(sys.argv[1] + name, into={"w": np.ones(3), "rng": holdfast.RNG()})
+    limpet.load(sys.argv[1] + name, into={"w": np.ones(3), "rng": limpet.RNG()})
 if sys.argv[2] == "save":
     save("/without_torch")
     drawn = random.random(), np.random.normal()

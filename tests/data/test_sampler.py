@@ -21,14 +21,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast.data import batch_blocks
-from holdfast.data.permutation import permute
-from holdfast.data.sampler_group import SamplerGroup
-from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.data import batch_blocks
+from limpet.data.permutation import permute
+from limpet.data.sampler_group import SamplerGroup
+from limpet.errors import LimpetError, PlanError, UncountedBatches, UncountedEpochs
+from limpet.storage.memory import MemoryStore
 
-Sampler = holdfast.ElasticSampler
+Sampler = limpet.ElasticSampler
 
 
 def order(length: int, seed: int = 0, epoch: int = 0) -> list[int]:
@@ -281,7 +281,7 @@ def test_a_pass_reads_the_rank_from_torch_distributed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     assert list(sampler) == [[1], [5]]
     assert Sampler(10, 4).padded == 1
-    with pytest.raises(HoldfastError, match=r"empty batch.* 3 ranks"):
+    with pytest.raises(LimpetError, match=r"empty batch.* 3 ranks"):
         Sampler(8, 2)
 
 
@@ -290,7 +290,7 @@ def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 5)
-    with pytest.raises(HoldfastError, match="5 or more"):
+    with pytest.raises(LimpetError, match="5 or more"):
         next(iter(sampler))
 
 
@@ -311,7 +311,7 @@ def test_more_ranks_than_samples_per_batch_are_an_error(monkeypatch: pytest.Monk
     ],
 )
 def test_invalid_arguments_are_rejected(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(HoldfastError, match=message):
+    with pytest.raises(LimpetError, match=message):
         Sampler(**({"length": 8, "batch_size": 4} | arguments))
 
 
@@ -324,14 +324,14 @@ def test_sizes_must_be_ints(wrong: Any) -> None:
 
 
 def test_a_data_set_instead_of_its_length_is_refused() -> None:
-    with pytest.raises(HoldfastError, match=r"ElasticSampler\(len\(dataset\), batch_size="):
+    with pytest.raises(LimpetError, match=r"ElasticSampler\(len\(dataset\), batch_size="):
         Sampler(TensorDataset(torch.zeros(4)), batch_size=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_that_would_make_batches_of_batches_is_refused(workers: int) -> None:
     data = torch.zeros(16)
-    with pytest.raises(HoldfastError, match=r"DataLoader\(dataset, batch_sampler=sampler\)"):
+    with pytest.raises(LimpetError, match=r"DataLoader\(dataset, batch_sampler=sampler\)"):
         list(DataLoader(data, batch_size=2, sampler=Sampler(16, 4), num_workers=workers))  # type: ignore[arg-type]
     # without automatic batches, PyTorch passes each batch of indices to the data set
     assert len(list(DataLoader(data, batch_size=None, sampler=Sampler(16, 4)))) == 4  # type: ignore[arg-type]
@@ -434,18 +434,18 @@ def test_left_counts_the_remaining_batches_of_the_epoch() -> None:
 
 def test_counting_more_batches_than_yielded_is_an_error() -> None:
     sampler = Sampler(8, 2)
-    with pytest.raises(HoldfastError, match="Expected at most 0, found 1"):
+    with pytest.raises(LimpetError, match="Expected at most 0, found 1"):
         sampler.advance()
     current_pass = iter(sampler)
     next(current_pass)
     next(current_pass)
-    with pytest.raises(HoldfastError, match="Expected at most 2, found 3"):
+    with pytest.raises(LimpetError, match="Expected at most 2, found 3"):
         sampler.advance(3)
     assert sampler.state_dict()["samples"] == 0
     sampler.advance(0)
     sampler.advance(2)
     assert sampler.state_dict()["samples"] == 4
-    with pytest.raises(HoldfastError, match="Invalid number of batches for a step"):
+    with pytest.raises(LimpetError, match="Invalid number of batches for a step"):
         sampler.advance(-1)
 
 
@@ -454,7 +454,7 @@ def test_the_error_for_a_repeated_step_names_the_sampler_and_the_usual_cause() -
     next(iter(sampler))
     sampler.advance()
     with pytest.raises(
-        HoldfastError, match=r"8, 2, 5, at sample 2 .*step\(\) is called once per batch"
+        LimpetError, match=r"8, 2, 5, at sample 2 .*step\(\) is called once per batch"
     ):
         sampler.advance()
 
@@ -465,9 +465,9 @@ def test_a_pass_from_before_the_resume_is_an_error() -> None:
     current_pass = iter(sampler)
     next(current_pass)
     sampler.load_state_dict(saved)
-    with pytest.raises(HoldfastError, match="no longer the latest"):
+    with pytest.raises(LimpetError, match="no longer the latest"):
         next(current_pass)
-    with pytest.raises(HoldfastError, match="iterate over the loader again"):
+    with pytest.raises(LimpetError, match="iterate over the loader again"):
         sampler.advance()
 
 
@@ -482,7 +482,7 @@ def test_an_iterator_created_before_the_resume_yields_the_rest() -> None:
 
 def test_two_concurrent_passes_are_an_error() -> None:
     sampler = Sampler(8, 2)
-    with pytest.raises(HoldfastError, match="one pass at a time"):
+    with pytest.raises(LimpetError, match="one pass at a time"):
         list(zip(sampler, sampler, strict=True))
 
 
@@ -586,7 +586,7 @@ def test_a_sampler_without_any_counted_batch_warns_once_and_then_raises() -> Non
         again = list(sampler)
     assert flat(again) == order(10)
     for _ in range(2):
-        with pytest.raises(HoldfastError, match=NEVER):
+        with pytest.raises(LimpetError, match=NEVER):
             next(iter(sampler))
 
 
@@ -596,7 +596,7 @@ def test_a_loader_without_any_counted_batch_warns_once_and_then_raises(workers: 
     list(loader)
     with pytest.warns(UncountedBatches, match=NEVER):
         list(loader)
-    with pytest.raises(HoldfastError, match=NEVER):
+    with pytest.raises(LimpetError, match=NEVER):
         list(loader)
 
 
@@ -631,7 +631,7 @@ def test_a_resumed_sampler_that_no_step_counts_also_warns() -> None:
     assert flat(other) == order(10)[4:]
     with pytest.warns(UncountedBatches, match=NEVER):
         assert flat(other) == order(10)[4:]
-    with pytest.raises(HoldfastError, match=NEVER):
+    with pytest.raises(LimpetError, match=NEVER):
         next(iter(other))
     other.load_state_dict(sampler.state_dict())
     train(other)
@@ -681,9 +681,9 @@ def test_a_state_within_a_step_across_epochs_resumes_as_one_pass() -> None:
 # -- following a Progress ------------------------------------------------------------------------
 
 
-def at_end_of_epoch(count_up: bool, *, follow: bool = True) -> tuple[Sampler, holdfast.Progress]:
+def at_end_of_epoch(count_up: bool, *, follow: bool = True) -> tuple[Sampler, limpet.Progress]:
     """Return a sampler after one epoch, which the user has counted or not."""
-    sampler, progress = Sampler(8, 2), holdfast.Progress()
+    sampler, progress = Sampler(8, 2), limpet.Progress()
     if follow:
         sampler.follow(progress)
     train(sampler)
@@ -712,7 +712,7 @@ def test_a_finished_loop_can_be_resumed_with_more_epochs() -> None:
     state: dict[str, dict[str, int]] = {}
     trained: list[int] = []
     for epochs in (1, 2, 2, 4):
-        sampler, progress = Sampler(8, 2), holdfast.Progress()
+        sampler, progress = Sampler(8, 2), limpet.Progress()
         sampler.follow(progress)
         if state:
             progress.load_state_dict(state["progress"])
@@ -726,7 +726,7 @@ def test_a_finished_loop_can_be_resumed_with_more_epochs() -> None:
 
 def test_a_loop_that_sets_the_epoch_before_the_pass() -> None:
     """``for progress.epoch in range(progress.epoch, n)`` resumes with an empty pass."""
-    sampler, progress = Sampler(8, 2), holdfast.Progress()
+    sampler, progress = Sampler(8, 2), limpet.Progress()
     sampler.follow(progress)
     for progress.epoch in range(2):
         train(sampler)
@@ -738,7 +738,7 @@ def test_a_loop_that_sets_the_epoch_before_the_pass() -> None:
 
 
 def test_a_counted_epoch_with_a_step_across_epochs_resumes_as_one_pass() -> None:
-    sampler, progress = Sampler(10, 2), holdfast.Progress()
+    sampler, progress = Sampler(10, 2), limpet.Progress()
     sampler.follow(progress)
     for number, _ in enumerate(sampler):
         if number == 3:
@@ -778,7 +778,7 @@ def test_an_empty_pass_that_was_not_started_is_counted_too() -> None:
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
 def test_counted_epochs_cause_no_warning(how: str, start: int) -> None:
     """Count the epochs in several ways, after a resume at several positions."""
-    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    sampler, progress = Sampler(6, 2), limpet.Progress()
     if start:
         old = Sampler(6, 2)
         for _ in range(start):
@@ -803,7 +803,7 @@ def test_counted_epochs_cause_no_warning(how: str, start: int) -> None:
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_uncounted_epochs_cause_one_warning(start: int) -> None:
     """The warning appears when the third pass begins, and again only in the next process."""
-    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    sampler, progress = Sampler(6, 2), limpet.Progress()
     sampler.follow(progress)
     progress.epoch = 4
     if start:
@@ -820,7 +820,7 @@ def test_uncounted_epochs_cause_one_warning(start: int) -> None:
 
 
 def test_a_resume_restarts_the_check_of_counted_epochs() -> None:
-    sampler, progress = Sampler(6, 2), holdfast.Progress()
+    sampler, progress = Sampler(6, 2), limpet.Progress()
     sampler.follow(progress)
     for _ in range(3):
         train(sampler)
@@ -831,7 +831,7 @@ def test_a_resume_restarts_the_check_of_counted_epochs() -> None:
 def test_a_new_progress_restarts_the_check_of_counted_epochs() -> None:
     sampler = Sampler(6, 2)
     for _ in range(3):
-        progress = holdfast.Progress()
+        progress = limpet.Progress()
         sampler.follow(progress)
         for _ in range(2):
             train(sampler)
@@ -904,7 +904,7 @@ def test_the_length_may_change_only_at_the_end_of_an_epoch(
 
 def test_the_length_must_not_change_within_a_step() -> None:
     """The rest of the step would use samples of a different order."""
-    sampler, progress = Sampler(10, 2), holdfast.Progress()
+    sampler, progress = Sampler(10, 2), limpet.Progress()
     sampler.follow(progress)
     for number, _ in enumerate(sampler):
         if number == 3:
@@ -948,13 +948,13 @@ def test_other_objects_are_rejected_as_states(state: Any) -> None:
         Sampler(8, 2).load_state_dict(state)
 
 
-def test_a_sampler_is_saved_and_loaded_by_holdfast() -> None:
+def test_a_sampler_is_saved_and_loaded_by_limpet() -> None:
     store = MemoryStore()
     sampler = Sampler(8, 2)
     train(sampler, 3)
-    holdfast.save(store, {"sampler": sampler})
+    limpet.save(store, {"sampler": sampler})
     other = Sampler(8, 2)
-    holdfast.load(store, into={"sampler": other})
+    limpet.load(store, into={"sampler": other})
     assert other.state_dict() == sampler.state_dict()
     assert flat(train(other)) == order(8)[6:]
 
@@ -964,7 +964,7 @@ def test_a_sampler_is_saved_and_loaded_by_holdfast() -> None:
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_a_copy_is_independent_of_the_original(make_copy: Any) -> None:
-    sampler, progress = Sampler(8, 2), holdfast.Progress()
+    sampler, progress = Sampler(8, 2), limpet.Progress()
     sampler.follow(progress)
     train(sampler, 1)
     copied = make_copy(sampler)
@@ -984,8 +984,8 @@ def test_a_copy_of_a_state_follows_the_copied_progress() -> None:
 
 
 def test_copies_of_several_samplers_form_their_own_group() -> None:
-    state = {"samplers": [Sampler(8, 2), Sampler(8, 2)], "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+    state = {"samplers": [Sampler(8, 2), Sampler(8, 2)], "progress": limpet.Progress()}
+    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in zip(*state["samplers"]):
             ckpt.step()
     saved = [s.state_dict() for s in state["samplers"]]
@@ -1092,7 +1092,7 @@ GOLDEN_BATCHES: dict[str, tuple[Any, Any, int | None, tuple[int, str]]] = {
 def test_the_batches_are_those_of_every_earlier_release(name: str) -> None:
     arguments, options, batches, expected = GOLDEN_BATCHES[name]
     digest, count = sha256(), 0
-    for batch in islice(holdfast.ElasticSampler(*arguments, **options), batches):
+    for batch in islice(limpet.ElasticSampler(*arguments, **options), batches):
         digest.update(json.dumps(batch).encode())
         count += 1
     assert (count, digest.hexdigest()[:16]) == expected
@@ -1122,7 +1122,7 @@ def test_blocks_hold_the_batches_that_are_computed_alone(data: Any) -> None:
         if batch_size < ranks or (drop_last and batch_size > length):
             continue
         rank = data.draw(st.integers(0, ranks - 1), "rank")
-        sampler = holdfast.ElasticSampler(
+        sampler = limpet.ElasticSampler(
             length, batch_size, 5, shuffle=shuffle, drop_last=drop_last, rank=rank, ranks=ranks
         )
         if state is not None:
@@ -1145,7 +1145,7 @@ def test_many_batches_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         return permute(positions, *arguments)
 
     monkeypatch.setattr(batch_blocks, "permute", counted)
-    assert len(list(holdfast.ElasticSampler(100_000, 32))) == 3125
+    assert len(list(limpet.ElasticSampler(100_000, 32))) == 3125
     assert len(sizes) <= 100_000 // 8192 + 2
     assert max(sizes) <= 8192
     assert sum(sizes) == 100_000  # nothing is computed twice
@@ -1153,7 +1153,7 @@ def test_many_batches_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_sizes_of_a_sampler_count_at_the_next_batch() -> None:
     """Attributes that the user changes during a pass count from the next batch on."""
-    sampler = holdfast.ElasticSampler(1000, 10)
+    sampler = limpet.ElasticSampler(1000, 10)
     batches = iter(sampler)
     next(batches)
     sampler.seed = 3

@@ -11,17 +11,17 @@ from typing import Any
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
 
 PACKAGES = [
-    "holdfast",
-    "holdfast.preemption",
-    "holdfast.tasks",
-    "holdfast.sinks",
-    "holdfast.integrations.dcp",
-    "holdfast.testing",
+    "limpet",
+    "limpet.preemption",
+    "limpet.tasks",
+    "limpet.sinks",
+    "limpet.integrations.dcp",
+    "limpet.testing",
 ]
 
 TITLE = """# API reference
 
-The public names of Holdfast: signatures and docstrings. `make reference` writes this
+The public names of Limpet: signatures and docstrings. `make reference` writes this
 page; do not edit it by hand. Errors and warnings are in [errors.md](errors.md), commands in
 [commands.md](commands.md), and events in [events.md](events.md). What begins with an underscore,
 and every module that is not listed here, may change at any time.

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast
-from holdfast.errors import Unsupported
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import Unsupported
+from limpet.storage.memory import MemoryStore
 from tests.engine.unreliable_stores import HookedStore
 from tests.ranks.trainings import TrainingJob, TrainingRank
 
@@ -48,13 +48,13 @@ def test_every_dtype_is_saved_exactly_or_refused(dtype: torch.dtype) -> None:
         tensor.untyped_storage().copy_(raw.untyped_storage())
         if dtype == torch.bool:
             tensor = torch.tensor([True, False, False, True])
-        holdfast.save(store, {"x": tensor})
-        loaded = holdfast.load(store)["x"]
+        limpet.save(store, {"x": tensor})
+        loaded = limpet.load(store)["x"]
         assert loaded.dtype == dtype
         assert bytes(loaded.untyped_storage()) == bytes(tensor.untyped_storage())
     else:
         with pytest.raises(Unsupported, match="cannot be saved faithfully"):
-            holdfast.save(store, {"x": tensor})
+            limpet.save(store, {"x": tensor})
         assert list(store.list("")) == []
 
 
@@ -75,14 +75,14 @@ def test_a_step_that_does_not_save_does_not_access_the_store() -> None:
     """With the policies of the section on long training runs."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = {"model": model, "optimizer": optimizer, "progress": holdfast.Progress()}
+    state = {"model": model, "optimizer": optimizer, "progress": limpet.Progress()}
     store = HookedStore(MemoryStore())
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         store,
         state,
-        save=holdfast.EverySteps(500) | holdfast.EverySeconds(600) | holdfast.OnException(),
-        keep=holdfast.KeepLast(3) | holdfast.KeepEvery(10_000) | holdfast.KeepBest(2, "val_loss"),
-        stop=holdfast.StopWhen("val_loss", patience=3),
+        save=limpet.EverySteps(500) | limpet.EverySeconds(600) | limpet.OnException(),
+        keep=limpet.KeepLast(3) | limpet.KeepEvery(10_000) | limpet.KeepBest(2, "val_loss"),
+        stop=limpet.StopWhen("val_loss", patience=3),
         incremental=True,
     ) as ckpt:
         ckpt.resume()
@@ -104,7 +104,7 @@ def test_a_step_that_does_not_save_waits_for_no_other_rank() -> None:
 
         def work(trainer: TrainingRank) -> int:
             rank = trainer.rank
-            with trainer.make_checkpointer(save=holdfast.EverySteps(1000)):
+            with trainer.make_checkpointer(save=limpet.EverySteps(1000)):
                 trainer.train_steps(1)  # the first step checks the run, on all ranks
                 if rank:
                     running[rank - 1].wait(30)  # rank 0 is far ahead, rank 1 waits for it
@@ -154,13 +154,13 @@ def test_draws_in_a_data_set_are_exact_unless_the_loader_fetches_ahead(
 ) -> None:
     def train(store: MemoryStore, last_step: int) -> list[list[float]]:
         random.seed(1)
-        sampler = holdfast.ElasticSampler(64, batch_size=4, seed=0)
+        sampler = limpet.ElasticSampler(64, batch_size=4, seed=0)
         loader: Any = DataLoader(Noisy(by_index), batch_sampler=sampler)
         if fetch_ahead:
             loader = FetchAhead(loader)
-        state = {"sampler": sampler, "rng": holdfast.RNG()}
+        state = {"sampler": sampler, "rng": limpet.RNG()}
         seen = []
-        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(3)) as ckpt:
+        with limpet.Checkpointer(store, state, save=limpet.EverySteps(3)) as ckpt:
             ckpt.resume()
             for batch in loader:
                 seen.append(batch.tolist())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "holdfast"
+PACKAGE = ROOT / "src" / "limpet"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 
@@ -77,7 +77,7 @@ def test_the_diagram_shows_every_package() -> None:
 
 WALKS = DESIGN.partition("## Glossary")[0]
 FOREIGN = (
-    "HOLDFAST_",
+    "LIMPET_",
     "SystemExit",
     "MADV_",
     "torch.",

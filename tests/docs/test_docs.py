@@ -3,7 +3,7 @@
 The blocks of one document run in order, in one namespace and in one folder that is empty at first.
 ``python`` marks complete code, and ``python FILE`` a script, which is written to that file. Code
 that cannot run on its own is marked ``text``. In ``console`` blocks, the lines run that begin with
-``$ holdfast``, ``$ python``, or ``$ torchrun``. What follows a command is its output, and an
+``$ limpet``, ``$ python``, or ``$ torchrun``. What follows a command is its output, and an
 ``output`` block is that of the Python block before it. ``...`` in an output stands for any text.
 """
 
@@ -26,7 +26,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(
-    r"^\$ ((?:[A-Z_]+=\S+ )*(?:holdfast|python|torchrun) .*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE
+    r"^\$ ((?:[A-Z_]+=\S+ )*(?:limpet|python|torchrun) .*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE
 )
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

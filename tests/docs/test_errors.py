@@ -1,6 +1,6 @@
-"""docs/errors.md describes every error, warning, and exit, with messages that Holdfast writes.
+"""docs/errors.md describes every error, warning, and exit, with messages that Limpet writes.
 
-A new class in ``holdfast.errors`` needs a section. A section with a message needs a function here
+A new class in ``limpet.errors`` needs a section. A section with a message needs a function here
 that causes it.
 """
 
@@ -24,13 +24,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-import holdfast
-from holdfast import errors
-from holdfast.format.sealed import seal
-from holdfast.run.save_request import request_and_wait
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.testing import Fault, FaultFs
+import limpet
+from limpet import errors
+from limpet.format.sealed import seal
+from limpet.run.save_request import request_and_wait
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.testing import Fault, FaultFs
 from tests.docs.test_docs import ROOT
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
@@ -74,13 +74,13 @@ def linear() -> torch.nn.Module:
 
 
 def save_snapshot(**more: Any) -> Path:
-    holdfast.save("snap", {"model": linear(), **more})
+    limpet.save("snap", {"model": linear(), **more})
     return Path("snap")
 
 
 def save_run(last: int = 40, run: str = "runs/a") -> dict[str, Any]:
-    state = {"model": linear(), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(run, state, save=holdfast.EverySteps(10)) as ckpt:
+    state = {"model": linear(), "progress": limpet.Progress()}
+    with limpet.Checkpointer(run, state, save=limpet.EverySteps(10)) as ckpt:
         while ckpt.current_step < last:
             ckpt.step()
     return state
@@ -98,21 +98,21 @@ def flip_last_bit(path: Path) -> None:
 
 
 @raising
-def HoldfastError() -> None:
-    holdfast.EverySteps(0)
+def LimpetError() -> None:
+    limpet.EverySteps(0)
 
 
 @raising
 def FormatError() -> None:
     shard = shard_of(save_snapshot())
     shard.write_bytes(shard.read_bytes()[:-10])
-    holdfast.load("snap")
+    limpet.load("snap")
 
 
 @raising
 def ManifestInvalid() -> None:
     Path(save_snapshot(), "manifest.json").write_text("{}")
-    holdfast.open("snap")
+    limpet.open("snap")
 
 
 @raising
@@ -121,18 +121,18 @@ def FormatTooNew() -> None:
         new: int = 1
 
     Path(save_snapshot(), "manifest.json").write_bytes(seal(Content(), 99)[0])
-    holdfast.open("snap")
+    limpet.open("snap")
 
 
 @raising
 def DigestMismatch() -> None:
     flip_last_bit(shard_of(save_snapshot()))
-    holdfast.load("snap")
+    limpet.load("snap")
 
 
 @raising
 def NotFound() -> None:
-    holdfast.open("runs/typo")
+    limpet.open("runs/typo")
 
 
 @raising
@@ -143,7 +143,7 @@ def AlreadyExists() -> None:
 
 def save_with_fault(error: int) -> None:
     fs = FaultFs(None, Fault("open", error=error, lasting=True))
-    holdfast.save(LocalStore("runs/a", fs=fs), {"model": linear()})
+    limpet.save(LocalStore("runs/a", fs=fs), {"model": linear()})
 
 
 @raising
@@ -171,42 +171,42 @@ def BrokenLink() -> None:
     shard = shard_of(save_snapshot())
     shard.unlink()
     shard.symlink_to("/mnt/disk-2/shard.safetensors")
-    holdfast.load("snap")
+    limpet.load("snap")
 
 
 @raising
 def PlanError() -> None:
     save_snapshot(note="x")
-    holdfast.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
+    limpet.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
 
 
 @raising
 def MissingLeaf() -> None:
     save_snapshot()
-    holdfast.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
+    limpet.load("snap", into={"model": linear(), "ema": torch.zeros(3)})
 
 
 @raising
 def UnexpectedLeaf() -> None:
     save_snapshot(note="x")
-    holdfast.load("snap", into={"model": linear()})
+    limpet.load("snap", into={"model": linear()})
 
 
 @raising
 def ShapeMismatch() -> None:
     save_snapshot()
-    holdfast.load("snap", into={"model": torch.nn.Linear(4, 3)})
+    limpet.load("snap", into={"model": torch.nn.Linear(4, 3)})
 
 
 @raising
 def DTypeMismatch() -> None:
     save_snapshot()
-    holdfast.load("snap", into={"model": linear().double()})
+    limpet.load("snap", into={"model": linear().double()})
 
 
 @raising
 def Unsupported() -> None:
-    holdfast.save("snap", {"model": linear(), "path": Path("data")})
+    limpet.save("snap", {"model": linear(), "path": Path("data")})
 
 
 @raising
@@ -217,14 +217,14 @@ def MemberFailed() -> None:
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    holdfast.save("snap", {"model": linear(), "ema": Bad()})
+    limpet.save("snap", {"model": linear(), "ema": Bad()})
 
 
 @raising
 def RankFailed() -> None:
     def save(rank: int) -> None:
         fs = FaultFs(None, *[Fault("open", error=errno.ENOSPC, lasting=True)] * rank)
-        holdfast.save(LocalStore("runs/a", fs=fs), {"value": holdfast.PerRank(torch.zeros(4))})
+        limpet.save(LocalStore("runs/a", fs=fs), {"value": limpet.PerRank(torch.zeros(4))})
 
     group = FakeGroup(2)
     raise next(e for e in group.outcomes(save) if isinstance(e, errors.RankFailed))
@@ -233,25 +233,25 @@ def RankFailed() -> None:
 @raising
 def DeadlinePassed() -> None:
     save_run()
-    request_and_wait(holdfast.Run("runs/a"), 0.1)
+    request_and_wait(limpet.Run("runs/a"), 0.1)
 
 
 @raising
 def NoSnapshot() -> None:
     state = save_run(10)
     flip_last_bit(shard_of("runs/a/version_10"))
-    with holdfast.Checkpointer("runs/a", state) as ckpt:
+    with limpet.Checkpointer("runs/a", state) as ckpt:
         ckpt.resume()
 
 
 @raising
 def TaskError() -> None:
-    holdfast.tasks.Queue().job("val@100")
+    limpet.tasks.Queue().job("val@100")
 
 
 @raising
 def LeaseLost() -> None:
-    queue = holdfast.tasks.Queue(lease_seconds=0.001)
+    queue = limpet.tasks.Queue(lease_seconds=0.001)
     queue.add("training", 10, task_size=5, name="train")
     task = queue.training.get()
     time.sleep(0.01)
@@ -260,7 +260,7 @@ def LeaseLost() -> None:
 
 @raising
 def JobFailed() -> None:
-    queue = holdfast.tasks.Queue(attempts=1)
+    queue = limpet.tasks.Queue(attempts=1)
     job = queue.add("evaluation", 10, task_size=5, name="val@100")
     queue.evaluation.get().fail("ValueError: bad record")
     job.wait(timeout=1)
@@ -270,8 +270,8 @@ def JobFailed() -> None:
 def NotTrusted() -> str:
     state = save_run()
     for step in (10, 20, 30, 40):
-        holdfast.Run("runs/a").attest(step, ok=False, by="nan-detector", note="NaN in layer 3")
-    with pytest.raises(errors.NoSnapshot) as caught, holdfast.Checkpointer("runs/a", state) as ckpt:
+        limpet.Run("runs/a").attest(step, ok=False, by="nan-detector", note="NaN in layer 3")
+    with pytest.raises(errors.NoSnapshot) as caught, limpet.Checkpointer("runs/a", state) as ckpt:
         ckpt.resume()
     assert isinstance(caught.value.__cause__, errors.NotTrusted)
     return str(caught.value.__cause__)
@@ -279,14 +279,14 @@ def NotTrusted() -> str:
 
 @causes
 def Preempted() -> str:
-    state = {"model": linear(), "progress": holdfast.Progress()}
-    with pytest.raises(errors.Preempted) as caught, holdfast.Checkpointer("runs/a", state) as ckpt:
+    state = {"model": linear(), "progress": limpet.Progress()}
+    with pytest.raises(errors.Preempted) as caught, limpet.Checkpointer("runs/a", state) as ckpt:
         os.kill(os.getpid(), signal.SIGTERM)
         while True:
             ckpt.step()
             time.sleep(0.001)
     assert caught.value.code == 75
-    return f"holdfast: {caught.value.reason}"
+    return f"limpet: {caught.value.reason}"
 
 
 # -- warnings --------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def Preempted() -> str:
 def SkippedVersion() -> None:
     state = save_run()
     flip_last_bit(shard_of("runs/a/version_40"))
-    with holdfast.Checkpointer("runs/a", state) as ckpt:
+    with limpet.Checkpointer("runs/a", state) as ckpt:
         ckpt.resume()
 
 
@@ -307,8 +307,8 @@ def SaveFailed() -> None:
             raise errors.NoSpace("Cannot write the shard: No space left on device")
 
     store = HookedStore(MemoryStore())
-    state = {"model": linear(), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(10), on_error="warn") as ckpt:
+    state = {"model": linear(), "progress": limpet.Progress()}
+    with limpet.Checkpointer(store, state, save=limpet.EverySteps(10), on_error="warn") as ckpt:
         ckpt.step()
         store.before = fail
         while ckpt.current_step < 10:
@@ -324,7 +324,7 @@ def train_with_dropout(rng: dict[str, Any]) -> None:
     model = torch.nn.Sequential(linear(), torch.nn.Dropout())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer, **rng}
-    with holdfast.Checkpointer("runs/a", state) as ckpt:
+    with limpet.Checkpointer("runs/a", state) as ckpt:
         ckpt.resume(missing="keep")
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -339,14 +339,14 @@ def InexactResume() -> None:
 @causes
 def KeptValues() -> None:
     train_with_dropout({})
-    train_with_dropout({"rng": holdfast.RNG()})
+    train_with_dropout({"rng": limpet.RNG()})
 
 
 @causes
 def ReplacedOptions() -> None:
     for decay in (0.1, 0.2):
         optimizer = torch.optim.AdamW(linear().parameters(), weight_decay=decay)
-        with holdfast.Checkpointer("runs/a", {"optimizer": optimizer}) as ckpt:
+        with limpet.Checkpointer("runs/a", {"optimizer": optimizer}) as ckpt:
             ckpt.resume()
             ckpt.step()
 
@@ -356,20 +356,20 @@ def ReplacedSchedule() -> None:
     for steps in (10, 20):
         optimizer = torch.optim.SGD(linear().parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
-        with holdfast.Checkpointer("runs/a", {"scheduler": scheduler}) as ckpt:
+        with limpet.Checkpointer("runs/a", {"scheduler": scheduler}) as ckpt:
             ckpt.resume()
             ckpt.step()
 
 
 @causes
 def UnconsumedSamples() -> None:
-    sampler = holdfast.ElasticSampler(8, batch_size=2, seed=0)
+    sampler = limpet.ElasticSampler(8, batch_size=2, seed=0)
     loader = DataLoader(range(8), batch_sampler=sampler)
-    state = {"sampler": sampler, "progress": holdfast.Progress()}
+    state = {"sampler": sampler, "progress": limpet.Progress()}
     for _ in range(2):
         with (
             suppress(KeyboardInterrupt),
-            holdfast.Checkpointer("runs/a", state, save=holdfast.EverySteps(1)) as ckpt,
+            limpet.Checkpointer("runs/a", state, save=limpet.EverySteps(1)) as ckpt,
         ):
             if ckpt.resume() is None:
                 for number, _ in enumerate(loader):
@@ -382,8 +382,8 @@ def UnconsumedSamples() -> None:
 def StateUnchanged() -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = {"model": deepcopy(model), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer("runs/a", state, save=holdfast.EverySteps(10)) as ckpt:
+    state = {"model": deepcopy(model), "progress": limpet.Progress()}
+    with limpet.Checkpointer("runs/a", state, save=limpet.EverySteps(10)) as ckpt:
         while ckpt.current_step < 20:
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
@@ -392,9 +392,9 @@ def StateUnchanged() -> None:
 
 @causes
 def MetricMissing() -> None:
-    keep, save = holdfast.KeepBest(1, "val_loss"), holdfast.EverySteps(7)
-    state = {"model": linear(), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer("runs/a", state, save=save, keep=keep) as ckpt:
+    keep, save = limpet.KeepBest(1, "val_loss"), limpet.EverySteps(7)
+    state = {"model": linear(), "progress": limpet.Progress()}
+    with limpet.Checkpointer("runs/a", state, save=save, keep=keep) as ckpt:
         for _ in range(2):
             for _ in range(10):
                 ckpt.step({"loss": 1.0})
@@ -405,7 +405,7 @@ def MetricMissing() -> None:
 def NothingSaved() -> None:
     metric = torch.nn.Module()
     metric.register_buffer("count", torch.zeros(1), persistent=False)
-    with holdfast.Checkpointer("runs/a", {"model": linear(), "metric": metric}) as ckpt:
+    with limpet.Checkpointer("runs/a", {"model": linear(), "metric": metric}) as ckpt:
         ckpt.step()
 
 
@@ -414,23 +414,21 @@ def SinkFailed() -> None:
     def to_dashboard(name: str, fields: dict[str, Any]) -> None:
         raise ConnectionError("no route to host")
 
-    with holdfast.attach(to_dashboard):
+    with limpet.attach(to_dashboard):
         save_snapshot()
 
 
 @causes
 def RanksChanged() -> None:
-    FakeGroup(2).run(lambda rank: holdfast.save("snap", {"seen": holdfast.PerRank({"n": rank})}))
-    FakeGroup(3).run(
-        lambda rank: holdfast.load("snap", into={"seen": holdfast.PerRank({"n": rank})})
-    )
+    FakeGroup(2).run(lambda rank: limpet.save("snap", {"seen": limpet.PerRank({"n": rank})}))
+    FakeGroup(3).run(lambda rank: limpet.load("snap", into={"seen": limpet.PerRank({"n": rank})}))
 
 
 def sampler_steps(**state: Any) -> Iterator[tuple[int, Any]]:
-    sampler = holdfast.ElasticSampler(8, batch_size=2, seed=0)
+    sampler = limpet.ElasticSampler(8, batch_size=2, seed=0)
     loader = DataLoader(range(8), batch_sampler=sampler)
-    save = holdfast.EverySteps(100) | holdfast.AtEnd()
-    with holdfast.Checkpointer("runs/a", {"sampler": sampler, **state}, save=save) as ckpt:
+    save = limpet.EverySteps(100) | limpet.AtEnd()
+    with limpet.Checkpointer("runs/a", {"sampler": sampler, **state}, save=save) as ckpt:
         for _ in range(3):
             for number, _ in enumerate(loader):
                 yield number, ckpt
@@ -445,7 +443,7 @@ def UncountedBatches() -> None:
 
 @causes
 def UncountedEpochs() -> None:
-    for _, ckpt in sampler_steps(progress=holdfast.Progress()):
+    for _, ckpt in sampler_steps(progress=limpet.Progress()):
         ckpt.step()
 
 
@@ -468,7 +466,7 @@ def test_every_message_of_the_page_is_checked() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SECTIONS.keys() & CAUSES.keys()))
-def test_the_message_is_what_holdfast_writes(
+def test_the_message_is_what_limpet_writes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

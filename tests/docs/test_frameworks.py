@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import limpet
 from tests.docs.test_docs import ROOT, blocks
 
 SCRIPTS = {
@@ -22,9 +22,9 @@ SCRIPTS = {
 
 KILLED = """
 import os, runpy, sys, time
-import holdfast
+import limpet
 
-count = holdfast.Checkpointer.step
+count = limpet.Checkpointer.step
 
 def step(ckpt, *args, **kwargs):
     if ckpt.current_step == int(sys.argv[2]):
@@ -34,7 +34,7 @@ def step(ckpt, *args, **kwargs):
         time.sleep(0.05)  # so that a notice is seen before the last step
     return count(ckpt, *args, **kwargs)
 
-holdfast.Checkpointer.step = step
+limpet.Checkpointer.step = step
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 """Runs a script, which gets a signal in the step after a given one."""
@@ -68,15 +68,15 @@ def test_a_training_that_is_killed_resumes_exactly(library: str, tmp_path: Path)
         assert run_script(tmp_path, "parts", "killed.py", script, step, int(number)) == code
     assert run_script(tmp_path, "parts", script) == 0
     assert any(
-        s.metadata["reason"] == "preemption" for s in holdfast.Run(tmp_path / "parts").snapshots()
+        s.metadata["reason"] == "preemption" for s in limpet.Run(tmp_path / "parts").snapshots()
     )
-    whole, parts = (holdfast.open(tmp_path / run / "version_64") for run in ("whole", "parts"))
+    whole, parts = (limpet.open(tmp_path / run / "version_64") for run in ("whole", "parts"))
     keys = list(whole.keys())
     assert len(keys) > 40
     assert {key: content(whole, key) for key in keys} == {key: content(parts, key) for key in keys}
 
 
-def content(snapshot: holdfast.Snapshot, key: str) -> object:
+def content(snapshot: limpet.Snapshot, key: str) -> object:
     """Return the numbers of a tensor or an array, or a value."""
     leaf = snapshot[key]
-    return leaf[...].tolist() if isinstance(leaf, holdfast.LeafView) else leaf
+    return leaf[...].tolist() if isinstance(leaf, limpet.LeafView) else leaf

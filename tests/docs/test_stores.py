@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import holdfast.storage.open
-from holdfast.testing import StoreContract
+import limpet.storage.open
+from limpet.testing import StoreContract
 from tests.docs.test_docs import ROOT, blocks
 
 CODE = [b.code for b in blocks(ROOT / "docs" / "stores.md") if b.language == "python"]
@@ -35,18 +35,18 @@ class TestSQLite(StoreContract):
 
 @pytest.fixture(autouse=True)
 def forget_registered_stores(monkeypatch):
-    functions = {**holdfast.storage.open._functions}
-    monkeypatch.setattr(holdfast.storage.open, "_functions", functions)
+    functions = {**limpet.storage.open._functions}
+    monkeypatch.setattr(limpet.storage.open, "_functions", functions)
 
 
 def test_a_training_uses_it(tmp_path):
     (store,) = load_example(["SQLiteStore"])
     state = {"n": 0}
     for _ in range(2):
-        with holdfast.Checkpointer(store(Path(tmp_path, "r.db")), state) as checkpointer:
+        with limpet.Checkpointer(store(Path(tmp_path, "r.db")), state) as checkpointer:
             checkpointer.resume()
             state["n"] += 1
             checkpointer.step()
-    run = holdfast.Run(store(tmp_path / "r.db"))
+    run = limpet.Run(store(tmp_path / "r.db"))
     assert [s.step for s in run.snapshots()] == [1, 2]
     assert run.latest().verify().ok

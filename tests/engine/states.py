@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import holdfast
+import limpet
 
 _url_numbers = count()
 
@@ -61,14 +61,14 @@ def unused_url() -> str:
 def round_trip(state: dict[str, Any], target: Any = None) -> Any:
     """Save the state, and return what a plain load returns."""
     target = target or unused_url()
-    holdfast.save(target, state)
-    return holdfast.load(target)
+    limpet.save(target, state)
+    return limpet.load(target)
 
 
 def save_state(state: dict[str, Any], target: Any = None) -> Any:
     """Save the state, and return the location."""
     target = target or unused_url()
-    holdfast.save(target, state)
+    limpet.save(target, state)
     return target
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.types import MIB
+import limpet
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.types import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -29,7 +29,7 @@ def make(seed: int = 0, **options: Any) -> dict[str, Any]:
     ).cuda()
     model(torch.zeros(2, 3, 8, 8, device="cuda"))
     optimizer = torch.optim.AdamW(model.parameters(), **options)
-    return {"model": model, "optimizer": optimizer, "rng": holdfast.RNG()}
+    return {"model": model, "optimizer": optimizer, "rng": limpet.RNG()}
 
 
 def train(state: dict[str, Any], steps: int) -> list[float]:
@@ -53,10 +53,10 @@ def test_training_continues_exactly_after_a_load(options: dict[str, Any]) -> Non
     state = make(**options)
     train(state, 3)
     store = MemoryStore()
-    holdfast.save(store, state)
+    limpet.save(store, state)
     expected = train(state, 3)
     other = make(seed=1, **options)
-    holdfast.load(store, into=other)
+    limpet.load(store, into=other)
     assert train(other, 3) == expected
 
 
@@ -64,9 +64,9 @@ def test_training_continues_exactly_after_a_load(options: dict[str, Any]) -> Non
 def test_tensors_are_loaded_to_the_requested_device(dtype: torch.dtype) -> None:
     x = torch.randn(33, 65, device="cuda").to(dtype)
     store = MemoryStore()
-    holdfast.save(store, {"x": x, "y": x.t(), "scalar": x[0, 0]})
+    limpet.save(store, {"x": x, "y": x.t(), "scalar": x[0, 0]})
     for device in ("cpu", "cuda:0"):
-        back = holdfast.load(store, device=device)
+        back = limpet.load(store, device=device)
         assert back["x"].device.type == device[:4].rstrip(":")
         assert torch.equal(back["x"].cpu().view(torch.uint8), x.cpu().view(torch.uint8))
         y = x.t().contiguous().cpu().view(torch.uint8)
@@ -76,14 +76,14 @@ def test_tensors_are_loaded_to_the_requested_device(dtype: torch.dtype) -> None:
 def test_live_tensors_with_any_strides_are_filled_in_place() -> None:
     values = {"plain": torch.randn(64, 48), "t": torch.randn(48, 64), "cl": torch.randn(2, 3, 9, 7)}
     store = MemoryStore()
-    holdfast.save(store, values)
+    limpet.save(store, values)
     live = {
         "plain": torch.zeros(64, 48, device="cuda"),
         "t": torch.zeros(64, 48, device="cuda").t(),
         "cl": torch.zeros(2, 3, 9, 7, device="cuda").to(memory_format=torch.channels_last),
     }
     before = {k: v.data_ptr() for k, v in live.items()}
-    holdfast.load(store, into=live)
+    limpet.load(store, into=live)
     for k, v in live.items():
         assert v.data_ptr() == before[k]
         assert torch.equal(v.cpu(), values[k])
@@ -92,28 +92,28 @@ def test_live_tensors_with_any_strides_are_filled_in_place() -> None:
 def test_the_state_may_change_as_soon_as_an_asynchronous_save_returns(tmp_path: Any) -> None:
     big = torch.randn(64 * MIB // 4, device="cuda")
     expected = big.cpu()
-    pending = holdfast.save_async(LocalStore(tmp_path), {"big": big})
+    pending = limpet.save_async(LocalStore(tmp_path), {"big": big})
     big.zero_()
     pending.wait()
-    assert torch.equal(holdfast.load(LocalStore(tmp_path))["big"], expected)
+    assert torch.equal(limpet.load(LocalStore(tmp_path))["big"], expected)
 
 
 def test_the_cuda_random_number_sequence_continues_after_a_load() -> None:
     torch.zeros(1, device="cuda")  # a generator that is not used yet is not saved
     torch.cuda.manual_seed(3)
     store = MemoryStore()
-    holdfast.save(store, {"rng": holdfast.RNG()})
+    limpet.save(store, {"rng": limpet.RNG()})
     expected = torch.randn(5, device="cuda").tolist()
     torch.randn(7, device="cuda")
-    holdfast.load(store, into={"rng": holdfast.RNG()})
+    limpet.load(store, into={"rng": limpet.RNG()})
     assert torch.randn(5, device="cuda").tolist() == expected
 
 
 def test_a_slice_of_a_leaf_is_read_and_a_load_can_cast() -> None:
     x = torch.arange(1000.0, device="cuda").view(50, 20)
     store = MemoryStore()
-    holdfast.save(store, {"x": x, "a": np.arange(3)})
-    assert torch.equal(holdfast.open(store)["x"][10:20, 3:5], x[10:20, 3:5].cpu())
+    limpet.save(store, {"x": x, "a": np.arange(3)})
+    assert torch.equal(limpet.open(store)["x"][10:20, 3:5], x[10:20, 3:5].cpu())
     live = {"x": torch.zeros(50, 20, dtype=torch.float16, device="cuda")}
-    holdfast.load(store, into=live, keys="x", cast=True)
+    limpet.load(store, into=live, keys="x", cast=True)
     assert torch.equal(live["x"], x.half())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.storage.store import Stat, Store, Traits, Upload
+from limpet.storage.store import Stat, Store, Traits, Upload
 
 
 class HookedStore:

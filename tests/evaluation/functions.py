@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-import holdfast
-from holdfast.errors import Unavailable
+import limpet
+from limpet.errors import Unavailable
 
 # torchmetrics imports transformers, which takes 0.9 s. No worker uses a metric of texts.
 IS_WORKER = "pytest" not in sys.modules and "transformers" not in sys.modules
@@ -45,7 +45,7 @@ def data() -> TensorDataset:
 
 def setup(snapshot: Any) -> torch.nn.Module:
     model = make_model(99)
-    holdfast.load(snapshot.url, into={"model": model}, keys="model/**")
+    limpet.load(snapshot.url, into={"model": model}, keys="model/**")
     return model
 
 
@@ -147,7 +147,7 @@ def evaluate_and_tell(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
 
 def setup_that_finds_nothing(snapshot: Any) -> Any:
     """As on a machine that does not have the folder of the run."""
-    raise holdfast.errors.NotFound(f"{snapshot.url} has no shard")
+    raise limpet.errors.NotFound(f"{snapshot.url} has no shard")
 
 
 def evaluate_poison(model: Any, batch: Any) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.evaluation.pool import Limits
-from holdfast.run.evaluations.lease import list_leases
-from holdfast.run.run import Run
+from limpet.errors import LimpetError
+from limpet.evaluation.pool import Limits
+from limpet.run.evaluations.lease import list_leases
+from limpet.run.run import Run
 from tests.evaluation import functions
 from tests.evaluation.test_evaluation import (
     check,
@@ -143,7 +143,7 @@ def test_what_cannot_be_started_is_an_error_of_the_command(
     run: Path, arguments: dict[str, Any], message: str
 ) -> None:
     save_version(run, 5)
-    with pytest.raises(HoldfastError, match=message):
+    with pytest.raises(LimpetError, match=message):
         evaluation(run, **arguments).run()
     assert list_leases(Run(run).store) == []
 
@@ -181,7 +181,7 @@ def test_the_command_evaluates_with_ray(run: Path) -> None:
     (run.parent / "scoring.py").write_text(
         "from tests.evaluation.functions import *\nevaluate = evaluate_and_tell\n"
     )
-    command = ["-m", "holdfast", "evaluate", str(run), "--with", "scoring", "--engine", "ray"]
+    command = ["-m", "limpet", "evaluate", str(run), "--with", "scoring", "--engine", "ray"]
     more = ["--data", "scoring:data", "--workers", "2", "--json"]
     with evaluator(run.parent, *command, *more) as process:
         output, errors = process.communicate(timeout=90)

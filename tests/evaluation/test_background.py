@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import HoldfastError
-from holdfast.evaluation import evaluation as evaluation_module
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
+import limpet
+from limpet.errors import LimpetError
+from limpet.evaluation import evaluation as evaluation_module
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
 from tests.evaluation import functions
 from tests.evaluation.functions import expected, make_model
 from tests.fakegroup import FakeGroup
@@ -24,18 +24,18 @@ def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation_module, "POLL_SECONDS", 0.05)
 
 
-def evaluation(run: Path, **more: Any) -> holdfast.Evaluation:
+def evaluation(run: Path, **more: Any) -> limpet.Evaluation:
     options = {"setup": functions.setup, "evaluate": functions.evaluate, **more}
     options = {"data": functions.data, "workers": 1, "follow": True, "batch_size": 50, **options}
-    return holdfast.Evaluation(run, options.pop("setup"), options.pop("evaluate"), **options)
+    return limpet.Evaluation(run, options.pop("setup"), options.pop("evaluate"), **options)
 
 
-def training(run: Path) -> tuple[dict[str, Any], holdfast.Checkpointer]:
-    state = {"model": make_model(), "progress": holdfast.Progress()}
-    return state, holdfast.Checkpointer(run, state, save=EverySteps(4))
+def training(run: Path) -> tuple[dict[str, Any], limpet.Checkpointer]:
+    state = {"model": make_model(), "progress": limpet.Progress()}
+    return state, limpet.Checkpointer(run, state, save=EverySteps(4))
 
 
-def step(state: dict[str, Any], ckpt: holdfast.Checkpointer) -> None:
+def step(state: dict[str, Any], ckpt: limpet.Checkpointer) -> None:
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.mul_(0.9)
@@ -43,7 +43,7 @@ def step(state: dict[str, Any], ckpt: holdfast.Checkpointer) -> None:
 
 
 def evaluating_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "holdfast-evaluation"]
+    return [t for t in threading.enumerate() if t.name == "limpet-evaluation"]
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_the_newest_version_is_evaluated_exactly_while_the_training_goes_on(
     assert outcomes[-1].version.step == ckpt.current_step
     assert len(outcomes) >= 2
     for outcome in outcomes:
-        loaded = holdfast.load(run / str(outcome.version))
+        loaded = limpet.load(run / str(outcome.version))
         assert outcome.metrics == pytest.approx(expected({"model": loaded["model"]}), rel=1e-6)
         assert Run(run).metrics(outcome.version) == outcome.metrics
     assert evaluating_threads() == []
@@ -81,8 +81,8 @@ def test_a_failure_is_reported_at_once_and_never_stops_the_training(tmp_path: Pa
             reported.set()
 
     with (
-        holdfast.attach(sink),
-        pytest.raises(HoldfastError, match="no_such_module"),
+        limpet.attach(sink),
+        pytest.raises(LimpetError, match="no_such_module"),
         broken.background() as outcomes,
         ckpt,
     ):
@@ -106,7 +106,7 @@ def test_an_exception_of_the_training_ends_the_workers_at_once(tmp_path: Path) -
         assert name != "evaluation_stopped"
 
     background = slow.background()
-    with holdfast.attach(sink), pytest.raises(ZeroDivisionError), background as outcomes, ckpt:
+    with limpet.attach(sink), pytest.raises(ZeroDivisionError), background as outcomes, ckpt:
         ckpt.resume()
         for _ in range(4):
             step(state, ckpt)
@@ -133,5 +133,5 @@ def test_only_the_first_rank_evaluates(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [{"follow": False}, {"workers": 0}])
 def test_it_must_follow_and_have_workers(tmp_path: Path, option: dict[str, Any]) -> None:
     background = evaluation(tmp_path / "run", **option).background()
-    with pytest.raises(HoldfastError, match="to run in the background"), background:
+    with pytest.raises(LimpetError, match="to run in the background"), background:
         pass

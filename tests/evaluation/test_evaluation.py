@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast import events
-from holdfast.engine.snapshot.location import locate
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.reshard import reshard
-from holdfast.errors import HoldfastError, NotFound, Unavailable
-from holdfast.evaluation.evaluation import Evaluation, Outcome
-from holdfast.evaluation.pool import Limits
-from holdfast.format.names import Version
-from holdfast.format.records import FailedEvaluation
-from holdfast.run.evaluations.lease import list_leases
-from holdfast.run.policy import KeepLast
-from holdfast.run.run import Run
+import limpet
+from limpet import events
+from limpet.engine.snapshot.location import locate
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.reshard import reshard
+from limpet.errors import LimpetError, NotFound, Unavailable
+from limpet.evaluation.evaluation import Evaluation, Outcome
+from limpet.evaluation.pool import Limits
+from limpet.format.names import Version
+from limpet.format.records import FailedEvaluation
+from limpet.run.evaluations.lease import list_leases
+from limpet.run.policy import KeepLast
+from limpet.run.run import Run
 from tests.evaluation import functions
 from tests.evaluation.functions import expected, make_model
 from tests.trainings import delete_version
@@ -36,7 +36,7 @@ from tests.trainings import delete_version
 
 def save_version(run: Path, step: int, seed: int | None = None) -> dict[str, Any]:
     state = {"model": make_model(step if seed is None else seed), "big": torch.zeros(1000)}
-    holdfast.save(run / f"version_{step}", state, step=step)
+    limpet.save(run / f"version_{step}", state, step=step)
     return {"model": state["model"].state_dict()}
 
 
@@ -71,7 +71,7 @@ SCRIPT = """
 import signal
 import sys
 
-import holdfast
+import limpet
 from tests.evaluation import functions
 
 
@@ -80,7 +80,7 @@ def evaluate(model, batch):
 
 
 if __name__ == "__main__":
-    own = holdfast.Evaluation(
+    own = limpet.Evaluation(
         sys.argv[1],
         functions.setup,
         evaluate,
@@ -254,7 +254,7 @@ def test_a_function_that_cannot_be_used_is_an_error_of_the_command(
     run: Path, arguments: Any, message: str
 ) -> None:
     save_version(run, 5)
-    with pytest.raises(HoldfastError, match=message):
+    with pytest.raises(LimpetError, match=message):
         evaluation(run, **arguments).run()
     assert list_leases(Run(run).store) == []
 
@@ -283,7 +283,7 @@ def until(condition: Any, seconds: float = 30.0) -> None:
 
 @pytest.fixture
 def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.evaluation.evaluation.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("limpet.evaluation.evaluation.POLL_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("quick_polls")
@@ -385,7 +385,7 @@ def test_two_evaluations_with_one_name_do_not_run_at_once(run: Path) -> None:
     thread = threading.Thread(target=slow.run)
     thread.start()
     until(lambda: list_leases(Run(run).store))
-    with pytest.raises(HoldfastError, match=r"Another process evaluates .* under the name"):
+    with pytest.raises(LimpetError, match=r"Another process evaluates .* under the name"):
         evaluation(run, workers=0).run()
     (other,) = evaluation(run, workers=0, name="other").run()
     assert other.state == "DONE"
@@ -416,13 +416,13 @@ def test_the_objective_of_an_evaluation_makes_the_best_version_addressable(run: 
     outcomes = evaluation(run, workers=0, skip_none=True, objective=("val/loss", "min")).run()
     losses = {outcome.version.step: outcome.metrics["val/loss"] for outcome in outcomes}
     best = min(losses, key=losses.__getitem__)
-    assert holdfast.open(f"{run}@best").step == best
-    assert holdfast.open(f"{run}@best:val/loss").step == best
-    with pytest.raises(NotFound, match=r"does not record whether.*holdfast evaluate RUN --metric"):
-        holdfast.open(f"{run}@best:accuracy")
+    assert limpet.open(f"{run}@best").step == best
+    assert limpet.open(f"{run}@best:val/loss").step == best
+    with pytest.raises(NotFound, match=r"does not record whether.*limpet evaluate RUN --metric"):
+        limpet.open(f"{run}@best:accuracy")
     evaluation(run, workers=0, skip_none=True, name="again", objective=("val/loss", "max")).run()
     with pytest.raises(NotFound, match="does not record whether"):
-        holdfast.open(f"{run}@best:val/loss")
+        limpet.open(f"{run}@best:val/loss")
 
 
 @pytest.mark.parametrize("follow", [False, True])
@@ -435,7 +435,7 @@ def test_an_objective_that_is_given_after_the_evaluation_is_recorded(
     own = evaluation(run, workers=0, follow=follow, objective=("val/loss", "min"))
     with events.attach(lambda name, fields: own.stop() if name == "evaluation_waits" else None):
         assert own.run() == []
-    assert holdfast.open(f"{run}@best").step == 1
+    assert limpet.open(f"{run}@best").step == 1
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -467,10 +467,10 @@ def test_an_objective_is_recorded_also_if_the_evaluator_dies_between_two_records
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"holdfast.evaluation.evaluation.{written}", die)
+        patch.setattr(f"limpet.evaluation.evaluation.{written}", die)
         own.run()
     evaluation(run, workers=0, objective=("val/loss", "min")).run()
-    assert holdfast.open(f"{run}@best").step == 1
+    assert limpet.open(f"{run}@best").step == 1
 
 
 def test_an_objective_that_the_evaluation_does_not_return_fails_it(run: Path) -> None:
@@ -554,7 +554,7 @@ def test_an_evaluation_runs_once(run: Path) -> None:
     save_version(run, 5)
     own = evaluation(run, workers=0)
     own.run()
-    with pytest.raises(HoldfastError, match="has been run"):
+    with pytest.raises(LimpetError, match="has been run"):
         own.run()
 
 
@@ -574,12 +574,12 @@ def test_only_the_selected_leaves_are_read(run: Path) -> None:
     """Damage in a part of the version that the evaluation does not need does not matter."""
     model = make_model(5)
     state = {"model": model, "optimizer": torch.zeros(4 << 20)}
-    holdfast.save(run / "version_5", state, step=5)
+    limpet.save(run / "version_5", state, step=5)
     (shard,) = (run / "version_5").glob("shard-*.safetensors")
     raw = bytearray(shard.read_bytes())
     raw[len(raw) // 2] ^= 1
     shard.write_bytes(raw)
-    assert not holdfast.open(run / "version_5").verify().ok
+    assert not limpet.open(run / "version_5").verify().ok
     (outcome,) = evaluation(run, workers=0).run()
     check(outcome, run, {"model": model.state_dict()})
 
@@ -604,9 +604,7 @@ def test_a_folder_without_a_manifest_is_not_evaluated(run: Path) -> None:
 
 def test_a_version_of_any_layout_is_evaluated(run: Path, tmp_path: Path) -> None:
     state = save_version(tmp_path / "other", 5)
-    reshard(
-        reader_of(holdfast.open(tmp_path / "other" / "version_5")), locate(run / "version_5"), 3
-    )
+    reshard(reader_of(limpet.open(tmp_path / "other" / "version_5")), locate(run / "version_5"), 3)
     assert len([*(run / "version_5").glob("shard-*.safetensors")]) == 3
     (outcome,) = evaluation(run, workers=1).run()
     check(outcome, run, state)

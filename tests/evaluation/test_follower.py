@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.errors import Unavailable
-from holdfast.evaluation.follower import Follower
-from holdfast.evaluation.schedule import Selection
-from holdfast.format.names import Version
-from holdfast.run.policy import KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import Unavailable
+from limpet.evaluation.follower import Follower
+from limpet.evaluation.schedule import Selection
+from limpet.format.names import Version
+from limpet.run.policy import KeepLast
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.run.test_retention import make_run
 from tests.trainings import delete_version
 
@@ -110,7 +110,7 @@ def test_a_version_that_is_deleted_and_saved_again_is_evaluated_again(tmp_path: 
     run = Run(tmp_path / "run")
 
     def save(step: int, value: int) -> None:
-        holdfast.save(tmp_path / f"run/version_{step}", {"x": np.array([value])}, step=step)
+        limpet.save(tmp_path / f"run/version_{step}", {"x": np.array([value])}, step=step)
 
     save(1, 1)
     save(2, 2)
@@ -127,7 +127,7 @@ def test_nothing_is_kept_of_versions_that_were_deleted(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     follower = Follower(run, "val", Selection())
     for step in range(1, 11):
-        holdfast.save(tmp_path / f"run/version_{step}", {"x": np.array([1])}, step=step)
+        limpet.save(tmp_path / f"run/version_{step}", {"x": np.array([1])}, step=step)
         assert evaluate_all(follower) == [Version(step)]
         run.add_metrics(step, {"loss": 1.0}, "val")
         Run(run.url).retain(KeepLast(1))
@@ -137,8 +137,8 @@ def test_nothing_is_kept_of_versions_that_were_deleted(tmp_path: Path) -> None:
 
 def test_a_save_in_progress_is_evaluated_when_it_is_committed(tmp_path: Path) -> None:
     run, state = Run(tmp_path / "run"), {"x": np.array([1])}
-    holdfast.save(tmp_path / "run/version_1", state, step=1)
-    holdfast.save(tmp_path / "run/version_2", state, step=2)
+    limpet.save(tmp_path / "run/version_1", state, step=1)
+    limpet.save(tmp_path / "run/version_2", state, step=2)
     manifest = tmp_path / "run/version_2/manifest.json"
     manifest.rename(tmp_path / "manifest")
     follower = Follower(run, "val", Selection())

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.evaluation.functions import FunctionName
+from limpet.errors import LimpetError
+from limpet.evaluation.functions import FunctionName
 
 UNGUARDED = """
-import holdfast
+import limpet
 def setup(state): return state
 def evaluate(model, batch): return {"a": (1.0, 1)}
 def data(): return [1]
-holdfast.Evaluation(".", setup, evaluate, data=data, workers=1)
+limpet.Evaluation(".", setup, evaluate, data=data, workers=1)
 """
 
 
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_error_of_an_import_says_what_to_do(folder: Path, name: str, advice: str) -> None:
-    with pytest.raises(HoldfastError, match="cannot be imported") as caught:
+    with pytest.raises(LimpetError, match="cannot be imported") as caught:
         FunctionName.of(name, "setup").resolve()
     assert advice in str(caught.value)
 
@@ -61,7 +61,7 @@ def test_a_script_that_starts_an_evaluation_on_import_gets_the_advice(
     script = folder / "script.py"
     script.write_text(UNGUARDED)
     monkeypatch.chdir(folder)
-    with pytest.raises(HoldfastError, match="cannot be imported") as caught:
+    with pytest.raises(LimpetError, match="cannot be imported") as caught:
         FunctionName("__main__", "setup", str(script)).resolve()
     text = str(caught.value)
     assert "found the script starts an evaluation with the function setup." in text
@@ -71,6 +71,6 @@ def test_a_script_that_starts_an_evaluation_on_import_gets_the_advice(
 
 
 def test_a_method_of_an_object_is_refused_because_a_worker_has_no_such_object() -> None:
-    with pytest.raises(HoldfastError, match="Another process cannot import the function evaluate"):
+    with pytest.raises(LimpetError, match="Another process cannot import the function evaluate"):
         FunctionName.of(Scoring().evaluate, "evaluate")
     assert FunctionName.of(Scoring.setup, "setup").resolve()(3) == 3

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MeanSquaredError, Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
-from holdfast.errors import HoldfastError
-from holdfast.evaluation.metric_states import MetricStates, compute
+from limpet.errors import LimpetError
+from limpet.evaluation.metric_states import MetricStates, compute
 
 
 def through_json(state: Any) -> Any:
@@ -172,5 +172,5 @@ def cat() -> CatMetric:
     ],
 )
 def test_what_is_no_metric_is_refused(returned: Any, message: str) -> None:
-    with pytest.raises(HoldfastError, match=message):
+    with pytest.raises(LimpetError, match=message):
         merged([[returned]])

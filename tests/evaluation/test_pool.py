@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.evaluation.pool import Limits, WorkerPool
-from holdfast.evaluation.process import WorkerError, WorkerLost
+from limpet.errors import LimpetError
+from limpet.evaluation.pool import Limits, WorkerPool
+from limpet.evaluation.process import WorkerError, WorkerLost
 
 RECORDS = 4
 
@@ -125,7 +125,7 @@ def test_a_worker_that_is_replaced_by_one_with_other_data_fails_the_version() ->
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10, "10"])
 @pytest.mark.parametrize("name", ["start", "load", "task", "attempts"])
 def test_limits_that_nothing_can_keep_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(HoldfastError, match=f"Invalid value for {name}= of Limits"):
+    with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Limits"):
         Limits(**{name: value})
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from holdfast.errors import HoldfastError
-from holdfast.evaluation.process import answer, describe
+from limpet.errors import LimpetError
+from limpet.evaluation.process import answer, describe
 
 
 def call_library(text: str) -> Any:
@@ -28,6 +28,6 @@ def test_an_error_of_the_user_names_its_line_once() -> None:
     assert answer(fail).text == f"ValueError: two lines (test_process.py:{line})"
 
 
-def test_an_error_of_holdfast_or_without_a_traceback_has_no_line() -> None:
-    assert describe(HoldfastError("a", found="b")) == "a. Found b."
+def test_an_error_of_limpet_or_without_a_traceback_has_no_line() -> None:
+    assert describe(LimpetError("a", found="b")) == "a. Found b."
     assert describe(ValueError("a")) == "ValueError: a"

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import holdfast
-from holdfast.errors import HoldfastError
+import limpet
+from limpet.errors import LimpetError
 from tests.evaluation import functions
 from tests.evaluation.test_evaluation import evaluation
 
@@ -44,7 +44,7 @@ def test_without_ray_the_engine_is_an_error_that_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(HoldfastError, match=r'needs the package ray.*"holdfast\[ray\]"'):
+    with pytest.raises(LimpetError, match=r'needs the package ray.*"limpet\[ray\]"'):
         evaluation(tmp_path / "run", engine="ray")
 
 
@@ -57,14 +57,14 @@ def test_an_address_at_which_nothing_listens_is_an_error_at_once(
         address = form.format(closed.getsockname()[1])
     monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
-    with pytest.raises(HoldfastError, match=f"one that listens at {address}, the RAY_ADDRESS"):
+    with pytest.raises(LimpetError, match=f"one that listens at {address}, the RAY_ADDRESS"):
         evaluation(tmp_path / "run", engine="ray")
 
 
 def test_nothing_imports_ray_unless_an_evaluation_uses_it() -> None:
     code = (
-        "import sys, holdfast\n"
-        "holdfast.Evaluation('run', 'm:s', 'm:e', data='m:d')\n"
+        "import sys, limpet\n"
+        "limpet.Evaluation('run', 'm:s', 'm:e', data='m:d')\n"
         "assert 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -88,13 +88,13 @@ def test_an_invalid_engine_is_refused_before_ray_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], message: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(HoldfastError, match=message):
+    with pytest.raises(LimpetError, match=message):
         evaluation(tmp_path / "run", **arguments)
 
 
 def test_a_version_that_a_worker_does_not_find_is_a_failure(tmp_path: Path) -> None:
     """It was skipped as deleted; but a worker on another machine may not have the folder."""
-    holdfast.save(tmp_path / "run" / "version_5", {"model": functions.make_model()}, step=5)
+    limpet.save(tmp_path / "run" / "version_5", {"model": functions.make_model()}, step=5)
     (outcome,) = evaluation(
         tmp_path / "run", setup=functions.setup_that_finds_nothing, workers=0
     ).run()

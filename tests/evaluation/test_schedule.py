@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.evaluation.schedule import Selection
-from holdfast.format.names import Version
+from limpet.evaluation.schedule import Selection
+from limpet.format.names import Version
 
 
 def versions(*steps: int) -> list[Version]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import limpet
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--width", "32", "--layers", "1", "--batch", "2", "--length", "16", "--log", "1"]
@@ -35,7 +35,7 @@ def test_train_saves_the_versions_that_it_prints(tmp_path: Path) -> None:
     assert lines[0] == "starting from scratch"
     assert lines[10].startswith("step    10  loss ")
     assert lines[11].startswith("4 saves of ")
-    snapshots = holdfast.Run(tmp_path / "run").snapshots()
+    snapshots = limpet.Run(tmp_path / "run").snapshots()
     assert [s.step for s in snapshots] == [6, 9, 10], (
         "the last three versions, which include the last step"
     )
@@ -62,7 +62,7 @@ def test_train_resumed_for_more_steps_uses_the_longer_learning_rate_schedule(
     train(tmp_path, "run", 4)
     resumed = train(tmp_path, "run", 9)
     assert resumed[0] == "resuming from run/version_4"
-    snapshots = holdfast.Run(tmp_path / "run").snapshots()
+    snapshots = limpet.Run(tmp_path / "run").snapshots()
     assert [s.step for s in snapshots] == [4, 6, 9]
     rates = [s["optimizer/groups/0/lr"] for s in snapshots]
     assert rates[0] == rates[2] == 0, "the rate is 0 at the end of each schedule"
@@ -77,8 +77,8 @@ def test_demo_shows_every_result(tmp_path: Path) -> None:
     assert "has a partial shard and no manifest, so it is not a version" in output
     assert output.count("are equal, bit for bit") == 2
     assert "SkippedVersion: version_40 is skipped" in output
-    assert "$ holdfast verify run-b" in output
-    assert "holdfast.load raises an error for the damaged file" in output
+    assert "$ limpet verify run-b" in output
+    assert "limpet.load raises an error for the damaged file" in output
     assert "checks passed in" in output
     assert "✗" not in output
 
@@ -97,9 +97,9 @@ def test_elastic_training_resumes_with_any_number_of_ranks(tmp_path: Path) -> No
 STOP_AT_THE_COMMIT = """
 import os, sys
 sys.path.insert(0, sys.argv.pop(1))
-import fsdp, holdfast
+import fsdp, limpet
 
-step = holdfast.Checkpointer.step
+step = limpet.Checkpointer.step
 
 def stop(self, metrics):
     step(self, metrics)
@@ -107,7 +107,7 @@ def stop(self, metrics):
     if self.statistics()["saves"]:
         os._exit(9)
 
-holdfast.Checkpointer.step = stop
+limpet.Checkpointer.step = stop
 fsdp.main()
 """
 
@@ -120,5 +120,5 @@ def test_the_log_of_fsdp_includes_the_steps_of_every_version(tmp_path: Path) -> 
     command = [sys.executable, "-c", STOP_AT_THE_COMMIT, EXAMPLES, "run", "--every", "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 9, done.stderr
-    assert [s.step for s in holdfast.Run(tmp_path / "run").snapshots()] == [3]
+    assert [s.step for s in limpet.Run(tmp_path / "run").snapshots()] == [3]
     assert re.findall(r"^step +(\d+)  loss ", done.stdout, re.MULTILINE) == ["1", "2", "3"]

@@ -18,9 +18,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from holdfast.cli import cli
-from holdfast.cli.output import parse_duration
-from holdfast.preemption.exit_status import GIVE_UP, SAVED
+from limpet.cli import cli
+from limpet.cli.output import parse_duration
+from limpet.preemption.exit_status import GIVE_UP, SAVED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))
@@ -81,9 +81,9 @@ def test_the_validator_finds_a_mistake(mistake: Callable[[Any], None]) -> None:
 
 
 def grace_of(command: list[str]) -> float:
-    """The seconds of ``--grace`` in a command line of ``holdfast run``, which must be valid."""
-    assert command[:2] == ["holdfast", "run"]
-    verb = cli.get_command(cli.make_context("holdfast", ["--help"], resilient_parsing=True), "run")
+    """The seconds of ``--grace`` in a command line of ``limpet run``, which must be valid."""
+    assert command[:2] == ["limpet", "run"]
+    verb = cli.get_command(cli.make_context("limpet", ["--help"], resilient_parsing=True), "run")
     assert verb is not None
     context = verb.make_context("run", command[2:])
     assert context.params["command"][0] == "torchrun"
@@ -194,16 +194,16 @@ def test_sbatch_finds_a_mistake(right: str, wrong: str, message: str, tmp_path: 
 def test_slurm_gives_more_time_than_the_grace(script: Path) -> None:
     text = script.read_text()
     signal_at = re.search(r"--signal=B:TERM@(\d+)", text)
-    grace = re.search(r"holdfast run --grace (\w+) --", text)
+    grace = re.search(r"limpet run --grace (\w+) --", text)
     assert signal_at is not None
     assert grace is not None
-    context = cli.make_context("holdfast", ["--help"], resilient_parsing=True)
+    context = cli.make_context("limpet", ["--help"], resilient_parsing=True)
     seconds = parse_duration(context, cli.params[0], grace[1])
     # the script must still requeue the job before Slurm's own SIGTERM
     assert int(signal_at[1]) - seconds >= 30
 
 
-# Commands in place of Slurm's. ``srun`` and ``holdfast`` run until a file or a signal says how
+# Commands in place of Slurm's. ``srun`` and ``limpet`` run until a file or a signal says how
 # they end.
 FAKE_TRAINING = """#!/bin/bash
 trap 'echo TERM >> "$LOG"; exit_now=1' TERM
@@ -225,7 +225,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, text in (
-        ("srun", FAKE_TRAINING), ("holdfast", FAKE_TRAINING), ("scontrol", FAKE_SCONTROL)
+        ("srun", FAKE_TRAINING), ("limpet", FAKE_TRAINING), ("scontrol", FAKE_SCONTROL)
     ):  # fmt: skip
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)

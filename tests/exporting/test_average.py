@@ -19,11 +19,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as hst
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import DigestMismatch, FormatError, HoldfastError, NotFound, PlanError
-from holdfast.exporting import average as average_module
-from holdfast.exporting.average import _from_float64, _to_float64
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import DigestMismatch, FormatError, LimpetError, NotFound, PlanError
+from limpet.exporting import average as average_module
+from limpet.exporting.average import _from_float64, _to_float64
 from tests.cli.invoke import run_cli
 from tests.engine.snapshot.manual_shards import split_columns, split_rows, write_resharded
 from tests.exporting.test_public_export import flip_bit, make_run, read_record
@@ -31,16 +31,16 @@ from tests.exporting.test_public_export import flip_bit, make_run, read_record
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 
 
-def save(run: Path, models: list[dict[str, Any]]) -> list[holdfast.Snapshot]:
+def save(run: Path, models: list[dict[str, Any]]) -> list[limpet.Snapshot]:
     """Save one version for each model: 1, 2, ..."""
     return [
-        holdfast.save(f"{run}/version_{step}", {"model": model, "epoch": step}, step=step)
+        limpet.save(f"{run}/version_{step}", {"model": model, "epoch": step}, step=step)
         for step, model in enumerate(models, 1)
     ]
 
 
 def export(run: Path, count: int, to: Path, **options: Any) -> dict[str, torch.Tensor]:
-    holdfast.export(f"{run}@latest", to, "safetensors", average=count, **options)
+    limpet.export(f"{run}@latest", to, "safetensors", average=count, **options)
     return st.load_file(to / "model.safetensors")
 
 
@@ -87,7 +87,7 @@ def test_floats_are_averaged_and_the_rest_is_of_the_newest(
 @pytest.mark.parametrize("kind", ["torch", "hf"])
 def test_every_format_has_the_average_and_its_sources(kind: Any, tmp_path: Path) -> None:
     snapshots = save(tmp_path / "a", [{"w": torch.full((3,), float(x))} for x in (1, 2, 6)])
-    result = holdfast.export(f"{tmp_path}/a@latest", tmp_path / "out", kind, average=3)
+    result = limpet.export(f"{tmp_path}/a@latest", tmp_path / "out", kind, average=3)
     assert result.averaged == ("version_1", "version_2", "version_3")
     if kind == "torch":
         file = tmp_path / "out" / "model.pt"
@@ -160,9 +160,9 @@ def test_nan_minus_zero_and_equal_values_are_kept(tmp_path: Path) -> None:
 
 def test_sharded_and_incremental_versions(tmp_path: Path) -> None:
     models = [{"w": torch.randn(24, 10), "v": torch.randn(33)} for _ in range(3)]
-    state = {"model": {**models[0]}, "progress": holdfast.Progress()}
-    options = {"save": holdfast.EverySteps(1), "incremental": True}
-    with holdfast.Checkpointer(tmp_path / "a", state, **options) as ckpt:
+    state = {"model": {**models[0]}, "progress": limpet.Progress()}
+    options = {"save": limpet.EverySteps(1), "incremental": True}
+    with limpet.Checkpointer(tmp_path / "a", state, **options) as ckpt:
         for model in models:
             state["model"]["w"] = model["w"]
             ckpt.step()
@@ -178,8 +178,8 @@ def test_versions_in_other_layouts(layout: Any, tmp_path: Path) -> None:
     weights = [torch.randn(8, 6) for _ in range(2)]
     first, second = save(tmp_path / "a", [{"w": w} for w in weights])
     other = tmp_path / "b"
-    holdfast.save(other / "version_1", holdfast.load(first.url), step=1)
-    location = holdfast.Run(other).location(holdfast.open(second.url).version)
+    limpet.save(other / "version_1", limpet.load(first.url), step=1)
+    location = limpet.Run(other).location(limpet.open(second.url).version)
     write_resharded(reader_of(second), location, layout(3), 3)
     found = export(other, 2, tmp_path / "out")["w"]
     assert torch.equal(found, ((weights[0].double() + weights[1].double()) / 2).float())
@@ -189,10 +189,10 @@ def test_versions_in_other_layouts(layout: Any, tmp_path: Path) -> None:
 
 
 def test_the_lineage_that_ends_at_the_version_counts(tmp_path: Path) -> None:
-    state = {"model": {"w": torch.zeros(1)}, "progress": holdfast.Progress()}
+    state = {"model": {"w": torch.zeros(1)}, "progress": limpet.Progress()}
     for start, last, value in ((None, 4, 1.0), (2, 5, 10.0)):
-        options = {"save": holdfast.EverySteps(1)}
-        with holdfast.Checkpointer(tmp_path / "a", state, **options) as ckpt:
+        options = {"save": limpet.EverySteps(1)}
+        with limpet.Checkpointer(tmp_path / "a", state, **options) as ckpt:
             if start is not None:
                 ckpt.resume(at=start)
             while ckpt.current_step < last:
@@ -204,7 +204,7 @@ def test_the_lineage_that_ends_at_the_version_counts(tmp_path: Path) -> None:
         ("@4", 3, (2 + 12 + 22) / 3), ("@4.0", 3, (2 + 3 + 4) / 3), ("@2", 2, 1.5),
     ):  # fmt: skip
         to = tmp_path / f"{address}{count}.safetensors"
-        holdfast.export(f"{run}{address}", to, "safetensors", average=count)
+        limpet.export(f"{run}{address}", to, "safetensors", average=count)
         assert st.load_file(to)["w"].item() == pytest.approx(expected), address
 
 
@@ -216,9 +216,9 @@ def test_too_few_versions(tmp_path: Path) -> None:
     assert result.code == 4
     assert "Expected 3 versions up to version_2, found version_1, version_2" in result.err
     assert not (tmp_path / "out").exists()
-    holdfast.save(tmp_path / "plain", {"w": torch.ones(2)})
-    with pytest.raises(HoldfastError, match="is not a version of a run"):
-        holdfast.export(tmp_path / "plain", tmp_path / "out", average=2)
+    limpet.save(tmp_path / "plain", {"w": torch.ones(2)})
+    with pytest.raises(LimpetError, match="is not a version of a run"):
+        limpet.export(tmp_path / "plain", tmp_path / "out", average=2)
 
 
 def test_versions_with_other_leaves_shapes_or_dtypes_are_refused(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_versions_with_other_leaves_shapes_or_dtypes_are_refused(tmp_path: Path)
     ]
     save(tmp_path / "a", models)
     with pytest.raises(PlanError) as caught:
-        holdfast.export(f"{tmp_path}/a@latest", tmp_path / "out", average=2)
+        limpet.export(f"{tmp_path}/a@latest", tmp_path / "out", average=2)
     assert set(caught.value.leaves) == {"model/w", "model/b", "model/old", "model/new"}
     text = str(caught.value)
     assert "model/w (float32 (2, 3), not float32 (2, 4))" in text
@@ -246,22 +246,22 @@ def test_an_average_with_a_damaged_version_is_refused(damaged: int, tmp_path: Pa
     save(tmp_path / "a", [{"w": torch.randn(2000)} for _ in range(3)])
     flip_bit(next((tmp_path / "a" / f"version_{damaged}").glob("shard-*.safetensors")), -100)
     with pytest.raises(DigestMismatch):
-        holdfast.export(f"{tmp_path}/a@3", tmp_path / "out", average=3)
+        limpet.export(f"{tmp_path}/a@3", tmp_path / "out", average=3)
     assert not list(tmp_path.glob("out/*"))
     manifest = tmp_path / "a" / f"version_{damaged}" / "manifest.json"
     flip_bit(manifest, 40)
     with pytest.raises(FormatError):
-        holdfast.export(f"{tmp_path}/a@3", tmp_path / "out", average=3)
+        limpet.export(f"{tmp_path}/a@3", tmp_path / "out", average=3)
     manifest.unlink()
     with pytest.raises(NotFound):
-        holdfast.export(f"{tmp_path}/a@3", tmp_path / "out", average=3)
+        limpet.export(f"{tmp_path}/a@3", tmp_path / "out", average=3)
 
 
 def test_statistics_of_batch_norm_are_reported(tmp_path: Path) -> None:
     make_run(tmp_path / "a")
     warning = r"BatchNorm.*1\.running_mean, model/1\.running_var.*update_bn\(loader, model\)"
     with pytest.warns(UserWarning, match=warning):
-        holdfast.export(f"{tmp_path}/a@latest", tmp_path / "out", average=2)
+        limpet.export(f"{tmp_path}/a@latest", tmp_path / "out", average=2)
     result = run_cli("export", f"{tmp_path}/a@3", "--to", "hf", tmp_path / "b", "--average", 2)
     assert result.code == 0
     assert re.search(warning, result.err)
@@ -274,7 +274,7 @@ def test_statistics_of_batch_norm_are_reported(tmp_path: Path) -> None:
 
 def test_a_version_that_is_not_trusted_is_reported(tmp_path: Path) -> None:
     save(tmp_path / "a", [{"w": torch.full((3,), float(x))} for x in range(4)])
-    holdfast.Run(str(tmp_path / "a")).attest(2, ok=False, by="sdc-replay", note="step 2 differs")
+    limpet.Run(str(tmp_path / "a")).attest(2, ok=False, by="sdc-replay", note="step 2 differs")
     warning = "not trusted. version_2: sdc-replay does not trust it: step 2 differs"
     with pytest.warns(UserWarning, match=warning):
         export(tmp_path / "a", 3, tmp_path / "out")
@@ -286,17 +286,17 @@ def test_a_version_that_is_not_trusted_is_reported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
     code = f"""
-import numpy as np, torch, holdfast, sys
+import numpy as np, torch, limpet, sys
 from tests.memory_peak import print_peak_memory
 run = {str(tmp_path / "a")!r}
 if sys.argv[1] == "save":
     for step in (1, 2, 3):
         w = {{str(i): torch.full((8 << 20,), step, dtype=torch.bfloat16) for i in range(16)}}
-        holdfast.save(f"{{run}}/version_{{step}}", {{"model": w}}, step=step)
+        limpet.save(f"{{run}}/version_{{step}}", {{"model": w}}, step=step)
 else:
     torch.ones(1).to(torch.bfloat16)
     with print_peak_memory():
-        holdfast.export(run + "@latest", run + "-out", average=3)
+        limpet.export(run + "@latest", run + "-out", average=3)
 """
     for verb in ("save", "export"):
         done = subprocess.run(

@@ -22,29 +22,29 @@ import safetensors.torch as st
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     AlreadyExists,
     DigestMismatch,
-    HoldfastError,
+    LimpetError,
     MissingLeaf,
     NoSpace,
     StoreError,
     Unsupported,
 )
-from holdfast.exporting import write as export_module
-from holdfast.exporting.plan import ExportPlan, locate_export, plan_export
-from holdfast.exporting.write import write_export
-from holdfast.format import names
-from holdfast.run.policy import EverySteps
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Traits, Upload
-from holdfast.testing.faults import Fault, FaultFs
+from limpet.exporting import write as export_module
+from limpet.exporting.plan import ExportPlan, locate_export, plan_export
+from limpet.exporting.write import write_export
+from limpet.format import names
+from limpet.run.policy import EverySteps
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Traits, Upload
+from limpet.testing.faults import Fault, FaultFs
 from tests.engine.snapshot.manual_shards import split_columns, split_rows, write_resharded
 from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
 from tests.engine.unreliable_stores import HookedStore, HookedUpload
@@ -58,7 +58,7 @@ def export(
 ) -> ExportPlan:
     """Export a snapshot, or a state that is saved first."""
     if isinstance(snapshot, dict):
-        snapshot = reader_of(holdfast.open(save_state(snapshot)))
+        snapshot = reader_of(limpet.open(save_state(snapshot)))
     location, name = locate_export(str(to), kind)
     plan = plan_export(snapshot, kind, file_name=name, **options)
     write_export(snapshot, plan, location)
@@ -186,7 +186,7 @@ def training() -> SnapshotReader:
     net(torch.ones(3)).sum().backward()
     adam.step()
     return reader_of(
-        holdfast.open(save_state({"model": net, "optimizer": adam, "n": [1, torch.ones(1)]}))
+        limpet.open(save_state({"model": net, "optimizer": adam, "n": [1, torch.ones(1)]}))
     )
 
 
@@ -229,7 +229,7 @@ def test_an_empty_selection_is_an_error(training: SnapshotReader) -> None:
     for kind in ("safetensors", "hf", "torch"):
         with pytest.raises(MissingLeaf, match="selection contains nothing"):
             plan_export(training, kind, keys=["zzz/**"])
-    only_values = holdfast.open(save_state({"n": 1}))
+    only_values = limpet.open(save_state({"n": 1}))
     with pytest.raises(MissingLeaf, match="selection contains nothing"):
         plan_export(reader_of(only_values), "safetensors")
     assert plan_export(reader_of(only_values), "torch").tensor_count == 0
@@ -325,8 +325,8 @@ def test_shards_of_a_hugging_face_checkpoint(
 def test_torch_reads_the_same_state_as_load(tmp_path: Path) -> None:
     state = state_of_all_dtypes()
     at = save_state(state)
-    loaded = export_to_torch(reader_of(holdfast.open(at)), tmp_path)
-    assert_same(holdfast.load(at), loaded)
+    loaded = export_to_torch(reader_of(limpet.open(at)), tmp_path)
+    assert_same(limpet.load(at), loaded)
     assert loaded["model"]["tied"] is loaded["model"]["w"]
     again = torch.load(tmp_path / "model.pt", weights_only=True, mmap=True)
     assert not any(t.data_ptr() % 64 for t in again["model"].values())
@@ -335,7 +335,7 @@ def test_torch_reads_the_same_state_as_load(tmp_path: Path) -> None:
 def test_torch_reads_a_model(training: SnapshotReader, tmp_path: Path) -> None:
     net = nn.Linear(3, 2)
     net.load_state_dict(export_to_torch(training, tmp_path / "a", root="model"))
-    assert_same(dict(holdfast.load(training.url)["model"]), dict(net.state_dict()))
+    assert_same(dict(limpet.load(training.url)["model"]), dict(net.state_dict()))
 
 
 def test_the_pickle_uses_the_same_globals_as_torch_save(tmp_path: Path) -> None:
@@ -451,9 +451,9 @@ def test_a_tied_tensor_whose_first_key_is_not_selected(tmp_path: Path) -> None:
 
 
 def test_the_error_without_torch_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = holdfast.open(save_state({"a": np.ones(2)}))
+    snapshot = limpet.open(save_state({"a": np.ones(2)}))
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(HoldfastError, match="pip install"):
+    with pytest.raises(LimpetError, match="pip install"):
         plan_export(reader_of(snapshot), "torch")
 
 
@@ -466,7 +466,7 @@ def test_the_files_do_not_depend_on_the_layout(kind: str, layout: Any, tmp_path:
     state = state_of_all_dtypes()
     for name in ("complex32", "complex128"):
         del state["model"][name]
-    original = reader_of(holdfast.open(save_state(state)))
+    original = reader_of(limpet.open(save_state(state)))
     resharded = write_resharded(original, Location(MemoryStore(), "version_1"), layout, 4)
     options = {"max_shard_size": 500} if kind == "hf" else {}
     for name, snapshot in (("original", original), ("resharded", resharded), ("again", original)):
@@ -484,18 +484,18 @@ def test_the_files_do_not_depend_on_the_layout(kind: str, layout: Any, tmp_path:
 def test_an_incremental_version(tmp_path: Path) -> None:
     state = {"model": {"a": torch.randn(100_000), "b": torch.randn(1000)}}
     store = MemoryStore()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
         for _ in range(3):
             state["model"]["b"] += 1
             ckpt.step()
-    latest = holdfast.Run(store).latest()
+    latest = limpet.Run(store).latest()
     assert latest is not None
     assert latest.bases
     assert_same(export_and_read(reader_of(latest), tmp_path), state["model"])
 
 
 def test_export_to_another_store() -> None:
-    snapshot = holdfast.open(save_state({"model": {"w": torch.arange(5.0)}}))
+    snapshot = limpet.open(save_state({"model": {"w": torch.arange(5.0)}}))
     for kind, name in (("safetensors", "model.safetensors"), ("torch", "model.pt")):
         at = unused_url().removesuffix("/version_1")
         for to in (f"{at}-root", f"{at}/folder"):
@@ -541,7 +541,7 @@ def test_few_bytes_wait_if_a_store_only_appends(kind: str, monkeypatch: pytest.M
     nbytes = 1 << 16
     monkeypatch.setattr(export_module, "SEGMENT", 2 * nbytes)
     model = {f"w{i:02}": torch.full((nbytes // 4,), i, dtype=torch.float32) for i in range(20)}
-    snapshot, store = holdfast.save(unused_url(), {"model": model}), AppendingStore()
+    snapshot, store = limpet.save(unused_url(), {"model": model}), AppendingStore()
     plan = plan_export(reader_of(snapshot), kind)
     write_export(reader_of(snapshot), plan, Location(store, "out"))
     [file] = plan.files
@@ -559,7 +559,7 @@ def test_a_large_leaf_does_not_wait_for_a_small_one_that_is_assembled(
     nbytes = 1 << 22
     monkeypatch.setattr(export_module, "SEGMENT", nbytes // 8)
     model = {"a": torch.randn(4, 8), "b": torch.randn(nbytes // 4)}
-    original = holdfast.save(unused_url(), {"model": model})
+    original = limpet.save(unused_url(), {"model": model})
     snapshot = write_resharded(
         reader_of(original), Location(MemoryStore(), "v"), split_columns(4), 4
     )
@@ -572,7 +572,7 @@ def test_a_large_leaf_does_not_wait_for_a_small_one_that_is_assembled(
 
 
 def test_progress_counts_every_byte(tmp_path: Path) -> None:
-    snapshot = holdfast.open(save_state(state_of_all_dtypes()))
+    snapshot = limpet.open(save_state(state_of_all_dtypes()))
     for kind in ("hf", "torch"):
         reported: list[int] = []
         plan = plan_export(
@@ -589,8 +589,8 @@ def test_a_version_is_pinned_during_an_export(
 ) -> None:
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     store = MemoryStore()
-    holdfast.save(store.at("version_1"), {"model": {"w": torch.ones(100)}}, step=1)
-    snapshot = holdfast.Run(store).latest()
+    limpet.save(store.at("version_1"), {"model": {"w": torch.ones(100)}}, step=1)
+    snapshot = limpet.Run(store).latest()
     assert snapshot is not None
     pins_by_call: list[list[str]] = []
 
@@ -610,7 +610,7 @@ def test_a_version_is_pinned_during_an_export(
 
 def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    snapshot = reader_of(holdfast.open(save_state({"model": {"w": torch.ones(2)}})))
+    snapshot = reader_of(limpet.open(save_state({"model": {"w": torch.ones(2)}})))
     targets = {
         "out": "out/model.safetensors",
         "a/b/": "a/b/model.safetensors",
@@ -636,7 +636,7 @@ def test_destinations_of_folders_and_files(tmp_path: Path, monkeypatch: pytest.M
 
 def test_existing_files_are_not_changed(tmp_path: Path) -> None:
     at = tmp_path / "run" / "version_1"
-    snapshot = holdfast.save(at, {"model": {"w": torch.ones(2), "v": torch.ones(2)}})
+    snapshot = limpet.save(at, {"model": {"w": torch.ones(2), "v": torch.ones(2)}})
     run = tmp_path / "run"
     for to in (at, run, at / "x.safetensors", run / "x.safetensors", run / "version_2"):
         with pytest.raises(AlreadyExists, match="a snapshot, a version, or a run"):
@@ -670,7 +670,7 @@ def test_existing_files_are_not_changed(tmp_path: Path) -> None:
 def test_damage_is_reported_and_leaves_no_file(kind: str, tmp_path: Path) -> None:
     store = MemoryStore()
     state = {"model": {n: torch.randn(50_000) for n in "abcd"}}
-    snapshot = holdfast.save(store.at("version_1"), state)
+    snapshot = limpet.save(store.at("version_1"), state)
     [shard] = [s.key for s in store.list("") if s.key.endswith(".safetensors")]
     flip_bit(store, shard, byte=-1)
     out = tmp_path / "out"
@@ -689,7 +689,7 @@ def test_damage_is_reported_and_leaves_no_file(kind: str, tmp_path: Path) -> Non
 def test_a_failure_of_any_call_leaves_no_file(tmp_path: Path) -> None:
     """Fail the n-th writing system call with ENOSPC, for all n."""
     state = {"model": {n: torch.randn(20, 20) for n in "abc"}}
-    snapshot = holdfast.open(save_state(state))
+    snapshot = limpet.open(save_state(state))
     plans = [
         plan_export(reader_of(snapshot), "hf", max_shard_size=1700),
         plan_export(reader_of(snapshot), "torch"),
@@ -718,14 +718,14 @@ def test_a_failure_of_any_call_leaves_no_file(tmp_path: Path) -> None:
 
 
 MEASURE_MEMORY = """
-import sys, holdfast
+import sys, limpet
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.reader import open_snapshot
-from holdfast.exporting.plan import locate_export
-from holdfast.exporting.plan import plan_export
-from holdfast.exporting.write import write_export
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.reader import open_snapshot
+from limpet.exporting.plan import locate_export
+from limpet.exporting.plan import plan_export
+from limpet.exporting.write import write_export
 if sys.argv[2] == "torch":
     import torch  # its own memory is not counted
 
@@ -751,7 +751,7 @@ def test_memory_does_not_grow_with_the_state() -> None:
         state = {"model": {"a": np.zeros((1 << 13, 1 << 13), np.float32)}}
         state["model"]["a"][::100] = np.arange(1 << 13)
         state["model"]["b"] = state["model"]["a"][::2].copy()
-        original = holdfast.save(f"{folder}/version_1", state)
+        original = limpet.save(f"{folder}/version_1", state)
         del state
 
         def layout(key: str, shape: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""``holdfast.export``: what other libraries read, the record of an export, and its checks."""
+"""``limpet.export``: what other libraries read, the record of an export, and its checks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     AlreadyExists,
     DigestMismatch,
     FormatError,
-    HoldfastError,
+    LimpetError,
     MissingLeaf,
     NotFound,
 )
-from holdfast.interop.export_record import check_export
-from holdfast.run.policy import EverySteps, KeepBest, KeepLast
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+from limpet.interop.export_record import check_export
+from limpet.run.policy import EverySteps, KeepBest, KeepLast
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
 
 KINDS = {"safetensors": "model.safetensors", "torch": "model.pt", "hf": "model.safetensors"}
@@ -45,9 +45,9 @@ def make_run(folder: Path) -> nn.Module:
     """Train three versions with the metric ``val/loss``; the second one is the best."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    state = {"model": model, "progress": holdfast.Progress()}
+    state = {"model": model, "progress": limpet.Progress()}
     options = {"save": EverySteps(1), "keep": KeepLast(9) | KeepBest(1, "val/loss")}
-    with holdfast.Checkpointer(folder, state, **options) as ckpt:
+    with limpet.Checkpointer(folder, state, **options) as ckpt:
         for loss in (3.0, 1.0, float("nan")):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -74,16 +74,16 @@ def read_record(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         raw = path.read_bytes()
         header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        return json.loads(header["__metadata__"]["holdfast"])
-    return json.loads(Path(f"{path}.holdfast.json").read_text())["holdfast"]
+        return json.loads(header["__metadata__"]["limpet"])
+    return json.loads(Path(f"{path}.limpet.json").read_text())["limpet"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_best_version_is_exported_with_a_record(run: Path, kind: Any, tmp_path: Path) -> None:
-    result = holdfast.export(f"{run}@best", tmp_path / "out", kind, root="model")
-    best = holdfast.open(f"{run}@2")
+    result = limpet.export(f"{run}@best", tmp_path / "out", kind, root="model")
+    best = limpet.open(f"{run}@2")
     file = tmp_path / "out" / KINDS[kind]
-    expected = holdfast.load(best.url)["model"]
+    expected = limpet.load(best.url)["model"]
     found = read(file)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[k], expected[k]) for k in expected)
@@ -106,31 +106,31 @@ def test_the_best_version_is_exported_with_a_record(run: Path, kind: Any, tmp_pa
 def test_metrics_that_json_lacks_and_later_evaluations_are_recorded(
     run: Path, tmp_path: Path
 ) -> None:
-    holdfast.Run(run).add_metrics(3, {"acc": 0.5})
-    holdfast.export(f"{run}@3", tmp_path / "x.safetensors", "safetensors")
+    limpet.Run(run).add_metrics(3, {"acc": 0.5})
+    limpet.export(f"{run}@3", tmp_path / "x.safetensors", "safetensors")
     assert read_record(tmp_path / "x.safetensors")["metrics"] == {"val/loss": "nan", "acc": 0.5}
 
 
 def test_a_plain_snapshot_and_a_store_of_a_server(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "plain", {"model": {"w": torch.ones(3)}}, step=7)
-    holdfast.export(holdfast.open(tmp_path / "plain"), tmp_path / "out")
+    limpet.save(tmp_path / "plain", {"model": {"w": torch.ones(3)}}, step=7)
+    limpet.export(limpet.open(tmp_path / "plain"), tmp_path / "out")
     record = read_record(tmp_path / "out" / "model.safetensors")
     assert (record["run"], record["version"], record["step"]) == (None, "plain", 7)
-    holdfast.save("memory://secret-host/version_1", {"w": torch.ones(3)})
-    holdfast.export("memory://secret-host@1", tmp_path / "m.pt", "torch")
-    assert "secret-host" not in (tmp_path / "m.pt.holdfast.json").read_text()
+    limpet.save("memory://secret-host/version_1", {"w": torch.ones(3)})
+    limpet.export("memory://secret-host@1", tmp_path / "m.pt", "torch")
+    assert "secret-host" not in (tmp_path / "m.pt.limpet.json").read_text()
 
 
 def test_the_checksum_is_the_crc32_of_the_file_with_zeros_in_its_place(
     run: Path, tmp_path: Path
 ) -> None:
-    holdfast.export(f"{run}@1", tmp_path / "x.safetensors", "safetensors")
+    limpet.export(f"{run}@1", tmp_path / "x.safetensors", "safetensors")
     raw = (tmp_path / "x.safetensors").read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    crc = header["__metadata__"]["holdfast.crc32"]
+    crc = header["__metadata__"]["limpet.crc32"]
     assert raw.count(crc.encode()) == 1
     assert zlib.crc32(raw.replace(crc.encode(), b"0" * 8)) == int(crc, 16)
-    holdfast.export(f"{run}@1", tmp_path / "x.pt", "torch")
+    limpet.export(f"{run}@1", tmp_path / "x.pt", "torch")
     crc = zlib.crc32((tmp_path / "x.pt").read_bytes())
     assert read_record(tmp_path / "x.pt")["files"] == {"x.pt": f"{crc:08x}"}
 
@@ -138,7 +138,7 @@ def test_the_checksum_is_the_crc32_of_the_file_with_zeros_in_its_place(
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "hf"])
 def test_every_flipped_bit_is_found(run: Path, kind: Any, tmp_path: Path) -> None:
     """Bits all over each file, in the headers and in the tensors."""
-    holdfast.export(f"{run}@1", tmp_path / "out", kind, root="model", max_shard_size=60)
+    limpet.export(f"{run}@1", tmp_path / "out", kind, root="model", max_shard_size=60)
     for file in sorted((tmp_path / "out").iterdir()):
         raw = file.read_bytes()
         places = {*range(0, len(raw), max(1, len(raw) // 60)), len(raw) - 1}
@@ -158,7 +158,7 @@ def test_every_flipped_bit_is_found(run: Path, kind: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_verify_and_import_refuse_a_flipped_bit(run: Path, kind: Any, tmp_path: Path) -> None:
-    holdfast.export(f"{run}@1", tmp_path / "out", kind, root="model")
+    limpet.export(f"{run}@1", tmp_path / "out", kind, root="model")
     file = tmp_path / "out" / KINDS[kind]
     assert run_cli("import", file, tmp_path / "imported", "--step", 1).code == 0
     flip_bit(file, -3)
@@ -175,7 +175,7 @@ def test_verify_and_import_refuse_a_flipped_bit(run: Path, kind: Any, tmp_path: 
 
 def test_a_part_that_is_missing_or_of_another_export(run: Path, tmp_path: Path) -> None:
     for step in (1, 2):
-        holdfast.export(f"{run}@{step}", tmp_path / f"{step}", "hf", max_shard_size=60)
+        limpet.export(f"{run}@{step}", tmp_path / f"{step}", "hf", max_shard_size=60)
     parts = sorted((tmp_path / "1").glob("model-*"))
     assert len(parts) > 1
     assert run_cli("verify", tmp_path / "1" / "model.safetensors.index.json").code == 0
@@ -193,7 +193,7 @@ def test_a_part_that_is_missing_or_of_another_export(run: Path, tmp_path: Path) 
 
 def test_the_parts_of_a_killed_export_are_not_a_complete_one(run: Path, tmp_path: Path) -> None:
     """The index is written last."""
-    holdfast.export(f"{run}@1", tmp_path / "out", "hf", max_shard_size=60)
+    limpet.export(f"{run}@1", tmp_path / "out", "hf", max_shard_size=60)
     index = tmp_path / "out" / "model.safetensors.index.json"
     index.unlink()
     for place in (tmp_path / "out", index):
@@ -209,8 +209,8 @@ def test_the_parts_of_a_killed_export_are_not_a_complete_one(run: Path, tmp_path
 @pytest.mark.parametrize(
     ("text", "damaged"),
     [
-        (rb'"holdfast\.crc32"', rb'"holdfasT.crc32"'),
-        (rb'"holdfast\.crc32"', rb'Zholdfast.crc32"'),
+        (rb'"limpet\.crc32"', rb'"holdfasT.crc32"'),
+        (rb'"limpet\.crc32"', rb'Zlimpet.crc32"'),
         (rb'(crc32": ?".{7}).', rb"\1G"),
         (rb'"(_*)metadata', rb'"\1metadatA'),
     ],
@@ -219,7 +219,7 @@ def test_a_record_without_a_checksum_is_damaged(
     run: Path, kind: Any, text: bytes, damaged: bytes, tmp_path: Path
 ) -> None:
     """Such as by a flipped bit in the name or in the digits of the checksum."""
-    holdfast.export(f"{run}@1", tmp_path / "out", kind, max_shard_size=60)
+    limpet.export(f"{run}@1", tmp_path / "out", kind, max_shard_size=60)
     file = max((tmp_path / "out").iterdir(), key=lambda f: f.name.endswith(".json"))
     raw, found = re.subn(text, damaged, file.read_bytes(), count=1)
     file.write_bytes(raw)
@@ -227,7 +227,7 @@ def test_a_record_without_a_checksum_is_damaged(
 
 
 def test_files_without_a_record_are_not_exports(tmp_path: Path) -> None:
-    st.save_file({'"holdfast.crc32":"00000000"': torch.ones(2)}, tmp_path / "model.safetensors")
+    st.save_file({'"limpet.crc32":"00000000"': torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"\x10" + bytes(7) + b"{ not JSON     }")
     assert check_export(str(tmp_path)) == []
     assert run_cli("verify", tmp_path).code == 4
@@ -237,7 +237,7 @@ def test_files_without_a_record_are_not_exports(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_that_another_library_wrote_again(run: Path, tmp_path: Path) -> None:
-    holdfast.export(f"{run}@1", tmp_path / "x.safetensors", "safetensors")
+    limpet.export(f"{run}@1", tmp_path / "x.safetensors", "safetensors")
     with st.safe_open(tmp_path / "x.safetensors", "pt") as file:
         metadata = file.metadata()
     st.save_file(st.load_file(tmp_path / "x.safetensors"), tmp_path / "y.safetensors", metadata)
@@ -259,11 +259,11 @@ class OrderedStore(MemoryStore):
 def test_a_store_that_only_appends_gets_the_same_files(
     run: Path, kind: Any, tmp_path: Path
 ) -> None:
-    holdfast.export(f"{run}@1", tmp_path / "out", kind, max_shard_size=60)
+    limpet.export(f"{run}@1", tmp_path / "out", kind, max_shard_size=60)
     name = f"ordered-{kind}"
     store = open_store(f"memory://{name}")
     store.__class__ = OrderedStore
-    holdfast.export(f"{run}@1", f"memory://{name}/out", kind, max_shard_size=60)
+    limpet.export(f"{run}@1", f"memory://{name}/out", kind, max_shard_size=60)
     for file in (tmp_path / "out").iterdir():
         assert store.get(f"out/{file.name}", 1 << 30) == file.read_bytes()
     checks = check_export(f"memory://{name}/out")
@@ -289,23 +289,23 @@ def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
             for size in ("5GB", 0, -1, True, None, float("nan"))
         ),
     ):
-        with pytest.raises(HoldfastError, match=expected):
-            holdfast.export(f"{run}@1", out, kind, **options)
+        with pytest.raises(LimpetError, match=expected):
+            limpet.export(f"{run}@1", out, kind, **options)
     with pytest.raises(MissingLeaf):
-        holdfast.export(f"{run}@1", out, root="ema")
+        limpet.export(f"{run}@1", out, root="ema")
     with pytest.raises(NotFound):
-        holdfast.export(f"{run}@9", out)
+        limpet.export(f"{run}@9", out)
     assert not out.exists()
 
 
 def test_an_existing_target_is_not_changed(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.pt.holdfast.json").write_text("mine")
+    (tmp_path / "out" / "model.pt.limpet.json").write_text("mine")
     with pytest.raises(AlreadyExists):
-        holdfast.export(f"{run}@1", tmp_path / "out", "torch")
-    assert os.listdir(tmp_path / "out") == ["model.pt.holdfast.json"]
+        limpet.export(f"{run}@1", tmp_path / "out", "torch")
+    assert os.listdir(tmp_path / "out") == ["model.pt.limpet.json"]
     with pytest.raises(AlreadyExists):
-        holdfast.export(f"{run}@1", run, "hf")
+        limpet.export(f"{run}@1", run, "hf")
 
 
 # -- configuration and tokenizer -----------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_configuration_and_tokenizer_are_copied_but_never_weights(
     for file in base.iterdir():
         if file.is_file():
             open_store("memory://bases").put_if_absent(f"b/{file.name}", file.read_bytes())
-    holdfast.export(f"{run}@1", tmp_path / "second", like="memory://bases/b")
+    limpet.export(f"{run}@1", tmp_path / "second", like="memory://bases/b")
     assert sorted(os.listdir(tmp_path / "second")) == sorted([*COPIED, "model.safetensors"])
 
 
@@ -389,8 +389,8 @@ def test_an_ema_is_exported_under_the_names_of_the_model(
             model[0].weight.mul_(0.5)
         ema.update_parameters(wrapped)
     state = {"model": model, "ema": ema}
-    holdfast.save(tmp_path / "a" / "version_1", state)
-    holdfast.export(f"{tmp_path}/a@1", tmp_path / "out", kind, root="ema")
+    limpet.save(tmp_path / "a" / "version_1", state)
+    limpet.export(f"{tmp_path}/a@1", tmp_path / "out", kind, root="ema")
     exported = read(tmp_path / "out" / KINDS[kind])
     fresh = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     fresh.load_state_dict(exported)
@@ -402,7 +402,7 @@ def test_an_ema_is_exported_under_the_names_of_the_model(
     with torch.no_grad():
         source[0].weight.zero_()
     ema.n_averaged.zero_()
-    holdfast.load(f"{tmp_path}/a@1", into=state)
+    limpet.load(f"{tmp_path}/a@1", into=state)
     assert ema.n_averaged == 3
     assert torch.equal(source[0].weight, fresh[0].weight)
 
@@ -411,7 +411,7 @@ def test_a_selection_of_an_ema_and_a_module_of_that_name(tmp_path: Path) -> None
     ema = {"n_averaged": torch.tensor(3), "module.w": torch.ones(2), "module.b": torch.ones(1)}
     plain = {"module.w": torch.ones(2)}
     mixed = {**ema, "scale": torch.ones(1)}
-    holdfast.save(tmp_path / "a" / "version_1", {"ema": ema, "plain": plain, "mixed": mixed})
+    limpet.save(tmp_path / "a" / "version_1", {"ema": ema, "plain": plain, "mixed": mixed})
     for root, keys, names in (
         ("ema", (), ["b", "w"]),
         ("ema", ("ema/module.w",), ["w"]),
@@ -419,13 +419,13 @@ def test_a_selection_of_an_ema_and_a_module_of_that_name(tmp_path: Path) -> None
         ("mixed", (), ["module.b", "module.w", "n_averaged", "scale"]),
     ):
         file = tmp_path / f"{root}{len(keys)}.safetensors"
-        holdfast.export(f"{tmp_path}/a@1", file, "safetensors", root=root, keys=keys)
+        limpet.export(f"{tmp_path}/a@1", file, "safetensors", root=root, keys=keys)
         assert sorted(st.load_file(file)) == names
-    holdfast.export(f"{tmp_path}/a@1", tmp_path / "all.pt", "torch")
+    limpet.export(f"{tmp_path}/a@1", tmp_path / "all.pt", "torch")
     assert torch.load(tmp_path / "all.pt", weights_only=True)["ema"].keys() == ema.keys()
 
 
 def test_arrays_of_numpy_are_exported(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "a" / "version_1", {"model": {"w": np.arange(3.0)}})
-    holdfast.export(f"{tmp_path}/a@latest", tmp_path / "out")
+    limpet.save(tmp_path / "a" / "version_1", {"model": {"w": np.arange(3.0)}})
+    limpet.export(f"{tmp_path}/a@latest", tmp_path / "out")
     assert st.load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [0.0, 1.0, 2.0]

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import DigestMismatch, NotFound
-from holdfast.exporting import stream
-from holdfast.exporting.stream import stream_leaves
-from holdfast.format.names import MANIFEST
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import DigestMismatch, NotFound
+from limpet.exporting import stream
+from limpet.exporting.stream import stream_leaves
+from limpet.format.names import MANIFEST
+from limpet.storage.memory import MemoryStore
 from tests.engine.planning.random_boxes import shapes, tilings
 from tests.engine.snapshot.manual_shards import (
     read_elements,
@@ -75,7 +75,7 @@ def sharded_states(draw):
 @pytest.mark.slow
 def test_any_layout(sharded_state, window: int) -> None:
     state, layout = sharded_state
-    original = holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)
+    original = limpet.save(f"memory://stream{next(_store_numbers)}/version_1", state)
     location = Location(MemoryStore(), "version_1")
     snapshot = write_resharded(reader_of(original), location, lambda key, shape: layout[key], 3)
     assert snapshot.verify().ok
@@ -90,7 +90,7 @@ def test_any_layout(sharded_state, window: int) -> None:
 @pytest.fixture
 def big() -> SnapshotReader:
     state = {"a": np.arange(900_000.0).reshape(300, 3000), "b": np.arange(7), "c": np.ones((4, 5))}
-    return reader_of(holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state))
+    return reader_of(limpet.save(f"memory://stream{next(_store_numbers)}/version_1", state))
 
 
 @pytest.mark.parametrize("layout", [split_rows(3), split_columns(3)])
@@ -119,7 +119,7 @@ def test_few_bytes_are_read_twice(
 ) -> None:
     state = {f"w{i}": np.zeros((1024, 1024 * i), np.float32) for i in (1, 2, 3)}
     state |= {f"b{i}": np.zeros((3, 100)) for i in range(300)}
-    original = holdfast.save(f"memory://stream{next(_store_numbers)}/version_1", state)
+    original = limpet.save(f"memory://stream{next(_store_numbers)}/version_1", state)
     store = CountingStore()
     snapshot = write_resharded(reader_of(original), Location(store, "version_1"), layout, 4)
     monkeypatch.setattr(stream, "WINDOW", 16 << 20)

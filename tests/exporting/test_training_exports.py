@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import AlreadyExists, HoldfastError, Unsupported
+import limpet
+from limpet.errors import AlreadyExists, LimpetError, Unsupported
 from tests.cli.invoke import run_cli
 from tests.interop.test_load_foreign import make, snapshot_of, train
 from tests.interop.test_load_libraries import (
@@ -26,7 +26,7 @@ def save_trained(tmp_path, steps=2, **more):
     """Save a state after some steps. Return the live state."""
     state = make(seed=0)
     train(state, steps)
-    holdfast.save(tmp_path / "run" / f"version_{steps}", state | more, step=steps)
+    limpet.save(tmp_path / "run" / f"version_{steps}", state | more, step=steps)
     return state
 
 
@@ -35,7 +35,7 @@ def save_trained(tmp_path, steps=2, **more):
 
 def test_pytorch_continues(tmp_path):
     original = save_trained(tmp_path)
-    holdfast.export(tmp_path / "run" / "version_2", tmp_path / "x.pt", to="torch")
+    limpet.export(tmp_path / "run" / "version_2", tmp_path / "x.pt", to="torch")
     content = torch.load(tmp_path / "x.pt", weights_only=True)
     expected = original["optimizer"].state_dict()
     assert content["optimizer"]["param_groups"] == expected["param_groups"]
@@ -50,7 +50,7 @@ def test_pytorch_continues(tmp_path):
 def test_one_optimizer_is_the_root(tmp_path):
     original = save_trained(tmp_path)
     url = tmp_path / "run" / "version_2"
-    holdfast.export(url, tmp_path / "o.pt", to="torch", root="optimizer")
+    limpet.export(url, tmp_path / "o.pt", to="torch", root="optimizer")
     restored = make(seed=0)
     restored["optimizer"].load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
     states = (s["optimizer"].state_dict()["param_groups"] for s in (restored, original))
@@ -60,29 +60,29 @@ def test_one_optimizer_is_the_root(tmp_path):
 def test_a_new_optimizer_and_tied_weights(tmp_path):
     net = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    holdfast.save(tmp_path / "v", {"nested": {"o": optimizer}, "model": net})
-    holdfast.export(tmp_path / "v", tmp_path / "o.pt", to="torch")
+    limpet.save(tmp_path / "v", {"nested": {"o": optimizer}, "model": net})
+    limpet.export(tmp_path / "v", tmp_path / "o.pt", to="torch")
     content = torch.load(tmp_path / "o.pt", weights_only=True)
     assert content["nested"]["o"] == optimizer.state_dict()
 
 
 def test_state_of_an_unknown_parameter_is_refused(tmp_path):
     forged = {"state": {"a": {"m": 1}, "b": {}}, "groups": [{"lr": 1, "params": ["a"]}]}
-    holdfast.save(tmp_path / "v", {"o": forged})
+    limpet.save(tmp_path / "v", {"o": forged})
     with pytest.raises(Unsupported, match="state of b, which is not in one group of o"):
-        holdfast.export(tmp_path / "v", tmp_path / "o.pt", to="torch")
+        limpet.export(tmp_path / "v", tmp_path / "o.pt", to="torch")
     assert not (tmp_path / "o.pt").exists()
     double = {"state": {"a": {}}, "groups": [{"params": ["a"]}, {"params": ["a"]}]}
-    holdfast.save(tmp_path / "w", {"o": double})
+    limpet.save(tmp_path / "w", {"o": double})
     with pytest.raises(Unsupported, match="not in one group"):
-        holdfast.export(tmp_path / "w", tmp_path / "o.pt", to="torch")
+        limpet.export(tmp_path / "w", tmp_path / "o.pt", to="torch")
 
 
 def test_an_exported_file_is_imported_again(tmp_path):
     original = save_trained(tmp_path)
-    holdfast.export(tmp_path / "run" / "version_2", tmp_path / "x.pt", to="torch")
+    limpet.export(tmp_path / "run" / "version_2", tmp_path / "x.pt", to="torch")
     restored = make(seed=1)
-    holdfast.load(tmp_path / "x.pt", into=restored)
+    limpet.load(tmp_path / "x.pt", into=restored)
     assert train(restored) == train(original)
 
 
@@ -92,15 +92,15 @@ def test_an_exported_file_is_imported_again(tmp_path):
 def save_library_state(tmp_path, state, steps=3, **more):
     """Save a state after some steps, with a ``Progress``. Return the URL of the version."""
     train(state, steps)
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     progress.step, progress.epoch = steps, 0
-    saved = {**state, "progress": progress, "rng": holdfast.RNG(), **more}
-    holdfast.save(tmp_path / "run" / f"version_{steps}", saved, step=steps)
+    saved = {**state, "progress": progress, "rng": limpet.RNG(), **more}
+    limpet.save(tmp_path / "run" / f"version_{steps}", saved, step=steps)
     return f"{tmp_path}/run@{steps}"
 
 
 def assert_verified(folder):
-    """`holdfast verify` knows every file of an export but companions, and finds a flipped bit."""
+    """`limpet verify` knows every file of an export but companions, and finds a flipped bit."""
     result = run_cli("verify", folder)
     assert result.code == 0, result.err
     target = folder if folder.is_file() else next(folder.glob("optimizer.*"))
@@ -117,7 +117,7 @@ def test_accelerate_resumes(tmp_path, is_tied):
     original = make(seed=0) if is_tied else make_state(make_net(0))
     url = save_library_state(tmp_path, original)
     with pytest.warns(UserWarning, match="Not in the checkpoint for accelerate: progress, rng"):
-        holdfast.export(url, tmp_path / "c", to="accelerate")
+        limpet.export(url, tmp_path / "c", to="accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     restored = make(seed=1) if is_tied else make_state(make_net(1))
     accelerator.prepare(*restored.values())
@@ -125,7 +125,7 @@ def test_accelerate_resumes(tmp_path, is_tied):
     assert snapshot_of(restored) == snapshot_of(original)
     assert train(restored) == train(original)
     again = make(seed=2) if is_tied else make_state(make_net(2))
-    holdfast.load(tmp_path / "c", into=again)  # and back
+    limpet.load(tmp_path / "c", into=again)  # and back
     assert train(again, 2) == snapshot_of(original)
     assert_verified(tmp_path / "c")
 
@@ -142,9 +142,9 @@ def test_transformers_resumes_and_ends_with_the_same_weights(tmp_path):
         "optimizer": half.optimizer.optimizer,
         "scheduler": half.lr_scheduler,
     }
-    holdfast.save(tmp_path / "run" / "version_2", state, step=2)
+    limpet.save(tmp_path / "run" / "version_2", state, step=2)
     url = f"{tmp_path}/run@2"
-    holdfast.export(url, tmp_path / "checkpoint-2", to="transformers")
+    limpet.export(url, tmp_path / "checkpoint-2", to="transformers")
     text = tmp_path / "checkpoint-2" / "trainer_state.json"
     text.write_text(text.read_text().replace('"logging_steps": 500', '"logging_steps": 1'))
     resumed = make_trainer(tmp_path / "resumed", 1)
@@ -154,7 +154,7 @@ def test_transformers_resumes_and_ends_with_the_same_weights(tmp_path):
         assert torch.equal(mine, theirs)
     losses = [row["loss"] for row in whole.state.log_history if "loss" in row]
     assert [row["loss"] for row in resumed.state.log_history if "loss" in row] == losses[2:]
-    holdfast.export(url, tmp_path / "verified", to="transformers", max_shard_size=200)
+    limpet.export(url, tmp_path / "verified", to="transformers", max_shard_size=200)
     assert (tmp_path / "verified" / "model.safetensors.index.json").exists()
     assert_verified(tmp_path / "verified")
 
@@ -166,7 +166,7 @@ def test_lightning_resumes(tmp_path):
     [optimizer], [schedule] = module.configure_optimizers()
     state = {"model": module, "optimizer": optimizer, "scheduler": schedule["scheduler"]}
     url = save_library_state(tmp_path, state)
-    holdfast.export(url, tmp_path / "last.ckpt", to="lightning")
+    limpet.export(url, tmp_path / "last.ckpt", to="lightning")
     assert_same_training(lightning, tmp_path / "last.ckpt", state)
     assert_verified(tmp_path / "last.ckpt")
 
@@ -189,16 +189,16 @@ def assert_same_training(lightning, path, state):
 def test_what_a_library_needs_is_checked(tmp_path):
     state = make_state(make_net(0))
     train(state)
-    holdfast.save(tmp_path / "a", {k: state[k] for k in ("model", "optimizer")}, step=1)
+    limpet.save(tmp_path / "a", {k: state[k] for k in ("model", "optimizer")}, step=1)
     with pytest.raises(Unsupported, match="it needs of a scheduler"):
-        holdfast.export(tmp_path / "a", tmp_path / "x", to="transformers")
-    holdfast.save(tmp_path / "b", {"model": state["model"]}, step=1)
+        limpet.export(tmp_path / "a", tmp_path / "x", to="transformers")
+    limpet.save(tmp_path / "b", {"model": state["model"]}, step=1)
     for kind in ("accelerate", "lightning", "transformers"):
         with pytest.raises(Unsupported, match="it needs of an optimizer"):
-            holdfast.export(tmp_path / "b", tmp_path / "x", to=kind)
+            limpet.export(tmp_path / "b", tmp_path / "x", to=kind)
         for options in ({"keys": "model"}, {"average": 2}):
-            with pytest.raises(HoldfastError, match="of one version"):
-                holdfast.export(tmp_path / "b", tmp_path / "x", to=kind, **options)
+            with pytest.raises(LimpetError, match="of one version"):
+                limpet.export(tmp_path / "b", tmp_path / "x", to=kind, **options)
     assert not (tmp_path / "x").exists()
 
 
@@ -206,12 +206,12 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path):
     state = make_state(make_net(0))
     other = make_net(1)
     both = torch.optim.SGD([*state["model"].parameters(), *other.parameters()])
-    holdfast.save(tmp_path / "v", {**state, "other": other, "both": both}, step=1)
+    limpet.save(tmp_path / "v", {**state, "other": other, "both": both}, step=1)
     with pytest.raises(Unsupported, match=r"both in .* trains parameters outside of model"):
-        holdfast.export(tmp_path / "v", tmp_path / "x", to="accelerate")
-    holdfast.save(tmp_path / "w", {**state, "other": other}, step=1)
+        limpet.export(tmp_path / "v", tmp_path / "x", to="accelerate")
+    limpet.save(tmp_path / "w", {**state, "other": other}, step=1)
     with pytest.warns(UserWarning, match="for accelerate: other"):
-        holdfast.export(tmp_path / "w", tmp_path / "x", to="accelerate")
+        limpet.export(tmp_path / "w", tmp_path / "x", to="accelerate")
 
 
 @pytest.mark.slow
@@ -235,8 +235,8 @@ def test_accelerate_resumes_two_optimizers_and_a_scaler(tmp_path):
     original = make_two(0)
     step(original)
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    holdfast.save(tmp_path / "v", original | {"scaler": scaler}, step=2)
-    holdfast.export(tmp_path / "v", tmp_path / "c", to="accelerate")
+    limpet.save(tmp_path / "v", original | {"scaler": scaler}, step=2)
+    limpet.export(tmp_path / "v", tmp_path / "c", to="accelerate")
     assert (tmp_path / "c" / "optimizer_1.bin").exists()
     assert torch.load(tmp_path / "c" / "scaler.pt", weights_only=True)["scale"] == 512.0
     restored = make_two(1)
@@ -266,14 +266,14 @@ def test_each_kind_of_scheduler_is_exported_and_imported(tmp_path, kind):
     for _ in range(3):
         state["optimizer"].step()
         state["scheduler"].step(*([1.0] if kind == "ReduceLROnPlateau" else []))
-    holdfast.save(tmp_path / "v", state, step=3)
-    holdfast.export(tmp_path / "v", tmp_path / "c", to="accelerate")
+    limpet.save(tmp_path / "v", state, step=3)
+    limpet.export(tmp_path / "v", tmp_path / "c", to="accelerate")
     saved = torch.load(tmp_path / "c" / "scheduler.bin", weights_only=True)
     assert saved == state["scheduler"].state_dict()
     # under a name that the live state does not have, only the fields say what it is
     torch.save({"model": state["model"].state_dict(), "lr": saved}, tmp_path / "other.pt")
     restored = {k: v for k, v in make_with(kind).items() if k != "optimizer"}
-    holdfast.load(tmp_path / "other.pt", into=restored)
+    limpet.load(tmp_path / "other.pt", into=restored)
     assert restored["scheduler"].state_dict() == saved
 
 
@@ -283,7 +283,7 @@ def test_a_failed_export_leaves_nothing(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "scheduler.bin").write_text("mine")
     with pytest.raises(AlreadyExists, match=r"scheduler\.bin"):
-        holdfast.export(url, tmp_path / "x", to="accelerate")
+        limpet.export(url, tmp_path / "x", to="accelerate")
     assert [p.name for p in (tmp_path / "x").iterdir()] == ["scheduler.bin"]
 
 
@@ -297,15 +297,15 @@ def test_the_command_lists_what_is_left_out(tmp_path):
         "model.safetensors",
         "optimizer.bin",
         "scheduler.bin",
-        "checkpoint.holdfast.json",
+        "checkpoint.limpet.json",
     }
 
 
 def test_the_epoch_of_a_progress_is_that_of_lightning(tmp_path):
     pytest.importorskip("lightning")
-    state, progress = make_state(make_net(0)), holdfast.Progress()
+    state, progress = make_state(make_net(0)), limpet.Progress()
     progress.step, progress.epoch = 20, 3  # its state then says where the epoch began
-    holdfast.save(tmp_path / "run" / "version_20", {**state, "progress": progress}, step=20)
+    limpet.save(tmp_path / "run" / "version_20", {**state, "progress": progress}, step=20)
     with pytest.warns(UserWarning, match="Not in the checkpoint"):
-        holdfast.export(tmp_path / "run" / "version_20", tmp_path / "c.ckpt", to="lightning")
+        limpet.export(tmp_path / "run" / "version_20", tmp_path / "c.ckpt", to="lightning")
     assert torch.load(tmp_path / "c.ckpt", weights_only=True)["epoch"] == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
+import limpet
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 
@@ -30,10 +30,10 @@ def test_a_model_is_loaded_and_generates(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.01
-    holdfast.save(tmp_path / "run" / "version_1", {"model": model})
+    limpet.save(tmp_path / "run" / "version_1", {"model": model})
     out = tmp_path / "out"
     options = {"like": tmp_path / "base", "max_shard_size": max_shard_size}
-    result = holdfast.export(f"{tmp_path}/run@1", out, **options)
+    result = limpet.export(f"{tmp_path}/run@1", out, **options)
     assert any(url.endswith("config.json") for url, _ in result.files)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from jsonschema import Draft202012Validator
 
-import holdfast
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.format import names
-from holdfast.format.digest import digest
-from holdfast.format.index import MAX_CHUNK, decode_index
-from holdfast.format.manifest import MAX_MANIFEST, decode_manifest
-from holdfast.format.records import (
+import limpet
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.format import names
+from limpet.format.digest import digest
+from limpet.format.index import MAX_CHUNK, decode_index
+from limpet.format.manifest import MAX_MANIFEST, decode_manifest
+from limpet.format.records import (
     Objective,
     Spread,
     decode_about_version,
@@ -28,12 +28,12 @@ from holdfast.format.records import (
     decode_pin,
     decode_spread,
 )
-from holdfast.format.safetensors import MAX_HEADER, build_header
-from holdfast.format.sealed import FORMAT
-from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
-from holdfast.format.validate import check_numbered_tree
-from holdfast.format.values import torch_types
-from holdfast.types import ALIGNMENT, DTYPES, MIB
+from limpet.format.safetensors import MAX_HEADER, build_header
+from limpet.format.sealed import FORMAT
+from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
+from limpet.format.validate import check_numbered_tree
+from limpet.format.values import torch_types
+from limpet.types import ALIGNMENT, DTYPES, MIB
 from tests.forging import store_of, values_equal
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -103,18 +103,18 @@ def test_the_examples_form_one_snapshot() -> None:
         "branch-1.json": raw(BRANCH),
     }
     store = store_of(files)
-    snapshot = holdfast.Run(store).open(names.Version(120, 1))
+    snapshot = limpet.Run(store).open(names.Version(120, 1))
     assert snapshot.verify().ok
     spread = {key: key for key in files}
     for key in files:
         if key.endswith((".safetensors", ".index.json")):
             number = int(digest(b"version_120.1"), 16) % SPREAD["prefixes"]  # of rank 0
             spread[key] = f"spread-{number:02x}/{key}"
-    run = holdfast.Run(
+    run = limpet.Run(
         store_of({spread[k]: v for k, v in files.items()} | {"spread.json": raw(SPREAD)})
     )
     assert run.open(names.Version(120, 1)).verify().ok
-    state = holdfast.load(store.at("version_120.1"))
+    state = limpet.load(store.at("version_120.1"))
     expected = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
     assert values_equal(state, expected)
     assert state["model"]["tied"] is state["model"]["weight"]
@@ -133,7 +133,7 @@ def test_the_example_of_format_2_refers_to_that_of_format_1() -> None:
             "version_130.1/" + MANIFEST_2["shards"][0]["index"]["name"]: raw(INDEX_2),
         }
     )
-    snapshot = holdfast.Run(store).open(names.Version(130, 1))
+    snapshot = limpet.Run(store).open(names.Version(130, 1))
     assert snapshot.bases == {names.Version(120, 1)}
     assert (snapshot.chain, snapshot.nbytes, snapshot.referred_bytes) == (1, 4100, 24)
     assert snapshot.verify().ok

@@ -13,14 +13,14 @@ import torch
 from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 
-import holdfast
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.location import Location
-from holdfast.errors import FormatError
-from holdfast.format.index import decode_index
-from holdfast.format.manifest import decode_manifest
-from holdfast.format.names import Version
-from holdfast.format.records import (
+import limpet
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location
+from limpet.errors import FormatError
+from limpet.format.index import decode_index
+from limpet.format.manifest import decode_manifest
+from limpet.format.names import Version
+from limpet.format.records import (
     decode_about_version,
     decode_branch,
     decode_lasting_pin,
@@ -29,9 +29,9 @@ from holdfast.format.records import (
     decode_pin,
     decode_spread,
 )
-from holdfast.format.validate import check_plain, check_tree
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.format.validate import check_plain, check_tree
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.attacks.test_invalid_files import (
     BRANCH,
     ENDED,
@@ -122,30 +122,30 @@ def test_the_schema_is_valid() -> None:
 
 def test_every_kind_of_node_and_dtype() -> None:
     store = MemoryStore()
-    holdfast.save(store.at("a"), small_state())
-    holdfast.save(store.at("b"), plain_values())
-    holdfast.save(store.at("c"), {})
+    limpet.save(store.at("a"), small_state())
+    limpet.save(store.at("b"), plain_values())
+    limpet.save(store.at("c"), {})
     tensors = {d: torch.zeros(3, 2, dtype=getattr(torch, d)) for d in TORCH_DTYPES}
-    holdfast.save(store.at("d"), tensors, note={"any": plain_values()})
+    limpet.save(store.at("d"), tensors, note={"any": plain_values()})
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
     state = {"model": model, "optimizer": optimizer, "raw": model.state_dict()}
-    holdfast.save(store.at("e"), {**state, "rng": holdfast.RNG()})
+    limpet.save(store.at("e"), {**state, "rng": limpet.RNG()})
     assert check(store) == {"manifest", "index"}
 
 
 def test_a_run_with_branches_and_pins() -> None:
     store = MemoryStore()
     run = Run(store)
-    holdfast.save(store.at("version_1"), {"n": 0, "p": holdfast.Progress()}, step=1)
+    limpet.save(store.at("version_1"), {"n": 0, "p": limpet.Progress()}, step=1)
     run.leave_from(run.open(Version(1)), Version(1), "asked")
     pins.create_pin(Location(store, "version_2"), "0" * 12)
     pins.create_pin(Location(store, "version_2"), "0" * 12, Version(1))
     run.pin(1)
     run.add_metrics(Version(1), {"loss": 0.5, "n": 3, "worst": float("inf"), "none": float("nan")})
-    with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}) as checkpointer:
+    with limpet.Checkpointer(store, {"n": 1, "p": limpet.Progress()}) as checkpointer:
         checkpointer.resume()
         checkpointer.save()
     assert check(store) == {"manifest", "index", "branch", "pin", "lasting", "evaluation", "ended"}
@@ -153,7 +153,7 @@ def test_a_run_with_branches_and_pins() -> None:
 
 def test_a_run_that_is_spread() -> None:
     store = MemoryStore()
-    with holdfast.Checkpointer(store, {"n": 1, "p": holdfast.Progress()}, spread=16) as ckpt:
+    with limpet.Checkpointer(store, {"n": 1, "p": limpet.Progress()}, spread=16) as ckpt:
         ckpt.save()
     assert check(store) == {"manifest", "index", "ended", "spread"}
 
@@ -162,7 +162,7 @@ def test_a_run_that_is_spread() -> None:
 @given(values)
 def test_any_plain_value(value: Any) -> None:
     store = MemoryStore()
-    holdfast.save(store, {"x": value})
+    limpet.save(store, {"x": value})
     assert check(store) == {"manifest", "index"}
 
 

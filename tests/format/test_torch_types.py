@@ -14,20 +14,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.engine.transform.reshard import reshard
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.engine.transform.reshard import reshard
+from limpet.errors import (
     DTypeMismatch,
-    HoldfastError,
+    LimpetError,
     ManifestInvalid,
     PlanError,
     Unsupported,
 )
-from holdfast.format.values import torch_types
-from holdfast.storage.memory import MemoryStore
+from limpet.format.values import torch_types
+from limpet.storage.memory import MemoryStore
 from tests.engine.states import unused_url
 from tests.fakegroup import FakeGroup
 from tests.forging import (
@@ -48,30 +48,30 @@ STATE: dict[str, Any] = {
 }
 
 
-def save(state: dict[str, Any]) -> holdfast.Snapshot:
-    return holdfast.save(unused_url(), state)
+def save(state: dict[str, Any]) -> limpet.Snapshot:
+    return limpet.save(unused_url(), state)
 
 
 def test_they_are_restored_with_their_types() -> None:
     snapshot = save(STATE)
-    assert holdfast.load(snapshot.url) == STATE
-    loaded = holdfast.load(snapshot.url)["nested"]["size"][0]
+    assert limpet.load(snapshot.url) == STATE
+    loaded = limpet.load(snapshot.url)["nested"]["size"][0]
     assert type(loaded) is torch.Size
-    opened = holdfast.open(snapshot.url)
+    opened = limpet.open(snapshot.url)
     assert opened["dtype"] is torch.bfloat16
     assert opened["devices/1"] == torch.device("cuda:1")
     assert opened.verify().ok
 
 
 def test_every_dtype_of_pytorch_is_restored() -> None:
-    assert holdfast.load(save({"d": list(DTYPES)}).url)["d"] == DTYPES
+    assert limpet.load(save({"d": list(DTYPES)}).url)["d"] == DTYPES
     assert len(DTYPES) > 30
 
 
 @given(st.lists(st.integers(0, 2**63 - 1), max_size=5), st.integers(0, 127))
 def test_any_size_and_device(sizes: list[int], index: int) -> None:
     state = {"size": torch.Size(sizes), "device": torch.device("cuda", index)}
-    assert holdfast.load(save(state).url) == state
+    assert limpet.load(save(state).url) == state
 
 
 def test_they_replace_live_values() -> None:
@@ -80,10 +80,10 @@ def test_they_replace_live_values() -> None:
         "devices": [torch.device("cpu")] * 3,
         "nested": {"size": (torch.Size([9]), None)},
     }
-    holdfast.load(save(STATE).url, into=live)
+    limpet.load(save(STATE).url, into=live)
     assert live == STATE
     with pytest.raises(DTypeMismatch, match=r"nested/size/0 size, live tuple"):
-        holdfast.load(save(STATE).url, into={"nested": {"size": ((9,), None)}}, keys="nested/**")
+        limpet.load(save(STATE).url, into={"nested": {"size": ((9,), None)}}, keys="nested/**")
 
 
 def test_they_are_not_members_of_sets_or_names() -> None:
@@ -91,7 +91,7 @@ def test_they_are_not_members_of_sets_or_names() -> None:
         with pytest.raises(Unsupported, match=r"Save str\(value\)"):
             save({"x": value})
     with pytest.raises(Unsupported):
-        holdfast.save(unused_url(), {}, note={"d": torch.float32})
+        limpet.save(unused_url(), {}, note={"d": torch.float32})
 
 
 # -- the number ----------------------------------------------------------------------------------
@@ -104,45 +104,45 @@ def test_a_snapshot_has_the_lowest_number() -> None:
 
 
 def test_an_incremental_version_and_its_copies(tmp_path: Path) -> None:
-    state = {**STATE, "w": np.zeros(300_000), "progress": holdfast.Progress()}
+    state = {**STATE, "w": np.zeros(300_000), "progress": limpet.Progress()}
     url = str(tmp_path / "run")
-    every = holdfast.EverySteps(1)
-    with holdfast.Checkpointer(url, state, save=every, incremental=True) as ckpt:
+    every = limpet.EverySteps(1)
+    with limpet.Checkpointer(url, state, save=every, incremental=True) as ckpt:
         for _ in range(2):
             ckpt.step()
             ckpt.wait()
-    second = holdfast.Run(url).snapshots()[1]
+    second = limpet.Run(url).snapshots()[1]
     assert (reader_of(second).manifest.number, second.chain) == (3, 1)
     assert second.verify().ok
     copies = MemoryStore()
     copy_snapshot(reader_of(second), Location(copies, "version_2"))
     reshard(reader_of(second), Location(copies, "resharded"), 2)
     for name in ("version_2", "resharded"):
-        copy = holdfast.open(copies.at(name))
+        copy = limpet.open(copies.at(name))
         assert (reader_of(copy).manifest.number, copy.chain, copy.bases) == (3, 0, frozenset())
         assert copy.verify().ok
-        assert holdfast.load(copies.at(name))["devices"] == STATE["devices"]
+        assert limpet.load(copies.at(name))["devices"] == STATE["devices"]
 
 
 def test_several_ranks_must_agree() -> None:
     url = unused_url()
     with FakeGroup(2) as group:
-        group.run(lambda r: holdfast.save(url, STATE))
-        assert holdfast.load(url) == STATE
+        group.run(lambda r: limpet.save(url, STATE))
+        assert limpet.load(url) == STATE
         devices = [{"d": torch.device("cuda", r)} for r in range(2)]
-        for error in group.outcomes(lambda r: holdfast.save(unused_url(), devices[r])):
-            assert isinstance(error, HoldfastError)
-        own = [{"d": holdfast.PerRank(d["d"])} for d in devices]
+        for error in group.outcomes(lambda r: limpet.save(unused_url(), devices[r])):
+            assert isinstance(error, LimpetError)
+        own = [{"d": limpet.PerRank(d["d"])} for d in devices]
         url = unused_url()
-        group.run(lambda r: holdfast.save(url, own[r]))
-    assert holdfast.load(url) == {"d": {"0": torch.device("cuda:0"), "1": torch.device("cuda:1")}}
+        group.run(lambda r: limpet.save(url, own[r]))
+    assert limpet.load(url) == {"d": {"0": torch.device("cuda:0"), "1": torch.device("cuda:1")}}
 
 
 def test_ranks_that_disagree_are_named() -> None:
     url = unused_url()
     with FakeGroup(2) as group:
         for error in group.outcomes(
-            lambda r: holdfast.save(url, {"d": [torch.int8, torch.int16][r]})
+            lambda r: limpet.save(url, {"d": [torch.int8, torch.int16][r]})
         ):
             assert isinstance(error, PlanError)
             assert "d: dtype" in str(error)
@@ -152,12 +152,12 @@ def test_ranks_that_disagree_are_named() -> None:
 
 
 def test_a_command_does_not_import_torch(tmp_path: Path) -> None:
-    holdfast.save(str(tmp_path / "version_1"), STATE)
+    limpet.save(str(tmp_path / "version_1"), STATE)
     code = (
         "import sys\n"
         "sys.modules['torch'] = None\n"  # an import of torch raises
         "import runpy\n"
-        "runpy.run_module('holdfast', run_name='__main__')\n"
+        "runpy.run_module('limpet', run_name='__main__')\n"
     )
 
     def run(*args: str) -> str:
@@ -175,12 +175,12 @@ def test_a_command_does_not_import_torch(tmp_path: Path) -> None:
 
 
 def test_a_load_imports_torch_or_says_that_it_needs_it(tmp_path: Path) -> None:
-    holdfast.save(str(tmp_path / "version_1"), STATE)
+    limpet.save(str(tmp_path / "version_1"), STATE)
     code = (
-        "import sys, holdfast\n"
+        "import sys, limpet\n"
         "if sys.argv[2] == 'absent': sys.modules['torch'] = None\n"
-        "try: print(holdfast.load(sys.argv[1])['dtype'])\n"
-        "except holdfast.errors.HoldfastError as e: print(e)\n"
+        "try: print(limpet.load(sys.argv[1])['dtype'])\n"
+        "except limpet.errors.LimpetError as e: print(e)\n"
     )
     for how, expected in (("there", "torch.bfloat16"), ("absent", "Install torch")):
         command = [sys.executable, "-c", code, str(tmp_path / "version_1"), how]
@@ -200,8 +200,8 @@ def forged(node: Json, number: int = 3, where: str = "tree") -> Files:
     return {**files, key: seal(content, number)}
 
 
-def open_files(files: Files) -> holdfast.Snapshot:
-    return holdfast.open(store_of(files).at(next(iter(files)).partition("/")[0]))
+def open_files(files: Files) -> limpet.Snapshot:
+    return limpet.open(store_of(files).at(next(iter(files)).partition("/")[0]))
 
 
 @pytest.mark.parametrize(
@@ -251,10 +251,10 @@ def test_a_number_that_does_not_fit_the_tree_is_refused() -> None:
 )
 def test_a_name_that_is_no_dtype_or_device_is_never_used(node: Json) -> None:
     files = forged(node)
-    with pytest.raises(HoldfastError, match="does not know"):
+    with pytest.raises(LimpetError, match="does not know"):
         _ = open_files(files)["x"]
-    with pytest.raises(HoldfastError, match="does not know"):
-        holdfast.load(store_of(files).at(next(iter(files)).partition("/")[0]))
+    with pytest.raises(LimpetError, match="does not know"):
+        limpet.load(store_of(files).at(next(iter(files)).partition("/")[0]))
 
 
 def test_the_text_of_a_node() -> None:

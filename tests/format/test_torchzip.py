@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.format.torchzip import combine_crc32, plan_archive
+from limpet.format.torchzip import combine_crc32, plan_archive
 
 
 def archive(records: list[tuple[str, bytes]]) -> bytes:

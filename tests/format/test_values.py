@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import Unsupported
-from holdfast.format import tree
-from holdfast.format.tree import MAX_DEPTH, MAX_DIMENSIONS
-from holdfast.format.validate import check_tree
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import Unsupported
+from limpet.format import tree
+from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS
+from limpet.format.validate import check_tree
+from limpet.storage.memory import MemoryStore
 from tests.forging import TORCH_DTYPES, files_of, plain_values, small_state, values_equal
 
 scalars: st.SearchStrategy[Any] = st.one_of(
@@ -56,8 +56,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 def save_and_load(state: dict[str, Any]) -> Any:
     store = MemoryStore()
-    holdfast.save(store, state)
-    return holdfast.load(store)
+    limpet.save(store, state)
+    return limpet.load(store)
 
 
 @pytest.mark.slow
@@ -106,8 +106,8 @@ def test_any_name_is_valid() -> None:
     state["deep"] = {n: {n: torch.tensor([i, i])} for i, n in enumerate(NAMES)}
     state["keys"] = {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), "1~2": torch.tensor([3.0])}
     store = MemoryStore()
-    snapshot = holdfast.save(store, state)
-    assert values_equal(holdfast.load(store), state)
+    snapshot = limpet.save(store, state)
+    assert values_equal(limpet.load(store), state)
     assert snapshot.verify().ok
     assert len(set(snapshot.keys())) == len(reader_of(snapshot).leaves) == 2 * len(NAMES) + 3
     files = {key.partition("-")[0].partition(".")[0] for key in files_of(store)}
@@ -123,20 +123,20 @@ def test_an_empty_name_is_distinct_from_other_names() -> None:
 def test_keys_with_equal_text_are_distinguished_in_a_partial_load() -> None:
     state = {"d": {1: torch.tensor([1.0]), "1": torch.tensor([2.0]), (1,): [torch.tensor([3.0])]}}
     store = MemoryStore()
-    keys = holdfast.save(store, state).keys()
+    keys = limpet.save(store, state).keys()
     for key, name, value in zip(keys, (1, "1"), (1.0, 2.0), strict=False):
-        part = holdfast.load(store, keys=key)
+        part = limpet.load(store, keys=key)
         assert values_equal(part, {"d": {name: torch.tensor([value])}})
 
 
 def test_safetensors_can_open_the_shard(tmp_path: Any) -> None:
     state = {n: torch.tensor([i]) for i, n in enumerate(NAMES) if n != "__metadata__"}
     state |= {d: torch.zeros(4, dtype=getattr(torch, d)) for d in TORCH_DTYPES}
-    holdfast.save(str(tmp_path / "version_1"), state)
+    limpet.save(str(tmp_path / "version_1"), state)
     shard = next((tmp_path / "version_1").glob("*.safetensors"))
     with safe_open(shard, "pt") as f:  # type: ignore[no-untyped-call]
         names = set(f.keys())
-        assert names == set(holdfast.open(str(tmp_path / "version_1")).keys())
+        assert names == set(limpet.open(str(tmp_path / "version_1")).keys())
         assert f.get_tensor("float32").dtype == torch.float32
         assert f.get_tensor("🪸").tolist() == [NAMES.index("🪸")]
         assert f.get_tensor("a~1b").tolist() == [NAMES.index("a/b")]
@@ -196,7 +196,7 @@ def test_values_that_are_difficult_to_encode_as_text(value: Any) -> None:
 def check_rejected(value: Any) -> None:
     store = MemoryStore()
     with pytest.raises(Unsupported) as e:
-        holdfast.save(store, {"here": value})
+        limpet.save(store, {"here": value})
     assert e.value.leaf.startswith("here")
     assert not list(store.list(""))
 
@@ -238,10 +238,10 @@ def test_deeply_nested_values_are_rejected_or_restored(inner: Any) -> None:
         state = {"x": nested(depth, inner)}
         store = MemoryStore()
         try:
-            holdfast.save(store, state)
+            limpet.save(store, state)
         except Unsupported:
             continue
-        assert values_equal(holdfast.load(store), state)
+        assert values_equal(limpet.load(store), state)
         restored += 1
     assert 2 <= restored < 8
     check_rejected(nested(60, Stateful(nested(60, inner))))

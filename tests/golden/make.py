@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-import holdfast
-from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.format.names import Version
-from holdfast.run.policy import EverySteps
+import limpet
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.format.names import Version
+from limpet.run.policy import EverySteps
 
 DTYPES = (
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
@@ -52,7 +52,7 @@ def state(step: int) -> dict[str, Any]:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     progress.step = step
     return {
         "progress": progress,
@@ -104,7 +104,7 @@ def make(url: str) -> None:
     """Save versions 1 and 2, then resume from version 1, on branch 1, and train up to step 3."""
     for start, stop in ((0, 2), (1, 3)):
         live = state(start)
-        with holdfast.Checkpointer(url, live, save=EverySteps(1)) as ckpt:
+        with limpet.Checkpointer(url, live, save=EverySteps(1)) as ckpt:
             ckpt.resume(at=start or None)
             for step in range(start + 1, stop + 1):
                 live.update({k: v for k, v in state(step).items() if k != "progress"})
@@ -124,7 +124,7 @@ def make_2(url: str) -> None:
 
     Version 4 refers to versions 1 and 3, because ``frozen`` changed at step 3.
     """
-    run, base = holdfast.Run(url), None
+    run, base = limpet.Run(url), None
     for step in range(1, 5):
         metadata = VersionMetadata(step=step, metrics={"loss": 1 / step})
         location = run.location(Version(step))
@@ -184,7 +184,7 @@ def with_types(step: int) -> dict[str, Any]:
 
 def make_3(url: str) -> None:
     """Save a full version, and one that refers to it."""
-    run, base = holdfast.Run(url), None
+    run, base = limpet.Run(url), None
     for step in (1, 2):
         metadata = VersionMetadata(step=step)
         location = run.location(Version(step))
@@ -196,8 +196,8 @@ def make_3(url: str) -> None:
 
 def make_spread(url: str) -> None:
     """Save versions 1 and 2 of a run whose shards are spread."""
-    live = {"progress": holdfast.Progress(), "array": np.arange(5.0)}
-    with holdfast.Checkpointer(url, live, save=EverySteps(1), spread=16) as ckpt:
+    live = {"progress": limpet.Progress(), "array": np.arange(5.0)}
+    with limpet.Checkpointer(url, live, save=EverySteps(1), spread=16) as ckpt:
         for _ in range(2):
             live["array"] += 1
             ckpt.step()

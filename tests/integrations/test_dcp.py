@@ -1,4 +1,4 @@
-"""DCP with Holdfast's reader and writer in one process: saves, loads, refusals, and leftovers."""
+"""DCP with Limpet's reader and writer in one process: saves, loads, refusals, and leftovers."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from torch.distributed.checkpoint.state_dict_loader import (
     _load_state_dict_from_keys,
 )
 
-import holdfast
-from holdfast.engine.snapshot.location import is_snapshot, locate
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.location import is_snapshot, locate
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     AlreadyExists,
     CommitError,
     DigestMismatch,
-    HoldfastError,
+    LimpetError,
     NotFound,
     PlanError,
     ShapeMismatch,
     StoreError,
     Unsupported,
 )
-from holdfast.integrations.dcp.reading import StorageReader
-from holdfast.integrations.dcp.writing import StorageWriter
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.testing.crashfs import CrashFs
-from holdfast.testing.faults import Fault, FaultFs
-from holdfast.types import DTYPES
+from limpet.integrations.dcp.reading import StorageReader
+from limpet.integrations.dcp.writing import StorageWriter
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.testing.crashfs import CrashFs
+from limpet.testing.faults import Fault, FaultFs
+from limpet.types import DTYPES
 from tests.engine.states import TORCH_DTYPES, random_tensor, tensor_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -136,18 +136,18 @@ def test_saved_state_loads_through_dcp_and_is_an_ordinary_snapshot(tmp_path):
     save(state, tmp_path / "version_7")
     assert values_equal(load(zeroed_like(state), tmp_path / "version_7"), state)
     assert values_equal(load_everything(tmp_path / "version_7"), state)
-    snap = holdfast.open(tmp_path / "version_7")
+    snap = limpet.open(tmp_path / "version_7")
     assert snap.step == 7
     assert snap.verify().ok
     assert "optimizer/state/0/exp_avg" in snap
     assert "/".join(["~", "a~1b~0"]) in snap
-    plain = holdfast.load(tmp_path / "version_7")
+    plain = limpet.load(tmp_path / "version_7")
     assert values_equal(plain["model"], dict(state["model"]))
     assert plain["list"][0].tolist() == [0, 1]
     assert torch.load(io.BytesIO(plain["optimizer"]["param_groups"][0]["betas"])) == (0.9, 0.999)
-    assert [v.step for v in holdfast.Run(tmp_path).snapshots()] == [7]
+    assert [v.step for v in limpet.Run(tmp_path).snapshots()] == [7]
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    holdfast.load(tmp_path / "version_7", into={"model": model}, unexpected="ignore")
+    limpet.load(tmp_path / "version_7", into={"model": model}, unexpected="ignore")
     assert values_equal(dict(model.state_dict()), dict(state["model"]))
 
 
@@ -195,7 +195,7 @@ def test_tensors_that_are_not_contiguous_blocks_are_saved_and_loaded(change, sto
 def test_load_casts_dtypes_as_dcp_does(store):
     save({"a": torch.randn(4, 6)}, store)
     into = load({"a": torch.empty(4, 6, dtype=torch.bfloat16)}, store)["a"]
-    assert into.equal(holdfast.load(store)["a"].bfloat16())
+    assert into.equal(limpet.load(store)["a"].bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_load_casts_dtypes_as_dcp_does(store):
 def test_tensors_without_plain_bytes_are_refused_by_key(make, tmp_path):
     with pytest.raises(CheckpointException) as caught:
         save({"model": {"odd": make()}}, tmp_path / "a")
-    if isinstance(cause_of(caught), HoldfastError):  # DCP itself cannot plan some of these tensors
+    if isinstance(cause_of(caught), LimpetError):  # DCP itself cannot plan some of these tensors
         assert isinstance(cause_of(caught), Unsupported)
         assert cause_of(caught).leaf == "model/odd"
     assert not (tmp_path / "a" / "manifest.json").exists()
@@ -227,8 +227,8 @@ def test_metadata_equals_that_of_dcp(tmp_path):
     state = trained_state()
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
     dcp_metadata = dcp.FileSystemReader(tmp_path / "dcp").read_metadata()
-    save(state, tmp_path / "holdfast")
-    metadata = StorageReader(tmp_path / "holdfast").read_metadata()
+    save(state, tmp_path / "limpet")
+    metadata = StorageReader(tmp_path / "limpet").read_metadata()
     assert metadata.planner_data == dcp_metadata.planner_data
     assert metadata.state_dict_metadata.keys() == dcp_metadata.state_dict_metadata.keys()
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -237,7 +237,7 @@ def test_metadata_equals_that_of_dcp(tmp_path):
         if isinstance(entry, TensorStorageMetadata):
             assert (entry.size, entry.chunks) == (dcp_entry.size, dcp_entry.chunks)
             assert entry.properties.dtype == dcp_entry.properties.dtype
-    assert metadata.storage_meta.checkpoint_id == tmp_path / "holdfast"
+    assert metadata.storage_meta.checkpoint_id == tmp_path / "limpet"
     assert metadata.storage_data["model.0.weight"] == "model/0.weight"
     assert list(metadata.state_dict_metadata) == list(metadata.planner_data)
     pickle.loads(pickle.dumps(metadata))
@@ -268,7 +268,7 @@ def test_metadata_contains_the_save_id_and_the_load_id(store):
 
 
 def test_native_snapshot_has_a_save_id(store):
-    snapshot = holdfast.save(store, {"a": 1})
+    snapshot = limpet.save(store, {"a": 1})
     assert (
         StorageReader(store).read_metadata().storage_meta.save_id
         == reader_of(snapshot).manifest.attempt
@@ -290,7 +290,7 @@ def test_load_of_a_part_of_a_snapshot_by_keys(store):
 def test_state_saved_without_flattening_loads(store):
     state = {"model.weight": torch.ones(3), "deep": {"a": 1}}
     save(state, store, DefaultSavePlanner(flatten_state_dict=False))
-    assert holdfast.open(store).keys() == ["model.weight", "deep"]
+    assert limpet.open(store).keys() == ["model.weight", "deep"]
     assert StorageReader(store).read_metadata().planner_data is None
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     assert values_equal(
@@ -336,7 +336,7 @@ def test_planners_can_rename_and_convert(store):
             super().resolve_tensor(read_item).copy_(tensor * 2)
 
     save({"new": torch.ones(3), "n": 5}, store, HalfPrecision())
-    assert holdfast.open(store)["new"].dtype == "float16"
+    assert limpet.open(store)["new"].dtype == "float16"
     assert load({"old": torch.zeros(3)}, store, Renaming())["old"].tolist() == [1, 1, 1]
     assert load({"new": torch.zeros(3)}, store, Copying())["new"].tolist() == [2, 2, 2]
 
@@ -381,7 +381,7 @@ def test_planner_whose_data_differs_from_its_plan_is_refused(store):
             save({"a": torch.ones(2, 2)}, store, planner)
         assert isinstance(cause_of(caught), kind), cause_of(caught)
         with pytest.raises(NotFound):
-            holdfast.open(store)
+            limpet.open(store)
 
     class ReturnsWrongShape(DefaultLoadPlanner):
         def resolve_tensor(self, read_item):
@@ -410,7 +410,7 @@ def test_native_snapshot_loads_through_dcp(tmp_path):
         "array": np.arange(4),
         1: {2: "two"},
     }
-    holdfast.save(tmp_path / "version_1", state)
+    limpet.save(tmp_path / "version_1", state)
     loaded = load_everything(tmp_path / "version_1")
     assert values_equal(loaded["model"], dict(model.state_dict()))
     assert loaded["tied"]["b"].tolist() == [1, 1]
@@ -428,18 +428,18 @@ def test_native_snapshot_loads_through_dcp(tmp_path):
 
 def test_native_incremental_snapshot_loads_through_dcp(tmp_path):
     state = {"big": torch.randn(300, 300), "n": torch.zeros(2)}
-    ckpt = holdfast.Checkpointer(tmp_path, state, save=holdfast.EverySteps(1), incremental=True)
+    ckpt = limpet.Checkpointer(tmp_path, state, save=limpet.EverySteps(1), incremental=True)
     with ckpt:
         ckpt.step()
         state["n"] += 1
         ckpt.step()
-    snap = holdfast.Run(tmp_path).latest()
+    snap = limpet.Run(tmp_path).latest()
     assert snap.referred_bytes
     assert values_equal(load_everything(snap.url), state)
 
 
 def test_two_leaves_with_the_same_dcp_name_are_refused(store):
-    holdfast.save(store, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
+    limpet.save(store, {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})
     with pytest.raises(PlanError, match=r"DCP uses the name 'a\.b' for two leaves"):
         StorageReader(store).read_metadata()
 
@@ -455,7 +455,7 @@ def test_save_never_overwrites_a_snapshot(tmp_path):
             save({"a": torch.zeros(2)}, location)
         assert isinstance(cause_of(caught), error)
     assert sorted(os.listdir(tmp_path / "version_1")) == before
-    assert holdfast.load(tmp_path / "version_1")["a"].tolist() == [1, 1]
+    assert limpet.load(tmp_path / "version_1")["a"].tolist() == [1, 1]
 
 
 def test_only_one_of_two_saves_to_the_same_location_commits(store):
@@ -469,7 +469,7 @@ def test_only_one_of_two_saves_to_the_same_location_commits(store):
     with pytest.raises(CheckpointException) as caught:
         save({"a": torch.ones(2)}, store, SavesMeanwhile())
     assert isinstance(cause_of(caught), CommitError)
-    assert holdfast.load(store)["a"].tolist() == [0, 0]
+    assert limpet.load(store)["a"].tolist() == [0, 0]
 
 
 def failure_of(writer, state):
@@ -496,7 +496,7 @@ def test_failed_disk_calls_commit_nothing_and_leave_no_pin(begin, quick_collecti
     """The same writer can save to the same location after the disk works again."""
     state = {"a": torch.ones(5000), "n": 1}
     pins_left = []
-    with holdfast.attach(
+    with limpet.attach(
         lambda name, fields: pins_left.append(fields) if name == "pin_left" else None
     ):
         for at in range(1 + begin, 200, 4):
@@ -512,7 +512,7 @@ def test_failed_disk_calls_commit_nothing_and_leave_no_pin(begin, quick_collecti
                 del error
                 gc.collect()
                 assert committed or failure_of(writer, state) is None
-            assert holdfast.open(store).verify().ok
+            assert limpet.open(store).verify().ok
             assert pins_left or not [s.key for s in store.list("") if s.key.startswith("pin-")]
             if not fs.fired:
                 assert at > 50
@@ -533,7 +533,7 @@ def test_damage_is_found_before_bytes_are_used(tmp_path):
         assert isinstance(cause_of(caught), DigestMismatch)
         assert into["n"] == 0
     shard.unlink()
-    with pytest.raises((CheckpointException, HoldfastError)) as caught:
+    with pytest.raises((CheckpointException, LimpetError)) as caught:
         load({"a": torch.zeros(50_000)}, tmp_path / "v")
     assert "is missing" in str(caught.value)
 
@@ -567,7 +567,7 @@ def test_checkpoint_id_selects_the_location_of_a_reused_writer_and_reader(tmp_pa
         into = {"a": torch.zeros(2)}
         dcp.load(into, checkpoint_id=str(location), storage_reader=reader, no_dist=True)
         assert into["a"].tolist() == [step, step]
-    assert [s.step for s in holdfast.Run(tmp_path).snapshots()] == [1, 2]
+    assert [s.step for s in limpet.Run(tmp_path).snapshots()] == [1, 2]
 
 
 def test_reader_accepts_metadata_that_it_did_not_read(store):

@@ -1,4 +1,4 @@
-"""DCP with Holdfast's reader and writer on four gloo ranks: layouts, wrappers, options, failures.
+"""DCP with Limpet's reader and writer on four gloo ranks: layouts, wrappers, options, failures.
 
 The tests cover what PyTorch's own DCP tests cover. ``upstream.py`` runs PyTorch's tests themselves.
 """
@@ -34,11 +34,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import CommitError, DigestMismatch, HoldfastError, NotFound
-from holdfast.integrations.dcp.reading import StorageReader
-from holdfast.integrations.dcp.writing import StorageWriter
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import CommitError, DigestMismatch, LimpetError, NotFound
+from limpet.integrations.dcp.reading import StorageReader
+from limpet.integrations.dcp.writing import StorageWriter
 from tests.integrations.world import SIZE, RankProcesses
 
 pytestmark = pytest.mark.slow
@@ -111,9 +111,9 @@ def test_dtensors_of_any_layout_load_into_other_layouts(
 ) -> None:
     world.run(check_resharding, str(tmp_path))
     for i in range(len(LINE_PLACEMENTS + GRID_PLACEMENTS)):
-        snap = holdfast.open(tmp_path / str(i))
+        snap = limpet.open(tmp_path / str(i))
         assert snap.verify().ok
-        loaded = holdfast.load(snap.url)
+        loaded = limpet.load(snap.url)
         assert all(loaded[str(s)].equal(arange(*s)) for s in SHAPES)
         expected_bytes = sum(prod(s) * 4 for s in SHAPES)
         boxes = [b for x in reader_of(snap).indexes() for leaf in x.leaves for b in leaf.boxes]
@@ -150,7 +150,7 @@ def test_sharded_tensors_load_into_other_shards_and_whole_tensors(
     world: RankProcesses, tmp_path: Path
 ) -> None:
     world.run(check_sharded_tensors, str(tmp_path / "a"))
-    assert holdfast.load(tmp_path / "a")["a"].equal(arange(6, 5))
+    assert limpet.load(tmp_path / "a")["a"].equal(arange(6, 5))
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -250,10 +250,10 @@ def test_training_continues_identically_after_a_load(
     world: RankProcesses, tmp_path: Path, kind: str, other: str, flat: bool
 ) -> None:
     assert all(world.run(check_training, str(tmp_path / "version_2"), kind, other, flat))
-    snap = holdfast.open(tmp_path / "version_2")
+    snap = limpet.open(tmp_path / "version_2")
     assert snap.verify().ok
     model = Model()
-    holdfast.load(snap.url, into={"model": model}, unexpected="ignore")
+    limpet.load(snap.url, into={"model": model}, unexpected="ignore")
     assert [p.name for p in tmp_path.iterdir()] == ["version_2"], "no pin is left"
 
 
@@ -281,7 +281,7 @@ def save_full_state(folder: str) -> Any:
 def test_full_state_of_rank_0_is_saved(world: RankProcesses, tmp_path: Path) -> None:
     first, *others = world.run(save_full_state, str(tmp_path / "a"))
     assert not any(others)
-    loaded = holdfast.load(tmp_path / "a")["model"]
+    loaded = limpet.load(tmp_path / "a")["model"]
     assert all(loaded[k].equal(v) for k, v in first.items())
 
 
@@ -320,10 +320,10 @@ def test_saves_with_cached_plans_contain_the_current_state(
         pytest.skip(f"torch {torch.__version__} does not cache plans")
     world.run(save_with_cached_plans, str(tmp_path))
     for step in range(3):
-        loaded = holdfast.load(tmp_path / f"version_{step}")
+        loaded = limpet.load(tmp_path / f"version_{step}")
         assert loaded["d"].equal(arange(8, 2) + step)
         assert loaded["a"].equal(arange(8, 2) + step)
-        assert len(reader_of(holdfast.open(tmp_path / f"version_{step}")).manifest.shards) == SIZE
+        assert len(reader_of(limpet.open(tmp_path / f"version_{step}")).manifest.shards) == SIZE
 
 
 def save_async(folder: str) -> None:
@@ -337,7 +337,7 @@ def test_async_save_saves_the_state_at_the_time_of_the_call(
     world: RankProcesses, tmp_path: Path
 ) -> None:
     world.run(save_async, str(tmp_path / "a"))
-    assert holdfast.load(tmp_path / "a")["a"].equal(arange(8, 2))
+    assert limpet.load(tmp_path / "a")["a"].equal(arange(8, 2))
 
 
 def save_async_in_process(folder: str) -> None:
@@ -358,7 +358,7 @@ def test_async_save_in_another_process(tmp_path: Path) -> None:
     finally:
         world.stop(seconds=20)
     for step in range(2):
-        assert holdfast.load(tmp_path / f"version_{step}")["a"].equal(arange(8, 2) + step)
+        assert limpet.load(tmp_path / f"version_{step}")["a"].equal(arange(8, 2) + step)
 
 
 def save_in_subgroup_and_alone(folder: str) -> None:
@@ -382,7 +382,7 @@ def test_some_ranks_save_as_a_group_and_each_rank_saves_alone(
 ) -> None:
     world.run(save_in_subgroup_and_alone, str(tmp_path / "a"))
     assert len(list(tmp_path.iterdir())) == 1 + SIZE
-    assert holdfast.open(tmp_path / "a").verify().ok
+    assert limpet.open(tmp_path / "a").verify().ok
 
 
 def save_stages(folder: str) -> None:
@@ -398,7 +398,7 @@ def save_stages(folder: str) -> None:
 
 def test_ranks_can_save_different_keys(world: RankProcesses, tmp_path: Path) -> None:
     world.run(save_stages, str(tmp_path / "a"))
-    snap = holdfast.open(tmp_path / "a")
+    snap = limpet.open(tmp_path / "a")
     assert {f"stages/stage{r}" for r in range(SIZE)} | {"shared", "n"} == set(snap.keys())
 
 
@@ -411,7 +411,7 @@ def save_replicated(folder: str) -> None:
 
 def test_replicated_tensors_are_written_once(world: RankProcesses, tmp_path: Path) -> None:
     world.run(save_replicated, str(tmp_path))
-    spread, lowest = holdfast.open(tmp_path / "spread"), holdfast.open(tmp_path / "lowest")
+    spread, lowest = limpet.open(tmp_path / "spread"), limpet.open(tmp_path / "lowest")
     for snap in (spread, lowest):
         assert sum(len(x.leaves) for x in reader_of(snap).indexes()) == 8
         assert snap.verify().ok
@@ -447,7 +447,7 @@ def save_with_failing_rank(folder: str) -> Any:
     failures = failures_by_rank(caught)
     dist.barrier()
     with pytest.raises(NotFound):
-        holdfast.open(folder)
+        limpet.open(folder)
     caught = None
     dcp.save(distributed_state(), storage_writer=writer)
     gc.collect()
@@ -459,8 +459,8 @@ def test_failure_of_one_rank_fails_all_ranks_and_the_next_save_works(
 ) -> None:
     reports = world.run(save_with_failing_rank, str(tmp_path / "version_1"))
     assert all(list(report) == [2] and "is broken" in report[2] for report in reports)
-    assert holdfast.open(tmp_path / "version_1").verify().ok
-    assert holdfast.load(tmp_path / "version_1")["a"].equal(arange(8, 2))
+    assert limpet.open(tmp_path / "version_1").verify().ok
+    assert limpet.load(tmp_path / "version_1")["a"].equal(arange(8, 2))
     assert [p.name for p in tmp_path.iterdir()] == ["version_1"], "no pin is left"
 
 
@@ -478,7 +478,7 @@ def test_ranks_that_open_different_versions_are_refused(
     world: RankProcesses, tmp_path: Path
 ) -> None:
     for step in (1, 2):
-        holdfast.save(tmp_path / f"version_{step}", {"a": arange(8, 2) * step, "n": step})
+        limpet.save(tmp_path / f"version_{step}", {"a": arange(8, 2) * step, "n": step})
     for report in world.run(load_different_versions, str(tmp_path)):
         assert "different versions" in report[0]
 
@@ -611,7 +611,7 @@ def save_and_load_without_collectives(folder: str) -> dict[str, Any]:
     into = load({"weight": torch.zeros(4, 3), "name": ""}, folder)
     assert into["weight"].equal(state["weight"])
     assert into["name"] == state["name"]
-    with pytest.raises(HoldfastError, match="rank_"):
+    with pytest.raises(LimpetError, match="rank_"):
         save(state, folder, use_collectives=False)
     dist.barrier()
     return {"rank": rank}
@@ -625,21 +625,21 @@ def test_without_collectives_each_rank_saves_its_own_snapshot(
     world.run(save_and_load_without_collectives, str(folder))
     assert sorted(p.name for p in folder.iterdir()) == [f"rank_{r}" for r in range(SIZE)]
     for rank in range(SIZE):
-        snapshot = holdfast.open(folder / f"rank_{rank}")
+        snapshot = limpet.open(folder / f"rank_{rank}")
         assert snapshot.step == 7
         assert snapshot.verify().ok
-        assert holdfast.load(snapshot.url, keys="weight")["weight"].equal(arange(4, 3) + rank)
+        assert limpet.load(snapshot.url, keys="weight")["weight"].equal(arange(4, 3) + rank)
     # it is not a version of the run, and a sweep removes nothing of it
-    assert holdfast.Run(run).latest() is None
-    assert not holdfast.Run(run).sweep(grace=0).removed
-    assert holdfast.open(folder / "rank_1").verify().ok
+    assert limpet.Run(run).latest() is None
+    assert not limpet.Run(run).sweep(grace=0).removed
+    assert limpet.open(folder / "rank_1").verify().ok
 
 
 def save_shards_without_collectives(folder: str) -> str:
     state = {"weight": distribute((8, 4), init_device_mesh("cpu", (SIZE,)), [Shard(0)], True)}
     try:
         save(state, folder, use_collectives=False)
-    except HoldfastError as e:
+    except LimpetError as e:
         return str(e)
     return ""
 
@@ -678,7 +678,7 @@ def save_twice(folder: str) -> str:
     save(distributed_state(), folder)
     try:
         save(distributed_state(), folder, use_collectives=False)
-    except HoldfastError as e:
+    except LimpetError as e:
         return type(e).__name__
     return ""
 
@@ -702,7 +702,7 @@ def load_native(folder: str) -> None:
     state_dicts.set_model_state_dict(model, into)
     options = StateDictOptions(full_state_dict=True)
     loaded = state_dicts.get_model_state_dict(model, options=options)
-    expected = holdfast.load(folder)["model"]
+    expected = limpet.load(folder)["model"]
     if dist.get_rank() == 0:
         assert loaded.keys() == expected.keys()
         assert all(v.equal(expected[k]) for k, v in loaded.items())
@@ -710,5 +710,5 @@ def load_native(folder: str) -> None:
 
 def test_native_snapshot_loads_into_a_sharded_model(world: RankProcesses, tmp_path: Path) -> None:
     torch.manual_seed(5)
-    holdfast.save(tmp_path / "a", {"model": Model()})
+    limpet.save(tmp_path / "a", {"model": Model()})
     world.run(load_native, str(tmp_path / "a"))

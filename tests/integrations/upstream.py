@@ -1,4 +1,4 @@
-"""Run PyTorch's own tests of ``torch.distributed.checkpoint`` with Holdfast's writer and reader.
+"""Run PyTorch's own tests of ``torch.distributed.checkpoint`` with Limpet's writer and reader.
 
     python tests/integrations/upstream.py PYTORCH_CHECKOUT [FILE ...]
 
@@ -11,7 +11,7 @@ reasons. The script prints a table. A test passed if it reported so and its tear
 was interrupted, or took its process along, failed. The exit code is 1 if any other test failed, or
 if a test of ``KNOWN`` passed. The tests need ``pip install expecttest``.
 
-The stand-ins add two things to Holdfast's classes. They accept the arguments of the classes that
+The stand-ins add two things to Limpet's classes. They accept the arguments of the classes that
 they replace. If a test saves to the same folder again, they delete the first snapshot, because DCP
 would overwrite it.
 """
@@ -78,9 +78,9 @@ KNOWN = {
 """Tests that also fail with DCP's own writer: a regular expression of file and name, and why."""
 
 REFUSED = {
-    r"test_file_system_checkpoint_cpu\.py::.*(Rot13|ZStandard)\.": "Holdfast refuses _extensions",
+    r"test_file_system_checkpoint_cpu\.py::.*(Rot13|ZStandard)\.": "Limpet refuses _extensions",
 }
-"""Tests of what Holdfast refuses by name, in the same form."""
+"""Tests of what Limpet refuses by name, in the same form."""
 
 REPORTER = """
 import json, os
@@ -148,9 +148,9 @@ def _patch_dcp(module: Any) -> None:
 
 
 def _stand_ins(module: Any) -> tuple[type, type]:
-    from holdfast.errors import StoreError
-    from holdfast.integrations.dcp.reading import StorageReader
-    from holdfast.integrations.dcp.writing import StorageWriter
+    from limpet.errors import StoreError
+    from limpet.integrations.dcp.reading import StorageReader
+    from limpet.integrations.dcp.writing import StorageWriter
 
     def accepts_path(cls: Any, checkpoint_id: Any) -> bool:
         # like FileSystemWriter, accept only paths, not URLs with a scheme

@@ -21,15 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import holdfast
-from holdfast.engine.snapshot.location import Location
-from holdfast.interop.arrange import arrange_state
-from holdfast.interop.import_ import (
+import limpet
+from limpet.engine.snapshot.location import Location
+from limpet.interop.arrange import arrange_state
+from limpet.interop.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
-from holdfast.storage.open import open_store
+from limpet.storage.open import open_store
 
 _run_numbers = count()
 
@@ -44,7 +44,7 @@ def import_checkpoint(path, under=None, step=1, **options):
 
 def import_and_load(path, under=None, **options):
     """Import a checkpoint. Return the loaded state."""
-    return holdfast.load(import_checkpoint(path, under, **options).url)
+    return limpet.load(import_checkpoint(path, under, **options).url)
 
 
 class MaliciousPickle:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.interop.arrange import arrange_state, step_from_name, step_from_state, unwrap_names
-from holdfast.interop.import_ import read_foreign_checkpoint
+import limpet
+from limpet.interop.arrange import arrange_state, step_from_name, step_from_state, unwrap_names
+from limpet.interop.import_ import read_foreign_checkpoint
 from tests.engine.states import assert_same
 from tests.interop.checkpoints import import_and_load, import_checkpoint
 
@@ -170,10 +170,10 @@ def test_the_state_of_a_wrapped_model_loads_into_the_plain_model(tmp_path, wrap,
     assert "0.weight" not in state
     torch.save(state if bare else {"model": state, "epoch": 1}, tmp_path / "x.pt")
     imported = import_checkpoint(tmp_path / "x.pt")
-    holdfast.load(imported.url, into={"model": other} if bare else {"model": other, "epoch": 0})
+    limpet.load(imported.url, into={"model": other} if bare else {"model": other, "epoch": 0})
     assert_same(model.state_dict(), other.state_dict())
     # the versions of the modules are unchanged under the new names
-    fresh = holdfast.load(imported.url)["model"]
+    fresh = limpet.load(imported.url)["model"]
     assert fresh._metadata["1"] == {"version": 2}
     net().load_state_dict(fresh)
     unchanged = import_and_load(tmp_path / "x.pt", keep_names=True)["model"]
@@ -220,7 +220,7 @@ def test_an_optimizer_with_parameter_names_can_be_loaded(tmp_path, make, wrapped
     torch.save(state, tmp_path / "x.pt")
     imported = import_checkpoint(tmp_path / "x.pt")
     into = {"model": other, "optim": fresh, "epoch": 0}
-    assert holdfast.load(imported.url, into=into).is_complete
+    assert limpet.load(imported.url, into=into).is_complete
     assert into["epoch"] == 3
     assert_same(model.state_dict(), other.state_dict())
     same_optimizer(optimizer, fresh)
@@ -230,7 +230,7 @@ def test_an_optimizer_without_parameter_names_is_not_converted(tmp_path):
     model = net()
     optimizer = trained(model, lambda m: torch.optim.Adam(m.parameters()))
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x")
-    loaded = holdfast.load(import_checkpoint(tmp_path / "x").url, keys="optimizer/**")
+    loaded = limpet.load(import_checkpoint(tmp_path / "x").url, keys="optimizer/**")
     assert_same(loaded, {"optimizer": optimizer.state_dict()})
     other = torch.optim.Adam(model.parameters())
     other.load_state_dict(loaded["optimizer"])  # the way that the documentation describes
@@ -244,7 +244,7 @@ def test_the_state_of_a_single_optimizer_loads_into_a_live_one(tmp_path):
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     fresh = torch.optim.Adam(model.parameters())
     imported = import_checkpoint(tmp_path / "optimizer.pt")
-    holdfast.load(imported.url, into={"model": model, "optimizer": fresh}, missing="keep")
+    limpet.load(imported.url, into={"model": model, "optimizer": fresh}, missing="keep")
     same_optimizer(optimizer, fresh)
 
 
@@ -257,7 +257,7 @@ def state_with_names(names, **changes):
     }
 
 
-def test_a_converted_optimizer_has_the_form_of_holdfast():
+def test_a_converted_optimizer_has_the_form_of_limpet():
     imported = arrange_state(state_with_names(["a", "b"]), None)
     assert imported.converted == ["optimizer"]
     group = {"lr": 0.1, "params": ["model.a", "model.b"]}

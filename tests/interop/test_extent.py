@@ -16,13 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
-from holdfast.errors import FormatError, HoldfastError, Unsupported
-from holdfast.format.tree import MAX_DEPTH
-from holdfast.interop import extent
-from holdfast.interop.extent import check_extent
-from holdfast.interop.import_ import read_foreign_checkpoint
-from holdfast.interop.mmap_files import MappedFile, read_zip_records
-from holdfast.interop.unflatten import unflatten
+from limpet.errors import FormatError, LimpetError, Unsupported
+from limpet.format.tree import MAX_DEPTH
+from limpet.interop import extent
+from limpet.interop.extent import check_extent
+from limpet.interop.import_ import read_foreign_checkpoint
+from limpet.interop.mmap_files import MappedFile, read_zip_records
+from limpet.interop.unflatten import unflatten
 from tests.engine.states import assert_same
 from tests.interop.checkpoints import import_and_load
 from tests.memory_peak import print_peak_memory
@@ -310,11 +310,11 @@ def test_an_expanded_tensor_in_a_file_of_dcp_is_bounded(tmp_path):
 
 def test_list_positions_without_a_value_are_bounded():
     def error(expected, found):
-        return HoldfastError("invalid", expected=expected, found=found)
+        return LimpetError("invalid", expected=expected, found=found)
 
     values = {f"v{i}": i for i in range(50)}
     sparse = {name: (f"list{i}", 1 << 19) for i, name in enumerate(values)}
-    with pytest.raises(HoldfastError, match="positions in a list"):
+    with pytest.raises(LimpetError, match="positions in a list"):
         unflatten(values, sparse, 1000, error)
     few = unflatten(values, {name: ("l", 3 * i) for i, name in enumerate(values)}, 0, error)
     assert few["l"][:5] == [0, None, None, 1, None]

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-import holdfast
-from holdfast.engine.snapshot.location import locate
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import AlreadyExists, FormatError, HoldfastError, NotFound, Unsupported
-from holdfast.interop.arrange import arrange_state
-from holdfast.interop.import_ import (
+import limpet
+from limpet.engine.snapshot.location import locate
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, Unsupported
+from limpet.interop.arrange import arrange_state
+from limpet.interop.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
-from holdfast.interop.mmap_files import MappedFile, read_zip_records
+from limpet.interop.mmap_files import MappedFile, read_zip_records
 from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor
 from tests.interop.checkpoints import (
     MaliciousPickle,
@@ -92,7 +92,7 @@ def test_tied_tensors_stay_tied(tmp_path, zipped):
     torch.save(state, tmp_path / "x", _use_new_zipfile_serialization=zipped)
     imported = import_checkpoint(tmp_path / "x")
     assert sorted(imported.leaves) == ["model/a", "model/other", "model/view"]
-    loaded = holdfast.load(imported.url)
+    loaded = limpet.load(imported.url)
     assert loaded["model"]["a"].data_ptr() == loaded["model"]["b"].data_ptr()
     assert_same(state, loaded)
 
@@ -289,7 +289,7 @@ def test_a_lightning_file(tmp_path, canary):
 def test_the_model_of_a_lightning_file_can_be_loaded(tmp_path):
     torch.save(lightning(), tmp_path / "last.ckpt")
     imported, model = import_checkpoint(tmp_path / "last.ckpt"), nn.Linear(3, 2)
-    holdfast.load(imported.url, into={"state_dict": model}, unexpected="ignore")
+    limpet.load(imported.url, into={"state_dict": model}, unexpected="ignore")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(model.weight, saved["weight"])
 
@@ -543,13 +543,13 @@ def test_two_checkpoints_in_one_folder(tmp_path):
         read_foreign_checkpoint(str(tmp_path))
 
 
-def test_snapshots_of_holdfast_are_not_imported(tmp_path):
-    imported = holdfast.save(tmp_path / "run" / "version_1", {"x": torch.ones(2)})
+def test_snapshots_of_limpet_are_not_imported(tmp_path):
+    imported = limpet.save(tmp_path / "run" / "version_1", {"x": torch.ones(2)})
     for path in (tmp_path / "run", tmp_path / "run" / "version_1"):
-        with pytest.raises(Unsupported, match="already a Holdfast"):
+        with pytest.raises(Unsupported, match="already a Limpet"):
             read_foreign_checkpoint(str(path))
     shard = tmp_path / "run" / "version_1" / reader_of(imported).manifest.shards[0].name
-    with pytest.raises(Unsupported, match="a shard of a Holdfast"):
+    with pytest.raises(Unsupported, match="a shard of a Limpet"):
         read_foreign_checkpoint(str(shard))
 
 
@@ -572,16 +572,16 @@ def test_missing_and_unusual_paths(tmp_path):
 MEASURE_MEMORY = """
 import sys
 import torch
-import holdfast
-from holdfast.engine.snapshot.location import locate
-from holdfast.interop.arrange import arrange_state
-from holdfast.interop.import_ import (
+import limpet
+from limpet.engine.snapshot.location import locate
+from limpet.interop.arrange import arrange_state
+from limpet.interop.import_ import (
     flatten_foreign_state, read_foreign_checkpoint, save_foreign_checkpoint,
 )
 from tests.memory_peak import print_peak_memory
 
 torch.ones(3).sum()
-holdfast.save("memory://warm/version_1", {"x": torch.ones(3)})
+limpet.save("memory://warm/version_1", {"x": torch.ones(3)})
 with print_peak_memory():
     read = read_foreign_checkpoint(sys.argv[1])
     state = arrange_state(read.value, None).state
@@ -612,7 +612,7 @@ def test_a_file_larger_than_the_commit_limit(tmp_path, monkeypatch):
         raise RuntimeError("unable to mmap 99 bytes from file <x>: Cannot allocate memory (12)")
 
     monkeypatch.setattr(torch, "load", fail)
-    with pytest.raises(HoldfastError, match="overcommit_memory=1"):
+    with pytest.raises(LimpetError, match="overcommit_memory=1"):
         read_foreign_checkpoint(str(tmp_path / "x"))
 
 

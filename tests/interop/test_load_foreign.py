@@ -13,8 +13,8 @@ from safetensors.torch import save, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-import holdfast
-from holdfast.errors import (
+import limpet
+from limpet.errors import (
     FormatError,
     MissingLeaf,
     NotFound,
@@ -96,7 +96,7 @@ def state_dicts(state):
 def assert_continues(original, path, **options):
     """Load a checkpoint of ``original`` into fresh objects. Both make the same two steps."""
     restored = make()
-    holdfast.load(path, into=restored, **options)
+    limpet.load(path, into=restored, **options)
     assert snapshot_of(restored) == snapshot_of(original)
     assert train(restored) == train(original)
 
@@ -136,9 +136,9 @@ def test_other_optimizers(tmp_path, optimizer_class):
     restored = {"model": other, "optimizer": optimizer_class(other.parameters(), lr=0.5)}
     if optimizer_class is torch.optim.LBFGS:  # its slots have the length of all parameters
         with pytest.raises(ShapeMismatch, match="step once before the load"):
-            holdfast.load(tmp_path / "c.pt", into=restored)
+            limpet.load(tmp_path / "c.pt", into=restored)
         step(restored)
-    holdfast.load(tmp_path / "c.pt", into=restored)
+    limpet.load(tmp_path / "c.pt", into=restored)
     step(original), step(restored)
     assert snapshot_of(original) == snapshot_of(restored)
 
@@ -150,10 +150,10 @@ def test_what_is_left_out_is_listed_and_reported(tmp_path):
     torch.save(content, tmp_path / "step_7.pt")
     events = []
     with (
-        holdfast.attach(lambda name, fields: events.append((name, fields))),
+        limpet.attach(lambda name, fields: events.append((name, fields))),
         pytest.warns(UserWarning, match=r"Not loaded from .*step_7\.pt: epoch, args, ema$"),
     ):
-        holdfast.load(tmp_path / "step_7.pt", into=make())
+        limpet.load(tmp_path / "step_7.pt", into=make())
     imported = dict(events)["imported"]
     assert imported["left_out"] == ["epoch", "args", "ema"]
     assert (imported["kind"], imported["step"]) == ("torch", 7)
@@ -164,7 +164,7 @@ def test_a_complete_load_warns_of_nothing(tmp_path):
     torch.save(state_dicts(original), tmp_path / "c.pt")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        holdfast.load(tmp_path / "c.pt", into=make())
+        limpet.load(tmp_path / "c.pt", into=make())
 
 
 def test_a_file_of_one_optimizer_loads_into_it(tmp_path):
@@ -174,7 +174,7 @@ def test_a_file_of_one_optimizer_loads_into_it(tmp_path):
     restored = make()
     restored["model"].load_state_dict(original["model"].state_dict())
     restored["scheduler"].load_state_dict(original["scheduler"].state_dict())
-    holdfast.load(tmp_path / "optimizer.pt", into={k: restored[k] for k in ("model", "optimizer")},
+    limpet.load(tmp_path / "optimizer.pt", into={k: restored[k] for k in ("model", "optimizer")},
                   missing="keep")  # fmt: skip
     assert train(restored) == train(original)
 
@@ -195,10 +195,10 @@ def test_several_members_of_a_kind_need_names(tmp_path):
     content["ema"] = {n: v + 1 for n, v in content["net"].items()}
     torch.save(content, tmp_path / "c.pt")
     with pytest.raises(PlanError, match=r'found net, ema.*rename=\{"net": "model"\}'):
-        holdfast.load(tmp_path / "c.pt", into=make())
+        limpet.load(tmp_path / "c.pt", into=make())
     assert_continues(original, tmp_path / "c.pt", rename={"net": "model"})
     with pytest.raises(PlanError, match=r"Members to rename are not in .*: nte"):
-        holdfast.load(tmp_path / "c.pt", into=make(), rename={"nte": "model"})
+        limpet.load(tmp_path / "c.pt", into=make(), rename={"nte": "model"})
 
 
 def test_a_member_of_another_name_goes_to_no_second_module(tmp_path):
@@ -206,23 +206,23 @@ def test_a_member_of_another_name_goes_to_no_second_module(tmp_path):
     content = {"model": net.state_dict(), "critic": nn.Linear(4, 2).state_dict()}
     torch.save(content, tmp_path / "c.pt")
     with pytest.raises(MissingLeaf, match="ema"):
-        holdfast.load(tmp_path / "c.pt", into={"model": nn.Linear(4, 2), "ema": ema})
+        limpet.load(tmp_path / "c.pt", into={"model": nn.Linear(4, 2), "ema": ema})
 
 
 def test_what_is_no_state_is_refused(tmp_path):
     torch.save({"model": nn.Linear(4, 2).state_dict()}, tmp_path / "c.pt")
     for wrong in ([nn.Linear(4, 2)], nn.Linear(4, 2)):
         with pytest.raises(PlanError, match="into= is"):
-            holdfast.load(tmp_path / "c.pt", into=wrong)
+            limpet.load(tmp_path / "c.pt", into=wrong)
 
 
 def test_other_functions_say_what_to_do(tmp_path):
     torch.save({"model": nn.Linear(4, 2).state_dict()}, tmp_path / "c.pt")
-    with pytest.raises(NotFound, match=r"load it with holdfast\.load"):
-        holdfast.open(tmp_path / "c.pt")
+    with pytest.raises(NotFound, match=r"load it with limpet\.load"):
+        limpet.open(tmp_path / "c.pt")
     with (
-        holdfast.Checkpointer(tmp_path / "run", make()) as ckpt,
-        pytest.raises(NotFound, match=r"load it with holdfast\.load"),
+        limpet.Checkpointer(tmp_path / "run", make()) as ckpt,
+        pytest.raises(NotFound, match=r"load it with limpet\.load"),
     ):
         ckpt.resume(start=tmp_path / "c.pt")
 
@@ -233,7 +233,7 @@ def test_a_folder_of_one_model_goes_to_the_live_model(tmp_path, order):
     save_file(net.state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
     into = {name: nn.Linear(4, 2) for name in order}
-    holdfast.load(tmp_path, into=into, missing="keep")
+    limpet.load(tmp_path, into=into, missing="keep")
     assert torch.equal(into["model"].weight, net.weight)
     assert not torch.equal(into["ema"].weight, net.weight)
 
@@ -245,7 +245,7 @@ def test_a_rename_within_a_member_applies(tmp_path):
     content["model"] = {n.replace("last", "head"): v for n, v in content["model"].items()}
     torch.save(content, tmp_path / "c.pt")
     with pytest.raises(PlanError, match=r"model/head\.weight"):
-        holdfast.load(tmp_path / "c.pt", into=make())
+        limpet.load(tmp_path / "c.pt", into=make())
     assert_continues(original, tmp_path / "c.pt", rename={"model/head": "model/last"})
 
 
@@ -255,9 +255,9 @@ def test_a_member_that_the_checkpoint_lacks_is_an_error(tmp_path):
     live = make()
     before = snapshot_of(live)
     with pytest.raises(MissingLeaf, match="optimizer, scheduler"):
-        holdfast.load(tmp_path / "c.pt", into=live)
+        limpet.load(tmp_path / "c.pt", into=live)
     assert snapshot_of(live) == before
-    holdfast.load(tmp_path / "c.pt", into=live, missing="keep")
+    limpet.load(tmp_path / "c.pt", into=live, missing="keep")
     assert torch.equal(live["model"].last.weight, original["model"].last.weight)
 
 
@@ -268,7 +268,7 @@ def test_only_selected_members_are_read(tmp_path, keys):
     content["optimizer"] = torch.optim.SGD([nn.Parameter(torch.ones(9))]).state_dict()
     torch.save(content, tmp_path / "c.pt")
     live = make()
-    holdfast.load(tmp_path / "c.pt", into=live, keys=keys)
+    limpet.load(tmp_path / "c.pt", into=live, keys=keys)
     assert torch.equal(live["model"].last.weight, original["model"].last.weight)
 
 
@@ -279,18 +279,18 @@ def test_a_file_without_into_is_returned(tmp_path, kind):
         torch.save(tensors, tmp_path / "x")
     else:
         save_file(tensors, tmp_path / "x")
-    loaded = holdfast.load(tmp_path / "x")
+    loaded = limpet.load(tmp_path / "x")
     assert loaded.keys() == {"model"}
     assert all(torch.equal(loaded["model"][n], t) for n, t in tensors.items())
     loaded["model"]["a"] += 1  # not the mapped file
-    assert torch.equal(holdfast.load(tmp_path / "x")["model"]["a"], tensors["a"])
+    assert torch.equal(limpet.load(tmp_path / "x")["model"]["a"], tensors["a"])
 
 
 def test_a_gradient_scaler(tmp_path):
     scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
     torch.save({"scaler": scaler.state_dict()}, tmp_path / "c.pt")
     other = torch.amp.GradScaler("cpu")
-    holdfast.load(tmp_path / "c.pt", into={"amp": other})
+    limpet.load(tmp_path / "c.pt", into={"amp": other})
     assert other.get_scale() == 4096.0
 
 
@@ -306,7 +306,7 @@ def test_every_slot_of_another_shape_is_listed_and_nothing_changes(tmp_path):
         group["params"].reverse()
     before = snapshot_of(live)
     with pytest.raises(ShapeMismatch) as caught:
-        holdfast.load(tmp_path / "c.pt", into=live)
+        limpet.load(tmp_path / "c.pt", into=live)
     # of the first group, two of three parameters have slots, and the frozen one in the middle none
     slots = ("exp_avg", "exp_avg_sq")
     expected = {
@@ -329,7 +329,7 @@ def test_other_groups_are_refused(tmp_path, lacking):
     else:
         groups[:] = [groups[0] | {"params": groups[0]["params"] + groups[1]["params"]}]
     with pytest.raises(PlanError, match=r"Expected groups of 3, 4 parameters, found groups of"):
-        holdfast.load(tmp_path / "c.pt", into=live)
+        limpet.load(tmp_path / "c.pt", into=live)
 
 
 def test_slots_are_compared_with_live_slots(tmp_path):
@@ -338,9 +338,9 @@ def test_slots_are_compared_with_live_slots(tmp_path):
     torch.save(state_dicts(original), tmp_path / "c.pt")
     restored = make(optimizer_class=torch.optim.Adafactor)
     with pytest.raises(ShapeMismatch, match="step once before the load"):
-        holdfast.load(tmp_path / "c.pt", into=restored)
+        limpet.load(tmp_path / "c.pt", into=restored)
     train(restored, 1)
-    holdfast.load(tmp_path / "c.pt", into=restored)
+    limpet.load(tmp_path / "c.pt", into=restored)
     assert train(restored) == train(original)
 
 
@@ -353,7 +353,7 @@ def test_recorded_names_count_more_than_the_order(tmp_path):
     other = Net()
     reverse = list(other.parameters())[::-1]
     restored = {"model": other, "optimizer": torch.optim.AdamW(reverse, lr=0.5)}
-    holdfast.load(tmp_path / "c.pt", into=restored)
+    limpet.load(tmp_path / "c.pt", into=restored)
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         slots, copies = original["optimizer"].state[p], restored["optimizer"].state[q]
         assert slots.keys() == copies.keys()
@@ -373,7 +373,7 @@ def test_recorded_names_without_a_live_parameter(tmp_path):
     )
     live = {"model": net, "optimizer": torch.optim.SGD(net.last.parameters())}
     with pytest.raises(UnexpectedLeaf, match="all of which the live optimizer trains"):
-        holdfast.load(tmp_path / "c.pt", into=live)
+        limpet.load(tmp_path / "c.pt", into=live)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_an_invalid_optimizer_state_is_refused(tmp_path, damage):
     live = make()
     before = snapshot_of(live)
     with pytest.raises((FormatError, PlanError)):
-        holdfast.load(tmp_path / "c.pt", into=live)
+        limpet.load(tmp_path / "c.pt", into=live)
     assert snapshot_of(live) == before
 
 
@@ -407,13 +407,13 @@ def test_an_optimizer_with_its_own_state_dict(tmp_path):
     original, restored = make(), make(optimizer_class=Wrapped)
     train(original)
     torch.save(state_dicts(original), tmp_path / "c.pt")
-    holdfast.load(tmp_path / "c.pt", into=restored)
+    limpet.load(tmp_path / "c.pt", into=restored)
     assert train(restored) == train(original)
     wrong = make(optimizer_class=Wrapped)
     for group in wrong["optimizer"].param_groups:
         group["params"].reverse()
     with pytest.raises(ShapeMismatch):
-        holdfast.load(tmp_path / "c.pt", into=wrong)
+        limpet.load(tmp_path / "c.pt", into=wrong)
 
 
 # -- DCP -----------------------------------------------------------------------------------------
@@ -439,11 +439,11 @@ def test_tied_weights_that_differ_or_are_saved_once(tmp_path):
     del content["tied.weight"]  # as Transformers does
     save_file(content, tmp_path / "x")
     other = Net()
-    holdfast.load(tmp_path / "x", into={"model": other})
+    limpet.load(tmp_path / "x", into={"model": other})
     assert torch.equal(other.tied.weight, net.first.weight)
     save_file(content | {"tied.weight": torch.ones(8, 4)}, tmp_path / "y")
     with pytest.raises(PlanError, match="is tied to another tensor"):
-        holdfast.load(tmp_path / "y", into={"model": other})
+        limpet.load(tmp_path / "y", into={"model": other})
     assert torch.equal(other.tied.weight, net.first.weight)
 
 
@@ -453,10 +453,10 @@ def test_a_dcp_tensor_in_several_boxes(tmp_path):
     parts = [(offsets, part.clone()) for offsets, part in boxes]
     write_dcp_folder(tmp_path / "d", {"w": (whole.shape, torch.float32, parts)})
     for live in (torch.zeros(4, 6), torch.zeros(6, 4).t()):
-        holdfast.load(tmp_path / "d", into={"model": {"w": live}})
+        limpet.load(tmp_path / "d", into={"model": {"w": live}})
         assert torch.equal(live, whole)
     half = torch.zeros(4, 6, dtype=torch.float64)
-    holdfast.load(tmp_path / "d", into={"model": {"w": half}}, cast=True)
+    limpet.load(tmp_path / "d", into={"model": {"w": half}}, cast=True)
     assert torch.equal(half, whole.double())
 
 
@@ -469,17 +469,17 @@ def test_spaces_before_the_header(tmp_path, spaces):
     size = int.from_bytes(raw[:8], "little")
     padded = (size + spaces).to_bytes(8, "little") + b" " * spaces + raw[8:]
     (tmp_path / "x").write_bytes(padded)
-    loaded = holdfast.load(tmp_path / "x")["model"]
+    loaded = limpet.load(tmp_path / "x")["model"]
     assert torch.equal(loaded["a"], torch.arange(3.0))
     (tmp_path / "y").write_bytes(raw[:8] + b" " * size)
     with pytest.raises(Unsupported, match="not a checkpoint"):
-        holdfast.load(tmp_path / "y")
+        limpet.load(tmp_path / "y")
 
 
 def test_a_folder_in_a_store(tmp_path):
     original = make()
     train(original)
-    store = holdfast.open_store("memory://foreign-folder")
+    store = limpet.open_store("memory://foreign-folder")
     files = {
         "model.safetensors": save(_untied(original["model"])),
         "optimizer.bin": _torch_bytes(original["optimizer"].state_dict(), tmp_path),
@@ -488,7 +488,7 @@ def test_a_folder_in_a_store(tmp_path):
     for name, raw in files.items():
         store.put_if_absent(f"c/{name}", raw)
     restored = make()
-    holdfast.load("memory://foreign-folder/c", into=restored, timeout=60)
+    limpet.load("memory://foreign-folder/c", into=restored, timeout=60)
     assert train(restored) == train(original)
 
 
@@ -510,7 +510,7 @@ def test_all_ranks_load_or_none_does(tmp_path):
     torch.save(state_dicts(original), tmp_path / "c.pt")
     live = [make(), make()]
     group = FakeGroup(2)
-    group.run(lambda rank: holdfast.load(tmp_path / "c.pt", into=live[rank]))
+    group.run(lambda rank: limpet.load(tmp_path / "c.pt", into=live[rank]))
     assert all(snapshot_of(state) == snapshot_of(original) for state in live)
     other = [make(), make()]
     other[1]["optimizer"].param_groups[0]["params"].reverse()
@@ -519,7 +519,7 @@ def test_all_ranks_load_or_none_does(tmp_path):
 
     def load(rank):
         with pytest.raises(ShapeMismatch) as caught:
-            holdfast.load(tmp_path / "c.pt", into=other[rank])
+            limpet.load(tmp_path / "c.pt", into=other[rank])
         errors.append(caught.type)
 
     group.run(load)
@@ -535,7 +535,7 @@ def test_a_file_without_members_is_refused(tmp_path, value):
     torch.save(value, tmp_path / "value.pt")
     live = make(1)
     with pytest.raises(PlanError):
-        holdfast.load(tmp_path / "value.pt", into=live)
+        limpet.load(tmp_path / "value.pt", into=live)
 
 
 def test_other_folders_are_no_checkpoints(tmp_path):
@@ -543,7 +543,7 @@ def test_other_folders_are_no_checkpoints(tmp_path):
     (tmp_path / "a" / "notes.txt").write_text("x")
     for path in ("a", "absent"):
         with pytest.raises(NotFound, match="There is no snapshot at"):
-            holdfast.load(tmp_path / path, into=make())
+            limpet.load(tmp_path / path, into=make())
 
 
 def test_no_code_in_a_file_is_run(tmp_path):
@@ -552,7 +552,7 @@ def test_no_code_in_a_file_is_run(tmp_path):
     live = make()
     before = snapshot_of(live)
     with pytest.raises(Unsupported, match="nothing was run"):
-        holdfast.load(tmp_path / "c.pt", into=live)
+        limpet.load(tmp_path / "c.pt", into=live)
     assert not canary.exists()
     assert snapshot_of(live) == before
 
@@ -567,5 +567,5 @@ def test_a_damaged_file_changes_nothing(tmp_path):
     live = make()
     before = snapshot_of(live)
     with pytest.raises(FormatError):
-        holdfast.load(tmp_path / "c.pt", into=live)
+        limpet.load(tmp_path / "c.pt", into=live)
     assert snapshot_of(live) == before

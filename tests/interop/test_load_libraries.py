@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import PlanError
+import limpet
+from limpet.errors import PlanError
 from tests.interop.test_load_foreign import X, Y, snapshot_of, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -33,7 +33,7 @@ def make_state(net):
 def load(path, state, left_out, **options):
     """Load a checkpoint, and check that the warning lists what was left out."""
     with pytest.warns(UserWarning, match="Not loaded from") as caught:
-        holdfast.load(path, into=state, **options)
+        limpet.load(path, into=state, **options)
     message = str(next(w.message for w in caught if "Not loaded" in str(w.message)))
     assert all(name in message for name in left_out), message
 
@@ -110,7 +110,7 @@ def test_two_inner_models_are_ambiguous(tmp_path):
     content = {"pytorch-lightning_version": "2.5.0", "state_dict": module.state_dict()}
     torch.save(content, tmp_path / "x.ckpt")
     with pytest.raises(PlanError, match=r"Several parts of state_dict fit .*Found ema\., net\."):
-        holdfast.load(tmp_path / "x.ckpt", into={"model": net})
+        limpet.load(tmp_path / "x.ckpt", into={"model": net})
 
 
 # -- Accelerate ----------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_a_folder_of_accelerate(tmp_path, safe):
     original = make_state(make_net(0))
     prepared = accelerator.prepare(*original.values(), torch.utils.data.DataLoader(DATA, 4))
     model, optimizer, scheduler, loader = prepared
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     progress.step = 2
     accelerator.register_for_checkpointing(progress)
     for x, y in loader:
@@ -137,7 +137,7 @@ def test_a_folder_of_accelerate(tmp_path, safe):
     load(tmp_path / "c", restored, ["random_states_0.pkl", "custom_checkpoint_0.pkl"])
     assert snapshot_of(restored) == snapshot_of(original)
     assert train(restored) == train(original)
-    named = {"custom_checkpoint_0": holdfast.Progress()}
+    named = {"custom_checkpoint_0": limpet.Progress()}
     load(tmp_path / "c", named, ["optimizer.bin"])
     assert named["custom_checkpoint_0"].step == 2
 
@@ -230,7 +230,7 @@ def test_a_folder_of_transformers(tmp_path):
     assert train(restored) == train(original)
     one_group = make_state(fresh.model)
     with pytest.raises(PlanError, match="Expected groups of 2, 4 parameters, found groups of 6"):
-        holdfast.load(tmp_path / "t" / "checkpoint-2", into=one_group)
+        limpet.load(tmp_path / "t" / "checkpoint-2", into=one_group)
 
 
 def _StopAfter(step):
@@ -248,5 +248,5 @@ def test_sharded_models_of_transformers(tmp_path):
     trainer.model.save_pretrained(tmp_path / "m", max_shard_size=200)
     assert len(list((tmp_path / "m").glob("model-*.safetensors"))) > 1
     net = make_trainer(tmp_path / "u", 1).model
-    holdfast.load(tmp_path / "m", into={"model": net})
+    limpet.load(tmp_path / "m", into={"model": net})
     assert all(map(torch.equal, net.parameters(), trainer.model.parameters()))

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import holdfast
-from holdfast.engine.planning.shard_layout import leaf_boxes_from_index
-from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import FormatError, HoldfastError, NotFound, Unsupported
-from holdfast.interop.import_ import read_foreign_checkpoint
+import limpet
+from limpet.engine.planning.shard_layout import leaf_boxes_from_index
+from limpet.engine.snapshot.snapshot import Snapshot
+from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
+from limpet.interop.import_ import read_foreign_checkpoint
 from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor
 from tests.interop.checkpoints import (
     MaliciousPickle,
@@ -109,7 +109,7 @@ def test_model_and_optimizer_load_into_live_objects(tmp_path):
     optimizer, fresh = trained(model), torch.optim.AdamW(other.parameters())
     state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
     dcp_save(state, tmp_path / "x")
-    holdfast.load(import_checkpoint(tmp_path / "x").url, into={"model": other, "optim": fresh})
+    limpet.load(import_checkpoint(tmp_path / "x").url, into={"model": other, "optim": fresh})
     assert_same(model.state_dict(), other.state_dict())
     assert_same(optimizer.state_dict(), fresh.state_dict())
 
@@ -148,7 +148,7 @@ def test_tensors_sharded_over_ranks_become_boxes(tmp_path, mesh, placements):
     write_dcp_as_ranks(tmp_path / "x", int(np.prod(mesh)), make_state)
     imported = import_checkpoint(tmp_path / "x")
     assert imported.verify().ok
-    assert_same({"model": full_tensors, "step": 9}, holdfast.load(imported.url))
+    assert_same({"model": full_tensors, "step": 9}, limpet.load(imported.url))
     is_sharded = Shard(0) in placements or Shard(1) in placements
     boxes = [h for index in imported.indexes() for h in leaf_boxes_from_index(index)[0]]
     assert (len(boxes) > 3) == is_sharded  # boxes are never merged
@@ -206,11 +206,11 @@ def test_a_folder_saved_with_fsdp_on_two_ranks(tmp_path):
     assert read_foreign_checkpoint(str(tmp_path / "step_3")).step == 3
     imported = import_checkpoint(tmp_path / "step_3")
     full = import_checkpoint(tmp_path / "full.pt")
-    assert_same(sort_dicts(holdfast.load(full.url)), sort_dicts(holdfast.load(imported.url)))
+    assert_same(sort_dicts(limpet.load(full.url)), sort_dicts(limpet.load(imported.url)))
     model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    holdfast.load(imported.url, into={"model": model, "optimizer": optimizer})
-    assert torch.equal(model[0].weight, holdfast.load(full.url)["model"]["0.weight"])
+    limpet.load(imported.url, into={"model": model, "optimizer": optimizer})
+    assert torch.equal(model[0].weight, limpet.load(full.url)["model"]["0.weight"])
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
@@ -447,7 +447,7 @@ def test_flipped_bits(tmp_path, file):
         path.write_bytes(flipped)
         try:
             found = import_and_load(tmp_path / "x")
-        except HoldfastError:
+        except LimpetError:
             continue
         if file != ".metadata":
             assert_same(state, found)

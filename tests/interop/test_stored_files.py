@@ -14,20 +14,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as to_safetensors
 
-import holdfast
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import Snapshot
-from holdfast.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
-from holdfast.interop import stored_files
-from holdfast.interop.arrange import arrange_state
-from holdfast.interop.import_ import (
+import limpet
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import Snapshot
+from limpet.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
+from limpet.interop import stored_files
+from limpet.interop.arrange import arrange_state
+from limpet.interop.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
-from holdfast.interop.stored_files import size_of_foreign
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+from limpet.interop.stored_files import size_of_foreign
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
 from tests.engine.states import assert_same
 
@@ -67,7 +67,7 @@ def torch_bytes(value: object, **options: object) -> bytes:
     return out.getvalue()
 
 
-def import_from(source: Location, to: MemoryStore, step: int = 1) -> holdfast.Snapshot:
+def import_from(source: Location, to: MemoryStore, step: int = 1) -> limpet.Snapshot:
     checkpoint = read_foreign_checkpoint(source)
     flat = flatten_foreign_state(arrange_state(checkpoint.value, None).state)
     location = Location(to, f"version_{step}")
@@ -109,7 +109,7 @@ def test_a_safetensors_file_is_read_once_and_not_copied(store, monkeypatch, tmp_
     assert read[0][0] == begin
     assert read[-1][1] == len(raw)
     assert all(end == start for (_, end), (start, _) in pairwise(read))
-    assert_equal(holdfast.load(to.at("version_7"))["model"], MODEL)
+    assert_equal(limpet.load(to.at("version_7"))["model"], MODEL)
     assert snapshot.verify().ok
     imported_from = snapshot.metadata["note"]["imported_from"]
     assert imported_from == {
@@ -134,7 +134,7 @@ def test_small_tensors_are_read_together(store, monkeypatch, kept):
         assert len(store.ranges) < 20
     length = store.stat("m.safetensors").length
     assert sum(n for _, _, n in store.ranges) <= (1 if kept == 16 else 2) * length
-    assert_equal(holdfast.load(to.at("version_7"))["model"], model)
+    assert_equal(limpet.load(to.at("version_7"))["model"], model)
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old"])
@@ -144,7 +144,7 @@ def test_a_file_of_torch_save_is_fetched_once(store, zipped):
     store.put_if_absent("x.safetensors", raw)  # the suffix does not matter
     to = MemoryStore()
     snapshot = import_from(Location(store, "x.safetensors"), to)
-    assert_same(holdfast.load(to.at("version_1")), state)
+    assert_same(limpet.load(to.at("version_1")), state)
     assert len(raw) <= store.bytes_read("x.safetensors") < len(raw) + 100
     assert temporary_files() == []
     assert snapshot.verify().ok
@@ -161,7 +161,7 @@ def test_a_dcp_folder(store, tmp_path):
     checkpoint = read_foreign_checkpoint(Location(store, "ckpt/step_9"))
     assert (checkpoint.kind, checkpoint.step) == ("dcp", 9)
     snapshot = import_from(Location(store, "ckpt/step_9"), to)
-    loaded = holdfast.load(to.at("version_1"))
+    loaded = limpet.load(to.at("version_1"))
     assert_equal(loaded["model"], MODEL)
     assert loaded["epoch"] == 3
     assert snapshot.verify().ok
@@ -192,7 +192,7 @@ def test_a_folder_of_parts(store, suffix):
     assert checkpoint.left_out == ("optimizer.pt",)
     to = MemoryStore()
     import_from(Location(store, "hf/checkpoint-40"), to)
-    assert_equal(holdfast.load(to.at("version_1"))["model"], {n: MODEL[n] for n in names})
+    assert_equal(limpet.load(to.at("version_1"))["model"], {n: MODEL[n] for n in names})
     assert store.bytes_read("hf/checkpoint-40/optimizer.pt") == 0
     store.delete(f"hf/checkpoint-40/{base}-1.{suffix}")
     with pytest.raises(FormatError, match="checkpoint-40 is not complete"):
@@ -214,7 +214,7 @@ def test_an_object_that_is_replaced_during_the_import_is_not_committed(store, ki
     flat = flatten_foreign_state(arrange_state(checkpoint.value, None).state)
     with pytest.raises(StoreError, match="counting/x was replaced while it was imported"):
         save_foreign_checkpoint(Location(to, "version_1"), flat, checkpoint, 1)
-    assert holdfast.Run(to).snapshots() == []
+    assert limpet.Run(to).snapshots() == []
 
 
 def test_a_failed_read_commits_nothing(store):
@@ -225,7 +225,7 @@ def test_a_failed_read_commits_nothing(store):
     to = MemoryStore()
     with pytest.raises(Denied):
         save_foreign_checkpoint(Location(to, "version_1"), flat, checkpoint, 1)
-    assert holdfast.Run(to).snapshots() == []
+    assert limpet.Run(to).snapshots() == []
     with pytest.raises(Denied):
         read_foreign_checkpoint(Location(store, "x"))
 
@@ -236,7 +236,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_fetched(store, m
     class Small:
         free = 4096
 
-    monkeypatch.setattr("holdfast.interop.stored_files.shutil.disk_usage", lambda folder: Small)
+    monkeypatch.setattr("limpet.interop.stored_files.shutil.disk_usage", lambda folder: Small)
     with pytest.raises(NoSpace, match="cannot be fetched") as caught:
         read_foreign_checkpoint(Location(store, "x.pt"))
     assert "TMPDIR" in str(caught.value)
@@ -256,15 +256,15 @@ def test_a_flipped_bit_of_a_fetched_file_is_detected(store):
 
 def test_urls_of_something_else():
     url = f"memory://{uuid.uuid4()}"
-    holdfast.save(f"{url}/run/version_3", {"w": torch.ones(2)}, step=3)
+    limpet.save(f"{url}/run/version_3", {"w": torch.ones(2)}, step=3)
     for folder in ("run", "run/version_3"):
-        with pytest.raises(Unsupported, match="already a Holdfast snapshot or run") as caught:
+        with pytest.raises(Unsupported, match="already a Limpet snapshot or run") as caught:
             read_foreign_checkpoint(f"{url}/{folder}")
-        assert "holdfast copy" in str(caught.value)
+        assert "limpet copy" in str(caught.value)
     [shard] = [s.key for s in open_store(url).list("") if s.key.endswith(".safetensors")]
-    with pytest.raises(Unsupported, match="a shard of a Holdfast snapshot"):
+    with pytest.raises(Unsupported, match="a shard of a Limpet snapshot"):
         read_foreign_checkpoint(f"{url}/{shard}")
-    with pytest.raises(NotFound, match="holdfast copy"):
+    with pytest.raises(NotFound, match="limpet copy"):
         read_foreign_checkpoint(f"{url}/run@3")
     with pytest.raises(NotFound, match="Check the URL"):
         read_foreign_checkpoint(f"{url}/nothing.pt")

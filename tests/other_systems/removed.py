@@ -1,4 +1,4 @@
-"""Removes from this process what macOS or Windows lacks, before Holdfast is imported.
+"""Removes from this process what macOS or Windows lacks, before Limpet is imported.
 
     python -m tests.other_systems.removed darwin|win32 SCRIPT
 

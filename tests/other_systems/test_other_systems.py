@@ -1,4 +1,4 @@
-"""Holdfast without what only Linux has: see ``tests/other_systems/removed.py``."""
+"""Limpet without what only Linux has: see ``tests/other_systems/removed.py``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ pytestmark = pytest.mark.slow
 
 EVERY_MODULE = """
 import importlib, pkgutil
-import holdfast
-for name in holdfast.__all__:
-    getattr(holdfast, name)
-for module in pkgutil.walk_packages(holdfast.__path__, "holdfast."):
+import limpet
+for name in limpet.__all__:
+    getattr(limpet, name)
+for module in pkgutil.walk_packages(limpet.__path__, "limpet."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 print("done")
 """
 
 CRASH = """
-import os, sys, numpy, holdfast
-state = {"x": numpy.zeros(3), "progress": holdfast.Progress()}
+import os, sys, numpy, limpet
+state = {"x": numpy.zeros(3), "progress": limpet.Progress()}
 root = os.environ["TEST_FOLDER"] + "/run"
-ckpt = holdfast.Checkpointer(root, state, save=holdfast.EverySteps(1) | holdfast.AtEnd())
+ckpt = limpet.Checkpointer(root, state, save=limpet.EverySteps(1) | limpet.AtEnd())
 ckpt.__enter__()
 ckpt.resume()
 ckpt.step()
@@ -42,17 +42,17 @@ ckpt.__exit__(None, None, None)
 """
 
 REFUSED = """
-import os, sys, holdfast
-from holdfast.cli import main
+import os, sys, limpet
+from limpet.cli import main
 for name in ("MemoryTier", "LocalTier"):
     try:
         if name == "MemoryTier":
-            holdfast.MemoryTier(every=holdfast.EverySteps(1))
+            limpet.MemoryTier(every=limpet.EverySteps(1))
         else:
-            holdfast.LocalTier(os.environ["TEST_FOLDER"])
-    except holdfast.errors.HoldfastError as e:
+            limpet.LocalTier(os.environ["TEST_FOLDER"])
+    except limpet.errors.LimpetError as e:
         print(e)
-sys.argv = ["holdfast", "run", "true"]
+sys.argv = ["limpet", "run", "true"]
 try:
     main()
 except SystemExit as e:
@@ -60,27 +60,27 @@ except SystemExit as e:
 """
 
 LOCAL_TIER = """
-import os, numpy, holdfast
+import os, numpy, limpet
 folder = os.environ["TEST_FOLDER"]
 for expected in (0, 3):
-    state = {"x": numpy.zeros(3), "progress": holdfast.Progress()}
-    tiers = [holdfast.LocalTier(folder + "/disk")]
-    save = holdfast.EverySteps(1) | holdfast.AtEnd()
-    with holdfast.Checkpointer(folder + "/run", state, save=save, tiers=tiers) as ckpt:
+    state = {"x": numpy.zeros(3), "progress": limpet.Progress()}
+    tiers = [limpet.LocalTier(folder + "/disk")]
+    save = limpet.EverySteps(1) | limpet.AtEnd()
+    with limpet.Checkpointer(folder + "/run", state, save=save, tiers=tiers) as ckpt:
         ckpt.resume()
         assert state["progress"].step == expected
         for _ in range(3):
             ckpt.step()
-assert holdfast.Run(folder + "/run").latest().step == 6
+assert limpet.Run(folder + "/run").latest().step == 6
 print("done")
 """
 
 NO_LINKS = """
-import errno, os, holdfast, numpy
+import errno, os, limpet, numpy
 def link(*args, **kwargs):
     raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 os.link = link
-holdfast.save(os.environ["TEST_FOLDER"] + "/version_1", {"x": numpy.zeros(3)})
+limpet.save(os.environ["TEST_FOLDER"] + "/version_1", {"x": numpy.zeros(3)})
 """
 
 
@@ -118,10 +118,10 @@ def test_save_load_resume_and_the_commands(system: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_what_another_system_wrote_is_read_on_linux(system: str, tmp_path: Path) -> None:
-    import holdfast
+    import limpet
 
     run(system, CRASH, tmp_path, "end")
-    assert holdfast.Run(tmp_path / "run").latest().verify().ok  # type: ignore[union-attr]
+    assert limpet.Run(tmp_path / "run").latest().verify().ok  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -147,7 +147,7 @@ def test_what_cannot_work_on_macos_says_what_is_missing(tmp_path: Path) -> None:
     out, err = run("darwin", REFUSED, tmp_path)
     tier, code = out.splitlines()
     assert tier.startswith("A MemoryTier needs Linux: darwin lacks a file system in memory")
-    assert "`holdfast run` needs Linux: darwin lacks /proc" in err
+    assert "`limpet run` needs Linux: darwin lacks /proc" in err
     assert code == "exit code 1"
 
 
@@ -156,7 +156,7 @@ def test_what_cannot_work_on_windows_says_what_is_missing(tmp_path: Path) -> Non
     memory, local, _ = out.splitlines()
     assert memory.startswith("A MemoryTier needs Linux: win32 lacks a file system in memory")
     assert local.startswith("A LocalTier needs Linux or macOS: win32 lacks file locks by flock")
-    assert "`holdfast run` needs Linux: win32 lacks /proc" in err
+    assert "`limpet run` needs Linux: win32 lacks /proc" in err
 
 
 def test_a_local_tier_works_on_macos(tmp_path: Path) -> None:

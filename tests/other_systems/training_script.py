@@ -7,25 +7,25 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import holdfast
-from holdfast.cli import main
+import limpet
+from limpet.cli import main
 
 root = Path(os.environ["TEST_FOLDER"])
 large = torch.arange(3_000_000, dtype=torch.float32)  # larger than a direct read
 state = {"large": large, "array": np.arange(9), "note": "line\r\nline\x1a", "bytes": b"a\r\nb\x1ac"}
-holdfast.save(root / "one" / "version_1", state, step=1)
-loaded = holdfast.load(root / "one" / "version_1")
+limpet.save(root / "one" / "version_1", state, step=1)
+loaded = limpet.load(root / "one" / "version_1")
 assert loaded["large"].equal(large)
 assert loaded["array"].tolist() == [*range(9)]
 assert (loaded["note"], loaded["bytes"]) == (state["note"], state["bytes"])
-pending = holdfast.save_async(root / "one" / "version_2", state, step=2)
+pending = limpet.save_async(root / "one" / "version_2", state, step=2)
 assert pending.wait().verify().ok
 into = {"large": torch.zeros_like(large), "array": np.zeros(9, int), "note": "", "bytes": b""}
-holdfast.load(root / "one" / "version_2", into=into)
+limpet.load(root / "one" / "version_2", into=into)
 assert into["large"].equal(large)
 try:
-    holdfast.save(root / "one" / "version_2", state, step=2)
-except holdfast.errors.AlreadyExists:
+    limpet.save(root / "one" / "version_2", state, step=2)
+except limpet.errors.AlreadyExists:
     pass
 else:
     raise AssertionError("a snapshot was replaced")
@@ -34,20 +34,20 @@ else:
 def train(steps: int) -> int:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    sampler = holdfast.ElasticSampler(1000, batch_size=4, seed=0)
-    progress = holdfast.Progress()
+    sampler = limpet.ElasticSampler(1000, batch_size=4, seed=0)
+    progress = limpet.Progress()
     members = {
         "model": model,
         "optimizer": optimizer,
         "progress": progress,
         "sampler": sampler,
-        "rng": holdfast.RNG(),
+        "rng": limpet.RNG(),
     }
     policies = {
-        "save": holdfast.EverySteps(2) | holdfast.OnException() | holdfast.AtEnd(),
-        "keep": holdfast.KeepLast(2),
+        "save": limpet.EverySteps(2) | limpet.OnException() | limpet.AtEnd(),
+        "keep": limpet.KeepLast(2),
     }
-    with holdfast.Checkpointer(root / "run", members, **policies) as ckpt:
+    with limpet.Checkpointer(root / "run", members, **policies) as ckpt:
         ckpt.resume()
         began = progress.step
         for _, _ in zip(range(steps), sampler, strict=False):
@@ -59,7 +59,7 @@ def train(steps: int) -> int:
 
 assert train(5) == 0
 assert train(4) == 5
-run = holdfast.Run(root / "run")
+run = limpet.Run(root / "run")
 assert run.latest().step == 9
 assert run.sweep(grace=0).removed is not None
 
@@ -75,7 +75,7 @@ for command in (
     ["import", f"{root / 'x.safetensors'}", f"{root / 'imported_1'}", "--step", "9"],
     ["import", f"{root / 'x.pt'}", f"{root / 'imported_2'}", "--step", "9"],
 ):
-    sys.argv = ["holdfast", *command]
+    sys.argv = ["limpet", *command]
     code: object = None
     try:
         main()
@@ -83,8 +83,8 @@ for command in (
         code = e.code
     assert not code, (command, code)
 for imported in ("imported_1", "imported_2"):
-    assert "weight" in str(holdfast.Run(root / imported).latest().keys())
+    assert "weight" in str(limpet.Run(root / imported).latest().keys())
 
-holdfast.save("memory://store/version_1", state, step=1)
-assert holdfast.load("memory://store/version_1")["large"].equal(large)
+limpet.save("memory://store/version_1", state, step=1)
+assert limpet.load("memory://store/version_1")["large"].equal(large)
 print("done")

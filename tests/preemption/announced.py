@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.preemption.notice import Notice
+from limpet.preemption.notice import Notice
 
 
 class Announced:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices import metadata
-from holdfast.preemption.notices.aws import AwsNotice
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices import metadata
+from limpet.preemption.notices.aws import AwsNotice
 from tests.preemption.manual_clock import ManualClock
 from tests.preemption.metadata_servers import FAULTS, SLOW_FAULTS, AwsServer
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices.azure import AzureNotice
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices.azure import AzureNotice
 from tests.preemption.manual_clock import ManualClock
 from tests.preemption.metadata_servers import FAULTS, AzureServer
 

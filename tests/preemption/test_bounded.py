@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices.bounded import BoundedSource
-from holdfast.preemption.notices.call import CallNotice
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices.bounded import BoundedSource
+from limpet.preemption.notices.call import CallNotice
 from tests.preemption.manual_clock import ManualClock
 
 
@@ -103,7 +103,7 @@ def test_an_error_is_raised_once_and_the_source_is_asked_again() -> None:
 def test_a_thread_that_cannot_be_started_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
     source = CallNotice(lambda: True)
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.deadline.start_thread", lambda thread: False)
+        patch.setattr("limpet.deadline.start_thread", lambda thread: False)
         with pytest.raises(OSError, match="cannot start a thread"):
             source.poll()
     assert source.poll() is not None
@@ -111,5 +111,5 @@ def test_a_thread_that_cannot_be_started_is_an_outage(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("interval", [0, -1, float("nan"), float("inf"), True, "1", None])
 def test_an_interval_is_a_number_of_seconds(interval: object) -> None:
-    with pytest.raises(HoldfastError, match="Invalid value for interval="):
+    with pytest.raises(LimpetError, match="Invalid value for interval="):
         CallNotice(lambda: None, interval=interval)

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices.call import CallNotice
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices.call import CallNotice
 
 
 @pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_it_is_not_called_on_the_thread_that_polls() -> None:
 
 
 def test_something_that_cannot_be_called_is_refused() -> None:
-    with pytest.raises(HoldfastError, match="Invalid function of a CallNotice"):
+    with pytest.raises(LimpetError, match="Invalid function of a CallNotice"):
         CallNotice("function")

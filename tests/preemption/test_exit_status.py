@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption import exit_status
-from holdfast.preemption.exit_status import (
+from limpet.errors import LimpetError
+from limpet.preemption import exit_status
+from limpet.preemption.exit_status import (
     CODES,
     DONE,
     FAILED,
@@ -27,8 +27,8 @@ from holdfast.preemption.exit_status import (
     read_records,
     write_status,
 )
-from holdfast.preemption.process_tree import descendants, read_process, started_at
-from holdfast.settings import (
+from limpet.preemption.process_tree import descendants, read_process, started_at
+from limpet.settings import (
     command_environment,
     launched_worker,
     read_settings,
@@ -39,22 +39,22 @@ from holdfast.settings import (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder as ``holdfast run`` makes it, in the environment."""
-    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    """A folder as ``limpet run`` makes it, in the environment."""
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
     return str(tmp_path)
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_without_holdfast_run_the_process_exits_with_the_code_itself(
+def test_without_limpet_run_the_process_exits_with_the_code_itself(
     code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HOLDFAST_STATUS", raising=False)
+    monkeypatch.delenv("LIMPET_STATUS", raising=False)
     announce_worker()
     assert leave_code(Status(code)) == code
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_under_holdfast_run_only_a_failure_is_an_exit_code(folder: str, code: int) -> None:
+def test_under_limpet_run_only_a_failure_is_an_exit_code(folder: str, code: int) -> None:
     assert leave_code(Status(code)) == (FAILED if code == FAILED else DONE)
     (record,) = read_records(folder)
     assert record.status is not None
@@ -110,7 +110,7 @@ def test_names_that_are_not_utf_8_are_escaped(folder: str) -> None:
 
 @pytest.mark.parametrize("code", [2, -15, 143, 255])
 def test_other_codes_are_refused(code: int) -> None:
-    with pytest.raises(HoldfastError, match=r"exit code.*Expected 0, 1, 75, 76, 93, found"):
+    with pytest.raises(LimpetError, match=r"exit code.*Expected 0, 1, 75, 76, 93, found"):
         Status(code)
 
 
@@ -135,7 +135,7 @@ def test_a_folder_that_does_not_exist_is_not_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container, a folder of that name would never be read."""
-    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path / "none"))
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path / "none"))
     announce_worker()
     assert leave_code(Status(UNSAVED)) == UNSAVED
     assert list(tmp_path.iterdir()) == []
@@ -153,7 +153,7 @@ def test_a_full_tmpfs_does_not_keep_the_process_from_leaving(
         pytest.skip("this container may not mount")
     try:
         (tmp_path / "fill").write_bytes(bytes(16384))
-        monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+        monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
         announce_worker()
         assert leave_code(Status(SAVED)) == SAVED
         (tmp_path / "fill").unlink()
@@ -175,7 +175,7 @@ def test_files_that_are_not_records_are_ignored(folder: str) -> None:
 def test_a_reader_never_sees_a_part_of_a_status(folder: str) -> None:
     code = (
         "import time\n"
-        "from holdfast.preemption.exit_status import *\n"
+        "from limpet.preemption.exit_status import *\n"
         "end = time.monotonic() + 0.5\n"
         "while time.monotonic() < end: leave_code(Status(75, why='x' * 1000))\n"
     )
@@ -198,7 +198,7 @@ def test_a_worker_of_torchrun_is_attributed_to_the_torchrun_that_started_it(fold
     """Also if a shell is in between, which has the variables too."""
     worker = (
         "import os\n"
-        "from holdfast.preemption.exit_status import *\n"
+        "from limpet.preemption.exit_status import *\n"
         "leave_code(Status(75, int(os.environ['RANK'])))\n"
     )
     direct = [sys.executable, "-c", worker]
@@ -223,18 +223,18 @@ def test_the_variables_of_torchrun() -> None:
 
 
 def test_the_variable_of_the_folder_is_known() -> None:
-    read_settings({"HOLDFAST_STATUS": "/x"})
-    with pytest.raises(HoldfastError, match="HOLDFAST_STATE"):
-        read_settings({"HOLDFAST_STATE": "/x"})
-    assert status_folder({"HOLDFAST_STATUS": "/x"}) == "/x"
-    assert status_folder({"HOLDFAST_STATUS": ""}) is None
+    read_settings({"LIMPET_STATUS": "/x"})
+    with pytest.raises(LimpetError, match="LIMPET_STATE"):
+        read_settings({"LIMPET_STATE": "/x"})
+    assert status_folder({"LIMPET_STATUS": "/x"}) == "/x"
+    assert status_folder({"LIMPET_STATUS": ""}) is None
     assert status_folder({}) is None
 
 
 def test_the_environment_of_the_command_keeps_what_the_user_has_set() -> None:
     made = command_environment("/x", 9.2, {"A": "1", "PET_SIGNALS_TO_HANDLE": "SIGTERM"})
     assert made == {
-        "A": "1", "HOLDFAST_STATUS": "/x", "HOLDFAST_GRACE": "9.2", "PET_SHUTDOWN_TIMEOUT": "10",
+        "A": "1", "LIMPET_STATUS": "/x", "LIMPET_GRACE": "9.2", "PET_SHUTDOWN_TIMEOUT": "10",
         "PET_SIGNALS_TO_HANDLE": "SIGTERM",
     }  # fmt: skip
     assert command_environment("/x", 1, {})["PET_SIGNALS_TO_HANDLE"].endswith(",SIGUSR1,SIGUSR2")
@@ -246,8 +246,8 @@ def test_a_nested_run_tells_its_own_grace() -> None:
     assert run_grace(command_environment("/y", 30.5, outer)) == 30.5
     assert run_grace({}) is None
     read_settings(outer)
-    with pytest.raises(HoldfastError, match="Invalid value for HOLDFAST_GRACE"):
-        read_settings({"HOLDFAST_GRACE": "long"})
+    with pytest.raises(LimpetError, match="Invalid value for LIMPET_GRACE"):
+        read_settings({"LIMPET_GRACE": "long"})
 
 
 def test_a_process_name_may_contain_anything(tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_a_process_name_may_contain_anything(tmp_path: Path) -> None:
 # What a process does after a training that has ended normally. Usage: NOTICED THEN
 ENDING = """
 import os, sys
-from holdfast.preemption.exit_status import *
-from holdfast.preemption.exit_status import leave_done_at_exit
+from limpet.preemption.exit_status import *
+from limpet.preemption.exit_status import leave_done_at_exit
 
 announce_worker()
 noticed, then = sys.argv[1:]
@@ -292,7 +292,7 @@ if then == "fork" and os.fork() == 0:
 @pytest.mark.parametrize("noticed", ["noticed", "unnoticed"])
 @pytest.mark.parametrize("then", ["end", "raise", "announce", "save", "exit-3", "fork"])
 def test_a_normal_end_is_left_when_the_process_exits(noticed: str, then: str, folder: str) -> None:
-    """``exit-3``: the code is not known at the exit, so ``holdfast run`` must not trust in it."""
+    """``exit-3``: the code is not known at the exit, so ``limpet run`` must not trust in it."""
     command = [sys.executable, "-c", ENDING, noticed, then]
     subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
     (record,) = read_records(folder)

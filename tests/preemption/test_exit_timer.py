@@ -10,13 +10,13 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.deadline import Deadline
-from holdfast.preemption.exit_timer import exit_margin, save_deadline
+from limpet.deadline import Deadline
+from limpet.preemption.exit_timer import exit_margin, save_deadline
 from tests.preemption.manual_clock import ManualClock
 
 PROGRAM = """
 import threading, time
-from holdfast.preemption.exit_timer import end_process
+from limpet.preemption.exit_timer import end_process
 def wait_in_a_call(): time.sleep(60)
 threading.Thread(target=wait_in_a_call, daemon=True).start()
 end_process(75, "it ends now")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices.file import FileNotice
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices.file import FileNotice
 
 
 def long_ago() -> float:
@@ -205,11 +205,11 @@ def test_a_relative_path_is_that_of_the_folder_at_the_start(
 
 @pytest.mark.parametrize("path", ["", None, 3])
 def test_an_invalid_path_is_refused(path: object) -> None:
-    with pytest.raises(HoldfastError, match="Invalid path of a FileNotice"):
+    with pytest.raises(LimpetError, match="Invalid path of a FileNotice"):
         FileNotice(path)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), "5"])
 def test_invalid_seconds_are_refused(seconds: object) -> None:
-    with pytest.raises(HoldfastError, match="Invalid value for seconds="):
+    with pytest.raises(LimpetError, match="Invalid value for seconds="):
         FileNotice("stop", seconds=seconds)

@@ -1,4 +1,4 @@
-"""The table of what ``holdfast run`` returns, and which statuses count."""
+"""The table of what ``limpet run`` returns, and which statuses count."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.preemption.exit_status import (
+from limpet.preemption.exit_status import (
     CODES,
     DONE,
     FAILED,
@@ -18,7 +18,7 @@ from holdfast.preemption.exit_status import (
     Status,
     WorkerRecord,
 )
-from holdfast.preemption.final_code import Ended, decide, is_complete, last_attempt
+from limpet.preemption.final_code import Ended, decide, is_complete, last_attempt
 
 TERM, KILL, SEGV, USR1 = signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGUSR1
 ABRT = signal.SIGABRT

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices.gcp import GcpNotice
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices.gcp import GcpNotice
 from tests.preemption.manual_clock import ManualClock
 from tests.preemption.metadata_servers import FAULTS, GcpServer
 
@@ -222,5 +222,5 @@ def test_a_fault_is_an_outage_that_ends(server: GcpServer, source: GcpNotice, fa
 
 @pytest.mark.parametrize("seconds", [0, -1, "60"])
 def test_the_time_of_maintenance_is_positive(seconds: object) -> None:
-    with pytest.raises(HoldfastError, match="Invalid value for maintenance_seconds="):
+    with pytest.raises(LimpetError, match="Invalid value for maintenance_seconds="):
         GcpNotice(maintenance_seconds=seconds)

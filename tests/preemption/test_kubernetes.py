@@ -13,10 +13,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices.kubernetes import KubernetesNotice
-from holdfast.preemption.notices.metadata import MetadataClient
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices.kubernetes import KubernetesNotice
+from limpet.preemption.notices.metadata import MetadataClient
 from tests.preemption.manual_clock import ManualClock
 from tests.preemption.metadata_servers import FAULTS, KubernetesServer
 
@@ -193,7 +193,7 @@ def test_a_pod_that_is_not_understood_is_an_outage(
 
 
 def test_the_token_is_sent_only_over_tls_or_to_this_machine(account: Path) -> None:
-    with pytest.raises(HoldfastError, match="Cannot send the token of the service account"):
+    with pytest.raises(LimpetError, match="Cannot send the token of the service account"):
         KubernetesNotice(POD, base_url="http://10.0.0.1", folder=str(account))
     with KubernetesServer() as proxy:
         source = KubernetesNotice(POD, base_url=proxy.url, folder=str(account))
@@ -202,7 +202,7 @@ def test_the_token_is_sent_only_over_tls_or_to_this_machine(account: Path) -> No
 
 @pytest.mark.parametrize("variables", [{}, POD, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}])
 def test_outside_a_pod_it_is_refused(variables: dict[str, str]) -> None:
-    with pytest.raises(HoldfastError, match="Cannot watch the pod"):
+    with pytest.raises(LimpetError, match="Cannot watch the pod"):
         KubernetesNotice(variables)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.distributed.collective import LocalCollective
-from holdfast.engine.distributed.group import LocalGroup, StoreGroup
-from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT
-from holdfast.errors import RankFailed
-from holdfast.preemption.savepoints.live_ranks import Decision, SavepointVote, Voter, VoteTimes
+from limpet.engine.distributed.collective import LocalCollective
+from limpet.engine.distributed.group import LocalGroup, StoreGroup
+from limpet.engine.distributed.kv import CLOSED_HEARTBEAT
+from limpet.errors import RankFailed
+from limpet.preemption.savepoints.live_ranks import Decision, SavepointVote, Voter, VoteTimes
 from tests.fakegroup import FakeGroup
 
 NAME = "1/savepoint"

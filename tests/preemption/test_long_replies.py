@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.preemption.notice import Notice, NoticeSource
-from holdfast.preemption.notices.aws import AwsNotice
-from holdfast.preemption.notices.azure import AzureNotice
-from holdfast.preemption.notices.gcp import GcpNotice
-from holdfast.preemption.notices.kubernetes import KubernetesNotice
+from limpet.preemption.notice import Notice, NoticeSource
+from limpet.preemption.notices.aws import AwsNotice
+from limpet.preemption.notices.azure import AzureNotice
+from limpet.preemption.notices.gcp import GcpNotice
+from limpet.preemption.notices.kubernetes import KubernetesNotice
 from tests.preemption.manual_clock import ManualClock
 from tests.preemption.metadata_servers import (
     AwsServer,

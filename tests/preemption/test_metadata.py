@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notices import metadata
-from holdfast.preemption.notices.metadata import MetadataClient, split_base_url
+from limpet.errors import LimpetError
+from limpet.preemption.notices import metadata
+from limpet.preemption.notices.metadata import MetadataClient, split_base_url
 from tests.preemption.metadata_servers import FAULTS, SLOW_FAULTS, MetadataServer
 
 
@@ -222,7 +222,7 @@ def test_without_a_date_there_are_no_seconds(server: OneDocument) -> None:
     ],
 )
 def test_an_invalid_address_is_refused(url: object) -> None:
-    with pytest.raises(HoldfastError, match="Invalid address of a metadata server") as caught:
+    with pytest.raises(LimpetError, match="Invalid address of a metadata server") as caught:
         MetadataClient(url)
     assert "u:p" not in str(caught.value)
 

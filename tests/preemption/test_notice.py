@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from holdfast.preemption.notice import Notice
+from limpet.preemption.notice import Notice
 
 
 def test_a_notice_announces_a_stop_at_an_unknown_time_unless_it_says_more() -> None:

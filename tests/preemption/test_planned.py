@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices.planned import PlannedEvent, PlannedEvents, most_urgent
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices.planned import PlannedEvent, PlannedEvents, most_urgent
 
 
 def reboot(seconds: float | None, *, key: str = "1", final: bool = False) -> PlannedEvent:
@@ -73,7 +73,7 @@ def test_a_machine_that_does_not_come_back_stops_even_if_that_began_before() -> 
 
 @pytest.mark.parametrize("before", [0, -1, float("nan"), None])
 def test_the_time_before_a_stop_is_positive(before: object) -> None:
-    with pytest.raises(HoldfastError, match="Invalid value for before="):
+    with pytest.raises(LimpetError, match="Invalid value for before="):
         PlannedEvents(before)
 
 

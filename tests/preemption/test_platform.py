@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notices.platform import detect
+from limpet.errors import LimpetError
+from limpet.preemption.notices.platform import detect
 from tests.preemption.metadata_servers import AwsServer, GcpServer
 
 NITRO = {
@@ -164,7 +164,7 @@ def test_the_servers_in_the_environment_are_asked(tmp_path: Path) -> None:
 
 def test_an_invalid_address_in_the_environment_is_refused(tmp_path: Path) -> None:
     environ = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": "169.254.169.254"}
-    with pytest.raises(HoldfastError, match="Invalid address of a metadata server"):
+    with pytest.raises(LimpetError, match="Invalid address of a metadata server"):
         detect(environ, str(tmp_path), str(tmp_path))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.policy import Plan, Preemption
-from holdfast.preemption.signals import SignalNotice
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.policy import Plan, Preemption
+from limpet.preemption.signals import SignalNotice
 
 
 @pytest.mark.parametrize(
@@ -71,19 +71,19 @@ def test_an_unknown_time_counts_from_when_the_notice_came(
         ("1", None, None, Plan(0.9, 0)),
         ("110", None, None, Plan(107, 0)),
         ("110", 60, None, Plan(107, 57)),
-        ("25", 60, None, Plan(22.5, 17.5)),  # ``holdfast run`` kills all the same
+        ("25", 60, None, Plan(22.5, 17.5)),  # ``limpet run`` kills all the same
         ("900", None, None, Plan(897, 892)),
         ("25", None, 120.0, Plan(120, 0)),
     ],
 )
-def test_holdfast_run_says_how_much_time_is_left(
+def test_limpet_run_says_how_much_time_is_left(
     run_grace: str,
     grace: float | None,
     notice_seconds: float | None,
     plan: Plan,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_GRACE", run_grace)
+    monkeypatch.setenv("LIMPET_GRACE", run_grace)
     notice = Notice("a test", notice_seconds)
     assert Preemption(grace=grace).plan(notice, 3.0) == plan
 
@@ -112,5 +112,5 @@ def test_a_notice_that_does_not_stop_has_no_deadline() -> None:
 )
 def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    with pytest.raises(HoldfastError, match=f"Invalid value for {name}= of Preemption"):
+    with pytest.raises(LimpetError, match=f"Invalid value for {name}= of Preemption"):
         Preemption(**wrong)

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption import signals
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.policy import Preemption
-from holdfast.preemption.signals import SignalNotice, protect_worker, stop_signals
-from holdfast.threads import no_op
+from limpet.errors import LimpetError
+from limpet.preemption import signals
+from limpet.preemption.notice import Notice
+from limpet.preemption.policy import Preemption
+from limpet.preemption.signals import SignalNotice, protect_worker, stop_signals
+from limpet.threads import no_op
 from tests.preemption.manual_clock import ManualClock
 
 USR1 = signal.SIGUSR1
@@ -34,7 +34,7 @@ def previous() -> Iterator[list[int]]:
     before = signal.signal(USR1, lambda number, frame: received.append(number))
     yield received
     signal.signal(USR1, before)
-    assert not [t for t in threading.enumerate() if t.name == "holdfast-signals"]
+    assert not [t for t in threading.enumerate() if t.name == "limpet-signals"]
     assert signal.set_wakeup_fd(-1) == -1
 
 
@@ -221,7 +221,7 @@ def test_only_the_main_thread_can_start(previous: list[int]) -> None:
     def start() -> None:
         try:
             source.start(lambda: None)
-        except HoldfastError as e:
+        except LimpetError as e:
             raised.append(e)
 
     before = signal.getsignal(USR1)
@@ -240,7 +240,7 @@ def test_a_source_that_could_not_be_started_keeps_no_handler_installed(
     refused, source = SignalNotice(USR1), SignalNotice(USR1)
 
     def start() -> None:
-        with pytest.raises(HoldfastError):
+        with pytest.raises(LimpetError):
             refused.start(lambda: None)
 
     thread = threading.Thread(target=start)
@@ -272,7 +272,7 @@ def test_close_from_another_thread_leaves_a_handler_that_acts_as_the_previous_on
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, -1, 0, 999, "USR1", None, 1.5])
 def test_invalid_signals_are_rejected(number: Any) -> None:
-    with pytest.raises(HoldfastError, match=r"Invalid signal .*such as signal\.SIGTERM"):
+    with pytest.raises(LimpetError, match=r"Invalid signal .*such as signal\.SIGTERM"):
         SignalNotice(number)
 
 

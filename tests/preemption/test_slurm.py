@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices import slurm
-from holdfast.preemption.notices.slurm import SlurmNotice
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices import slurm
+from limpet.preemption.notices.slurm import SlurmNotice
 from tests.preemption.manual_clock import ManualClock
 
 NAME = "the time limit of Slurm job 77"
@@ -186,7 +186,7 @@ def test_a_command_that_hangs_is_bounded(
 @pytest.mark.parametrize("job", [None, "", "77; rm", "-1"])
 def test_outside_a_job_it_is_refused(job: str | None) -> None:
     variables = {} if job is None else {"SLURM_JOB_ID": job}
-    with pytest.raises(HoldfastError, match="Cannot watch the time limit of a Slurm job"):
+    with pytest.raises(LimpetError, match="Cannot watch the time limit of a Slurm job"):
         SlurmNotice(variables)
 
 
@@ -201,5 +201,5 @@ def test_the_variables_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("before", [0, float("nan"), "300"])
 def test_the_time_before_the_end_is_positive(before: object) -> None:
-    with pytest.raises(HoldfastError, match="Invalid value for before="):
+    with pytest.raises(LimpetError, match="Invalid value for before="):
         SlurmNotice({"SLURM_JOB_ID": "77"}, before=before)

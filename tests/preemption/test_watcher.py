@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.errors import HoldfastError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.notices.call import CallNotice
-from holdfast.preemption.notices.watcher import NoticeWatcher
-from holdfast.preemption.signals import SignalNotice
+import limpet
+from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
+from limpet.preemption.notices.call import CallNotice
+from limpet.preemption.notices.watcher import NoticeWatcher
+from limpet.preemption.signals import SignalNotice
 
 
 class Source:
@@ -65,7 +65,7 @@ def failures() -> Iterator[list[tuple[str, str]]]:
         if name == "notice_source_failed":
             found.append((fields["source"], str(fields["error"])))
 
-    with holdfast.attach(sink):
+    with limpet.attach(sink):
         yield found
 
 
@@ -77,7 +77,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def watcher_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "holdfast-notices"]
+    return [t for t in threading.enumerate() if t.name == "limpet-notices"]
 
 
 def test_notices_of_all_sources_are_passed_on() -> None:
@@ -271,7 +271,7 @@ def test_what_is_no_valid_notice_ends_only_that_source(
     bad = Source(found, name="broken")
     signals = WakingSource()
     error = pass_a_notice_beside(bad, signals, failures)
-    assert isinstance(error, HoldfastError)
+    assert isinstance(error, LimpetError)
     assert "something else than a notice" in str(error)
     assert bad.polls == 1
 
@@ -370,7 +370,7 @@ def test_a_source_that_ended_is_not_polled_if_it_is_woken(
     good.started[0]()
     wait_for(lambda: response.notices)
     watcher.close()
-    with pytest.raises(HoldfastError):
+    with pytest.raises(LimpetError):
         watcher.raise_error()
     assert bad.polls == 1
     assert (bad.closed, good.closed) == (1, 1)
@@ -412,7 +412,7 @@ def test_an_error_of_the_detection_is_raised_at_the_end_and_does_not_end_the_wat
 def test_a_source_that_cannot_start_is_reported(failures: list[tuple[str, str]]) -> None:
     class Refusing(WakingSource):
         def start(self, wake: Callable[[], object]) -> None:
-            raise HoldfastError("No handler could be installed")
+            raise LimpetError("No handler could be installed")
 
     response, other = Response(), Source(Notice("other"))
     watcher = NoticeWatcher([Refusing(), other], response.on_notice)
@@ -435,7 +435,7 @@ def test_nothing_keeps_a_response_that_nobody_closed() -> None:
 def test_without_threads_each_source_is_reported(
     failures: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.preemption.notices.watcher.start_thread", lambda thread: False)
+    monkeypatch.setattr("limpet.preemption.notices.watcher.start_thread", lambda thread: False)
     response = Response()
     sources = [Source(name="a"), Source(name="b")]
     watcher = NoticeWatcher(sources, response.on_notice, lambda: [Source()])

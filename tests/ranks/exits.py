@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.engine.distributed.group import _own_connection
-from holdfast.engine.distributed.kv import KVClient, Timeouts
-from holdfast.errors import RankFailed
+from limpet.engine.distributed.group import _own_connection
+from limpet.engine.distributed.kv import KVClient, Timeouts
+from limpet.errors import RankFailed
 
 ROUNDS = [
     f"blocked {end} {kind}"

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import holdfast
-from holdfast.engine.distributed.group import current_group
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import HoldfastError, RankFailed
-from holdfast.format.names import Version
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
+import limpet
+from limpet.engine.distributed.group import current_group
+from limpet.engine.distributed.kv import Timeouts
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import LimpetError, RankFailed
+from limpet.format.names import Version
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import initial_state, state_after, states_equal
@@ -69,7 +69,7 @@ def state_of(rank: int, size: int, step: int) -> dict[str, Any]:
     state = state_after(step)
     rows = np.array_split(np.arange(1000), size)[rank]
     part = state["weights"][rows]
-    return {**state, "weights": holdfast.Boxed(part, (int(rows[0]),), (1000,))}
+    return {**state, "weights": limpet.Boxed(part, (int(rows[0]),), (1000,))}
 
 
 @dataclass
@@ -130,11 +130,11 @@ class ThreadedJob:
         return f"{self.urls[rank]}/version_{step}"
 
     def save(self, rank: int, step: int) -> Any:
-        return holdfast.save(self.url(rank, step), state_of(rank, self.size, step), step=step)
+        return limpet.save(self.url(rank, step), state_of(rank, self.size, step), step=step)
 
     def save_async(self, rank: int, step: int) -> Any:
         state = state_of(rank, self.size, step)
-        pending = holdfast.save_async(self.url(rank, step), state, step=step)
+        pending = limpet.save_async(self.url(rank, step), state, step=step)
         state["weights"].tensor[...] = 7
         return pending.wait()
 
@@ -220,7 +220,7 @@ class Trial:
         return [
             r
             for r, o in enumerate(self.outcomes)
-            if isinstance(o, HoldfastError) and o.fields.get("outcome") == "unknown"
+            if isinstance(o, LimpetError) and o.fields.get("outcome") == "unknown"
         ]
 
     def check(self) -> None:
@@ -238,7 +238,7 @@ class Trial:
                 saved = Run(self.inner).open(Version(1, 0))
                 assert reader_of(outcome).digest == reader_of(saved).digest
                 continue
-            assert isinstance(outcome, HoldfastError), (self, rank, outcome)
+            assert isinstance(outcome, LimpetError), (self, rank, outcome)
             if rank not in self.uncertain_ranks():
                 assert not self.committed, (self, rank, "says it is not committed", outcome)
             if rank != self.victim:

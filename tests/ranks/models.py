@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import holdfast
+import limpet
 
 
 class Net(nn.Module):
@@ -134,17 +134,17 @@ def assert_same_tensors(a, b) -> None:
 def save_with_reference(ranks, name: str, state, asynchronous: bool = False) -> None:
     """Save the state, and write the same tensors to ``NAME.pt`` with ``torch.save``."""
     if asynchronous:
-        pending = holdfast.save_async(ranks.url(name), state)
+        pending = limpet.save_async(ranks.url(name), state)
         reference = gather_state(state)
         train(state, 1, seed=99)
         pending.wait()
     else:
-        holdfast.save(ranks.url(name), state)
+        limpet.save(ranks.url(name), state)
         reference = gather_state(state)
     if ranks.rank == 0:
         torch.save(reference, ranks.folder / f"{name}.pt")
 
 
 def load_and_compare(ranks, name: str, state) -> None:
-    holdfast.load(ranks.url(name), into=state)
+    limpet.load(ranks.url(name), into=state)
     assert_same_tensors(torch.load(ranks.folder / f"{name}.pt"), gather_state(state))

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast
-from holdfast.errors import Preempted
-from holdfast.preemption import Preemption, PreemptionGuard, SignalNotice, protect_worker
-from holdfast.run.policy import EverySteps
+import limpet
+from limpet.errors import Preempted
+from limpet.preemption import Preemption, PreemptionGuard, SignalNotice, protect_worker
+from limpet.run.policy import EverySteps
 from tests.fork_server import FORK_SERVER
 
 TIMEOUT = timedelta(seconds=60)
@@ -140,7 +140,7 @@ class Training:
         torch.manual_seed(5)
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.sampler = holdfast.ElasticSampler(ITEMS, batch_size=8, seed=1)
+        self.sampler = limpet.ElasticSampler(ITEMS, batch_size=8, seed=1)
         self.loader = DataLoader(
             Items(),
             batch_sampler=self.sampler,
@@ -152,7 +152,7 @@ class Training:
         self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "progress": holdfast.Progress(),
+            "progress": limpet.Progress(),
             "sampler": self.sampler,
         }
 
@@ -197,7 +197,7 @@ def train(
     """
     training = Training(workers)
     preemption = Preemption(grace=grace, notices=[SignalNotice(seconds=seconds)])
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         folder / "run", training.state, save=EverySteps(every), preemption=preemption
     ) as ckpt:
         ckpt.resume()

@@ -21,12 +21,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import holdfast
-from holdfast import threads
-from holdfast.engine.saving import save, write
-from holdfast.engine.saving.job import SaveJob
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.storage.local.os_calls import Fs
+import limpet
+from limpet import threads
+from limpet.engine.saving import save, write
+from limpet.engine.saving.job import SaveJob
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.storage.local.os_calls import Fs
 from tests.ranks.faults import state_of
 from tests.trainings import state_after
 
@@ -98,16 +98,16 @@ def inject_fault(stage: str, fault: Callable[[], None]) -> None:
 def run_call(operation: str, url: str, rank: int, size: int, step: int) -> dict[str, Any]:
     if operation == "load":
         state = state_of(rank, size, 0)
-        holdfast.load(url, state)
-        whole = holdfast.load(url)
+        limpet.load(url, state)
+        whole = limpet.load(url)
         loaded, expected = state["weights"].tensor, state_of(rank, size, step)["weights"].tensor
         assert loaded.tobytes() == expected.tobytes()
         assert whole["weights"].tobytes() == state_after(step)["weights"].tobytes()
         return {}
     state = state_of(rank, size, step)
     if operation == "save":
-        return {"digest": reader_of(holdfast.save(url, state, step=step)).digest}
-    pending = holdfast.save_async(url, state, step=step)
+        return {"digest": reader_of(limpet.save(url, state, step=step)).digest}
+    pending = limpet.save_async(url, state, step=step)
     state["weights"].tensor[...] = 7
     return {"digest": reader_of(pending.wait()).digest}
 
@@ -131,7 +131,7 @@ def join_process_group(spec: dict[str, Any], rank: int, size: int) -> dist.TCPSt
 def run_rank(spec: dict[str, Any]) -> None:
     """Run one rank and write its reports, one JSON object per line."""
     rank, size = spec["rank"], spec["size"]
-    os.environ.update(HOLDFAST_THREADS="2", **spec["env"])
+    os.environ.update(LIMPET_THREADS="2", **spec["env"])
     threads.BYTES_PER_THREAD = 1
     report_file = open(spec["report"], "a", buffering=1)  # noqa: SIM115
 

@@ -1,7 +1,7 @@
 """Random tensors in random layouts: as DTensors, as manually cut boxes, and replicated.
 
 The elements that a rank has are computed by slicing an array of element numbers with
-``torch.chunk``, once for each mesh dimension. No arithmetic of Holdfast is used.
+``torch.chunk``, once for each mesh dimension. No arithmetic of Limpet is used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import holdfast
-from holdfast.types import DTYPES
+import limpet
+from limpet.types import DTYPES
 from tests.engine.states import TORCH_DTYPES, random_tensor, tensor_bytes
 
 NUMPY_DTYPES = [d for d in DTYPES if d.replace("complex", "float") in dir(np) and d != "complex32"]
@@ -123,7 +123,7 @@ class LaidOutTensor:
                 offsets = np.unravel_index(first, self.shape)
             else:
                 offsets = (0,) * len(self.shape)
-            value = holdfast.Boxed(value, tuple(map(int, offsets)), self.shape)
+            value = limpet.Boxed(value, tuple(map(int, offsets)), self.shape)
         return value, rows
 
 

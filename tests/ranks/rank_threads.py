@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
 
 
@@ -17,8 +17,8 @@ def save_on_ranks(*states: Any, store: Any = None) -> MemoryStore:
     """Save one of the ``states`` on each rank. Return the store."""
     store = MemoryStore() if store is None else store
     with FakeGroup(len(states)) as group:
-        group.run(lambda rank: holdfast.save(store, states[rank]))
-    assert holdfast.open(store).verify().ok
+        group.run(lambda rank: limpet.save(store, states[rank]))
+    assert limpet.open(store).verify().ok
     return store
 
 
@@ -29,7 +29,7 @@ def save_error(kind: type[Exception], *states: Any) -> Any:
     """
     store = MemoryStore()
     with FakeGroup(len(states)) as group:
-        errors = group.outcomes(lambda rank: holdfast.save(store, states[rank]))
+        errors = group.outcomes(lambda rank: limpet.save(store, states[rank]))
     _assert_same_error(errors, kind)
     assert not list(store.list(""))
     assert not list(store.partials(""))
@@ -39,15 +39,13 @@ def save_error(kind: type[Exception], *states: Any) -> Any:
 def load_on_ranks(store: Any, *live_states: Any, **options: Any) -> None:
     """Load a snapshot into one live state on each rank."""
     with FakeGroup(len(live_states)) as group:
-        group.run(lambda rank: holdfast.load(store, into=live_states[rank], **options))
+        group.run(lambda rank: limpet.load(store, into=live_states[rank], **options))
 
 
 def load_errors(store: Any, kind: type[Exception], *live_states: Any, **options: Any) -> list[Any]:
     """Return the errors of a load that must fail on all ranks with an error of this class."""
     with FakeGroup(len(live_states)) as group:
-        errors = group.outcomes(
-            lambda rank: holdfast.load(store, into=live_states[rank], **options)
-        )
+        errors = group.outcomes(lambda rank: limpet.load(store, into=live_states[rank], **options))
     _assert_same_error(errors, kind)
     return errors
 
@@ -59,8 +57,7 @@ def _assert_same_error(outcomes: list[Any], kind: type[Exception]) -> None:
         if type(outcome) is not kind:
             raise outcome
     assert (
-        len({str(e).split("Look")[0] for e in outcomes}) == 1
-        or kind is not holdfast.errors.PlanError
+        len({str(e).split("Look")[0] for e in outcomes}) == 1 or kind is not limpet.errors.PlanError
     )
 
 

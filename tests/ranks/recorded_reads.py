@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.types import BLOCK_SIZE, DTYPES, Box
+from limpet.types import BLOCK_SIZE, DTYPES, Box
 from tests.engine.unreliable_stores import HookedStore
 
 

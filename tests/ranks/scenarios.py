@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-import holdfast
-from holdfast.errors import MissingLeaf, PlanError, ShapeMismatch, Unsupported
+import limpet
+from limpet.errors import MissingLeaf, PlanError, ShapeMismatch, Unsupported
 from tests.ranks.models import (
     AdamW,
     assert_same_tensors,
@@ -154,7 +154,7 @@ def factored_slots(ranks):
     def save():
         state = make(4, 1)
         state["optimizer"].step()
-        holdfast.save(ranks.url("factored"), state)
+        limpet.save(ranks.url("factored"), state)
         reference = plain_tensors(state)
         if ranks.rank == 0:
             torch.save(reference, ranks.folder / "factored.pt")
@@ -162,11 +162,11 @@ def factored_slots(ranks):
     def load():
         state = make(3, 2)
         state["optimizer"].step()
-        holdfast.load(ranks.url("factored"), into=state)
+        limpet.load(ranks.url("factored"), into=state)
         assert_same_tensors(torch.load(ranks.folder / "factored.pt"), plain_tensors(state))
         unstepped = make(3, 2)
         with pytest.raises(PlanError) as e:
-            holdfast.load(ranks.url("factored"), into=unstepped)
+            limpet.load(ranks.url("factored"), into=unstepped)
         assert "let the optimizer step once" in str(e.value)
         assert torch.equal(plain_tensors(unstepped)["p"], 2 * plain_tensors(state)["p"])
 
@@ -193,12 +193,12 @@ def evaluation_in_training(ranks):
         return {"size": (model(batch).abs().sum(), len(batch))}
 
     def work(make_model, on):
-        state = {**state_of(make_model()), "progress": holdfast.Progress()}
-        every, url = holdfast.EverySteps(1), ranks.folder / f"{on}-{make_model.__name__}"
+        state = {**state_of(make_model()), "progress": limpet.Progress()}
+        every, url = limpet.EverySteps(1), ranks.folder / f"{on}-{make_model.__name__}"
         options = {"data": rows, "batch_size": 2, "every": every, "on": on}
         model = state["model"]
-        with holdfast.Checkpointer(url, state, save=holdfast.Never()) as ckpt:
-            with holdfast.TrainingEvaluation(ckpt, model, evaluate, **options) as evaluation:
+        with limpet.Checkpointer(url, state, save=limpet.Never()) as ckpt:
+            with limpet.TrainingEvaluation(ckpt, model, evaluate, **options) as evaluation:
                 for _ in range(2):
                     evaluation.step()
                     train(state, steps=1)
@@ -234,23 +234,23 @@ def ddp_with_batch_norm(ranks):
         means = [torch.zeros(4) for _ in range(3)]
         dist.all_gather(means, net.n.running_mean)
         assert not torch.equal(means[0], means[1])
-        holdfast.save(ranks.url("ddp"), state)
+        limpet.save(ranks.url("ddp"), state)
         if ranks.rank == 0:
             torch.save(net.state_dict(), ranks.folder / "ddp.pt")
         with pytest.raises(PlanError) as e:
-            holdfast.save(ranks.url("bare"), {"model": net})
+            limpet.save(ranks.url("bare"), {"model": net})
         assert "model/n.running_mean" in e.value.leaves
         assert "model/l.weight" not in e.value.leaves
         assert "(different on every rank)" in str(e.value)
-        holdfast.save(ranks.url("bare"), {"model": holdfast.Replicated(net)})
+        limpet.save(ranks.url("bare"), {"model": limpet.Replicated(net)})
 
     def load(size):
         net, state = make_state(size)
-        holdfast.load(ranks.url("ddp"), into=state)
+        limpet.load(ranks.url("ddp"), into=state)
         assert_same_tensors(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
         assert len(state["optimizer"].state) == 4
         net = BatchNormNet()
-        holdfast.load(ranks.url("bare"), into={"model": net})
+        limpet.load(ranks.url("bare"), into={"model": net})
         assert_same_tensors(torch.load(ranks.folder / "ddp.pt"), net.state_dict())
 
     ranks(3, save)
@@ -271,12 +271,12 @@ def pipeline_stages(ranks):
 
     def save_stages():
         state = make_stage(ranks.rank, 2)
-        holdfast.save(ranks.url("stages"), state)
+        limpet.save(ranks.url("stages"), state)
         torch.save(gather_state(state), ranks.folder / f"stages{ranks.rank}.pt")
 
     def load_on_one_rank():
         state = make_stage(0, 1)
-        holdfast.load(ranks.url("stages"), into=state)
+        limpet.load(ranks.url("stages"), into=state)
         reference = {}
         for r in range(2):
             reference |= torch.load(ranks.folder / f"stages{r}.pt")
@@ -285,7 +285,7 @@ def pipeline_stages(ranks):
     def load_stages():
         state = make_stage(ranks.rank, 2)
         state["optimizer"].state.clear()
-        holdfast.load(ranks.url("stages"), into=state)
+        limpet.load(ranks.url("stages"), into=state)
         reference = torch.load(ranks.folder / f"stages{ranks.rank}.pt")
         assert_same_tensors(reference, gather_state(state))
 
@@ -314,21 +314,21 @@ def sharded_tensors(ranks):
         for shard in value.local_shards():
             start = shard.metadata.shard_offsets[0]
             shard.tensor.copy_(whole[start : start + len(shard.tensor)])
-        holdfast.save(ranks.url("sharded"), {"x": value})
+        limpet.save(ranks.url("sharded"), {"x": value})
 
     def load(size):
         value = make(size)
-        holdfast.load(ranks.url("sharded"), into={"x": value})
+        limpet.load(ranks.url("sharded"), into={"x": value})
         for shard in value.local_shards():
             start = shard.metadata.shard_offsets[0]
             assert torch.equal(shard.tensor, whole[start : start + len(shard.tensor)])
         dtensor = distribute_tensor(torch.zeros(9, 3), init_device_mesh("cpu", (size,)), [Shard(1)])
-        holdfast.load(ranks.url("sharded"), into={"x": dtensor})
+        limpet.load(ranks.url("sharded"), into={"x": dtensor})
         assert torch.equal(dtensor.full_tensor(), whole)
 
     ranks(4, save)
     ranks(3, partial(load, 3))
-    ranks(1, lambda: assert_same_tensors({"x": whole}, holdfast.load(ranks.url("sharded"))))
+    ranks(1, lambda: assert_same_tensors({"x": whole}, limpet.load(ranks.url("sharded"))))
 
 
 def tensors_in_a_dict(ranks):
@@ -339,7 +339,7 @@ def tensors_in_a_dict(ranks):
         line = init_device_mesh("cpu", (4,))
         square = init_device_mesh("cpu", (2, 2))
         named = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
-        holdfast.save(
+        limpet.save(
             ranks.url("dict"),
             {
                 "rows": distribute_tensor(numbers, line, [Shard(0)]),
@@ -353,9 +353,7 @@ def tensors_in_a_dict(ranks):
         )
         partial_sum = DTensor.from_local(torch.ones(2), line, [Partial()])
         with pytest.raises(Unsupported) as e:
-            holdfast.save(
-                ranks.url("partial_sum"), {"good": numbers, "sums": {"grad": partial_sum}}
-            )
+            limpet.save(ranks.url("partial_sum"), {"good": numbers, "sums": {"grad": partial_sum}})
         assert "sums/grad" in str(e.value)
         assert "Partial" in str(e.value)
         assert not Path(ranks.url("partial_sum")).exists()
@@ -366,19 +364,19 @@ def tensors_in_a_dict(ranks):
         state = {
             "rows": rows,
             "nested": [{"both": torch.zeros(5, 12)}],
-            "twice": holdfast.Boxed(torch.zeros(5, 4), (0, 4 * ranks.rank), (5, 12)),
+            "twice": limpet.Boxed(torch.zeros(5, 4), (0, 4 * ranks.rank), (5, 12)),
             "all": distribute_tensor(torch.zeros(5, 12), mesh, [Shard(0)]),
             "plain": distribute_tensor(torch.zeros(5, 12), mesh, [Replicate()]),
             3: torch.zeros(()),
             "empty": distribute_tensor(torch.zeros(0, 3), mesh, [Shard(0)]),
         }
-        holdfast.load(ranks.url("dict"), into=state, keys=["rows", "nested", "twice", "empty"])
+        limpet.load(ranks.url("dict"), into=state, keys=["rows", "nested", "twice", "empty"])
         assert torch.equal(rows.full_tensor(), numbers)
         assert torch.equal(state["nested"][0]["both"], numbers)
         part = numbers[:, 4 * ranks.rank :][:, :4]
         assert torch.equal(state["twice"].tensor, part)
         assert not state["all"].full_tensor().any()
-        holdfast.load(ranks.url("dict"), into=state)
+        limpet.load(ranks.url("dict"), into=state)
         assert torch.equal(state["all"].full_tensor(), numbers)
         assert torch.equal(state["plain"].to_local(), numbers)
         assert state[3] == 3
@@ -393,16 +391,16 @@ def groups_of_two_ranks(ranks):
         others = dist.new_group([0, 2])
         group = pair if ranks.rank in (1, 3) else others
         name = f"pair{ranks.rank % 2}"
-        state = {"r": holdfast.PerRank(ranks.rank), "w": torch.full((3,), ranks.rank % 2)}
-        holdfast.save(ranks.url(name), state, group=group)
-        loaded = holdfast.load(ranks.url(name))
+        state = {"r": limpet.PerRank(ranks.rank), "w": torch.full((3,), ranks.rank % 2)}
+        limpet.save(ranks.url(name), state, group=group)
+        loaded = limpet.load(ranks.url(name))
         assert loaded["r"] == {"0": ranks.rank % 2, "1": ranks.rank % 2 + 2}
-        state = {"r": holdfast.PerRank(-1), "w": torch.zeros(3, dtype=torch.int64)}
-        holdfast.load(ranks.url(name), into=state, group=group)
+        state = {"r": limpet.PerRank(-1), "w": torch.zeros(3, dtype=torch.int64)}
+        limpet.load(ranks.url(name), into=state, group=group)
         assert state["r"].value == ranks.rank
         assert state["w"][0] == ranks.rank % 2
-        holdfast.save(ranks.url(f"alone{ranks.rank}"), state, group="alone")
-        assert holdfast.load(ranks.url(f"alone{ranks.rank}"))["r"] == {"0": ranks.rank}
+        limpet.save(ranks.url(f"alone{ranks.rank}"), state, group="alone")
+        assert limpet.load(ranks.url(f"alone{ranks.rank}"))["r"] == {"0": ranks.rank}
 
     ranks(4, work)
 
@@ -431,20 +429,20 @@ def random_generators(ranks):
         np.random.seed(ranks.rank)
         torch.manual_seed(ranks.rank)
         expected = torch.get_rng_state()
-        holdfast.save(ranks.url("rng"), {"a": Drawing(), "rng": holdfast.RNG(), "z": Drawing()})
+        limpet.save(ranks.url("rng"), {"a": Drawing(), "rng": limpet.RNG(), "z": Drawing()})
         assert torch.equal(torch.get_rng_state(), expected)
         draws = all_gather(draw())
         if ranks.rank == 0:
             (ranks.folder / "rng.json").write_text(json.dumps(draws))
 
     def load(size):
-        state = {"a": Drawing(), "rng": holdfast.RNG(), "z": Drawing()}
-        holdfast.load(ranks.url("rng"), into=state)
+        state = {"a": Drawing(), "rng": limpet.RNG(), "z": Drawing()}
+        limpet.load(ranks.url("rng"), into=state)
         draws = all_gather(draw())
         expected = json.loads((ranks.folder / "rng.json").read_text())
         assert draws[:2] == expected[: min(size, 2)]
         assert len({str(g) for g in draws + expected}) == max(size, 2)
-        holdfast.load(ranks.url("rng"), into=dict(reversed(state.items())))
+        limpet.load(ranks.url("rng"), into=dict(reversed(state.items())))
         assert all_gather(draw()) == draws
 
     ranks(2, save)
@@ -456,17 +454,17 @@ def errors_reach_all_ranks(ranks):
     def work():
         state = state_of(fsdp())
         train(state)
-        holdfast.save(ranks.url("errors"), state)
+        limpet.save(ranks.url("errors"), state)
         saved = gather_state(state)
         train(state)
         changed = gather_state(state)
         extra = {"extra": torch.zeros(1)} if ranks.rank == 2 else {}
         with pytest.raises(MissingLeaf) as e:
-            holdfast.load(ranks.url("errors"), into=state | extra)
+            limpet.load(ranks.url("errors"), into=state | extra)
         assert e.value.missing == ("extra",)
         assert "does not fit the live state of rank 2; nothing was changed" in str(e.value)
         assert_same_tensors(changed, gather_state(state))
-        holdfast.load(ranks.url("errors"), into=state | extra, missing="keep")
+        limpet.load(ranks.url("errors"), into=state | extra, missing="keep")
         assert_same_tensors(saved | {"n": changed["n"]}, gather_state(state))
 
     ranks(3, work)
@@ -485,21 +483,21 @@ def resized_head(ranks):
     def work():
         state = make(3)
         train(state)
-        holdfast.save(ranks.url("resized"), state)
+        limpet.save(ranks.url("resized"), state)
         saved = gather_state(state)
         for steps in (0, 2):  # with and without slots before the load
             state = make(5)
             train(state, steps)
             before = gather_state(state)
             with pytest.raises(ShapeMismatch) as e:
-                holdfast.load(ranks.url("resized"), into=state)
+                limpet.load(ranks.url("resized"), into=state)
             resized = ("model/c.weight", "model/norm.weight", "model/norm.bias")
             assert e.value.mismatched == resized
             assert_same_tensors(before, gather_state(state))
             url = ranks.url("resized")
             # the optimizer first: what it keeps is known only after the model
             into = dict(reversed(state.items()))
-            report = holdfast.load(url, into=into, mismatched="keep")
+            report = limpet.load(url, into=into, mismatched="keep")
             state["n"] = into["n"]
             assert {key for key in report.kept if key.startswith("model")} == {*resized}
             kept = {key for key in before if any(name in key for name in ("c.", "norm."))}

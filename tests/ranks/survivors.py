@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.savepoints import step_savepoint
+import limpet
+from limpet.preemption.notice import Notice
+from limpet.preemption.savepoints import step_savepoint
 from tests.fork_server import FORK_SERVER
 
 SIZE = 3
@@ -59,11 +59,11 @@ def _make_state(rank: int, scenario: Scenario) -> dict[str, Any]:
     state = {
         "model": model,
         "optimizer": optimizer,
-        "progress": holdfast.Progress(),
-        "mine": holdfast.PerRank({"rank": rank, "steps": 0}),
+        "progress": limpet.Progress(),
+        "mine": limpet.PerRank({"rank": rank, "steps": 0}),
     }
     if scenario.is_sharded:
-        state["shard"] = holdfast.Boxed(torch.zeros(4), (4 * rank,), (4 * SIZE,))
+        state["shard"] = limpet.Boxed(torch.zeros(4), (4 * rank,), (4 * SIZE,))
     if scenario.is_pipeline:
         state[f"stage {rank}"] = torch.zeros(4)
     return state
@@ -90,11 +90,11 @@ def run_rank(rank: int, port: int, folder: Path, scenario: Scenario) -> None:
     store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=TIMEOUT)
     state = _make_state(rank, scenario)
-    save = holdfast.EverySteps(5) | holdfast.AtEnd()
+    save = limpet.EverySteps(5) | limpet.AtEnd()
     tiers = []
     if scenario.memory is not None:
-        tiers.append(holdfast.MemoryTier(every=holdfast.EverySteps(1), path=scenario.memory))
-    with holdfast.Checkpointer(folder / "run", state, save=save, tiers=tiers) as ckpt:
+        tiers.append(limpet.MemoryTier(every=limpet.EverySteps(1), path=scenario.memory))
+    with limpet.Checkpointer(folder / "run", state, save=save, tiers=tiers) as ckpt:
         ckpt.resume()
         resumed = ckpt.current_step
         while ckpt.current_step < scenario.last_step:
@@ -111,7 +111,7 @@ def run_rank(rank: int, port: int, folder: Path, scenario: Scenario) -> None:
     dist.destroy_process_group()
 
 
-def _fail(ckpt: holdfast.Checkpointer, rank: int, scenario: Scenario) -> None:
+def _fail(ckpt: limpet.Checkpointer, rank: int, scenario: Scenario) -> None:
     if rank == scenario.noticed:
         notice = Notice("a test", scenario.seconds)
         threading.Timer(1.0, ckpt._preemption.on_notice, [notice]).start()

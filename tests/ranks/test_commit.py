@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.saving import save as recipe
-from holdfast.errors import CommitError, NoSpace, RankFailed, StoreError, Unavailable
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.saving import save as recipe
+from limpet.errors import CommitError, NoSpace, RankFailed, StoreError, Unavailable
+from limpet.storage.memory import MemoryStore
 from tests.crash.conftest import PoolTracker
 from tests.fakegroup import FakeGroup
 from tests.ranks.faults import (
@@ -188,7 +188,7 @@ def test_a_rank_that_writes_less_than_planned_is_named_and_nothing_is_committed(
     def save(rank: int, step: int) -> None:
         this_thread.rank, this_thread.step = rank, step
         state = {f"x{i}": np.full(4096, float(i)) for i in range(8)}
-        with holdfast.Checkpointer(store, state, incremental=incremental) as ckpt:
+        with limpet.Checkpointer(store, state, incremental=incremental) as ckpt:
             ckpt.resume()
             ckpt.step()
             ckpt.save()
@@ -200,4 +200,4 @@ def test_a_rank_that_writes_less_than_planned_is_named_and_nothing_is_committed(
     for outcome in outcomes:
         assert isinstance(outcome, CommitError)
         assert "rank 1 did not write what was planned" in str(outcome)
-    assert [s.step for s in holdfast.Run(store).snapshots()] == [1]
+    assert [s.step for s in limpet.Run(store).snapshots()] == [1]

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.buffers import shared_pool
-from holdfast.engine.distributed.group import current_group
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import open_snapshot
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import AlreadyExists, CommitError, RankFailed
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.buffers import shared_pool
+from limpet.engine.distributed.group import current_group
+from limpet.engine.distributed.kv import Timeouts
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import open_snapshot
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import AlreadyExists, CommitError, RankFailed
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import SHORT_TIMEOUTS, Call, ThreadedJob, assert_versions_intact, state_of
 from tests.ranks.test_commit import assert_nothing_left
@@ -62,7 +62,7 @@ def test_one_of_two_jobs_commits_a_version_and_the_other_raises(trial_stores: Po
             thread.start()
         for thread in threads:
             thread.join()
-        committed = [all(isinstance(o, holdfast.Snapshot) for o in of_job) for of_job in outcomes]
+        committed = [all(isinstance(o, limpet.Snapshot) for o in of_job) for of_job in outcomes]
         assert sorted(committed) == [False, True], outcomes
         for outcome in outcomes[committed.index(False)]:
             assert isinstance(outcome, CommitError | AlreadyExists), outcome
@@ -122,13 +122,13 @@ def test_several_saves_in_flight_with_loads_in_between(trial_stores: PoolTracker
 
     def work(rank: int) -> Any:
         state = state_of(rank, 3, 1)
-        first = holdfast.save_async(job.url(rank, 1), state, step=1)
-        second = holdfast.save_async(job.url(rank, 2), state_of(rank, 3, 2), step=2)
+        first = limpet.save_async(job.url(rank, 1), state, step=1)
+        second = limpet.save_async(job.url(rank, 2), state_of(rank, 3, 2), step=2)
         first.wait()
         live = initial_state()
-        holdfast.load(job.url(rank, 1), live)
+        limpet.load(job.url(rank, 1), live)
         assert states_equal(live, state_after(1))
-        third = holdfast.save_async(job.url(rank, 3), state_of(rank, 3, 3), step=3)
+        third = limpet.save_async(job.url(rank, 3), state_of(rank, 3, 3), step=3)
         pendings = [second, third]
         for pending in pendings if rank % 2 else reversed(pendings):
             pending.wait()
@@ -152,16 +152,16 @@ def test_a_failed_save_in_flight_does_not_affect_the_others(
 
     def fault(call: Call) -> None:
         if call.method == "commit" and call.key.startswith("version_2/"):
-            raise holdfast.errors.NoSpace("The disk is full", key=call.key)
+            raise limpet.errors.NoSpace("The disk is full", key=call.key)
 
     job.ranks[victim].before_call = fault
 
     def work(rank: int) -> Any:
         pendings = [
-            holdfast.save_async(job.url(rank, n), state_of(rank, 3, n), step=n) for n in (1, 2, 3)
+            limpet.save_async(job.url(rank, n), state_of(rank, 3, n), step=n) for n in (1, 2, 3)
         ]
         pendings[2].wait()
-        with pytest.raises(holdfast.errors.HoldfastError, match="disk is full") as caught:
+        with pytest.raises(limpet.errors.LimpetError, match="disk is full") as caught:
             pendings[1].wait()
         assert isinstance(caught.value, RankFailed) == (rank != victim)
         if rank != victim:
@@ -189,7 +189,7 @@ def test_a_slow_rank_that_makes_progress_does_not_fail(
 
     It makes progress with each piece.
     """
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     timeouts = Timeouts(silent=4.0, stuck=0.8)
     store = MemoryStore()
     job = make_job(2, store, timeouts)
@@ -231,7 +231,7 @@ def test_a_slow_rank_that_makes_progress_does_not_fail(
 
 
 def load_into(job: Any, states: list[dict[str, Any]], rank: int) -> None:
-    holdfast.load(job.url(rank, 2), states[rank])
+    limpet.load(job.url(rank, 2), states[rank])
 
 
 def zero_state(rank: int) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def test_two_collectives_that_wait_for_each_other_raise(trial_stores: PoolTracke
     job.ranks[0].before_call = hang
 
     def work(rank: int) -> Any:
-        pending = holdfast.save_async(job.url(rank, 1), state_of(rank, 2, 1), step=1)
+        pending = limpet.save_async(job.url(rank, 1), state_of(rank, 2, 1), step=1)
         caught: list[BaseException] = []
 
         def wait() -> None:

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast import deadline
-from holdfast.deadline import Deadline
-from holdfast.engine.distributed import store_collective
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.location import Location
-from holdfast.errors import RankFailed, Unavailable
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
-from holdfast.testing.contract import keys
+import limpet
+from limpet import deadline
+from limpet.deadline import Deadline
+from limpet.engine.distributed import store_collective
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location
+from limpet.errors import RankFailed, Unavailable
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
+from limpet.testing.contract import keys
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.ranks.faults import Call, ThreadedJob, state_of
@@ -30,7 +30,7 @@ VICTIM = 1
 def outcomes_of(job: ThreadedJob, seconds: float | None) -> list[Any]:
     def save(rank: int) -> Any:
         state = state_of(rank, job.size, 1)
-        return holdfast.save(job.url(rank, 1), state, step=1, timeout=seconds)
+        return limpet.save(job.url(rank, 1), state, step=1, timeout=seconds)
 
     return job.group.outcomes(save)
 
@@ -88,7 +88,7 @@ def test_no_pin_remains_after_rank_0_has_waited_for_longer_than_a_cleanup_may_ta
 
     def save(rank: int) -> Any:
         try:
-            return holdfast.save(stores[rank], state_of(rank, 2, 1), step=1, timeout=0.5)
+            return limpet.save(stores[rank], state_of(rank, 2, 1), step=1, timeout=0.5)
         finally:
             released.set()
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.errors import (
+import limpet
+from limpet.engine.distributed.kv import Timeouts
+from limpet.errors import (
     AlreadyExists,
     CommitError,
     Denied,
@@ -20,7 +20,7 @@ from holdfast.errors import (
     RankFailed,
     StoreError,
 )
-from holdfast.storage.memory import MemoryStore
+from limpet.storage.memory import MemoryStore
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import (
     SHORT_TIMEOUTS,
@@ -73,11 +73,11 @@ def test_all_ranks_raise_when_one_loads_while_the_others_save(
 ) -> None:
     store = MemoryStore()
     job = make_job(3, store)
-    holdfast.save(f"{job.urls[0]}/version_9", state_after(9))
+    limpet.save(f"{job.urls[0]}/version_9", state_after(9))
 
     def work(rank: int) -> Any:
         if rank == other:
-            return holdfast.load(job.url(rank, 9), initial_state())
+            return limpet.load(job.url(rank, 9), initial_state())
         return job.save(rank, 1)
 
     outcomes = errors_on_all_ranks(job, work)
@@ -92,7 +92,7 @@ def test_all_ranks_raise_when_one_loads_while_the_others_save(
     ("key", "value", "error"),
     [
         ("history", [1.0, 2.0, 3.0], PlanError),  # a different structure
-        ("unsupported", object(), holdfast.errors.Unsupported),
+        ("unsupported", object(), limpet.errors.Unsupported),
     ],
     ids=["structure", "unsupported"],
 )
@@ -107,7 +107,7 @@ def test_a_state_that_only_one_rank_has_raises_on_all(
         state = state_of(rank, 3, 1)
         if rank == other:
             state[key] = value
-        return holdfast.save(job.url(rank, 1), state, step=1)
+        return limpet.save(job.url(rank, 1), state, step=1)
 
     outcomes = errors_on_all_ranks(job, work, error)
     assert len({str(o) for o in outcomes}) == 1
@@ -124,14 +124,14 @@ def test_all_ranks_raise_at_once_when_one_cannot_open_the_snapshot(
 ) -> None:
     store = MemoryStore()
     job = make_job(3, store, Timeouts(silent=30.0, stuck=60.0))
-    holdfast.save(f"{job.urls[0]}/version_8", state_after(8))
+    limpet.save(f"{job.urls[0]}/version_8", state_after(8))
 
     def deny(call: Call) -> None:
         if call.target == "store":
             raise Denied("not for this host", key=call.key)
 
     def load(rank: int) -> Any:
-        return holdfast.load(job.url(rank, 8), initial_state(), timeout=seconds)
+        return limpet.load(job.url(rank, 8), initial_state(), timeout=seconds)
 
     job.ranks[other].before_call = deny
     for rank, outcome in enumerate(errors_on_all_ranks(job, load, StoreError | RankFailed)):

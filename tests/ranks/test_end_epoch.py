@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.run.policy import EveryEpoch, EverySteps, SavePolicy, StopWhen
-from holdfast.run.run import Run
+import limpet
+from limpet.run.policy import EveryEpoch, EverySteps, SavePolicy, StopWhen
+from limpet.run.run import Run
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore::holdfast.errors.UnsavedSteps")
+pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.UnsavedSteps")
 
 
 def state_of(trainer: TrainingRank) -> dict[str, Any]:
-    return {**initial_state(trainer.rank, 2), "progress": holdfast.Progress()}
+    return {**initial_state(trainer.rank, 2), "progress": limpet.Progress()}
 
 
 @pytest.mark.parametrize(

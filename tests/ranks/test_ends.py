@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError, RankFailed, UnsavedSteps
-from holdfast.run.policy import AtEnd, EverySteps, OnException, SavePolicy
-from holdfast.run.run import Run
+from limpet.errors import LimpetError, RankFailed, UnsavedSteps
+from limpet.run.policy import AtEnd, EverySteps, OnException, SavePolicy
+from limpet.run.run import Run
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
     TrainingJob,
@@ -150,7 +150,7 @@ def test_a_store_that_fails_on_one_rank_at_the_end_raises_on_all() -> None:
 
         job.set_before_call(1, fail)
         outcomes = job.outcomes(lambda trainer: trainer.train(7, save=AtEnd()))
-        assert all(isinstance(o, OSError | HoldfastError) for o in outcomes), outcomes
+        assert all(isinstance(o, OSError | LimpetError) for o in outcomes), outcomes
         assert all("disk on fire" in str(o) for o in outcomes)
         assert job.versions == []
         assert job.leftover_keys() == []

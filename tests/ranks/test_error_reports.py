@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
-from holdfast.engine.distributed.error_report import decode_error, encode_error, format_with_notes
-from holdfast.engine.distributed.group import current_group
-from holdfast.errors import CommitError, NotFound, RankFailed, SaveFailed
-from holdfast.run.policy import EverySteps, OnException
-from holdfast.run.run import Run
-from holdfast.training.warn import warn_save_failed
+from limpet.engine.distributed.error_report import decode_error, encode_error, format_with_notes
+from limpet.engine.distributed.group import current_group
+from limpet.errors import CommitError, NotFound, RankFailed, SaveFailed
+from limpet.run.policy import EverySteps, OnException
+from limpet.run.run import Run
+from limpet.training.warn import warn_save_failed
 from tests.fakegroup import FakeGroup
 from tests.ranks.trainings import TrainingJob, TrainingRank
 
@@ -84,7 +84,7 @@ def test_the_first_error_is_reported_when_another_rank_hangs() -> None:
     """Rank 0 hangs in its all-reduce. It did not cause the failure, so the notes name rank 2."""
     with (
         TrainingJob(3) as job,
-        mock.patch("holdfast.training.ending.JOIN_TIMEOUT", 0.5),
+        mock.patch("limpet.training.ending.JOIN_TIMEOUT", 0.5),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import CommitError, HoldfastError, RankFailed, StoreError
-from holdfast.format.names import Version
-from holdfast.run.run import Run
-from holdfast.storage.local.os_calls import Fs
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.faults import Fault, FaultFs
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import CommitError, LimpetError, RankFailed, StoreError
+from limpet.format.names import Version
+from limpet.run.run import Run
+from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.store import LocalStore
+from limpet.testing.faults import Fault, FaultFs
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import ThreadedJob, assert_versions_intact
 from tests.ranks.test_commit import assert_nothing_left
@@ -56,7 +56,7 @@ def check_save(job: ThreadedJob, faulty: FaultFs, victim: int, folder: Path) -> 
         assert isinstance(outcomes[1 - victim], RankFailed)
         assert outcomes[1 - victim].rank == victim
         assert str(victim_outcome) in str(outcomes[1 - victim])
-        reported = {isinstance(o, HoldfastError) and o.fields.get("outcome") for o in outcomes}
+        reported = {isinstance(o, LimpetError) and o.fields.get("outcome") for o in outcomes}
         assert reported in ({None}, {"unknown"}, {False, None})
         assert not committed or reported == {"unknown"}, outcomes
     step = 2 if committed else 1

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import RankFailed
+import limpet
+from limpet.errors import RankFailed
 from tests.ranks.world import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -32,13 +32,13 @@ class Rank:
         self.rank, self.store, self.folder = rank, store, folder
         self.report: dict[str, Any] = {}
 
-    def create(self) -> holdfast.Checkpointer:
+    def create(self) -> limpet.Checkpointer:
         """Make the first call, which sends the first heartbeat."""
-        state = {"w": np.zeros(3), "rank": holdfast.PerRank(self.rank)}
-        policy = holdfast.EverySteps(1)
-        return holdfast.Checkpointer(self.folder / "run", state, save=policy)
+        state = {"w": np.zeros(3), "rank": limpet.PerRank(self.rank)}
+        policy = limpet.EverySteps(1)
+        return limpet.Checkpointer(self.folder / "run", state, save=policy)
 
-    def resume(self, ckpt: holdfast.Checkpointer | None = None) -> None:
+    def resume(self, ckpt: limpet.Checkpointer | None = None) -> None:
         ckpt = self.create() if ckpt is None else ckpt
         began = time.monotonic()
         try:
@@ -148,7 +148,7 @@ def give_up_and_stay(rank: Rank) -> None:
 
 
 def run_plan(plans: dict[int, Plan], others: Plan, rank: int, port: int, folder: Path) -> None:
-    os.environ["HOLDFAST_STUCK"] = str(STUCK)
+    os.environ["LIMPET_STUCK"] = str(STUCK)
     store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
     group_store = dist.PrefixStore("group", store.clone())
     dist.init_process_group("gloo", None, TIMEOUT, 3, rank, group_store)

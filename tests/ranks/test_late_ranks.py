@@ -29,13 +29,13 @@ from unittest import mock
 
 import pytest
 
-from holdfast.engine.distributed.group import current_group
-from holdfast.engine.saving import save
-from holdfast.errors import HoldfastError, NoSpace, Unavailable
-from holdfast.preemption.notice import Notice
-from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.engine.distributed.group import current_group
+from limpet.engine.saving import save
+from limpet.errors import LimpetError, NoSpace, Unavailable
+from limpet.preemption.notice import Notice
+from limpet.run.policy import EverySteps, KeepLast, OnException, StopWhen
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
 
 SIZE = 3
@@ -265,7 +265,7 @@ class Trial:
             for *_, error in reports:
                 notes = str(getattr(error, "__notes__", ""))
                 assert "did not raise in the same step" not in notes, (self, notes)
-                lost = isinstance(error, HoldfastError) and error.fields.get("lost")
+                lost = isinstance(error, LimpetError) and error.fields.get("lost")
                 assert not lost, (self, self.reports)
         steps = [trainer.ckpt.current_step for trainer in self.job.ranks]
         assert len({*steps}) == 1, (self, steps, self.reports)
@@ -333,7 +333,7 @@ def recorded_steps() -> Iterator[None]:
 
         return call
 
-    def report_warning(error: HoldfastError, *args: Any) -> None:
+    def report_warning(error: LimpetError, *args: Any) -> None:
         trial, rank = _current_trial()
         if trial is not None and not trial.job.ranks[rank].ckpt._lifecycle.is_closed:
             trial.report(rank, "warning", error)
@@ -342,7 +342,7 @@ def recorded_steps() -> Iterator[None]:
         for name in ("flatten", "stage_pieces"):
             step = record(name, getattr(save, name))
             stack.enter_context(mock.patch.object(save, name, step))
-        stack.enter_context(mock.patch("holdfast.training.warn.warn_save_failed", report_warning))
+        stack.enter_context(mock.patch("limpet.training.warn.warn_save_failed", report_warning))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield

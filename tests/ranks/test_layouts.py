@@ -13,19 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.buffers import shared_pool
-from holdfast.engine.distributed.group import current_group
-from holdfast.engine.loading import shared_read
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.saving import partition
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import open_location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.storage.memory import MemoryStore
-from holdfast.types import BLOCK_SIZE, DTYPES, MIB
+import limpet
+from limpet.buffers import shared_pool
+from limpet.engine.distributed.group import current_group
+from limpet.engine.loading import shared_read
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.saving import partition
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import open_location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.storage.memory import MemoryStore
+from limpet.types import BLOCK_SIZE, DTYPES, MIB
 from tests.fakegroup import FakeGroup
 from tests.ranks.random_layouts import (
     LaidOutTensor,
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 def save_on_ranks(store, size, state_of_rank, **options):
     with FakeGroup(size) as group:
-        snapshots = group.run(lambda r: holdfast.save(store, state_of_rank(r), **options))
+        snapshots = group.run(lambda r: limpet.save(store, state_of_rank(r), **options))
     assert len({reader_of(s).digest for s in snapshots}) == 1
     return reader_of(snapshots[0])
 
 
 def save_async_on_ranks(store, size, state_of_rank):
     with FakeGroup(size) as group:
-        group.run(lambda r: holdfast.save_async(store, state_of_rank(r)).wait())
+        group.run(lambda r: limpet.save_async(store, state_of_rank(r)).wait())
 
 
 def assert_loaded(tensors, state, expected, chosen=None):
@@ -71,7 +71,7 @@ def test_a_state_in_any_layout_loads_into_any_other(drawn, max_box_bytes, asynch
     with patch.object(partition, "MAX_BOX_BYTES", max_box_bytes):
         save = save_async_on_ranks if asynchronous else save_on_ranks
         save(store, sizes[0], lambda r: state_of(tensors, 0, r)[0])
-    snapshot = holdfast.open(store)
+    snapshot = limpet.open(store)
     assert snapshot.verify().ok
     assert set(snapshot.keys()) == {leaf_key(i) for i in range(len(tensors))}
     written = sum(nbytes for _, _, nbytes in _boxes(reader_of(snapshot)))
@@ -79,7 +79,7 @@ def test_a_state_in_any_layout_loads_into_any_other(drawn, max_box_bytes, asynch
 
     def load(rank):
         state, expected = state_of(tensors, 1, rank, empty=True)
-        assert holdfast.load(store, into=state).is_complete
+        assert limpet.load(store, into=state).is_complete
         assert_loaded(tensors, state, expected)
 
     with FakeGroup(sizes[1]) as group:
@@ -88,19 +88,19 @@ def test_a_state_in_any_layout_loads_into_any_other(drawn, max_box_bytes, asynch
 
     def load_some(rank):
         state, expected = state_of(tensors, 2, rank, empty=True)
-        holdfast.load(store, into=state, keys=[leaf_key(i) for i in chosen])
+        limpet.load(store, into=state, keys=[leaf_key(i) for i in chosen])
         assert_loaded(tensors, state, expected, chosen)
 
     chosen = [i for i in chosen if i < len(tensors)]
     if chosen:
         with FakeGroup(sizes[2]) as group:
             group.run(load_some)
-    whole = holdfast.load(store)
+    whole = limpet.load(store)
     for i, tensor in enumerate(tensors):
         level, name = leaf_key(i).split("/")
         assert local_bytes(whole[level][name]) == tensor.element_bytes().tobytes(), tensor
     if tensors[1:]:
-        assert holdfast.load(store, keys="other/**").keys() == {"other"}
+        assert limpet.load(store, keys="other/**").keys() == {"other"}
 
 
 def _boxes(snapshot):
@@ -140,7 +140,7 @@ def test_each_rank_reads_exactly_the_chunks_that_it_needs_once(seed):
     def load(rank):
         state, expected = state_of(tensors, 1, rank, empty=True)
         recorded = RecordingStore(store)
-        holdfast.load(recorded, into=state)
+        limpet.load(recorded, into=state)
         assert_loaded(tensors, state, expected)
         wanted = {}
         for i, tensor in enumerate(tensors):
@@ -168,7 +168,7 @@ def test_a_rank_reads_only_its_rows_of_a_large_tensor():
 
     def part(rank, size):
         rows = slice(2048 * rank // size, 2048 * (rank + 1) // size)
-        return holdfast.Boxed(whole[rows].clone(), (rows.start, 0), (2048, 4096))
+        return limpet.Boxed(whole[rows].clone(), (rows.start, 0), (2048, 4096))
 
     save_on_ranks(store, 4, lambda r: {"w": part(r, 4)})
 
@@ -177,7 +177,7 @@ def test_a_rank_reads_only_its_rows_of_a_large_tensor():
         expected = live.tensor.clone()
         live.tensor.zero_()
         with patch.object(shared_read, "MIN_SHARED_BYTES", 1 << 62):
-            holdfast.load(recorded, into={"w": live})
+            limpet.load(recorded, into={"w": live})
         assert torch.equal(live.tensor, expected)
         assert recorded.nbytes == live.tensor.nbytes + 4096  # the header of the shard
         assert max(length for _, _, length in recorded.ranges) <= BLOCK_SIZE + 4096
@@ -243,7 +243,7 @@ def test_a_large_replicated_tensor_is_split_across_ranks():
     totals = _bytes_per_shard(snapshot)
     assert sum(totals) == 2 * whole.nbytes
     assert max(totals) <= sum(totals) / 3 + partition.MAX_BOX_BYTES
-    loaded = holdfast.load(snapshot.location.store)
+    loaded = limpet.load(snapshot.location.store)
     assert torch.equal(loaded["w"], whole)
     assert torch.equal(loaded["t"], whole.permute(2, 1, 0))
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-import holdfast
-from holdfast.engine.state.sharding import Boxed
-from holdfast.errors import ShapeMismatch
+import limpet
+from limpet.engine.state.sharding import Boxed
+from limpet.errors import ShapeMismatch
 from tests.engine.states import assert_same, clone
 from tests.fakegroup import FakeGroup
 from tests.ranks.rank_threads import for_each_rank, load_errors, save_on_ranks
@@ -26,7 +26,7 @@ def make(size, steps=0):
 
 def load(store, *states, **options):
     with FakeGroup(len(states)) as group:
-        return group.run(lambda rank: holdfast.load(store, into=states[rank], **options))
+        return group.run(lambda rank: limpet.load(store, into=states[rank], **options))
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.data.rng import RNG
-from holdfast.engine.state.replication import PerRank, Replicated
-from holdfast.engine.state.sharding import Boxed
-from holdfast.errors import DTypeMismatch, PlanError, RanksChanged, ShapeMismatch, Unsupported
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.data.rng import RNG
+from limpet.engine.state.replication import PerRank, Replicated
+from limpet.engine.state.sharding import Boxed
+from limpet.errors import DTypeMismatch, PlanError, RanksChanged, ShapeMismatch, Unsupported
+from limpet.storage.memory import MemoryStore
 from tests.engine.states import assert_same
 from tests.ranks import rank_threads
 from tests.ranks.rank_threads import (
@@ -87,12 +87,12 @@ def test_each_rank_loads_its_own_values_and_new_ranks_keep_theirs(saving_ranks, 
 
 def test_a_load_without_a_live_state_returns_per_rank_values_by_rank_number():
     store = save_on_ranks(*for_each_rank(3, per_rank_state))
-    loaded = holdfast.load(store)
+    loaded = limpet.load(store)
     assert list(loaded["t"]) == ["0", "1", "2"]
     assert [loaded["t"][str(r)].shape for r in range(3)] == [(3, r) for r in range(3)]
     assert loaded["loader"]["2"]["at"] == 12
     assert loaded["nested"][0]["1"]["l"] == [11]
-    assert_same({"1": torch.full((3, 1), 11)}, holdfast.load(store, keys="t/1")["t"])
+    assert_same({"1": torch.full((3, 1), 11)}, limpet.load(store, keys="t/1")["t"])
 
 
 def test_values_of_absent_ranks_are_ignored_and_mismatched_ones_are_errors():
@@ -111,7 +111,7 @@ def test_values_of_absent_ranks_are_ignored_and_mismatched_ones_are_errors():
 def test_only_some_ranks_may_have_a_per_rank_value():
     states = [{"x": 1}, {"x": 1, "a": PerRank([floats(1), 2])}, {"x": 1, "a": PerRank([3, 4, 5])}]
     store = save_on_ranks(*states)
-    assert holdfast.open(store).keys() == ["x", "a/1/0", "a/1/1", "a/2/0", "a/2/1", "a/2/2"]
+    assert limpet.open(store).keys() == ["x", "a/1/0", "a/1/1", "a/2/0", "a/2/1", "a/2/2"]
     live_states = [{"x": 0}, {"x": 0, "a": PerRank([floats(0), 0])}, {"x": 0, "a": PerRank([0])}]
     load_on_ranks(store, *live_states)
     assert_same([floats(1), 2], live_states[1]["a"].value)
@@ -197,7 +197,7 @@ def test_random_generators_load_on_any_number_of_ranks_without_a_warning():
 def test_per_rank_values_under_names_that_are_equal_as_text():
     states = for_each_rank(2, lambda r: {"d": {1: PerRank(r), "1": PerRank(floats(r))}})
     assert_same({"d": {1: {"0": 0, "1": 1}, "1": {"0": floats(0), "1": floats(1)}}},
-         holdfast.load(save_on_ranks(*states)))  # fmt: skip
+         limpet.load(save_on_ranks(*states)))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_memory_shared_between_per_rank_and_other_values_stays_shared():
         return {"a": x, "b": PerRank([x, y]), "c": PerRank({"z": y})}
 
     store = save_on_ranks(*for_each_rank(2, state))
-    loaded = holdfast.load(store)
+    loaded = limpet.load(store)
     assert loaded["a"] is loaded["b"]["0"][0] is loaded["b"]["1"][0]
     assert loaded["b"]["1"][1] is loaded["c"]["1"]["z"]
     assert loaded["c"]["1"]["z"].item() == 1
@@ -329,7 +329,7 @@ def test_rng_restores_the_generators_of_the_process():
     """``RNG`` itself, without ``RankRNG``."""
     store = MemoryStore()
     torch.manual_seed(5)
-    holdfast.save(store, {"rng": RNG()}, group="alone")
+    limpet.save(store, {"rng": RNG()}, group="alone")
     expected = torch.rand(3).tolist()
     load_on_ranks(store, {"rng": RNG()})
     assert torch.rand(3).tolist() == expected

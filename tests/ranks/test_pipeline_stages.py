@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.state.sharding import Boxed
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.state.sharding import Boxed
+from limpet.errors import (
     DigestMismatch,
     DTypeMismatch,
     MissingLeaf,
@@ -101,7 +101,7 @@ def test_stages_load_into_a_different_number_of_stages(
         for name, value in state["model"].state_dict().items():
             assert torch.equal(value, all_tensors[name])
         assert_same({n: all_slots[n] for n in slots(state)}, slots(state))
-    tree = holdfast.load(store)
+    tree = limpet.load(store)
     assert set(tree["model"]) == set(all_tensors)
     assert [sorted(g["params"]) for g in tree["optimizer"]["groups"]] == [
         sorted(f"model.l{i}.weight" for i in range(LAYERS)),
@@ -123,7 +123,7 @@ def test_an_optimizer_that_has_not_stepped_gets_its_slots():
         ]
         unstepped.append(state | {"optimizer": torch.optim.AdamW(groups, lr=0.1)})
     load_on_ranks(store, *unstepped)
-    tree = holdfast.load(store)["optimizer"]["state"]
+    tree = limpet.load(store)["optimizer"]["state"]
     for state in unstepped:
         for name, values in slots(state).items():
             assert_same(tree[f"model.{name}"], values)
@@ -149,7 +149,7 @@ def test_nested_containers_of_stages_merge_in_rank_order():
         {"d": {"b": {3: floats(1)}, "z": (1, {"y": floats(2)})}},
         {"d": {"b": {4: "x"}, "a": floats(0)}, "o": OrderedDict(p=floats(3)), "n": None},
     ]
-    loaded = holdfast.load(save_on_ranks(*states))
+    loaded = limpet.load(save_on_ranks(*states))
     expected = {
         "d": {
             "a": floats(0),
@@ -336,7 +336,7 @@ def test_damage_that_one_rank_reads_raises_on_all_ranks(reader):
     store = save_on_ranks(*for_each_rank(4, part))
     name = next(
         s.name
-        for s in reader_of(holdfast.open(store)).manifest.shards
+        for s in reader_of(limpet.open(store)).manifest.shards
         if f"0000{reader}-of" in s.name
     )
     data, modified = store._objects[name]
@@ -352,9 +352,9 @@ def test_damage_that_one_rank_reads_raises_on_all_ranks(reader):
     assert not states[reader]["w"].tensor.any()  # a damaged chunk is not copied
     states = for_each_rank(4, lambda r: part(r, empty=True))
     with pytest.raises(DigestMismatch):
-        holdfast.load(store, into=states[reader], group="alone")
+        limpet.load(store, into=states[reader], group="alone")
     other = (reader + 1) % 4
-    holdfast.load(store, into=states[other], group="alone")
+    limpet.load(store, into=states[other], group="alone")
     assert torch.equal(states[other]["w"].tensor, whole[other : other + 1])
 
 
@@ -383,7 +383,7 @@ def test_a_user_object_that_fails_on_one_rank_raises_on_all_ranks(rank):
         states = for_each_rank(
             3, lambda r: {"o": UserObject(r == rank, all_arrived), "w": floats(0)}
         )
-        errors = group.outcomes(lambda r: holdfast.load(store, into=states[r]))
+        errors = group.outcomes(lambda r: limpet.load(store, into=states[r]))
         for r, e in enumerate(errors):
             if r == rank:
                 assert isinstance(e.__cause__, ZeroDivisionError)
@@ -393,5 +393,5 @@ def test_a_user_object_that_fails_on_one_rank_raises_on_all_ranks(rank):
                 assert (e.rank, e.live_state) == (rank, "not valid")
                 assert "ZeroDivisionError: in its own code" in str(e)
         states = for_each_rank(3, lambda r: {"o": UserObject(False, all_arrived), "w": floats(0)})
-        group.run(lambda r: holdfast.load(store, into=states[r]))  # the next one works
+        group.run(lambda r: limpet.load(store, into=states[r]))  # the next one works
         assert all(state["w"].item() == 1 for state in states)

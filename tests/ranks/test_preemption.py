@@ -43,11 +43,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import Preempted, RankFailed
-from holdfast.format.names import MANIFEST
-from holdfast.preemption import (
+from limpet.engine.distributed.kv import Timeouts
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import Preempted, RankFailed
+from limpet.format.names import MANIFEST
+from limpet.preemption import (
     GcpNotice,
     NoticeSource,
     Preemption,
@@ -55,12 +55,12 @@ from holdfast.preemption import (
     exit_status,
     response,
 )
-from holdfast.preemption.exit_status import Status
-from holdfast.preemption.savepoints import step_savepoint
-from holdfast.preemption.savepoints.savepoint_saver import SavepointSaver
-from holdfast.run.catalog import read_training_metadata
-from holdfast.run.policy import AtEnd, EverySteps
-from holdfast.run.run import Run
+from limpet.preemption.exit_status import Status
+from limpet.preemption.savepoints import step_savepoint
+from limpet.preemption.savepoints.savepoint_saver import SavepointSaver
+from limpet.run.catalog import read_training_metadata
+from limpet.run.policy import AtEnd, EverySteps
+from limpet.run.run import Run
 from tests.preemption.announced import Announced
 from tests.preemption.metadata_servers import GcpServer
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
@@ -170,7 +170,7 @@ def earlier_threads() -> set[threading.Thread]:
 
 def assert_no_threads(earlier: set[threading.Thread]) -> None:
     end = time.monotonic() + 5
-    names = ("holdfast-notices", "holdfast-signals", "holdfast-deadline", "holdfast-agree")
+    names = ("limpet-notices", "limpet-signals", "limpet-deadline", "limpet-agree")
     while threads := [
         t for t in threading.enumerate() if t.name.startswith(names) and t not in earlier
     ]:
@@ -741,7 +741,7 @@ def test_a_rank_that_cannot_raise_the_error_of_another_one_is_ended(
     if not noticed:
         monkeypatch.setattr(response, "STUCK_SECONDS", 0.3)
     statuses: list[Status] = []
-    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
     monkeypatch.setattr(exit_status, "write_status", lambda _, status: statuses.append(status))
     job = make_job(2, lockstep=False)
 

@@ -24,9 +24,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.preemption import Notice
-from holdfast.run.run import Run
+import limpet
+from limpet.preemption import Notice
+from limpet.run.run import Run
 from tests.ranks.preempted_ranks import TIMEOUT, World
 from tests.ranks.world import run_ranks
 
@@ -140,8 +140,8 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
 def never_close(rank: int, port: int, folder: Path) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, False, TIMEOUT)
     dist.init_process_group("gloo", None, TIMEOUT, 2, rank, store)
-    state = {"progress": holdfast.Progress(), "x": torch.zeros(3)}
-    ckpt = holdfast.Checkpointer(folder / "run", state, save=holdfast.EverySteps(10))
+    state = {"progress": limpet.Progress(), "x": torch.zeros(3)}
+    ckpt = limpet.Checkpointer(folder / "run", state, save=limpet.EverySteps(10))
     never_closed.append(ckpt)
     for _ in range(3):
         ckpt.step()
@@ -149,7 +149,7 @@ def never_close(rank: int, port: int, folder: Path) -> None:
     (folder / f"{rank}.json").write_text("{}")
 
 
-never_closed: list[holdfast.Checkpointer] = []
+never_closed: list[limpet.Checkpointer] = []
 
 
 def test_no_thread_keeps_a_process_from_its_end(tmp_path: Path) -> None:

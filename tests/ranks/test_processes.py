@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from holdfast.storage.local.store import LocalStore
+from limpet.storage.local.store import LocalStore
 from tests.ranks.faults import assert_versions_intact
 from tests.ranks.processes import STAGES
 
@@ -128,7 +128,7 @@ class JobStart:
             "root": str(job.root),
             "calls": calls,
             "destroy_group": not fault,
-            "env": {"HOLDFAST_SILENT": str(silent), "HOLDFAST_STUCK": str(STUCK)},
+            "env": {"LIMPET_SILENT": str(silent), "LIMPET_STUCK": str(STUCK)},
         }
         self.pids = [
             job.processes.start(
@@ -325,8 +325,8 @@ def test_the_other_ranks_raise_when_the_rank_that_hosts_the_store_is_killed(
 TRAINING = """
 import os, signal, sys
 import numpy as np, torch, torch.distributed as dist
-import holdfast
-from holdfast.engine.saving import save
+import limpet
+from limpet.engine.saving import save
 from tests.ranks.processes import join_process_group
 from tests.ranks.faults import state_of
 from tests.trainings import train_step
@@ -347,11 +347,11 @@ whole = {**state_of(0, 1, 0)}
 whole["weights"] = whole["weights"].tensor
 rows = np.array_split(np.arange(1000), size)[rank]
 part = whole["weights"][rows]
-state = {**whole, "weights": holdfast.Boxed(part, (int(rows[0]),), (1000,))}
-with holdfast.Checkpointer(sys.argv[1], state, save=holdfast.EverySteps(1)) as ckpt:
+state = {**whole, "weights": limpet.Boxed(part, (int(rows[0]),), (1000,))}
+with limpet.Checkpointer(sys.argv[1], state, save=limpet.EverySteps(1)) as ckpt:
     resumed = ckpt.resume()
     print(f"rank {rank} resumed at {resumed.step if resumed else 0}", flush=True)
-    whole["weights"] = holdfast.load(resumed.url)["weights"] if resumed else whole["weights"]
+    whole["weights"] = limpet.load(resumed.url)["weights"] if resumed else whole["weights"]
     whole["history"], whole["small"] = state["history"], state["small"]
     while ckpt.current_step < 6:
         loss = train_step(whole)
@@ -373,7 +373,7 @@ def test_training_continues_after_torchrun_restarts_the_ranks(tmp_path: Path) ->
     script.write_text(TRAINING)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     command += ["--master-port", str(free_port()), "--max-restarts", "3", "--monitor-interval", "1"]
-    settings = {"HOLDFAST_SILENT": "20", "HOLDFAST_STUCK": "40", "OMP_NUM_THREADS": "1"}
+    settings = {"LIMPET_SILENT": "20", "LIMPET_STUCK": "40", "OMP_NUM_THREADS": "1"}
     completed = subprocess.run(
         [*command, str(script), str(tmp_path / "run")],
         cwd=REPOSITORY,

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.engine.distributed.group import current_group
-from holdfast.errors import HoldfastError, RankFailed
+import limpet
+from limpet.engine.distributed.group import current_group
+from limpet.errors import LimpetError, RankFailed
 from tests.ranks.world import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -34,28 +34,28 @@ def free_port() -> int:
 
 
 def make_state(value: float) -> dict[str, Any]:
-    return {"w": torch.full((1000,), value), "rank": holdfast.PerRank(dist.get_rank())}
+    return {"w": torch.full((1000,), value), "rank": limpet.PerRank(dist.get_rank())}
 
 
 def save_once(url: str, cycle: int) -> None:
-    holdfast.save(f"{url}/{cycle}", make_state(cycle))
+    limpet.save(f"{url}/{cycle}", make_state(cycle))
 
 
 def save_in_background(url: str, cycle: int) -> Any:
     """The save is in progress when the group is destroyed."""
-    return holdfast.save_async(f"{url}/{cycle}", make_state(cycle))
+    return limpet.save_async(f"{url}/{cycle}", make_state(cycle))
 
 
 def save_in_subgroups(url: str, cycle: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     number = dist.get_rank() // 2
-    holdfast.save(f"{url}/pair{number}-{cycle}", make_state(cycle), group=pairs[number])
-    holdfast.save(f"{url}/{cycle}", make_state(cycle))
+    limpet.save(f"{url}/pair{number}-{cycle}", make_state(cycle), group=pairs[number])
+    limpet.save(f"{url}/{cycle}", make_state(cycle))
 
 
 def train(url: str, cycle: int) -> None:
-    state = {**make_state(cycle), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(f"{url}/run", state, save=holdfast.EverySteps(2)) as ckpt:
+    state = {**make_state(cycle), "progress": limpet.Progress()}
+    with limpet.Checkpointer(f"{url}/run", state, save=limpet.EverySteps(2)) as ckpt:
         resumed = ckpt.resume()
         assert (resumed.step if resumed else 0) == 4 * cycle
         assert int(state["w"][0]) == max(cycle - 1, 0)
@@ -88,7 +88,7 @@ def read_link(path: str) -> str:
 
 
 def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, folder: Path) -> None:
-    """Use Holdfast in several initializations. A second store keeps the ranks together between
+    """Use Limpet in several initializations. A second store keeps the ranks together between
     these, because PyTorch's own could connect to the store that is about to end."""
     outer = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
     gc.disable()
@@ -107,9 +107,9 @@ def run_cycles(use: Any, master_port: int, size: int, rank: int, port: int, fold
         if pending is not None:  # its thread is at its end once the group is closed
             assert pending.wait().verify().ok
             for thread in threading.enumerate():
-                if thread.name == "holdfast-save":
+                if thread.name == "limpet-save":
                     thread.join(10)
-        threads = [thread.name for thread in threading.enumerate() if "holdfast" in thread.name]
+        threads = [thread.name for thread in threading.enumerate() if "limpet" in thread.name]
         assert not threads, threads
         seconds.append(time.monotonic() - began)
         found, is_collected = list_descriptors(at_most=min(map(len, fds[1:]), default=0))
@@ -143,7 +143,7 @@ def test_each_initialization_on_the_same_port_saves(tmp_path: Path, size: int, u
         assert max(result["seconds"][1:]) < 12, "a wait has run into its limit"
     if use is not train:
         for cycle in range(CYCLES):
-            assert holdfast.load(str(tmp_path / str(cycle)))["w"][0] == cycle
+            assert limpet.load(str(tmp_path / str(cycle)))["w"][0] == cycle
 
 
 def use_old_objects(rank: int, port: int, folder: Path) -> None:
@@ -151,7 +151,7 @@ def use_old_objects(rank: int, port: int, folder: Path) -> None:
         store = dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT)
         dist.init_process_group("gloo", None, TIMEOUT, 2, rank, dist.PrefixStore(f"{cycle}", store))
         if cycle == 0:
-            old = holdfast.Checkpointer(folder / "old", make_state(0), save=holdfast.EverySteps(1))
+            old = limpet.Checkpointer(folder / "old", make_state(0), save=limpet.EverySteps(1))
             old.step()
             old.wait()
             old_group = current_group()
@@ -160,7 +160,7 @@ def use_old_objects(rank: int, port: int, folder: Path) -> None:
             with pytest.raises(RankFailed, match="has left the group") as e:
                 old.step()
             assert "new Checkpointer" in str(e.value)
-            with pytest.raises(HoldfastError):
+            with pytest.raises(LimpetError):
                 old.save()
             assert time.monotonic() - began < 5
             assert current_group() is not old_group

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.engine.state.replication import PerRank, Replicated
-from holdfast.engine.state.sharding import Boxed
-from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
-from holdfast.types import BLOCK_SIZE
+import limpet
+from limpet.engine.state.replication import PerRank, Replicated
+from limpet.engine.state.sharding import Boxed
+from limpet.errors import DTypeMismatch, PlanError, ShapeMismatch
+from limpet.types import BLOCK_SIZE
 from tests.engine.states import TORCH_DTYPES, assert_same, clone, random_tensor
 from tests.ranks.rank_threads import floats, for_each_rank, load_on_ranks, save_error, save_on_ranks
 
@@ -106,7 +106,7 @@ def test_values_that_differ_in_one_bit_raise(one, other):
 )
 def test_equal_values_are_written_once(value):
     store = save_on_ranks(*for_each_rank(3, lambda r: {"a": clone(value), "b": [clone(value)]}))
-    assert_same({"a": value, "b": [value]}, holdfast.load(store))
+    assert_same({"a": value, "b": [value]}, limpet.load(store))
 
 
 def test_strides_are_not_compared():
@@ -114,7 +114,7 @@ def test_strides_are_not_compared():
     column_major = whole.t().contiguous().t()
     spaced = torch.zeros(700, 200)[:, ::2].copy_(whole)
     assert torch.equal(
-        holdfast.load(save_on_ranks(*[{"w": w} for w in (whole, column_major, spaced)]))["w"], whole
+        limpet.load(save_on_ranks(*[{"w": w} for w in (whole, column_major, spaced)]))["w"], whole
     )
     e = save_error(PlanError, {"w": whole}, {"w": whole + 1}, {"w": flipped(column_major)})
     assert "w (different on every rank)" in str(e)
@@ -164,7 +164,7 @@ def test_mismatched_tensors_raise(kind, one, other):
 
 def test_equal_boxes_are_stored_once_without_a_comparison():
     states = for_each_rank(4, lambda r: {"w": Boxed(floats(r % 2, r)[None], (r % 2, 0), (2, 2))})
-    loaded = holdfast.load(save_on_ranks(*states))["w"]
+    loaded = limpet.load(save_on_ranks(*states))["w"]
     assert loaded[:, 0].tolist() == [0, 1]
     assert loaded[0, 1] in (0, 2)
     assert loaded[1, 1] in (1, 3)
@@ -238,7 +238,7 @@ plain = st.recursive(
 @settings(max_examples=60)
 @given(st.dictionaries(st.text(max_size=4), plain, max_size=4), st.integers(2, 4))
 def test_equal_values_of_any_kind_are_stored_once(state, size):
-    assert_same(state, holdfast.load(save_on_ranks(*for_each_rank(size, lambda r: clone(state)))))
+    assert_same(state, limpet.load(save_on_ranks(*for_each_rank(size, lambda r: clone(state)))))
 
 
 @settings(max_examples=60)
@@ -247,7 +247,7 @@ def test_different_values_merge_completely_or_raise(values):
     """Dicts may have different names on different ranks. Then the loaded dict has all of them."""
     error = None
     try:
-        loaded = holdfast.load(save_on_ranks(*[{"x": clone(v)} for v in values]))["x"]
+        loaded = limpet.load(save_on_ranks(*[{"x": clone(v)} for v in values]))["x"]
     except PlanError as e:
         error = e
     if error is None:
@@ -283,9 +283,7 @@ def test_names_that_are_equal_as_text_must_have_the_same_order_on_all_ranks():
     ]
     assert "d: items [[1," in str(save_error(PlanError, *states))
     states[1]["d"] = dict(reversed(states[1]["d"].items()))
-    assert_same(
-        {"d": {1: floats(1, 2), "1": floats(10, 20)}}, holdfast.load(save_on_ranks(*states))
-    )
+    assert_same({"d": {1: floats(1, 2), "1": floats(10, 20)}}, limpet.load(save_on_ranks(*states)))
     e = save_error(PlanError, {"d": {1: floats(1), "x": 0}}, {"d": {"1": floats(1), 2: 0}})
     assert e.leaves == ("d",)
 
@@ -300,7 +298,7 @@ def tied(value, *names):
 def test_tensors_tied_on_some_ranks_only_raise():
     x = floats(5, 6)
     store = save_on_ranks(*for_each_rank(2, lambda r: tied(x.clone(), "a", "b")))
-    loaded = holdfast.load(store)
+    loaded = limpet.load(store)
     assert loaded["a"] is loaded["b"]
     e = save_error(PlanError, tied(x, "a", "b"), {"a": x.clone(), "b": x.clone()})
     assert 'b: tied "a" on rank 0, tensor ["float32",[2]] on rank 1' in str(e)
@@ -310,10 +308,10 @@ def test_tensors_tied_on_some_ranks_only_raise():
 
 def test_a_stage_may_tie_tensors_that_others_have_once():
     x = floats(5, 6)
-    loaded = holdfast.load(save_on_ranks({"a": x.clone()}, tied(x, "a", "b"), {"c": 1}))
+    loaded = limpet.load(save_on_ranks({"a": x.clone()}, tied(x, "a", "b"), {"c": 1}))
     assert loaded["a"] is loaded["b"]
     part = [Boxed(floats(r), (r,), (2,)) for r in range(2)]
-    loaded = holdfast.load(save_on_ranks(tied(part[0], "a", "b"), tied(part[1], "a", "b")))
+    loaded = limpet.load(save_on_ranks(tied(part[0], "a", "b"), tied(part[1], "a", "b")))
     assert loaded["a"] is loaded["b"]
     assert loaded["a"].tolist() == [0, 1]
 
@@ -331,7 +329,7 @@ def test_a_replicated_value_is_saved_from_rank_0():
     )
     store = save_on_ranks(*states)
     assert_same(
-        {"a": {"n": 1, "t": floats(0, NAN), "l": []}, "b": np.zeros(3, int)}, holdfast.load(store)
+        {"a": {"n": 1, "t": floats(0, NAN), "l": []}, "b": np.zeros(3, int)}, limpet.load(store)
     )
     load_on_ranks(store, *states)
     for state in states:
@@ -341,7 +339,7 @@ def test_a_replicated_value_is_saved_from_rank_0():
 
 def test_a_replicated_value_is_saved_from_the_first_rank_that_has_it():
     store = save_on_ranks({"x": 1}, *for_each_rank(2, lambda r: {"a": Replicated([r, floats(r)])}))
-    assert_same({"x": 1, "a": [0, floats(0)]}, holdfast.load(store))
+    assert_same({"x": 1, "a": [0, floats(0)]}, limpet.load(store))
 
 
 def test_replicated_tensors_of_different_shapes_raise():

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import KeptValues
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
+import limpet
+from limpet.errors import KeptValues
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
 
 
@@ -24,7 +24,7 @@ def reports() -> Iterator[list[tuple[str, dict[str, Any]]]]:
         if name.startswith("resume_"):
             found.append((name, fields))
 
-    with holdfast.attach(sink):
+    with limpet.attach(sink):
         yield found
 
 
@@ -41,7 +41,7 @@ def test_the_ranks_together_compare_all_bytes(size: int) -> None:
 
 
 def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.training.resuming import receipt
+    from limpet.training.resuming import receipt
 
     compare = receipt._compare_on_this_rank
 
@@ -62,7 +62,7 @@ def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch: pytest.MonkeyPat
 def test_an_error_of_one_rank_is_reported_and_ends_no_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from holdfast.training.resuming import receipt
+    from limpet.training.resuming import receipt
 
     compare = receipt._compare_on_this_rank
 
@@ -81,7 +81,7 @@ def test_an_error_of_one_rank_is_reported_and_ends_no_resume(
     assert fields["differing"] == ["the state of rank 1, which cannot be compared: OSError: boom"]
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.errors.RanksChanged")
+@pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
 def test_other_ranks_compare_what_they_can() -> None:
     """With fewer ranks, per-rank values of the others are not loaded, and so not compared."""
     with TrainingJob(3) as job:
@@ -100,7 +100,7 @@ def test_kept_values_of_any_rank_are_recorded() -> None:
 
         def resume(trainer: TrainingRank) -> None:
             state = initial_state(trainer.rank, 2)
-            state["new"] = holdfast.PerRank(np.zeros(trainer.rank + 1))
+            state["new"] = limpet.PerRank(np.zeros(trainer.rank + 1))
             with trainer.make_checkpointer(state=state) as ckpt:
                 ckpt.resume(missing="keep")
                 ckpt.step()

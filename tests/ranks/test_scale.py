@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.distributed.failure_detector import FailureDetector
-from holdfast.engine.distributed.group import current_group
-from holdfast.engine.distributed.kv import MAX_BATCH_KEYS, MAX_VALUE_BYTES, KVClient, Timeouts
-from holdfast.engine.saving import partition
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.distributed.failure_detector import FailureDetector
+from limpet.engine.distributed.group import current_group
+from limpet.engine.distributed.kv import MAX_BATCH_KEYS, MAX_VALUE_BYTES, KVClient, Timeouts
+from limpet.engine.saving import partition
+from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup, FakeStore, StoreView
 
 UNHURRIED = Timeouts(20.0, 40.0)
@@ -23,17 +23,17 @@ UNHURRIED = Timeouts(20.0, 40.0)
 def state_of(rank: int, size: int, leaves: int = 30) -> dict[str, Any]:
     """Return a state with sharded leaves, replicated leaves, and random generators."""
     rows = np.full((2, 3), rank, np.float32)
-    sharded = holdfast.Boxed(rows, (2 * rank, 0), (2 * size, 3))
+    sharded = limpet.Boxed(rows, (2 * rank, 0), (2 * size, 3))
     return {
         "sharded": {str(i): sharded for i in range(leaves // 2)},
         "replicated": {str(i): np.full(4, i, np.float32) for i in range(leaves // 2)},
-        "rng": holdfast.RNG(),
+        "rng": limpet.RNG(),
     }
 
 
 def save(group: FakeGroup, leaves: int = 30) -> None:
     store, size = MemoryStore(), len(group.groups)
-    group.run(lambda rank: holdfast.save(store, state_of(rank, size, leaves)))
+    group.run(lambda rank: limpet.save(store, state_of(rank, size, leaves)))
 
 
 class CallCounter:
@@ -127,7 +127,7 @@ def test_only_one_rank_sends_a_structure_that_all_have(monkeypatch: pytest.Monke
     with FakeGroup(6, UNHURRIED) as group:
         store = MemoryStore()
         state = {"a": np.ones(5, np.float32), "b": [1, 2]}
-        group.run(lambda rank: holdfast.save(store, dict(state)))
+        group.run(lambda rank: limpet.save(store, dict(state)))
     assert len(senders) == 1
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.deadline import Deadline
-from holdfast.engine.distributed import store_collective
-from holdfast.engine.distributed.group import StoreGroup
-from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT, KVClient, Timeouts
-from holdfast.engine.distributed.session import SessionKVClient
-from holdfast.engine.distributed.store_connection import KeyValueStore
-from holdfast.errors import RankFailed
+from limpet.deadline import Deadline
+from limpet.engine.distributed import store_collective
+from limpet.engine.distributed.group import StoreGroup
+from limpet.engine.distributed.kv import CLOSED_HEARTBEAT, KVClient, Timeouts
+from limpet.engine.distributed.session import SessionKVClient
+from limpet.engine.distributed.store_connection import KeyValueStore
+from limpet.errors import RankFailed
 from tests.fakegroup import FakeStore, StoreView
 
 SOON = Timeouts(silent=1.5, stuck=8.0)

@@ -20,23 +20,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast import machine
-from holdfast.engine.distributed import host_exchange, host_memory
-from holdfast.engine.distributed.group import current_group
-from holdfast.engine.distributed.host_exchange import HostPeers
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.engine.loading import shared_read
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.planning.read_plan import ReadItem
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import open_location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import DigestMismatch, FormatError, PlanError, RankFailed
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Traits
-from holdfast.types import BLOCK_SIZE, MIB
+import limpet
+from limpet import machine
+from limpet.engine.distributed import host_exchange, host_memory
+from limpet.engine.distributed.group import current_group
+from limpet.engine.distributed.host_exchange import HostPeers
+from limpet.engine.distributed.kv import Timeouts
+from limpet.engine.loading import shared_read
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.planning.read_plan import ReadItem
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import open_location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import DigestMismatch, FormatError, PlanError, RankFailed
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Traits
+from limpet.types import BLOCK_SIZE, MIB
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.ranks.random_layouts import leaf_key, local_bytes, state_of, states
@@ -89,7 +89,7 @@ def load_outcomes(hosts, store, states, **options):
     """Load into the states of all ranks. Return the outcome of each rank and its store."""
     stores = [CountingStore(store) for _ in hosts]
     with FakeGroup(len(hosts)) as group, on_hosts(*hosts):
-        outcomes = group.outcomes(lambda r: holdfast.load(stores[r], into=states[r], **options))
+        outcomes = group.outcomes(lambda r: limpet.load(stores[r], into=states[r], **options))
     return outcomes, stores
 
 
@@ -105,7 +105,7 @@ def load_on_hosts(hosts, store, states, **options):
 def save(*states, store=None):
     store = MemoryStore() if store is None else store
     with FakeGroup(len(states)) as group:
-        group.run(lambda rank: holdfast.save(store, states[rank]))
+        group.run(lambda rank: limpet.save(store, states[rank]))
     return store
 
 
@@ -119,7 +119,7 @@ def shared_segments():
         except OSError:
             continue
     maps = Path("/proc/self/maps").read_text()
-    return [fd for fd in fds if "memfd:holdfast" in fd], maps.count("memfd:holdfast")
+    return [fd for fd in fds if "memfd:limpet" in fd], maps.count("memfd:limpet")
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def no_leftover_memory():
 
 def shared_memory_names():
     """Return the names in /dev/shm, except those of other tests, and of their data loaders."""
-    others = ("sem.mp-", "holdfast-", "pytest-", "torch_")
+    others = ("sem.mp-", "limpet-", "pytest-", "torch_")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
 
 
@@ -153,15 +153,15 @@ def sharded(rank, ranks, seed=0):
     """Return one rank's rows of a tensor that does not depend on the number of ranks."""
     whole = torch.randn(4096, 1024, generator=torch.Generator().manual_seed(seed))
     first, last = 4096 * rank // ranks, 4096 * (rank + 1) // ranks
-    return {"w": holdfast.Boxed(whole[first:last].clone(), (first, 0), (4096, 1024))}
+    return {"w": limpet.Boxed(whole[first:last].clone(), (first, 0), (4096, 1024))}
 
 
 def zeroed(state):
     """Return a state of the same structure with zeros."""
     if isinstance(state, dict):
         return {k: zeroed(v) for k, v in state.items()}
-    if isinstance(state, holdfast.Boxed):
-        return holdfast.Boxed(torch.zeros_like(state.tensor), state.offsets, state.shape)
+    if isinstance(state, limpet.Boxed):
+        return limpet.Boxed(torch.zeros_like(state.tensor), state.offsets, state.shape)
     if isinstance(state, torch.Tensor | np.ndarray):
         return state * 0
     return 0
@@ -180,7 +180,7 @@ def assert_same_state(a, b):
 
 def stored_bytes(store):
     """Return the bytes of a snapshot's shards and of its indexes."""
-    snapshot = holdfast.open(store)
+    snapshot = limpet.open(store)
     index_bytes = sum(shard.index.length for shard in reader_of(snapshot).manifest.shards)
     return sum(i.length for i in reader_of(snapshot).indexes()), index_bytes
 
@@ -311,7 +311,7 @@ def test_an_index_that_is_larger_than_one_block():
         return [int(i < len(sizes) // 2) for i in range(len(sizes))]
 
     with (
-        patch("holdfast.engine.loading.shared_read.BLOCK_SIZE", 4096),
+        patch("limpet.engine.loading.shared_read.BLOCK_SIZE", 4096),
         patch.object(shared_read, "assign_readers", in_halves),
     ):
         stores = load_on_hosts("aa", store, live_states)
@@ -324,7 +324,7 @@ def test_an_index_that_is_larger_than_one_block():
 def test_shared_reads_begin_at_aligned_offsets():
     state = {name: torch.full((1_500_001,), ord(name), dtype=torch.uint8) for name in "abcd"}
     store, offsets = save(state, state), []
-    indexes = reader_of(holdfast.open(store)).indexes()
+    indexes = reader_of(limpet.open(store)).indexes()
     box_offsets = [box.at for i in indexes for leaf in i.leaves for box in leaf.boxes]
     assert len({offset % 4096 for offset in box_offsets}) > 1
 
@@ -338,7 +338,7 @@ def test_shared_reads_begin_at_aligned_offsets():
     for name in "abcd":
         live_states = [zeroed(state) for _ in range(2)]
         with FakeGroup(2) as group:
-            load = partial(holdfast.load, keys=name)
+            load = partial(limpet.load, keys=name)
             group.run(lambda r: load(PagedStore(store), into=live_states[r]))  # noqa: B023
         assert_same_state(live_states[1], zeroed(state) | {name: state[name]})
     assert {offset % 4096 for offset in offsets} == {0}
@@ -387,9 +387,9 @@ def test_any_layout_loads_on_any_hosts(drawn, budget, random):
     with ExitStack() as small:
         planned = ("planning.shard_layout", "saving.image", "planning.read_plan")
         for module in (*planned, "loading.shared_read"):
-            small.enter_context(patch(f"holdfast.engine.{module}.BLOCK_SIZE", 512))
+            small.enter_context(patch(f"limpet.engine.{module}.BLOCK_SIZE", 512))
         with FakeGroup(sizes[0]) as group:
-            group.run(lambda r: holdfast.save(store, state_of(tensors, 0, r)[0]))
+            group.run(lambda r: limpet.save(store, state_of(tensors, 0, r)[0]))
         small.enter_context(patch.object(host_memory, "WINDOW_BUDGET", budget))
         _load_and_check(tensors, 1, store, [random.choice("abc") for _ in range(sizes[1])])
         hosts = [random.choice("ab") for _ in range(sizes[2])]
@@ -614,7 +614,7 @@ def test_all_ranks_raise_within_the_timeouts_when_one_dies(phase):
             ),
         ):
             began = time.monotonic()
-            errors = group.outcomes(lambda r: holdfast.load(store, into=live_states[r]))
+            errors = group.outcomes(lambda r: limpet.load(store, into=live_states[r]))
     assert isinstance(errors[1], KeyboardInterrupt)
     for error in (errors[0], errors[2]):
         assert isinstance(error, RankFailed)
@@ -632,18 +632,18 @@ def test_the_other_ranks_raise_at_once_when_one_fails_in_the_middle():
     class BrokenStore(CountingStore):
         def get_range(self, key, offset, length, into):
             if key.endswith(".safetensors"):
-                raise holdfast.errors.StoreError("the disk is gone", key=key)
+                raise limpet.errors.StoreError("the disk is gone", key=key)
             super().get_range(key, offset, length, into)
 
     began = time.monotonic()
     with FakeGroup(3) as group:
         errors = group.outcomes(
-            lambda r: holdfast.load(
+            lambda r: limpet.load(
                 BrokenStore(store) if r == 1 else store, into=zeroed(replicated())
             )
         )
     assert time.monotonic() - began < 4
-    assert type(errors[1]) is holdfast.errors.StoreError
+    assert type(errors[1]) is limpet.errors.StoreError
     for error in (errors[0], errors[2]):
         assert isinstance(error, RankFailed)
         assert error.rank == 1
@@ -666,7 +666,7 @@ def test_ranks_that_cannot_map_each_others_memory_read_alone():
 
     with (
         patch.object(host_memory.SharedSegment, "open_peer", classmethod(open_peer)),
-        holdfast.attach(sink),
+        limpet.attach(sink),
     ):
         stores = load_on_hosts("abab", store, live_states)
     for live in live_states:
@@ -690,7 +690,7 @@ def test_a_rank_without_shared_memory_reads_alone(failing):
             raise OSError(28, "No space left on device")
         return original(*args)
 
-    with patch.object(os, failing, fail), holdfast.attach(lambda n, f: events.append(n)):
+    with patch.object(os, failing, fail), limpet.attach(lambda n, f: events.append(n)):
         stores = load_on_hosts("aa", store, live_states)
     assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
     assert_same_state(live_states[1], replicated())
@@ -713,7 +713,7 @@ def test_all_ranks_read_alone_when_there_is_no_memory_for_windows(allocation):
 
     with (
         patch.object(host_memory.SharedSegment, "resize", fail),
-        holdfast.attach(lambda n, f: events.append(f["reason"]) if n == "read_alone" else None),
+        limpet.attach(lambda n, f: events.append(f["reason"]) if n == "read_alone" else None),
     ):
         stores = load_on_hosts("aa", store, live_states)
     assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
@@ -732,7 +732,7 @@ def test_share_is_deprecated_and_has_no_effect(share):
 
     def load(rank):
         options = {"share": share} if rank else {}
-        holdfast.load(stores[rank], into=live_states[rank], **options)
+        limpet.load(stores[rank], into=live_states[rank], **options)
 
     with FakeGroup(2) as group, pytest.warns(DeprecationWarning, match="share=") as caught:
         group.run(load)
@@ -743,7 +743,7 @@ def test_share_is_deprecated_and_has_no_effect(share):
 def test_a_small_snapshot_is_not_shared():
     store = save(*[replicated() for _ in range(2)])
     live_states = [zeroed(replicated()) for _ in range(2)]
-    nbytes = holdfast.open(store).nbytes
+    nbytes = limpet.open(store).nbytes
     for least, factor in ((nbytes, 1), (nbytes + 1, 2)):
         with patch.object(shared_read, "MIN_SHARED_BYTES", least):
             stores = load_on_hosts("aa", store, live_states)
@@ -775,9 +775,9 @@ def test_a_segment_of_another_process_is_refused():
 def test_each_rank_of_a_host_by_itself_reads_alone():
     store = save(*[replicated() for _ in range(2)])
     live = zeroed(replicated())
-    assert holdfast.load(store, into=live).is_complete
+    assert limpet.load(store, into=live).is_complete
     assert_same_state(live, replicated())
-    assert_same_state(holdfast.load(store), replicated())
+    assert_same_state(limpet.load(store), replicated())
     live_states = [zeroed(replicated()) for _ in range(2)]
     stores = load_on_hosts("ab", store, live_states)
     assert [s.bytes_read(".safetensors") for s in stores] == [stored_bytes(store)[0]] * 2
@@ -789,12 +789,12 @@ def test_each_rank_of_a_host_by_itself_reads_alone():
 
 def resume_on_hosts(hosts, run, **options):
     """Resume on all ranks. Return the step of each rank and the bytes of shards read per host."""
-    live_states = [zeroed(replicated()) | {"progress": holdfast.Progress()} for _ in hosts]
+    live_states = [zeroed(replicated()) | {"progress": limpet.Progress()} for _ in hosts]
     stores = [CountingStore(LocalStore(run)) for _ in hosts]
 
     def work(rank):
-        with holdfast.Checkpointer(
-            stores[rank], live_states[rank], save=holdfast.EverySteps(1)
+        with limpet.Checkpointer(
+            stores[rank], live_states[rank], save=limpet.EverySteps(1)
         ) as ckpt:
             snapshot = ckpt.resume(**options)
         assert_same_state(
@@ -810,13 +810,13 @@ def resume_on_hosts(hosts, run, **options):
     return steps, bytes_read
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.errors.SkippedVersion")
+@pytest.mark.filterwarnings("ignore::limpet.errors.SkippedVersion")
 def test_a_shared_resume_skips_a_damaged_version(tmp_path):
     run = tmp_path / "run"
 
     def train(rank):
-        state = replicated() | {"progress": holdfast.Progress()}
-        with holdfast.Checkpointer(run, state, save=holdfast.EverySteps(1)) as ckpt:
+        state = replicated() | {"progress": limpet.Progress()}
+        with limpet.Checkpointer(run, state, save=limpet.EverySteps(1)) as ckpt:
             ckpt.step()
             ckpt.step()
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast.errors import RankFailed
-from holdfast.storage.local.store import LocalStore
-from holdfast.types import BLOCK_SIZE, MIB
+import limpet
+from limpet.errors import RankFailed
+from limpet.storage.local.store import LocalStore
+from limpet.types import BLOCK_SIZE, MIB
 from tests.ranks.test_shared_read import (
     CountingStore,
     assert_same_state,
@@ -51,8 +51,8 @@ def state_of(rank):
     """Return a state with 54 MiB that all ranks have and 10 MiB that only this rank has."""
     rows = torch.full((1024, 2560), rank + 1.0)
     common = {str(seed): replicated(seed=seed) for seed in range(2)}
-    sharded = holdfast.Boxed(rows, (1024 * rank, 0), (1024 * SIZE, 2560))
-    return {**common, "sharded": sharded, "rng": holdfast.RNG()}
+    sharded = limpet.Boxed(rows, (1024 * rank, 0), (1024 * SIZE, 2560))
+    return {**common, "sharded": sharded, "rng": limpet.RNG()}
 
 
 def run_rank(rank: int, port: int, folder: Path) -> None:
@@ -61,13 +61,13 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
     dist.init_process_group("gloo", None, timedelta(seconds=60), SIZE, rank, store)
     location, results = folder / "version_1", {}
     state = state_of(rank)
-    holdfast.save(location, state)
+    limpet.save(location, state)
     for share in (False, True):
         store = CountingStore(LocalStore(location))
-        live = zeroed({k: v for k, v in state.items() if k != "rng"}) | {"rng": holdfast.RNG()}
+        live = zeroed({k: v for k, v in state.items() if k != "rng"}) | {"rng": limpet.RNG()}
         began = time.monotonic()
         with nullcontext() if share else without_sharing():
-            holdfast.load(store, into=live)
+            limpet.load(store, into=live)
         results[f"seconds {share}"] = time.monotonic() - began
         results[f"bytes {share}"] = store.bytes_read(".safetensors")
         results[f"indexes {share}"] = store.bytes_read(".index.json")
@@ -79,7 +79,7 @@ def run_rank(rank: int, port: int, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(results))
     began = time.monotonic()
     try:
-        holdfast.load(
+        limpet.load(
             (SelfKillingStore if rank == 1 else CountingStore)(LocalStore(location)),
             into=live,
         )

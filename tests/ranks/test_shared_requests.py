@@ -10,14 +10,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import buffers
-from holdfast.buffers import BufferPool
-from holdfast.engine.distributed import host_memory
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.engine.loading import shared_read
-from holdfast.errors import DigestMismatch, RankFailed, StoreError
-from holdfast.types import BLOCK_SIZE
+import limpet
+from limpet import buffers
+from limpet.buffers import BufferPool
+from limpet.engine.distributed import host_memory
+from limpet.engine.distributed.kv import Timeouts
+from limpet.engine.loading import shared_read
+from limpet.errors import DigestMismatch, RankFailed, StoreError
+from limpet.types import BLOCK_SIZE
 from tests.engine.snapshot.test_group_reads import RequestStore, random_state
 from tests.fakegroup import FakeGroup
 from tests.ranks.test_shared_read import without_sharing
@@ -29,7 +29,7 @@ def save(states):
     """Save the states of as many ranks to a new store."""
     store = RequestStore()
     with FakeGroup(len(states)) as group:
-        group.run(lambda rank: holdfast.save(store, states[rank]))
+        group.run(lambda rank: limpet.save(store, states[rank]))
     store.reads.clear()
     return store
 
@@ -37,23 +37,23 @@ def save(states):
 def outcomes(stores, states, timeouts=None):
     """Load zeros over the states of all ranks. Return the outcomes and the new states."""
     live = [
-        {key: holdfast.Boxed(np.zeros_like(v.tensor), v.offsets, v.shape)
-         if isinstance(v, holdfast.Boxed) else np.zeros_like(v) for key, v in state.items()}
+        {key: limpet.Boxed(np.zeros_like(v.tensor), v.offsets, v.shape)
+         if isinstance(v, limpet.Boxed) else np.zeros_like(v) for key, v in state.items()}
         for state in states
     ]  # fmt: skip
     with FakeGroup(len(states), *([timeouts] if timeouts else [])) as group:
-        return group.outcomes(lambda rank: holdfast.load(stores[rank], into=live[rank])), live
+        return group.outcomes(lambda rank: limpet.load(stores[rank], into=live[rank])), live
 
 
 def values(state):
-    return [v.tensor if isinstance(v, holdfast.Boxed) else v for _, v in sorted(state.items())]
+    return [v.tensor if isinstance(v, limpet.Boxed) else v for _, v in sorted(state.items())]
 
 
 def load(store, states):
     """Load on all ranks, compare, and return the number and the bytes of the reads."""
     store.reads.clear()
     found, live = outcomes([store] * len(states), states)
-    assert {type(one) for one in found} == {holdfast.LoadReport}
+    assert {type(one) for one in found} == {limpet.LoadReport}
     for state, loaded in zip(states, live, strict=True):
         for a, b in zip(values(state), values(loaded), strict=True):
             assert np.array_equal(a, b)
@@ -66,13 +66,13 @@ def rows(rank, ranks, leaves, rows_each=30):
     def box(name, count, width):
         whole = np.arange(count * width, dtype=np.uint32).reshape(count, width) * (1 + name)
         first, last = count * rank // ranks, count * (rank + 1) // ranks
-        return holdfast.Boxed(whole[first:last].copy(), (first, 0), (count, width))
+        return limpet.Boxed(whole[first:last].copy(), (first, 0), (count, width))
 
     return {f"l{n}": box(n, rows_each, 256) for n in range(leaves)} | {"big": box(0, 8192, 1024)}
 
 
 def test_the_ranks_together_send_as_many_requests_as_one_alone(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "2")
+    monkeypatch.setenv("LIMPET_THREADS", "2")
     states = [random_state(64)] * RANKS
     store = save(states[:1])
     with without_sharing():
@@ -99,7 +99,7 @@ def test_a_bit_that_flips_on_its_way_is_read_again_once_for_all_ranks():
     store, events = save(states), []
     key = max(k for k in store._objects if k.endswith(".safetensors"))
     store.flips[key, len(store._objects[key][0]) // 2] = 1
-    with holdfast.attach(lambda name, _: events.append(name)):
+    with limpet.attach(lambda name, _: events.append(name)):
         load(store, states)
     assert events.count("read_again") == 1
     assert +store.flips == {}
@@ -159,7 +159,7 @@ def test_one_rank_dies_or_hangs_while_the_others_wait_for_its_part(failed):
 
     def work(rank):
         try:
-            holdfast.load(stores[rank], into=live[rank])
+            limpet.load(stores[rank], into=live[rank])
         finally:
             waiting.discard(rank)
             if not waiting:
@@ -177,7 +177,7 @@ def test_one_rank_dies_or_hangs_while_the_others_wait_for_its_part(failed):
 
 def test_a_rank_with_more_threads_than_buffers_notices_that_another_one_has_died(monkeypatch):
     """Threads that waited for buffers, which nobody would take the bytes of, kept it waiting."""
-    monkeypatch.setenv("HOLDFAST_THREADS", "16")
+    monkeypatch.setenv("LIMPET_THREADS", "16")
     monkeypatch.setattr(host_memory, "WINDOW_BUDGET", 4 * BLOCK_SIZE)
     monkeypatch.setattr(buffers, "_pool", BufferPool(4 * BLOCK_SIZE))
     states = [random_state(64)] * 2
@@ -191,7 +191,7 @@ def test_a_rank_with_more_threads_than_buffers_notices_that_another_one_has_died
     live = [{key: np.zeros_like(value) for key, value in state.items()} for state in states]
     with ThreadPoolExecutor(1) as threads, group:
         work = threads.submit(
-            group.outcomes, lambda rank: holdfast.load(stores[rank], into=live[rank])
+            group.outcomes, lambda rank: limpet.load(stores[rank], into=live[rank])
         )
         found = work.result(20)
     assert (type(found[0]), found[0].rank) == (RankFailed, 1)

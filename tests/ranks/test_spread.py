@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import PlanError
-from holdfast.format import names
-from holdfast.run.policy import EverySteps, KeepLast
-from holdfast.run.run import Run
-from holdfast.testing.contract import keys
+from limpet.errors import PlanError
+from limpet.format import names
+from limpet.run.policy import EverySteps, KeepLast
+from limpet.run.run import Run
+from limpet.testing.contract import keys
 from tests.ranks.test_training import WRITES
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.errors.RanksChanged")
+@pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
 def test_all_ranks_follow_the_record_that_rank_0_creates() -> None:
     with TrainingJob(4) as job:
         options = {"save": EverySteps(1), "keep": KeepLast(2), "spread": 16}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import PlanError, StateUnchanged
-from holdfast.run.policy import EverySteps
+import limpet
+from limpet.errors import PlanError, StateUnchanged
+from limpet.run.policy import EverySteps
 from tests.ranks.trainings import TrainingJob, TrainingRank
 
 SIZE = 3
@@ -27,7 +27,7 @@ def make_model() -> torch.nn.Module:
 
 def sharded(trainer: TrainingRank, tensor: torch.Tensor) -> Any:
     """Return the tensor as the part of one rank of a larger one."""
-    return holdfast.Boxed(tensor, (trainer.rank, 0), (SIZE, *tensor.shape[1:]))
+    return limpet.Boxed(tensor, (trainer.rank, 0), (SIZE, *tensor.shape[1:]))
 
 
 def train(

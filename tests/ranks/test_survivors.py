@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.run.run import Run
+import limpet
+from limpet.run.run import Run
 from tests.ranks.survivors import SIZE, Scenario, kill, logs, start, wait_for
 
 pytestmark = pytest.mark.slow
@@ -159,7 +159,7 @@ def test_the_newest_captured_state_is_saved_if_the_dead_rank_has_a_part_of_the_s
     assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
     assert newest.step in (6, 7)  # a capture may be skipped, because the one before is not complete
     assert newest.verify().ok
-    assert holdfast.load(newest.url)["mine"]["1"]["steps"] == newest.step
+    assert limpet.load(newest.url)["mine"]["1"]["steps"] == newest.step
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, 0])
@@ -227,4 +227,4 @@ def test_ranks_in_a_step_longer_than_the_grace_period_save_the_step_before(tmp_p
     assert newest is not None
     assert newest.step == 7
     assert "missing_ranks" not in newest.metadata["note"]
-    assert holdfast.load(newest.url)["mine"]["2"]["steps"] == 7
+    assert limpet.load(newest.url)["mine"]["2"]["steps"] == 7

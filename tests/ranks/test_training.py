@@ -13,13 +13,13 @@ from unittest import mock
 
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import Denied, HoldfastError, PlanError, RankFailed, StoreError
-from holdfast.format import names
-from holdfast.format.records import Pin, encode_pin
-from holdfast.preemption.notice import Notice
-from holdfast.run.policy import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import Denied, LimpetError, PlanError, RankFailed, StoreError
+from limpet.format import names
+from limpet.format.records import Pin, encode_pin
+from limpet.preemption.notice import Notice
+from limpet.run.policy import (
     EveryEpoch,
     EverySeconds,
     EverySteps,
@@ -29,8 +29,8 @@ from holdfast.run.policy import (
     SavePolicy,
     StopWhen,
 )
-from holdfast.run.run import Run
-from holdfast.run.save_request import put_request, read_request
+from limpet.run.run import Run
+from limpet.run.save_request import put_request, read_request
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state, matches_uninterrupted
 
 WRITES = {"put", "write_at", "commit", "put_if_absent"}
@@ -43,7 +43,7 @@ def clocks(time_of_rank: Callable[[int], float]) -> Iterator[None]:
     def monotonic() -> float:
         return time_of_rank(int(threading.current_thread().name.partition("-")[2]))
 
-    with mock.patch("holdfast.training.cadence.time", SimpleNamespace(monotonic=monotonic)):
+    with mock.patch("limpet.training.cadence.time", SimpleNamespace(monotonic=monotonic)):
         yield
 
 
@@ -51,7 +51,7 @@ def clocks(time_of_rank: Callable[[int], float]) -> Iterator[None]:
 def recorded_events() -> Iterator[list[tuple[str, dict[str, Any]]]]:
     """Record the events of all ranks."""
     events: list[tuple[str, dict[str, Any]]] = []
-    with holdfast.attach(lambda name, fields: events.append((name, fields))):
+    with limpet.attach(lambda name, fields: events.append((name, fields))):
         yield events
 
 
@@ -99,7 +99,7 @@ def test_saves_at_epochs_need_no_agreement() -> None:
     with TrainingJob(3) as job:
 
         def work(trainer: TrainingRank) -> None:
-            sampler = holdfast.ElasticSampler(50, 12, rank=trainer.rank, ranks=3)
+            sampler = limpet.ElasticSampler(50, 12, rank=trainer.rank, ranks=3)
             with trainer.make_checkpointer(
                 save=EveryEpoch(2), state={**initial_state(trainer.rank, 3), "s": sampler}
             ):
@@ -275,7 +275,7 @@ def test_a_request_causes_one_save() -> None:
 
         job.before_step = before_step
         with mock.patch(
-            "holdfast.run.request_watcher.RequestWatcher.__init__.__defaults__", (0.02, None)
+            "limpet.run.request_watcher.RequestWatcher.__init__.__defaults__", (0.02, None)
         ):
             job.train(150, save=EverySteps(1000))
         assert len(job.versions) == 1
@@ -410,7 +410,7 @@ def test_ranks_without_the_policy_stop_with_rank_0_also_after_a_restart() -> Non
             assert step < 300
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.errors.MetricMissing")
+@pytest.mark.filterwarnings("ignore::limpet.errors.MetricMissing")
 def test_records_that_rank_0_cannot_read_at_the_resume_raise_on_all_ranks() -> None:
     with TrainingJob(2) as job:
         stop = StopWhen("val_loss", patience=3)
@@ -492,7 +492,7 @@ def test_metrics_that_cannot_be_written_raise_on_all_ranks() -> None:
         def work(trainer: TrainingRank) -> str:
             with trainer.make_checkpointer(save=EverySteps(5)):
                 trainer.train_steps(5)
-                with pytest.raises(HoldfastError, match="The disk is full"):
+                with pytest.raises(LimpetError, match="The disk is full"):
                     trainer.ckpt.save({"acc": 1.0})
                 trainer.train_steps(11)
             return "finished"
@@ -522,9 +522,9 @@ def test_a_second_job_is_refused_on_all_ranks() -> None:
     with TrainingJob(3) as job:
         other = Pin("fedcba987654", None, "2026-11-21T00:00:00Z", "elsewhere x", "y", "12:34")
         job.inner.put_if_absent(names.WRITER_LOCK, encode_pin(other))
-        with mock.patch("holdfast.engine.snapshot.pins.is_holder_alive", return_value=True):
+        with mock.patch("limpet.engine.snapshot.pins.is_holder_alive", return_value=True):
             outcomes = job.outcomes(lambda trainer: trainer.train(7, save=EverySteps(5)))
-        assert all(isinstance(o, HoldfastError) for o in outcomes), outcomes
+        assert all(isinstance(o, LimpetError) for o in outcomes), outcomes
         assert all("Another training writes to this run" in str(o) for o in outcomes), outcomes
         assert job.versions == []
 
@@ -544,7 +544,7 @@ def test_a_training_that_lost_the_writer_lock_raises_on_all_ranks() -> None:
         outcomes = job.outcomes(
             lambda trainer: trainer.train(30, save=EverySteps(5), on_error="warn")
         )
-        assert all(isinstance(o, HoldfastError) for o in outcomes), outcomes
+        assert all(isinstance(o, LimpetError) for o in outcomes), outcomes
         assert all("Another training has taken this run over" in str(o) for o in outcomes), outcomes
         assert [trainer.ckpt.current_step for trainer in job.ranks] == [15] * 3
         assert job.versions == [5]

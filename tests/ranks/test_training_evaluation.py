@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import HoldfastError, RankFailed
-from holdfast.format.records import Evaluation, InexactEvaluation
-from holdfast.preemption.notice import Notice
-from holdfast.run.policy import EverySeconds, EverySteps, Never, StopWhen
-from holdfast.run.run import Run
-from holdfast.training.evaluations.training_evaluation import TrainingEvaluation
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import LimpetError, RankFailed
+from limpet.format.records import Evaluation, InexactEvaluation
+from limpet.preemption.notice import Notice
+from limpet.run.policy import EverySeconds, EverySteps, Never, StopWhen
+from limpet.run.run import Run
+from limpet.training.evaluations.training_evaluation import TrainingEvaluation
 from tests.ranks.test_training import clocks
 from tests.ranks.trainings import TrainingJob, TrainingRank, train_step
 
@@ -160,7 +160,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_recorded(on: Any) 
             return {"n": (1, 1)}
 
         with evaluating(trainer, on=on, evaluate=fail) as part:
-            with pytest.raises(HoldfastError, match=r"on rank 1, records 6 to 7 at step [56]") as e:
+            with pytest.raises(LimpetError, match=r"on rank 1, records 6 to 7 at step [56]") as e:
                 part.train(30)
             part.train(trainer.ckpt.current_step + 1)
             part.evaluation._every = EverySteps(1000)
@@ -187,7 +187,7 @@ def test_a_rank_that_dies_ends_the_evaluation_of_the_others_in_a_bounded_time() 
     with TrainingJob(2) as job:
         first, second = job.outcomes(work)
         assert isinstance(second, KeyboardInterrupt)
-        assert isinstance(first, RankFailed | HoldfastError), first
+        assert isinstance(first, RankFailed | LimpetError), first
         assert records(job, Evaluation) == []
 
 
@@ -215,7 +215,7 @@ def test_a_notice_on_one_rank_abandons_a_paused_evaluation_on_all() -> None:
 
         seen: list[int] = []
         options = {"evaluate": slow, "data": list(range(20_000)), "batch_size": 2}
-        preemption = holdfast.Preemption(notices=[], exit_fn=lambda: None)
+        preemption = limpet.Preemption(notices=[], exit_fn=lambda: None)
         saves = {"save": EverySteps(10**9), "preemption": preemption}
         with evaluating(trainer, on="paused", **options, **saves) as part:
             part.train(30)

@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     CommitError,
     Denied,
-    HoldfastError,
+    LimpetError,
     NoSnapshot,
     NoSpace,
     NotFound,
@@ -30,11 +30,11 @@ from holdfast.errors import (
     Unavailable,
     UnsavedSteps,
 )
-from holdfast.format.names import Version
-from holdfast.run.policy import EverySeconds, EverySteps, KeepLast, OnException
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.threads import no_op
+from limpet.format.names import Version
+from limpet.run.policy import EverySeconds, EverySteps, KeepLast, OnException
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.threads import no_op
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
     TrainingJob,
@@ -98,7 +98,7 @@ def test_training_without_a_resume_into_a_run_with_versions_raises_on_all_ranks(
                 trainer.train_steps(3)
 
         outcomes = job.outcomes(work)
-        assert all(isinstance(o, HoldfastError) for o in outcomes)
+        assert all(isinstance(o, LimpetError) for o in outcomes)
         assert all("holds versions of an earlier training" in str(o) for o in outcomes), outcomes
 
 
@@ -188,7 +188,7 @@ def test_all_ranks_raise_when_all_versions_are_damaged(readers: tuple[int, int])
             with trainer.make_checkpointer(save=EverySteps(5)):
                 with pytest.raises(NoSnapshot) as e:
                     trainer.ckpt.resume()
-                with pytest.raises(HoldfastError, match=r"The last resume\(\) failed"):
+                with pytest.raises(LimpetError, match=r"The last resume\(\) failed"):
                     trainer.ckpt.step()
                 return str(e.value)
 
@@ -215,16 +215,16 @@ def test_no_rank_can_train_after_a_resume_that_failed_halfway(rank: int) -> None
                     flip_bit(job.inner, shard_key(job.inner, "version_10", 2))
                     fail_calls(job, rank, Unavailable("Gone"), "get", "version_5/", 99)
                 job.wait_for_step(trainer.rank)
-                with pytest.raises(HoldfastError):
+                with pytest.raises(LimpetError):
                     trainer.ckpt.resume()
-                with pytest.raises(HoldfastError, match=r"The last resume\(\) failed"):
+                with pytest.raises(LimpetError, match=r"The last resume\(\) failed"):
                     trainer.ckpt.step()
             return True
 
         assert job.run(work) == [True] * 3
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.errors.RanksChanged")
+@pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
 def test_resume_at_a_step_and_on_a_branch() -> None:
     job = trained_job(last_step=22)
     with TrainingJob(2, job.inner) as job:
@@ -260,7 +260,7 @@ def test_resume_at_a_step_and_on_a_branch() -> None:
         assert {type(o) for o in outcomes} == {NoSnapshot}
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.errors.RanksChanged")
+@pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
 def test_resume_starts_from_another_run(tmp_path: Any) -> None:
     other, own = str(tmp_path / "other"), str(tmp_path / "own")
     with TrainingJob(3) as job:
@@ -378,7 +378,7 @@ def test_a_failed_save_is_a_warning_with_on_error_warn(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), HoldfastError("It is misused")])
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), LimpetError("It is misused")])
 def test_an_error_that_is_not_from_the_store_raises_on_all_ranks(
     rank: int, error: Exception
 ) -> None:
@@ -409,7 +409,7 @@ def test_a_failed_retention_is_reported_on_all_ranks(on_error: str) -> None:
                     with pytest.warns() if trainer.rank < 0 else warnings.catch_warnings():
                         trainer.train_steps(22)
                     return None
-                with pytest.raises(HoldfastError, match="You may not delete") as e:
+                with pytest.raises(LimpetError, match="You may not delete") as e:
                     trainer.train_steps(22)
                 assert trainer.ckpt.current_step == 15
                 trainer.train_steps(22)
@@ -436,7 +436,7 @@ def test_wait_raises_a_failed_retention_on_all_ranks() -> None:
         def work(trainer: TrainingRank) -> Any:
             with trainer.make_checkpointer(save=EverySteps(5), keep=KeepLast(1)):
                 trainer.train_steps(11)
-                with pytest.raises(HoldfastError, match="You may not delete"):
+                with pytest.raises(LimpetError, match="You may not delete"):
                     trainer.ckpt.wait()
                 trainer.train_steps(16)
             return trainer.ckpt.wait().step  # type: ignore[union-attr]
@@ -584,7 +584,7 @@ def test_the_state_before_the_step_is_saved_when_all_ranks_raise(kind: type[Base
 @pytest.mark.parametrize("victim", [0, 2])
 def test_nothing_is_saved_when_one_rank_raises_and_a_note_says_so(victim: int) -> None:
     """The other ranks wait in an all-reduce that never ends, or are ended too."""
-    with TrainingJob(3) as job, mock.patch("holdfast.training.ending.JOIN_TIMEOUT", 1.0):
+    with TrainingJob(3) as job, mock.patch("limpet.training.ending.JOIN_TIMEOUT", 1.0):
         began = time.monotonic()
         with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
@@ -656,7 +656,7 @@ def test_nothing_is_saved_when_one_rank_has_changed_its_parameters() -> None:
 @pytest.mark.slow
 def test_the_save_after_an_exception_waits_for_a_slow_save_in_flight() -> None:
     """The ranks have 20 s to join, but a save in flight may take longer on one rank."""
-    with TrainingJob(2) as job, mock.patch("holdfast.training.ending.JOIN_TIMEOUT", 0.5):
+    with TrainingJob(2) as job, mock.patch("limpet.training.ending.JOIN_TIMEOUT", 0.5):
         release = threading.Event()
 
         def hold(method: str, key: str) -> None:
@@ -752,7 +752,7 @@ def test_incremental_and_full_versions_alternate() -> None:
 
             rows = np.array_split(np.arange(999), 3)[trainer.rank]
             part = np.repeat(rows[:, None] * frozen["frozen"], 40, axis=1)
-            boxed = holdfast.Boxed(part, (int(rows[0]), 0), (999, 40))
+            boxed = limpet.Boxed(part, (int(rows[0]), 0), (999, 40))
             return {**initial_state(trainer.rank, 3), "frozen": boxed}
 
         def work(trainer: TrainingRank) -> None:
@@ -822,9 +822,9 @@ def test_a_training_with_overlap_resumes_identically() -> None:
                 for p in model.parameters():
                     p.fill_(1.0)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            progress = holdfast.Progress()
+            progress = limpet.Progress()
             state = {"model": model, "optimizer": optimizer, "progress": progress}
-            with holdfast.Checkpointer(
+            with limpet.Checkpointer(
                 trainer.store, state, save=EverySteps(3), overlap=True
             ) as ckpt:
                 ckpt.resume()

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.errors import CommitError, HoldfastError
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.distributed.kv import Timeouts
+from limpet.errors import CommitError, LimpetError
+from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
 
 
@@ -23,7 +23,7 @@ def test_no_rank_writes_to_a_folder_that_rank_0_does_not_share(large: bool) -> N
 
     def save(rank: int) -> Any:
         state = {"w": torch.ones(3_000_000 if large else 3), "n": 5}
-        return holdfast.save(stores[rank], state, step=1)
+        return limpet.save(stores[rank], state, step=1)
 
     with FakeGroup(3, Timeouts(2.0, 4.0)) as group:
         outcomes = group.outcomes(save)
@@ -37,12 +37,12 @@ def test_no_rank_writes_to_a_folder_that_rank_0_does_not_share(large: bool) -> N
 
 def test_a_training_raises_at_its_first_save(tmp_path: Path) -> None:
     def train(rank: int) -> None:
-        state = {"w": torch.ones(3), "progress": holdfast.Progress()}
+        state = {"w": torch.ones(3), "progress": limpet.Progress()}
         folder = tmp_path / ("here" if rank == 0 else "there") / "run"
-        with holdfast.Checkpointer(MemoryStore() if rank else folder, state) as ckpt:
+        with limpet.Checkpointer(MemoryStore() if rank else folder, state) as ckpt:
             ckpt.step()
             ckpt.save()
 
     with FakeGroup(2, Timeouts(2.0, 4.0)) as group:
         outcomes = group.outcomes(train)
-    assert all(isinstance(e, HoldfastError) for e in outcomes), outcomes
+    assert all(isinstance(e, LimpetError) for e in outcomes), outcomes

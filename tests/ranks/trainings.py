@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-import holdfast
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
+import limpet
+from limpet.engine.distributed.kv import Timeouts
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 
@@ -35,11 +35,11 @@ def initial_state(rank: int, size: int, progress: bool = True) -> dict[str, Any]
     """
     rows = np.array_split(np.arange(ROWS), size)[rank]
     state: dict[str, Any] = {
-        "weights": holdfast.Boxed(np.zeros((len(rows), 5)), (int(rows[0]), 0), (ROWS, 5)),
+        "weights": limpet.Boxed(np.zeros((len(rows), 5)), (int(rows[0]), 0), (ROWS, 5)),
         "same": np.zeros(3),
-        "mine": holdfast.PerRank(np.full(2, float(rank))),
+        "mine": limpet.PerRank(np.full(2, float(rank))),
     }
-    return {**state, "progress": holdfast.Progress()} if progress else state
+    return {**state, "progress": limpet.Progress()} if progress else state
 
 
 def train_step(state: dict[str, Any], step: int) -> None:
@@ -75,7 +75,7 @@ class TrainingRank:
     rank: int
     store: HookedStore
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    ckpt: holdfast.Checkpointer = None  # type: ignore[assignment]
+    ckpt: limpet.Checkpointer = None  # type: ignore[assignment]
     state: dict[str, Any] = field(default_factory=dict)
     resumed: Any = None
     saved_steps: list[int] = field(default_factory=list)
@@ -84,10 +84,10 @@ class TrainingRank:
         """Return its calls, except the check in each save that it can see the pin of rank 0."""
         return [c for c in self.calls.elements() if not (c[0] == "stat" and "pin-" in c[1])]
 
-    def make_checkpointer(self, **options: Any) -> holdfast.Checkpointer:
+    def make_checkpointer(self, **options: Any) -> limpet.Checkpointer:
         state = options.pop("state", None)
         self.state = initial_state(self.rank, self.job.size) if state is None else state
-        self.ckpt = holdfast.Checkpointer(self.store, self.state, **options)
+        self.ckpt = limpet.Checkpointer(self.store, self.state, **options)
         return self.ckpt
 
     def train_steps(self, last_step: int, metrics: Metrics = no_metrics) -> None:

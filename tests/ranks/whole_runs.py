@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast
-from holdfast.errors import HoldfastError, PlanError
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.signals import SignalNotice
-from holdfast.run.policy import EverySeconds, EverySteps, OnException, StopWhen
-from holdfast.run.run import Run
-from holdfast.run.save_request import read_request, request_and_wait
+import limpet
+from limpet.errors import LimpetError, PlanError
+from limpet.preemption.notice import Notice
+from limpet.preemption.signals import SignalNotice
+from limpet.run.policy import EverySeconds, EverySteps, OnException, StopWhen
+from limpet.run.run import Run
+from limpet.run.save_request import read_request, request_and_wait
 
 DATASET_LENGTH, BATCH = 101, 12
 
@@ -50,22 +50,22 @@ class Training:
         model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
         self.model = DistributedDataParallel(model)  # it broadcasts the weights of rank 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.progress = holdfast.Progress()
-        self.sampler = holdfast.ElasticSampler(DATASET_LENGTH, BATCH, seed=5)
+        self.progress = limpet.Progress()
+        self.sampler = limpet.ElasticSampler(DATASET_LENGTH, BATCH, seed=5)
         self.loader = DataLoader(IndexedSamples(), batch_sampler=self.sampler, num_workers=workers)
         self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
             "progress": self.progress,
             "sampler": self.sampler,
-            "rng": holdfast.RNG(),
+            "rng": limpet.RNG(),
         }
         self.losses = {}
         self.seen_samples = []
 
     def run(self, url, last_step, save, **options):
         """Resume and train up to step ``last_step``. Return the result of ``resume``."""
-        with holdfast.Checkpointer(url, self.state, save=save, **options) as ckpt:
+        with limpet.Checkpointer(url, self.state, save=save, **options) as ckpt:
             resumed = ckpt.resume()
             while self.progress.step < last_step:
                 for numbers, inputs in self.loader:
@@ -173,7 +173,7 @@ def sees_every_sample_once(ranks):
         ranks(size, resume_and_train(size, last_step))
     if ranks.rank:
         return
-    sampler = holdfast.ElasticSampler(DATASET_LENGTH, BATCH, seed=5, rank=0, ranks=1)
+    sampler = limpet.ElasticSampler(DATASET_LENGTH, BATCH, seed=5, rank=0, ranks=1)
     batches = []
     for _ in range(3):
         for batch in sampler:
@@ -197,8 +197,8 @@ def gives_new_ranks_their_own_seeds(ranks):
 
     def work():
         torch.manual_seed(3)
-        state = {"rng": holdfast.RNG(), "progress": holdfast.Progress()}
-        with holdfast.Checkpointer(url, state, save=EverySteps(1)) as ckpt:
+        state = {"rng": limpet.RNG(), "progress": limpet.Progress()}
+        with limpet.Checkpointer(url, state, save=EverySteps(1)) as ckpt:
             resumed = ckpt.resume()
             if resumed is None:
                 torch.manual_seed(100 + dist.get_rank())
@@ -225,14 +225,14 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
     def work():
         rank = dist.get_rank()
         state = {
-            "progress": holdfast.Progress(),
-            "w": holdfast.Boxed(torch.zeros(2), (2 * rank,), (4,)),
+            "progress": limpet.Progress(),
+            "w": limpet.Boxed(torch.zeros(2), (2 * rank,), (4,)),
         }
         requested, durations = [], []
         requester = threading.Thread(target=request_save, args=(requested,))
         stop = StopWhen("loss", patience=9_000)
         policy = EverySteps(2500) | EverySeconds(0.3)
-        with holdfast.Checkpointer(url, state, save=policy, stop=stop) as ckpt:
+        with limpet.Checkpointer(url, state, save=policy, stop=stop) as ckpt:
             ckpt.resume()
             ckpt.step({"loss": 1.0})
             with no_collectives():
@@ -264,7 +264,7 @@ def trains_ten_thousand_steps_without_a_collective(ranks):
         assert len(versions) >= 6  # the clock caused saves too
         assert read_request(Run(url).store) is None
         for s in Run(url).snapshots():
-            loaded = holdfast.load(s.url)["w"]
+            loaded = limpet.load(s.url)["w"]
             assert loaded.tolist() == [s.step - 1.0] * 4
 
     ranks(2, work)
@@ -277,12 +277,12 @@ def answers_a_signal_on_any_rank(ranks):
 
     def work():
         rank = dist.get_rank()
-        state = {"progress": holdfast.Progress(), "w": torch.zeros(3)}
+        state = {"progress": limpet.Progress(), "w": torch.zeros(3)}
         handler = signal.getsignal(signal.SIGUSR1)
         notices = [SignalNotice(signal.SIGUSR1, stops=False)]
-        preemption = holdfast.Preemption(notices=notices)
+        preemption = limpet.Preemption(notices=notices)
         save = EverySteps(10**6)
-        with holdfast.Checkpointer(url, state, save=save, preemption=preemption) as ckpt:
+        with limpet.Checkpointer(url, state, save=save, preemption=preemption) as ckpt:
             ckpt.resume()
             for step in range(200):
                 if step == 20 and rank == 2:
@@ -303,9 +303,9 @@ def shows_one_line_for_each_save(ranks):
 
     def work():
         terminal = io.StringIO()
-        with holdfast.attach(holdfast.sinks.Terminal(terminal)):
-            state = {"progress": holdfast.Progress(), "w": torch.zeros(3)}
-            with holdfast.Checkpointer(url, state, save=EverySteps(2)) as ckpt:
+        with limpet.attach(limpet.sinks.Terminal(terminal)):
+            state = {"progress": limpet.Progress(), "w": torch.zeros(3)}
+            with limpet.Checkpointer(url, state, save=EverySteps(2)) as ckpt:
                 ckpt.resume()
                 for _ in range(5):
                     ckpt.step({"loss": 1.0 + dist.get_rank()})
@@ -325,9 +325,9 @@ def refuses_a_second_job(ranks):
 
     def work():
         pair = dist.new_group([0, 1])
-        state = {"progress": holdfast.Progress(), "w": torch.zeros(3)}
+        state = {"progress": limpet.Progress(), "w": torch.zeros(3)}
         if dist.get_rank() < 2:
-            with holdfast.Checkpointer(url, state, save=EverySteps(2), group=pair) as ckpt:
+            with limpet.Checkpointer(url, state, save=EverySteps(2), group=pair) as ckpt:
                 ckpt.resume()
                 ckpt.step()
                 dist.barrier()
@@ -336,10 +336,10 @@ def refuses_a_second_job(ranks):
         else:
             dist.barrier()
             try:
-                with holdfast.Checkpointer(url, state, save=EverySteps(2), group="alone") as ckpt:
+                with limpet.Checkpointer(url, state, save=EverySteps(2), group="alone") as ckpt:
                     ckpt.resume()
                     ckpt.step()
-            except HoldfastError as e:
+            except LimpetError as e:
                 error = str(e)
             assert "Another training writes to this run" in error
             dist.barrier()
@@ -355,7 +355,7 @@ def saves_the_state_before_an_exception_on_all_ranks(ranks):
     def work():
         training = Training()
         try:
-            with holdfast.Checkpointer(
+            with limpet.Checkpointer(
                 url, training.state, save=EverySteps(100) | OnException()
             ) as ckpt:
                 ckpt.resume()
@@ -377,11 +377,11 @@ def reports_different_arguments(ranks):
     url = run_url(ranks, "unlike")
 
     def work():
-        state = {"progress": holdfast.Progress(), "w": torch.zeros(3)}
+        state = {"progress": limpet.Progress(), "w": torch.zeros(3)}
         policy = EverySteps(5 + 2 * (dist.get_rank() == 1))
         began = time.monotonic()
         try:
-            with holdfast.Checkpointer(url, state, save=policy) as ckpt:
+            with limpet.Checkpointer(url, state, save=policy) as ckpt:
                 ckpt.resume()
                 for _ in range(20):
                     ckpt.step()

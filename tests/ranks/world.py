@@ -37,7 +37,7 @@ def run_ranks(
             ``FOLDER/RANK.json``.
         folder: The folder of the results, the logs, and the runs.
         exit_codes: The exit code with which each process must end.
-        silent_seconds: HOLDFAST_SILENT of the processes.
+        silent_seconds: LIMPET_SILENT of the processes.
         timeout: The limit for each process, in seconds.
     """
     # this process hosts the store, so that no rank ends before another has read its last key
@@ -72,7 +72,7 @@ def _run_logged(
     with log.open("w") as out:
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
-    os.environ["HOLDFAST_SILENT"] = str(silent_seconds)
+    os.environ["LIMPET_SILENT"] = str(silent_seconds)
     torch.set_num_threads(1)
     run_rank(rank, port, folder)
 

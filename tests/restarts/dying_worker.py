@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 
-import holdfast
+import limpet
 
 run, dies = sys.argv[1:]
 rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -18,9 +18,9 @@ if size > 1:
 
     dist.init_process_group("gloo")
 
-state = {"weights": np.zeros(4), "progress": holdfast.Progress()}
-save = holdfast.EverySteps(10) | holdfast.AtEnd()
-with holdfast.Checkpointer(run, state, save=save) as ckpt:
+state = {"weights": np.zeros(4), "progress": limpet.Progress()}
+save = limpet.EverySteps(10) | limpet.AtEnd()
+with limpet.Checkpointer(run, state, save=save) as ckpt:
     ckpt.resume()
     print(f"rank {rank} began at step {ckpt.current_step}", flush=True)
     began = ckpt.current_step

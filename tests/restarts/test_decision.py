@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from holdfast.format.names import Version
-from holdfast.restarts.decision import Plan, Rung, decide
-from holdfast.restarts.records import Restart
+from limpet.format.names import Version
+from limpet.restarts.decision import Plan, Rung, decide
+from limpet.restarts.records import Restart
 
 V20, V40, V50 = Version(20), Version(40), Version(50)
 

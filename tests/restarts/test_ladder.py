@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.engine.distributed.group import LocalGroup
-from holdfast.errors import (
+import limpet
+from limpet.deadline import Deadline
+from limpet.engine.distributed.group import LocalGroup
+from limpet.errors import (
     Denied,
     NoProgress,
     Preempted,
@@ -26,19 +26,19 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.format.names import Version
-from holdfast.preemption import exit_status, response
-from holdfast.preemption.exit_status import DONE, GIVE_UP, SAVED, UNSAVED, read_records
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.policy import Preemption
-from holdfast.preemption.savepoints import step_savepoint
-from holdfast.restarts.ladder import Ladder
-from holdfast.restarts.records import read_restarts
-from holdfast.run.policy import AtEnd, EverySteps, Never
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
-from holdfast.training.checkpointer import Checkpointer
+from limpet.format.names import Version
+from limpet.preemption import exit_status, response
+from limpet.preemption.exit_status import DONE, GIVE_UP, SAVED, UNSAVED, read_records
+from limpet.preemption.notice import Notice
+from limpet.preemption.policy import Preemption
+from limpet.preemption.savepoints import step_savepoint
+from limpet.restarts.ladder import Ladder
+from limpet.restarts.records import read_restarts
+from limpet.run.policy import AtEnd, EverySteps, Never
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
+from limpet.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.tiers.hosts import Host, flip_bit
@@ -49,10 +49,10 @@ Status = Callable[[], list[Any]]
 
 @pytest.fixture
 def statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Status:
-    """Be under ``holdfast run``. Returns a function that reads the statuses."""
+    """Be under ``limpet run``. Returns a function that reads the statuses."""
     folder = tmp_path / "statuses"
     folder.mkdir()
-    monkeypatch.setenv("HOLDFAST_STATUS", str(folder))
+    monkeypatch.setenv("LIMPET_STATUS", str(folder))
     return lambda: [r.status for r in read_records(str(folder))]
 
 
@@ -145,7 +145,7 @@ def test_three_restarts_then_one_version_back_three_times_then_93(
     for _ in range(2):
         with pytest.raises(NoProgress) as e:
             job.start()
-        assert e.value.code == 0, "holdfast run returns the code"
+        assert e.value.code == 0, "limpet run returns the code"
         assert {s.key for s in job.store.list("")} == before
         status = statuses()[-1]
         assert (status.code, status.rank, status.why) == (GIVE_UP, 0, e.value.reason)
@@ -543,7 +543,7 @@ def test_a_forked_process_does_not_remove_the_record(statuses: Status) -> None:
 # -- whose decision it is --------------------------------------------------------------------------
 
 
-def test_outside_holdfast_run_nothing_is_counted() -> None:
+def test_outside_limpet_run_nothing_is_counted() -> None:
     job = Job()
     for _ in range(8):
         job.die_at(15)
@@ -557,7 +557,7 @@ def test_a_person_who_starts_it_by_hand_is_not_moved_back(
     job = Job()
     for _ in range(4):
         job.die_at(25)
-    monkeypatch.delenv("HOLDFAST_STATUS")
+    monkeypatch.delenv("LIMPET_STATUS")
     for _ in range(4):
         assert job.die_at(25) == 20
     assert rungs(job) == [0, 0, 0]
@@ -573,7 +573,7 @@ def test_to_return_to_the_version_that_was_left_behind(
         job.die_at(25)
     assert job.run.line() == [Version(10), Version(20, 1)]
     if not under:
-        monkeypatch.delenv("HOLDFAST_STATUS")
+        monkeypatch.delenv("LIMPET_STATUS")
     ckpt = job.start(at=20, branch=0)
     assert job.began == 20
     assert job.records == []
@@ -612,7 +612,7 @@ def test_damaged_records_are_not_counted_and_are_deleted(statuses: Status) -> No
 
 def test_an_older_version_that_is_damaged_too(statuses: Status, tmp_path: Path) -> None:
     """It falls back further, and gives up if nothing is left."""
-    job = Job(holdfast.open_store(str(tmp_path / "run")))
+    job = Job(limpet.open_store(str(tmp_path / "run")))
     for _ in range(4):
         job.die_at(35)
     (shard,) = (tmp_path / "run" / "version_20").glob("*.safetensors")
@@ -623,7 +623,7 @@ def test_an_older_version_that_is_damaged_too(statuses: Status, tmp_path: Path) 
 
 
 def test_all_older_versions_are_damaged(statuses: Status, tmp_path: Path) -> None:
-    job = Job(holdfast.open_store(str(tmp_path / "run")))
+    job = Job(limpet.open_store(str(tmp_path / "run")))
     for _ in range(4):
         job.die_at(25)
     (shard,) = (tmp_path / "run" / "version_10").glob("*.safetensors")

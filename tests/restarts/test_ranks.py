@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import NoProgress, RankFailed, SkippedVersion, Unavailable
-from holdfast.format.names import Version
-from holdfast.preemption import exit_status
-from holdfast.preemption.exit_status import GIVE_UP, Status
-from holdfast.run.policy import AtEnd, EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.errors import NoProgress, RankFailed, SkippedVersion, Unavailable
+from limpet.format.names import Version
+from limpet.preemption import exit_status
+from limpet.preemption.exit_status import GIVE_UP, Status
+from limpet.run.policy import AtEnd, EverySteps
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
 
 SIZE = 3
@@ -22,9 +22,9 @@ SIZE = 3
 
 @pytest.fixture
 def statuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Status]:
-    """Be under ``holdfast run``, with the statuses of ranks that are threads of one process."""
+    """Be under ``limpet run``, with the statuses of ranks that are threads of one process."""
     found: list[Status] = []
-    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
     monkeypatch.setattr(exit_status, "write_status", lambda _, status: found.append(status))
     return found
 

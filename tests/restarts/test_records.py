@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import holdfast
-from holdfast.errors import (
+import limpet
+from limpet.errors import (
     Denied,
     DigestMismatch,
     FormatError,
@@ -16,9 +16,9 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.format.names import is_restart_name, restart_name
-from holdfast.format.sealed import seal
-from holdfast.restarts.records import (
+from limpet.format.names import is_restart_name, restart_name
+from limpet.format.sealed import seal
+from limpet.restarts.records import (
     MAX_DELETED,
     MAX_READ,
     Restart,
@@ -27,7 +27,7 @@ from holdfast.restarts.records import (
     read_restarts,
     write_restart,
 )
-from holdfast.storage.memory import MemoryStore
+from limpet.storage.memory import MemoryStore
 from tests.engine.unreliable_stores import HookedStore
 
 RECORD = Restart(0, 50, "version_50", "a" * 32, None, None, "2026-01-02T03:04:05+00:00")
@@ -79,7 +79,7 @@ def test_a_record_that_violates_the_format_is_deleted_and_reported(changes: Any)
         decode_restart(raw, key())
     store.put_if_absent(key(), raw)
     write_restart(store, key(0, 1), RECORD)
-    with holdfast.attach(lambda name, fields: skipped.append((name, fields["version"]))):
+    with limpet.attach(lambda name, fields: skipped.append((name, fields["version"]))):
         assert read_restarts(store) == {key(0, 1): RECORD}
     assert skipped == [("skipped", key())]
     assert [s.key for s in store.list("")] == [key(0, 1)]

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import NoSnapshot, NotFound
-from holdfast.format.names import split_address
-from holdfast.run import address as address_module
-from holdfast.run.address import merge_objectives, open_reader, open_version, read_objectives
-from holdfast.run.policy import EverySteps, KeepBest, KeepLast, KeepPolicy, StopWhen
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+import limpet
+from limpet.deadline import Deadline
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import NoSnapshot, NotFound
+from limpet.format.names import split_address
+from limpet.run import address as address_module
+from limpet.run.address import merge_objectives, open_reader, open_version, read_objectives
+from limpet.run.policy import EverySteps, KeepBest, KeepLast, KeepPolicy, StopWhen
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
 from tests.fakegroup import FakeGroup
 
@@ -32,9 +32,9 @@ def train(
     url: Path | str, keep: KeepPolicy | None = None, stop: StopWhen | None = None, last: int = 5
 ) -> None:
     """Save versions 1 to ``last`` with the metrics ``acc`` and ``val/loss``."""
-    state = {"x": [0.0], "progress": holdfast.Progress()}
+    state = {"x": [0.0], "progress": limpet.Progress()}
     options = {"save": EverySteps(1), "keep": keep, "stop": stop}
-    with holdfast.Checkpointer(url, state, **options) as ckpt:
+    with limpet.Checkpointer(url, state, **options) as ckpt:
         for step in range(1, last + 1):
             state["x"] = [float(step)]
             ckpt.step({"acc": ACCURACY[step], "val/loss": LOSS[step]})
@@ -59,7 +59,7 @@ def test_policies_record_their_metrics_in_every_version(
     tmp_path: Path, keep: KeepPolicy | None, stop: StopWhen | None, objectives: dict[str, str]
 ) -> None:
     train(tmp_path / "a", keep, stop, last=2)
-    for snapshot in holdfast.Run(tmp_path / "a").snapshots():
+    for snapshot in limpet.Run(tmp_path / "a").snapshots():
         assert read_objectives(reader_of(snapshot)) == objectives
         assert ("objectives" in snapshot.metadata) == bool(objectives)
         assert snapshot.metadata.get("objectives", {}) == objectives
@@ -68,10 +68,10 @@ def test_policies_record_their_metrics_in_every_version(
 def test_best_uses_the_only_recorded_metric_and_ignores_nan(tmp_path: Path) -> None:
     train(tmp_path / "a", BEST_LOSS)
     for address in ("a@best", "a@best:val/loss"):
-        assert holdfast.open(f"{tmp_path}/{address}").step == 4
-        assert holdfast.load(tmp_path / address)["x"] == [4.0]
+        assert limpet.open(f"{tmp_path}/{address}").step == 4
+        assert limpet.load(tmp_path / address)["x"] == [4.0]
     train(tmp_path / "b", KeepBest(9, "acc", "max"))
-    assert holdfast.open(f"{tmp_path}/b@best").step == 3  # of equal values, the newest
+    assert limpet.open(f"{tmp_path}/b@best").step == 3  # of equal values, the newest
 
 
 def test_every_command_and_resume_accept_the_best_version(tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_every_command_and_resume_accept_the_best_version(tmp_path: Path) -> Non
     result = run_cli("copy", version, best)
     assert result.code == 8
     assert "is the address of a version" in result.err
-    state = {"x": [0.0], "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(tmp_path / "b", state) as ckpt:
+    state = {"x": [0.0], "progress": limpet.Progress()}
+    with limpet.Checkpointer(tmp_path / "b", state) as ckpt:
         snapshot = ckpt.resume(start=best)
         assert snapshot is not None
         assert (snapshot.step, state["x"]) == (4, [4.0])
@@ -94,105 +94,105 @@ def test_every_command_and_resume_accept_the_best_version(tmp_path: Path) -> Non
 
 def test_the_current_lineage_counts(tmp_path: Path) -> None:
     train(tmp_path / "a", BEST_LOSS)
-    state = {"x": [0.0], "progress": holdfast.Progress()}
+    state = {"x": [0.0], "progress": limpet.Progress()}
     keep = {"save": EverySteps(1), "keep": BEST_LOSS}
-    with holdfast.Checkpointer(tmp_path / "a", state, **keep) as ckpt:
+    with limpet.Checkpointer(tmp_path / "a", state, **keep) as ckpt:
         ckpt.resume(at=1)
         ckpt.step({"val/loss": 2.5})
-    assert reader_of(holdfast.open(f"{tmp_path}/a@best")).location.folder == "version_2.1"
+    assert reader_of(limpet.open(f"{tmp_path}/a@best")).location.folder == "version_2.1"
 
 
 def test_later_evaluations_count(tmp_path: Path) -> None:
     train(tmp_path / "a", BEST_LOSS)
-    holdfast.Run(tmp_path / "a").add_metrics(2, {"val/loss": 0.25})
-    assert holdfast.open(f"{tmp_path}/a@best").step == 2
+    limpet.Run(tmp_path / "a").add_metrics(2, {"val/loss": 0.25})
+    assert limpet.open(f"{tmp_path}/a@best").step == 2
 
 
 def test_several_metrics_are_an_error_that_lists_them(tmp_path: Path) -> None:
     train(tmp_path / "a", BEST_LOSS | KeepBest(1, "acc", "max"))
     with pytest.raises(NotFound) as caught:
-        holdfast.open(f"{tmp_path}/a@best")
+        limpet.open(f"{tmp_path}/a@best")
     text = str(caught.value)
     assert "acc (max), val/loss (min)" in text
     assert f"Write {tmp_path}/a@best:acc or {tmp_path}/a@best:val/loss" in text
-    assert holdfast.open(f"{tmp_path}/a@best:acc").step == 3
+    assert limpet.open(f"{tmp_path}/a@best:acc").step == 3
     assert run_cli("show", f"{tmp_path}/a@best").code == 4
 
 
 def test_without_a_recorded_metric_the_error_says_what_to_write(tmp_path: Path) -> None:
     train(tmp_path / "a", last=2)
     with pytest.raises(NotFound, match=r"found none\. Get the version .*\.best\(METRIC, mode="):
-        holdfast.open(f"{tmp_path}/a@best")
+        limpet.open(f"{tmp_path}/a@best")
     with pytest.raises(NotFound, match=r"a larger acc .*found no mode of any metric\. Get .*'acc'"):
-        holdfast.open(f"{tmp_path}/a@best:acc")
+        limpet.open(f"{tmp_path}/a@best:acc")
     with pytest.raises(NotFound, match=r"a value of bleu\. Found these metrics: acc, val/loss"):
-        holdfast.open(f"{tmp_path}/a@best:bleu")
+        limpet.open(f"{tmp_path}/a@best:bleu")
 
 
 def test_a_recorded_metric_that_no_version_has(tmp_path: Path) -> None:
-    with pytest.warns(holdfast.errors.MetricMissing):
+    with pytest.warns(limpet.errors.MetricMissing):
         train(tmp_path / "a", KeepLast(3) | KeepBest(1, "bleu", "max"))
     with pytest.raises(NotFound, match=r"has a value of bleu\. Found these metrics: acc, val/loss"):
-        holdfast.load(f"{tmp_path}/a@best")
+        limpet.load(f"{tmp_path}/a@best")
 
 
 def test_a_metric_that_is_always_nan(tmp_path: Path) -> None:
-    state = {"progress": holdfast.Progress()}
+    state = {"progress": limpet.Progress()}
     keep = KeepLast(2) | KeepBest(1, "loss")
-    with holdfast.Checkpointer(tmp_path / "a", state, save=EverySteps(1), keep=keep) as ckpt:
+    with limpet.Checkpointer(tmp_path / "a", state, save=EverySteps(1), keep=keep) as ckpt:
         ckpt.step({"loss": float("nan")})
     with pytest.raises(NotFound, match="has a value of loss other than NaN"):
-        holdfast.open(f"{tmp_path}/a@best")
+        limpet.open(f"{tmp_path}/a@best")
 
 
 def test_a_metric_with_two_modes(tmp_path: Path) -> None:
     train(tmp_path / "a", BEST_LOSS, StopWhen("val/loss", 9, "max"))
     with pytest.raises(NotFound, match=r"smaller or a larger val/loss .*val/loss \(both\)"):
-        holdfast.open(f"{tmp_path}/a@best:val/loss")
+        limpet.open(f"{tmp_path}/a@best:val/loss")
 
 
 def test_a_run_without_versions(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for use in (holdfast.open, holdfast.load):
+    for use in (limpet.open, limpet.load):
         for address in ("@best", "@best:loss", "@latest", "@7"):
             with pytest.raises(NotFound, match="empty is not a run with versions"):
                 use(f"{tmp_path}/empty{address}")
     train(tmp_path / "damaged", BEST_LOSS, last=1)
     next((tmp_path / "damaged" / "version_1").glob("shard-*.safetensors")).unlink()
     with pytest.raises(NoSnapshot):
-        holdfast.open(f"{tmp_path}/damaged@best")
+        limpet.open(f"{tmp_path}/damaged@best")
 
 
 def test_a_damaged_version_is_never_the_best(tmp_path: Path) -> None:
     train(tmp_path / "a", BEST_LOSS)
     next((tmp_path / "a" / "version_4").glob("shard-*.safetensors")).unlink()
-    assert holdfast.open(f"{tmp_path}/a@best").step == 5
+    assert limpet.open(f"{tmp_path}/a@best").step == 5
 
 
 def test_a_run_whose_name_contains_best(tmp_path: Path) -> None:
     run = tmp_path / "a@best:b"
     train(run, BEST_LOSS)
-    assert holdfast.open(f"{run}@best").step == 4
-    assert holdfast.open(f"{run}@best:val/loss").step == 4
-    assert holdfast.open(f"{run}@2").step == 2
-    assert holdfast.open(f"{run}@latest").step == 5
-    assert holdfast.open(run / "version_3").step == 3
+    assert limpet.open(f"{run}@best").step == 4
+    assert limpet.open(f"{run}@best:val/loss").step == 4
+    assert limpet.open(f"{run}@2").step == 2
+    assert limpet.open(f"{run}@latest").step == 5
+    assert limpet.open(run / "version_3").step == 3
     assert run_cli("show", f"{run}@2", "--json").json["step"] == 2
     assert len(run_cli("ls", run, "--json").json["versions"]) == 5
     with pytest.raises(NotFound):
-        holdfast.open(run)
-    state = {"x": [0.0], "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(run, state, save=EverySteps(1)) as ckpt:
+        limpet.open(run)
+    state = {"x": [0.0], "progress": limpet.Progress()}
+    with limpet.Checkpointer(run, state, save=EverySteps(1)) as ckpt:
         assert ckpt.resume() is not None
 
 
 def test_a_metric_with_any_name(tmp_path: Path) -> None:
     metric = "top@1/val:acc@best"
-    state = {"progress": holdfast.Progress()}
+    state = {"progress": limpet.Progress()}
     keep = KeepBest(1, metric, "max")
-    with holdfast.Checkpointer(tmp_path / "a", state, save=EverySteps(1), keep=keep) as ckpt:
+    with limpet.Checkpointer(tmp_path / "a", state, save=EverySteps(1), keep=keep) as ckpt:
         ckpt.step({metric: 0.5})
-    assert holdfast.open(f"{tmp_path}/a@best:{metric}").step == 1
+    assert limpet.open(f"{tmp_path}/a@best:{metric}").step == 1
     assert run_cli("show", f"{tmp_path}/a@best:{metric}").code == 0
 
 
@@ -205,7 +205,7 @@ def test_an_address_is_split_at_the_last_mark(run: str, metric: str) -> None:
 
 def test_a_store_is_opened_as_a_snapshot(tmp_path: Path) -> None:
     train(tmp_path / "a", last=1)
-    assert open_version(holdfast.open_store(tmp_path / "a" / "version_1")).step == 1
+    assert open_version(limpet.open_store(tmp_path / "a" / "version_1")).step == 1
 
 
 def test_objectives_of_equal_policies_are_merged() -> None:
@@ -215,9 +215,9 @@ def test_objectives_of_equal_policies_are_merged() -> None:
 
 def test_a_load_by_address_ends_in_time(tmp_path: Path) -> None:
     train(tmp_path / "a", BEST_LOSS, last=1)
-    assert holdfast.load(f"{tmp_path}/a@best", timeout=60)["x"] == [1.0]
-    with pytest.raises(holdfast.errors.HoldfastError, match="Invalid deadline"):
-        holdfast.load(f"{tmp_path}/a@best", timeout=0)
+    assert limpet.load(f"{tmp_path}/a@best", timeout=60)["x"] == [1.0]
+    with pytest.raises(limpet.errors.LimpetError, match="Invalid deadline"):
+        limpet.load(f"{tmp_path}/a@best", timeout=0)
 
 
 class SilentStore(MemoryStore):
@@ -239,9 +239,9 @@ def test_the_time_limit_of_a_load_also_covers_literal_paths() -> None:
     train("memory://silent/a", BEST_LOSS, last=1)
     open_store("memory://silent").__class__ = SilentStore
     for address in ("a@latest", "a@best:val/loss", "a@1"):
-        assert holdfast.load(f"memory://silent/{address}", timeout=60)["x"] == [1.0]
+        assert limpet.load(f"memory://silent/{address}", timeout=60)["x"] == [1.0]
     with pytest.raises(NotFound):  # it may be a metric or a run
-        holdfast.load("memory://silent/a@best:b@1", timeout=60)
+        limpet.load("memory://silent/a@best:b@1", timeout=60)
 
 
 def test_all_ranks_load_the_version_that_rank_0_has_found(
@@ -257,13 +257,13 @@ def test_all_ranks_load_the_version_that_rank_0_has_found(
     monkeypatch.setattr(address_module, "open_reader", resolve)
 
     def load(address: str) -> list[float]:
-        into: dict[str, Any] = {"x": [0.0], "progress": holdfast.Progress()}
-        holdfast.load(f"{tmp_path}/{address}", into)
+        into: dict[str, Any] = {"x": [0.0], "progress": limpet.Progress()}
+        limpet.load(f"{tmp_path}/{address}", into)
         values: list[float] = into["x"]
         return values
 
     assert FakeGroup(3).run(lambda rank: load("a@best")) == [[4.0]] * 3
     assert resolved == [f"{tmp_path}/a@best"]
     for error in FakeGroup(3).outcomes(lambda rank: load("a@best:bleu")):
-        assert isinstance(error, holdfast.errors.HoldfastError)
+        assert isinstance(error, limpet.errors.LimpetError)
         assert "bleu" in str(error)

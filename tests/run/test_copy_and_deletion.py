@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import machine
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader, open_location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavailable
-from holdfast.format.names import (
+import limpet
+from limpet import machine
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavailable
+from limpet.format.names import (
     MANIFEST,
     Version,
     notice_name,
@@ -27,11 +27,11 @@ from holdfast.format.names import (
     random_id,
     shard_name,
 )
-from holdfast.run.policy import KeepLast
-from holdfast.run.run import Run
-from holdfast.run.writer_lock import WriterLock
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
+from limpet.run.policy import KeepLast
+from limpet.run.run import Run
+from limpet.run.writer_lock import WriterLock
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
 from tests.engine.unreliable_stores import HookedStore
 from tests.interleaving import Actor, count_calls, run_interleaved
 
@@ -40,13 +40,13 @@ VERSION = Version(7)
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
 
 
 @pytest.fixture
 def snapshot() -> SnapshotReader:
     state = {"big": np.arange(3000.0), "n": 1}
-    return reader_of(holdfast.save(MemoryStore("source").at("version_7"), state, step=7))
+    return reader_of(limpet.save(MemoryStore("source").at("version_7"), state, step=7))
 
 
 def orphans(snapshot: SnapshotReader) -> MemoryStore:
@@ -65,7 +65,7 @@ def committed(snapshot: SnapshotReader) -> MemoryStore:
 
 def with_newer(snapshot: SnapshotReader) -> MemoryStore:
     to = committed(snapshot)
-    holdfast.save(to.at("version_8"), {"n": 2}, step=8)
+    limpet.save(to.at("version_8"), {"n": 2}, step=8)
     return to
 
 
@@ -93,7 +93,7 @@ def exists(store: Store) -> bool:
 def check_outcome(to: MemoryStore, copy: Actor, deletion: Actor) -> str:
     """Check what a copy and a deletion have left, and that a repeated copy succeeds."""
     if deletion.failure is not None:  # it found nothing to delete, or a copy in progress
-        assert type(deletion.failure) in (NotFound, holdfast.errors.HoldfastError)
+        assert type(deletion.failure) in (NotFound, limpet.errors.LimpetError)
     outcome = type(copy.failure).__name__ if copy.failure else "copied"
     if copy.failure is None:
         assert exists(to)
@@ -299,7 +299,7 @@ def test_the_error_of_a_notice_that_cannot_be_written_is_raised(snapshot: Snapsh
 
     def deny(method: str, key: str) -> None:
         if method == "put_if_absent":
-            raise holdfast.errors.Denied(f"May not write {key}")
+            raise limpet.errors.Denied(f"May not write {key}")
 
     store.before = deny
     with pytest.raises(StoreError, match="May not write deleting/"):

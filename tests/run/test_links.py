@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet import events
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     AlreadyExists,
     BrokenLink,
     FormatError,
-    HoldfastError,
+    LimpetError,
     NoSnapshot,
     SkippedVersion,
     StoreError,
 )
-from holdfast.format.names import MANIFEST, Version
-from holdfast.run.policy import EverySteps, KeepBest, KeepLast
-from holdfast.run.run import Run
+from limpet.format.names import MANIFEST, Version
+from limpet.run.policy import EverySteps, KeepBest, KeepLast
+from limpet.run.run import Run
 from tests.cli.invoke import run_cli
 from tests.trainings import train, training
 
@@ -44,7 +44,7 @@ def make_run(path: Path, steps: int = 3) -> Path:
 def make_incremental_run(path: Path, steps: int) -> Path:
     """Return a run in which each version but the first refers to the first one."""
     state = {"frozen": np.arange(9000.0), "live": np.zeros(9)}
-    with holdfast.Checkpointer(path, state, save=EverySteps(1), incremental=True) as ckpt:
+    with limpet.Checkpointer(path, state, save=EverySteps(1), incremental=True) as ckpt:
         for _ in range(steps):
             state["live"] += 1
             ckpt.step()
@@ -141,7 +141,7 @@ def test_nothing_is_deleted_through_a_link(tmp_path: Path, how: str) -> None:
         name for name, _ in emitted
     ] == ["deleted", "skipped", "deleted"]
     for _ in range(2):
-        with pytest.raises(HoldfastError, match="symbolic link") as caught:
+        with pytest.raises(LimpetError, match="symbolic link") as caught:
             run.delete(Version(1))
         assert "Remove the link" in str(caught.value)
     assert run.line() == [Version(1), Version(2), Version(5)]
@@ -239,7 +239,7 @@ def test_a_run_of_broken_links_is_not_an_empty_run(tmp_path: Path, how: str) -> 
         ckpt.resume()
     with (
         training(str(path), EverySteps(1)) as (state, ckpt),
-        pytest.raises(HoldfastError, match="holds versions of an earlier training"),
+        pytest.raises(LimpetError, match="holds versions of an earlier training"),
     ):
         train(state, ckpt, 1)
     assert contents(path) == before
@@ -274,7 +274,7 @@ def test_a_broken_link_blocks_the_deletion_of_older_versions(tmp_path: Path, how
             assert run.retain(KeepLast(1)) == []
     assert emitted.count(("skipped", "version_4")) == 1
     for step in (1, 2, 3):
-        with pytest.raises(HoldfastError, match="version_4"):
+        with pytest.raises(LimpetError, match="version_4"):
             run.delete(Version(step))
     result = run.sweep(grace=0, abandoned=True, now=2e9)
     assert not [key for key in result.removed if key.startswith("version_")]
@@ -312,7 +312,7 @@ def test_a_version_that_others_are_links_to_is_kept(tmp_path: Path, how: str) ->
     run = Run(path)
     run.retain(KeepLast(1))
     assert contents(path / "version_1") == before
-    with pytest.raises(HoldfastError, match="version_3 refers to it"):
+    with pytest.raises(LimpetError, match="version_3 refers to it"):
         run.delete(Version(1))
     if how != "folder":
         latest = Run(path).latest()
@@ -344,11 +344,11 @@ def test_a_step_whose_folder_is_a_link_is_not_saved_again(tmp_path: Path, target
     (path / "version_3").symlink_to(outside)
     before = contents(tmp_path)
     saves: list[Callable[[], object]] = [
-        lambda: holdfast.save(path / "version_3", {"x": 1}),
-        lambda: holdfast.save_async(path / "version_3", {"x": 1}).wait(),
+        lambda: limpet.save(path / "version_3", {"x": 1}),
+        lambda: limpet.save_async(path / "version_3", {"x": 1}).wait(),
     ]
     for save in saves:
-        with pytest.raises(HoldfastError, match="version_3") as caught:
+        with pytest.raises(LimpetError, match="version_3") as caught:
             save()
         if target != "version":
             assert "link" in str(caught.value)

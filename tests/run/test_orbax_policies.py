@@ -1,10 +1,10 @@
-"""What Orbax's policies save and keep, next to what those of Holdfast do.
+"""What Orbax's policies save and keep, next to what those of Limpet do.
 
 The tables list the documented behavior of Orbax, which is not installed here: the docstrings of
 ``save_decision_policy.py`` and ``preservation_policy.py`` in
 ``checkpoint/orbax/checkpoint/_src/checkpoint_managers`` of https://github.com/google/orbax, and the
 cases of ``preservation_policy_test.py`` there, read on 2026-11-26. Where the two differ, ``why``
-says so. Holdfast then saves and keeps more, never less, except in the cases that name a rule.
+says so. Limpet then saves and keeps more, never less, except in the cases that name a rule.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast.format.names import Version
-from holdfast.run.policy import (
+from limpet.format.names import Version
+from limpet.run.policy import (
     AtSteps,
     EverySeconds,
     EverySteps,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import HoldfastError
-from holdfast.format.names import Version
-from holdfast.run.policy import (
+from limpet.errors import LimpetError
+from limpet.format.names import Version
+from limpet.run.policy import (
     AtSteps,
     EveryEpoch,
     EverySeconds,
@@ -31,7 +31,7 @@ from holdfast.run.policy import (
     StopWhen,
     best_first,
 )
-from holdfast.run.run import Run
+from limpet.run.run import Run
 
 START = PolicyInput(0, 0.0, 0, 0, 0.0, 0)
 
@@ -409,7 +409,7 @@ POLICIES_WITH_COUNT: list[Callable[[Any], object]] = [
 @pytest.mark.parametrize("make", POLICIES_WITH_COUNT, ids=range(len(POLICIES_WITH_COUNT)))
 def test_an_invalid_count_is_rejected(make: Callable[[Any], object], count: Any) -> None:
     with pytest.raises(
-        HoldfastError, match=r"Invalid argument to .*whole number of .*, found .*write"
+        LimpetError, match=r"Invalid argument to .*whole number of .*, found .*write"
     ) as e:
         make(count)
     assert repr(count)[:20] in str(e.value)
@@ -421,39 +421,37 @@ def test_an_invalid_count_is_rejected(make: Callable[[Any], object], count: Any)
 )
 @pytest.mark.parametrize("make", [AtSteps, KeepSteps])
 def test_an_invalid_list_of_steps_is_rejected(make: Any, steps: Any) -> None:
-    with pytest.raises(HoldfastError, match=r"Invalid argument to \w+.*a list of steps, .*write"):
+    with pytest.raises(LimpetError, match=r"Invalid argument to \w+.*a list of steps, .*write"):
         make(steps)
 
 
 def test_step_zero_can_be_kept_but_never_saved_by_its_number() -> None:
     assert KeepSteps([0]).steps == (0,)
-    with pytest.raises(HoldfastError, match="an int of 1 or more"):
+    with pytest.raises(LimpetError, match="an int of 1 or more"):
         AtSteps([0])
 
 
 @pytest.mark.parametrize("arguments", [{"steps": 5, "seconds": 5.0}, {"steps": None}, {}])
 def test_keep_every_takes_steps_or_seconds(arguments: Any) -> None:
-    with pytest.raises(HoldfastError, match=r"KeepEvery\(10_000\) or KeepEvery\(seconds=3600\)"):
+    with pytest.raises(LimpetError, match=r"KeepEvery\(10_000\) or KeepEvery\(seconds=3600\)"):
         KeepEvery(**arguments)
 
 
 @pytest.mark.parametrize("unscored", [-1, 1.0, True, None, "2"])
 def test_an_invalid_number_of_unscored_versions_is_rejected(unscored: Any) -> None:
-    with pytest.raises(HoldfastError, match=r"Invalid argument to KeepBest.*unscored=2"):
+    with pytest.raises(LimpetError, match=r"Invalid argument to KeepBest.*unscored=2"):
         KeepBest(2, "loss", unscored=unscored)
 
 
 @pytest.mark.parametrize("seconds", [s for s in INVALID_SECONDS if s is not None], ids=repr)
 def test_invalid_seconds_of_keep_every_are_rejected(seconds: Any) -> None:
-    with pytest.raises(HoldfastError, match="a finite number of seconds above 0"):
+    with pytest.raises(LimpetError, match="a finite number of seconds above 0"):
         KeepEvery(seconds=seconds)
 
 
 @pytest.mark.parametrize("seconds", INVALID_SECONDS, ids=repr)
 def test_invalid_seconds_are_rejected(seconds: Any) -> None:
-    with pytest.raises(
-        HoldfastError, match=r"Invalid argument to EverySeconds.*EverySeconds\(600\)"
-    ):
+    with pytest.raises(LimpetError, match=r"Invalid argument to EverySeconds.*EverySeconds\(600\)"):
         EverySeconds(seconds)
 
 
@@ -475,7 +473,7 @@ def test_invalid_seconds_are_rejected(seconds: Any) -> None:
     ],
 )
 def test_invalid_arguments_for_metrics_are_rejected(make: Callable[[], object]) -> None:
-    with pytest.raises(HoldfastError, match=r"Invalid argument to .*For example, write"):
+    with pytest.raises(LimpetError, match=r"Invalid argument to .*For example, write"):
         make()
 
 
@@ -486,7 +484,7 @@ def test_a_metric_of_which_larger_values_are_better_needs_a_mode(metric: str) ->
         lambda **mode: StopWhen(metric, **mode),
         lambda **mode: Run("memory://modes").best(metric, **mode),
     ):
-        with pytest.raises(HoldfastError, match=f"needs a mode for '{metric}'.*mode=\"max\""):
+        with pytest.raises(LimpetError, match=f"needs a mode for '{metric}'.*mode=\"max\""):
             make()
         make(mode="max")
         make(mode="min")

@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.errors import HoldfastError, NotFound, SkippedVersion, StoreError, Unavailable
-from holdfast.format.names import MANIFEST, NOTICES, Version, random_id, shard_name
-from holdfast.run import catalog
-from holdfast.run.catalog import VersionRecord
-from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
-from holdfast.testing.crashfs import CrashFs
-from holdfast.testing.faults import Fault, FaultFs
+import limpet
+from limpet import events
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.errors import LimpetError, NotFound, SkippedVersion, StoreError, Unavailable
+from limpet.format.names import MANIFEST, NOTICES, Version, random_id, shard_name
+from limpet.run import catalog
+from limpet.run.catalog import VersionRecord
+from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
+from limpet.testing.crashfs import CrashFs
+from limpet.testing.faults import Fault, FaultFs
 from tests.crash.promises import check_promises
 from tests.engine.unreliable_stores import HookedStore
 from tests.forging import seal, sealed_content
@@ -53,7 +53,7 @@ def make_run(*steps: int) -> MemoryStore:
     """Return a run with these versions on its first branch."""
     store = MemoryStore()
     for step in steps:
-        holdfast.save(store.at(f"version_{step}"), state_after(1), step=step)
+        limpet.save(store.at(f"version_{step}"), state_after(1), step=step)
     return store
 
 
@@ -151,7 +151,7 @@ def test_retention_of_several_policies_after_every_save() -> None:
     store = MemoryStore()
     state = {"n": 0}
     keep = KeepLast(2) | KeepBest(1, "loss") | KeepEvery(30)
-    with holdfast.Checkpointer(store, state, save=EverySteps(10), keep=keep) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(10), keep=keep) as ckpt:
         for step in range(1, 71):
             ckpt.step({"loss": losses.get(step, 1.0)})
             ckpt.wait()
@@ -206,7 +206,7 @@ def test_an_unreadable_pin_prevents_all_deletion_for_a_week(
     with events.attach(lambda name, fields: emitted.append(f"{name} {fields.get('version')}")):
         assert run.retain(KeepLast(1)) == []
     assert f"skipped {key}" in emitted
-    with pytest.raises(HoldfastError, match=f"{key} is unreadable and may protect any version"):
+    with pytest.raises(LimpetError, match=f"{key} is unreadable and may protect any version"):
         run.delete(Version(20))
     swept = run.sweep(grace=0, abandoned=True)
     assert swept.removed == []
@@ -384,7 +384,7 @@ def test_a_version_is_not_deleted_while_it_is_read(
     assert Run(store).retain(KeepLast(1)) == [Version(20)]
 
 
-@pytest.mark.parametrize("error", [holdfast.errors.Denied, holdfast.errors.NoSpace, Unavailable])
+@pytest.mark.parametrize("error", [limpet.errors.Denied, limpet.errors.NoSpace, Unavailable])
 def test_a_read_continues_without_a_pin_if_none_can_be_written(
     store: MemoryStore, error: type[StoreError]
 ) -> None:
@@ -402,7 +402,7 @@ def test_a_read_continues_without_a_pin_if_none_can_be_written(
         ),
     ):
         assert wrapped.get(f"version_20/{MANIFEST}", 1 << 20)
-    assert emitted == ([] if error is holdfast.errors.Denied else ["pin_left"])
+    assert emitted == ([] if error is limpet.errors.Denied else ["pin_left"])
 
 
 # -- bases ---------------------------------------------------------------------------------------
@@ -483,14 +483,14 @@ def test_delete_raises_for_pinned_referenced_and_missing_versions(references: Re
     references[Version(20)] = {Version(10)}
     run = Run(store)
     run.pin(30)
-    with pytest.raises(HoldfastError, match=r"version_30 .* not deleted: it is pinned"):
+    with pytest.raises(LimpetError, match=r"version_30 .* not deleted: it is pinned"):
         run.delete(Version(30))
-    with pytest.raises(HoldfastError, match="not deleted: version_20 refers to it"):
+    with pytest.raises(LimpetError, match="not deleted: version_20 refers to it"):
         run.delete(Version(10))
     with pytest.raises(NotFound, match="no version_40"):
         run.delete(Version(40))
     key = pins.create_pin(run.location(Version(20)), random_id(), Version(20))
-    with pytest.raises(HoldfastError, match="a process is using it"):
+    with pytest.raises(LimpetError, match="a process is using it"):
         run.delete(Version(20))
     pins.remove_pin(run.location(Version(20)), key)
     assert steps(store) == [10, 20, 30]
@@ -731,7 +731,7 @@ def test_incremental_versions_keep_their_bases() -> None:
     store = MemoryStore()
     state = {"frozen": np.arange(9000.0), "live": np.zeros(9)}
     seen = []
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         store, state, save=EverySteps(1), keep=KeepLast(1), incremental=True, full_every=3
     ) as ckpt:
         for step in range(1, 8):
@@ -763,7 +763,7 @@ def test_the_number_of_versions_kept_as_bases(
     store = MemoryStore()
     state = {str(part): np.zeros(9000) for part in range(3)} | {"live": np.zeros(9)}
     counts = []
-    with holdfast.Checkpointer(
+    with limpet.Checkpointer(
         store,
         state,
         save=EverySteps(1),
@@ -797,7 +797,7 @@ def test_each_manifest_and_evaluation_is_read_once() -> None:
     run.retain(KeepLast(40) | KeepBest(2, "loss"))
     assert calls[f"get {MANIFEST}"] == 30
     calls.clear()
-    holdfast.save(inner.at("version_31"), state_after(1), step=31)
+    limpet.save(inner.at("version_31"), state_after(1), step=31)
     run.retain(KeepLast(30) | KeepBest(2, "loss"))
     assert calls[f"get {MANIFEST}"] == 1
     assert sum(n for call, n in calls.items() if call.startswith("get")) == 1
@@ -904,7 +904,7 @@ def test_sweep_keeps_abandoned_versions_that_are_pinned_or_referenced(
 
 def test_a_recent_partial_file_is_kept_for_a_minute(tmp_path: Any) -> None:
     """A save writes its pin first. If a sweep removed the partial pin, the save would fail."""
-    holdfast.save(tmp_path / "version_1", {"x": 1}, step=1)
+    limpet.save(tmp_path / "version_1", {"x": 1}, step=1)
     key = ".pin-0123456789ab.json.0123456789abcdef.partial"
     (tmp_path / key).write_bytes(b"{")
     run = Run(tmp_path)

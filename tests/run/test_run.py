@@ -11,26 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.buffers import shared_pool
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
-from holdfast.format.digest import digest
-from holdfast.format.names import MANIFEST, Version, index_name, random_id, shard_name
-from holdfast.format.records import Branch, encode_branch
-from holdfast.run.address import open_version
-from holdfast.run.policy import EverySteps, KeepEvery, KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Stat
+import limpet
+from limpet import events
+from limpet.buffers import shared_pool
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
+from limpet.format.digest import digest
+from limpet.format.names import MANIFEST, Version, index_name, random_id, shard_name
+from limpet.format.records import Branch, encode_branch
+from limpet.run.address import open_version
+from limpet.run.policy import EverySteps, KeepEvery, KeepLast
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Stat
 from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import flip_bit, shard_of, train, trained_run, training
 
@@ -116,7 +116,7 @@ def test_a_version_in_a_newer_format_is_never_skipped(store: MemoryStore) -> Non
     new_digest = digest(raw[:start] + b"0" * 32 + raw[start + 32 :])
     store.delete(key)
     store.put_if_absent(key, raw[:start] + new_digest.encode() + raw[start + 32 :])
-    with pytest.raises(FormatTooNew, match="newer version of Holdfast"):
+    with pytest.raises(FormatTooNew, match="newer version of Limpet"):
         Run(store).latest()
 
 
@@ -280,9 +280,9 @@ def test_addresses(tmp_path: Path, address: str, found: str | None) -> None:
 
 
 def test_an_existing_path_with_an_at_sign_takes_precedence(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "run" / "version_5", {"n": 1})
+    limpet.save(tmp_path / "run" / "version_5", {"n": 1})
     assert open_version(tmp_path / "run@5").step == 5
-    holdfast.save(tmp_path / "run@5", {"n": 2})
+    limpet.save(tmp_path / "run@5", {"n": 2})
     assert open_version(tmp_path / "run@5")["n"] == 2
 
 
@@ -292,7 +292,7 @@ def test_an_existing_path_with_an_at_sign_takes_precedence(tmp_path: Path) -> No
         (60, None, r"of step 60 on the .*lineage.*version_60 on another branch\. Name the branch as"
                    r" well: branch=0 in Python, 60\.0 in a command"),
         (60, 1, r"version_60 on another branch.*branch=0 in Python"),
-        (30, None, r"found version_20, version_40\.1 \(and 2 on other branches\)\. `holdfast"),
+        (30, None, r"found version_20, version_40\.1 \(and 2 on other branches\)\. `limpet"),
         (-5, None, r"no version of step -5 .*found version_20, version_40\.1 \(and 2 on"),
     ],
 )  # fmt: skip
@@ -323,7 +323,7 @@ def test_a_lineage_whose_versions_are_all_deleted(store: MemoryStore) -> None:
 
 
 def test_the_error_for_an_address_without_run_suggests_another(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
+    limpet.save(tmp_path / "runs" / "big" / "version_80", {"n": 1})
     for address in ("@80", "@80.1", "@latest", "@best", "@best:val/loss"):
         with pytest.raises(
             NotFound, match=r"bigg is not a run with versions\. Perhaps you meant .*/runs/big"
@@ -346,11 +346,11 @@ def test_the_error_for_a_missing_step_lists_few_versions_all(
     tmp_path: Path, count: int, last: str
 ) -> None:
     for step in range(1, count + 1):
-        holdfast.save(tmp_path / f"version_{step}", {"n": step})
+        limpet.save(tmp_path / f"version_{step}", {"n": step})
     with pytest.raises(NotFound) as e:
         open_version(f"{tmp_path}@99")
     assert "version_8, version_9" in str(e.value)
-    assert f", {last} `holdfast ls RUN` lists" in str(e.value)
+    assert f", {last} `limpet ls RUN` lists" in str(e.value)
 
 
 def test_an_address_of_a_missing_run(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_sweep_keeps_what_is_no_longer_abandoned_after_its_removal_of_orphans(
 
 
 def test_sweep_keeps_the_files_of_a_save_in_a_run_within_the_run(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "version_1", {"x": 1}, step=1)
+    limpet.save(tmp_path / "version_1", {"x": 1}, step=1)
     inner, attempt = LocalStore(tmp_path / "inner"), random_id()
     with (
         pins.hold_pin(Location(inner, "version_1"), attempt),
@@ -486,7 +486,7 @@ def test_opening_a_missing_version(store: MemoryStore) -> None:
     with pytest.raises(NotFound, match="no snapshot"):
         Run(store).open(Version(99))
     with pytest.raises(NotFound):
-        holdfast.open("memory://never-made/version_1")
+        limpet.open("memory://never-made/version_1")
 
 
 # -- a concurrent process that saves and deletes -------------------------------------------------
@@ -575,7 +575,7 @@ def test_a_version_deleted_meanwhile_causes_no_skipped_event(at: int) -> None:
 def test_a_run_deleted_during_a_load_raises(store: MemoryStore) -> None:
     """The live state may already be overwritten."""
 
-    def use(snapshot: holdfast.Snapshot) -> None:
+    def use(snapshot: limpet.Snapshot) -> None:
         for stat in list(store.list("")):
             store.delete(stat.key)
         raise NotFound("the version was deleted", live_state="not valid")
@@ -588,7 +588,7 @@ def test_a_run_deleted_during_a_load_raises(store: MemoryStore) -> None:
 def test_a_version_that_is_listed_but_missing_is_skipped(store: MemoryStore) -> None:
     """For example, a network file system lists a deleted version. The search must end."""
 
-    def use(snapshot: holdfast.Snapshot) -> None:
+    def use(snapshot: limpet.Snapshot) -> None:
         if snapshot.step == 60:
             raise NotFound("no such file")
 
@@ -622,7 +622,7 @@ def test_an_empty_listing_is_repeated(store: MemoryStore) -> None:
 
 def test_reading_a_deleted_version_raises_not_found(store: MemoryStore) -> None:
     location = Run(store).location(Version(20))
-    uses: list[Callable[[holdfast.Snapshot], object]] = [
+    uses: list[Callable[[limpet.Snapshot], object]] = [
         lambda s: reader_of(s).check_files(),
         lambda s: reader_of(s).indexes(),
         lambda s: s.verify(),

@@ -16,23 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast import events
-from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.errors import DeadlinePassed, Denied, Unavailable
-from holdfast.format.names import MANIFEST, SAVE_REQUEST, Version, is_attempt
-from holdfast.run.request_watcher import RequestWatcher
-from holdfast.run.run import Run
-from holdfast.run.save_request import (
+from limpet import events
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.errors import DeadlinePassed, Denied, Unavailable
+from limpet.format.names import MANIFEST, SAVE_REQUEST, Version, is_attempt
+from limpet.run.request_watcher import RequestWatcher
+from limpet.run.run import Run
+from limpet.run.save_request import (
     RequestedSave,
     put_request,
     read_request,
     remove_request,
     request_and_wait,
 )
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Stat
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Stat
 
 A, B = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
@@ -518,7 +518,7 @@ class Ticks:
 
 
 def threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name == "holdfast-request"}
+    return {t.name for t in threading.enumerate() if t.name == "limpet-request"}
 
 
 def test_the_thread_polls_at_once_and_then_at_intervals(store: FailingStore) -> None:
@@ -553,7 +553,7 @@ def test_the_thread_ends_when_a_watcher_that_nobody_closed_is_collected(
     ticks = Ticks()
     watcher: RequestWatcher | None = RequestWatcher(store, wait=ticks.wait)
     watcher.start()
-    (thread,) = [t for t in threading.enumerate() if t.name == "holdfast-request"]
+    (thread,) = [t for t in threading.enumerate() if t.name == "limpet-request"]
     ticks._waiting.get(timeout=20)
     watcher = None
     ticks._continue.put(False)

@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import holdfast
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.format.manifest import decode_manifest, encode_manifest
-from holdfast.format.names import MANIFEST, Version, parse_version
-from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
-from holdfast.run.retention import VERSIONS_PER_SAVE
-from holdfast.run.run import Run
-from holdfast.storage.local.os_calls import FileStat, Fs
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.format.manifest import decode_manifest, encode_manifest
+from limpet.format.names import MANIFEST, Version, parse_version
+from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
+from limpet.run.retention import VERSIONS_PER_SAVE
+from limpet.run.run import Run
+from limpet.storage.local.os_calls import FileStat, Fs
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
 from tests.trainings import state_after
 
 STATE: dict[str, Any] = {"x": np.arange(3.0)}
@@ -68,13 +68,13 @@ def no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     So would the order of lookups in threads.
     """
-    monkeypatch.setattr("holdfast.threads.SLOW_LOOKUP", math.inf)
-    monkeypatch.setattr("holdfast.run.request_watcher.RequestWatcher.start", lambda self: None)
+    monkeypatch.setattr("limpet.threads.SLOW_LOOKUP", math.inf)
+    monkeypatch.setattr("limpet.run.request_watcher.RequestWatcher.start", lambda self: None)
 
 
 def make_run(path: Path, count: int) -> Path:
     """Return a run with the versions 10, 20, ..., quickly: their shards are one file."""
-    first = holdfast.save(path / "version_10", STATE)
+    first = limpet.save(path / "version_10", STATE)
     manifest, _ = decode_manifest((path / "version_10" / MANIFEST).read_bytes(), MANIFEST)
     shards = [
         name
@@ -104,7 +104,7 @@ def count_in_training(
     assert Run(store).find(last) == Version(last)
     counts["find"] = fs.take()
     state = {"x": np.arange(3.0)}
-    with holdfast.Checkpointer(store, state, save=EverySteps(10**9), keep=keep) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(10**9), keep=keep) as ckpt:
         ckpt.resume()
         counts["resume"] = fs.take()
         counts["saves"] = Counter()
@@ -238,7 +238,7 @@ class World:
     def save(self) -> None:
         self.step += self.random.randint(1, 4)
         loss = self.random.random()
-        holdfast.save(self.store.at(f"version_{self.step}"), state_after(1), step=self.step)
+        limpet.save(self.store.at(f"version_{self.step}"), state_after(1), step=self.step)
         Run(self.store).add_metrics(Version(self.step), {"loss": loss})
 
     def _any_key(self) -> str | None:
@@ -265,7 +265,7 @@ class World:
             version = self.random.choice(versions)
             for stat in list(self.store.list(str(version))):
                 self.store.delete(stat.key)
-            holdfast.save(self.store.at(str(version)), state_after(2), step=version.step)
+            limpet.save(self.store.at(str(version)), state_after(2), step=version.step)
 
     def evaluate(self) -> None:
         intact = [s.version for s in Run(self.store).snapshots()]
@@ -325,9 +325,7 @@ def test_a_version_saved_again_by_another_process_keeps_its_base() -> None:
     store, state = MemoryStore(), {"frozen": np.arange(9000.0), "live": np.zeros(9)}
 
     def train(steps: int, incremental: bool) -> None:
-        with holdfast.Checkpointer(
-            store, state, save=EverySteps(1), incremental=incremental
-        ) as ckpt:
+        with limpet.Checkpointer(store, state, save=EverySteps(1), incremental=incremental) as ckpt:
             ckpt.resume()
             for _ in range(steps):
                 state["live"] += 1
@@ -356,7 +354,7 @@ def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path: Path) 
         for suffix in (MANIFEST, ".index.json", ".safetensors"):
             path = tmp_path / f"{number}-{suffix}"
             for step in (1, 2, 3):
-                holdfast.save(path / f"version_{step}", STATE)
+                limpet.save(path / f"version_{step}", STATE)
             known = Run(path)
             assert known.retain(KeepLast(3)) == []
             [file] = [f for f in (path / "version_3").iterdir() if f.name.endswith(suffix)]
@@ -370,7 +368,7 @@ def test_what_is_kept_instead_is_looked_up_before_each_deletion(tmp_path: Path) 
 
 def test_a_copy_of_a_version_does_not_list_its_run(tmp_path: Path) -> None:
     """A copy of a run would otherwise list it once for each of its versions."""
-    source = holdfast.save(tmp_path / "source" / "version_5", STATE, step=5)
+    source = limpet.save(tmp_path / "source" / "version_5", STATE, step=5)
     counts = []
     for name, count in (("small", 5), ("large", 50)):
         fs = CountingFs()

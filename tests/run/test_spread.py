@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import HoldfastError
-from holdfast.format import names
-from holdfast.format.names import Version, index_name, shard_name
-from holdfast.run.policy import EverySteps, KeepBest, KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store, list_level
-from holdfast.testing.contract import keys, put
+import limpet
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import LimpetError
+from limpet.format import names
+from limpet.format.names import Version, index_name, shard_name
+from limpet.run.policy import EverySteps, KeepBest, KeepLast
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store, list_level
+from limpet.testing.contract import keys, put
 from tests.crash.promises import check_promises
 from tests.trainings import initial_state, state_after, states_equal, train
 
@@ -36,7 +36,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 def save_steps(store: Store, last_step: int, **options: object) -> Run:
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), **options)  # type: ignore[arg-type]
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), **options)  # type: ignore[arg-type]
     with ckpt:
         ckpt.resume()
         while state["progress"].step < last_step:
@@ -61,7 +61,7 @@ def test_the_life_of_a_run(store: Store) -> None:
     assert [v.step for v in run.line()] == [6, 7, 8]
     assert all(key.startswith("spread-") for key in shards_in(store))
     state = initial_state()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1), spread=16) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1), spread=16) as ckpt:
         ckpt.resume(at=7)
         train(state, ckpt, 9)
     assert [str(v) for v in run.line()] == ["version_6", "version_7", "version_8.1", "version_9.1"]
@@ -81,8 +81,8 @@ def test_the_life_of_a_run(store: Store) -> None:
 
 
 def test_incremental_versions(store: Store) -> None:
-    state = {"frozen": np.arange(40_000.0), "x": np.zeros(3), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(
+    state = {"frozen": np.arange(40_000.0), "x": np.zeros(3), "progress": limpet.Progress()}
+    with limpet.Checkpointer(
         store, state, save=EverySteps(1), keep=KeepLast(2), incremental=True, spread=16
     ) as ckpt:
         for step in range(5):
@@ -97,7 +97,7 @@ def test_incremental_versions(store: Store) -> None:
     assert len(shards_in(store)) == 6
     assert latest.verify().ok
     assert latest["x"][:].tolist() == [10.0] * 3
-    with pytest.raises(HoldfastError, match="refers to it"):
+    with pytest.raises(LimpetError, match="refers to it"):
         run.delete(Version(1))
 
 
@@ -110,7 +110,7 @@ def test_a_copy_by_another_tool_is_read(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(source.get(key, 1 << 20))
     state = initial_state()
-    holdfast.load(tmp_path / "copy" / "version_2", into=state)
+    limpet.load(tmp_path / "copy" / "version_2", into=state)
     assert states_equal(state, state_after(2))
     run = Run(tmp_path / "copy")
     assert [s.verify().ok for s in run.snapshots()] == [True] * 2
@@ -182,7 +182,7 @@ def test_the_version_of_a_linked_shard_is_not_deleted(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     assert run.open(Version(1)).verify().ok
     assert run.retain(KeepLast(1)) == [Version(2)]
-    with pytest.raises(HoldfastError, match="symbolic link"):
+    with pytest.raises(LimpetError, match="symbolic link"):
         run.delete(Version(1))
     assert path.is_symlink()
 
@@ -209,7 +209,7 @@ def test_nothing_is_deleted_in_a_linked_folder(level: str, tmp_path: Path) -> No
     before = keys(LocalStore(tmp_path / "run"))
     run = Run(tmp_path / "run")
     assert [s.verify().ok for s in run.snapshots()] == [True] * 3
-    with pytest.raises(HoldfastError, match="symbolic link"):
+    with pytest.raises(LimpetError, match="symbolic link"):
         run.delete(Version(1))
     assert run.retain(KeepLast(1)) == ([Version(2)] if level == "version" else [])
     assert set(before) - set(keys(run.store.unspread)) <= {k for k in before if "version_2/" in k}
@@ -255,8 +255,8 @@ def test_another_value_is_refused_before_anything_is_written(store: Store) -> No
     before = keys(store)
     for arguments in ({}, {"at": 1}):
         state = initial_state()
-        ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1), spread=8)
-        with pytest.raises(HoldfastError, match="spread=16"):
+        ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), spread=8)
+        with pytest.raises(LimpetError, match="spread=16"):
             ckpt.resume(**arguments)
             ckpt.step()
         ckpt.close()
@@ -266,9 +266,9 @@ def test_another_value_is_refused_before_anything_is_written(store: Store) -> No
 def test_a_run_that_is_not_spread_is_refused(store: Store) -> None:
     save_steps(store, 1)
     before = keys(store)
-    ckpt = holdfast.Checkpointer(store, initial_state(), save=EverySteps(1), spread=16)
+    ckpt = limpet.Checkpointer(store, initial_state(), save=EverySteps(1), spread=16)
     ckpt.resume()
-    with pytest.raises(HoldfastError, match="not spread"):
+    with pytest.raises(LimpetError, match="not spread"):
         ckpt.step()
     ckpt.close()
     assert keys(store) == before

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 
-from holdfast.errors import NoSpace
+from limpet.errors import NoSpace
 
 SAVED: dict[str, Any] = {
     "run": "runs/a",

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from holdfast import sinks
+from limpet import sinks
 from tests.sinks.sample_events import (
     EVENTS,
     FakeSummaryWriter,
@@ -59,14 +59,14 @@ def test_no_sink_fails_for_missing_or_unexpected_fields(
 
 FORK_PROGRAM = """
 import os, sys, threading
-import holdfast
-from holdfast import events
-from holdfast import sinks
+import limpet
+from limpet import events
+from limpet import sinks
 
 stream = open("lines", "w", buffering=1 << 20)
-holdfast.attach(sinks.Terminal(stream))
-holdfast.attach(sinks.JsonLines("events.jsonl"))
-from holdfast.sinks import terminal
+limpet.attach(sinks.Terminal(stream))
+limpet.attach(sinks.JsonLines("events.jsonl"))
+from limpet.sinks import terminal
 inside, may_continue = threading.Event(), threading.Event()
 flush = stream.flush
 class SlowStream:  # a thread is between its write and its flush when the fork begins
@@ -77,7 +77,7 @@ class SlowStream:  # a thread is between its write and its flush when the fork b
         inside.set()
         may_continue.wait(0.2)
         flush()
-holdfast.attach(sinks.Terminal(SlowStream()))
+limpet.attach(sinks.Terminal(SlowStream()))
 thread = threading.Thread(target=lambda: events.emit("saved", step=1))
 thread.start()
 inside.wait()
@@ -100,8 +100,8 @@ def test_a_fork_duplicates_no_output(tmp_path: Path) -> None:
 
 def test_sinks_import_neither_torch_nor_rich() -> None:
     code = (
-        "import sys, logging, holdfast\n"
-        "holdfast.sinks.Logging()('saved', {'step': 1})\n"
+        "import sys, logging, limpet\n"
+        "limpet.sinks.Logging()('saved', {'step': 1})\n"
         "names = ('torch', 'rich', 'numpy', 'prometheus_client', 'tqdm')\n"
         "print([m for m in names if m in sys.modules])"
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import sinks
-from holdfast.sinks import wording
+from limpet import sinks
+from limpet.sinks import wording
 from tests.sinks.sample_events import EVENTS, NO_SPACE, SAVED, read_json_lines
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
-from holdfast import sinks
-from holdfast.errors import HoldfastError
+import limpet
+from limpet import sinks
+from limpet.errors import LimpetError
 from tests.sinks.sample_events import EVENTS, SAVED, FakeSummaryWriter
 
 
@@ -20,7 +20,7 @@ def test_prometheus_counters_and_gauges() -> None:
     sink = sinks.Prometheus(registry, clock=lambda: 1e9)
 
     def value(name: str) -> float | None:
-        return registry.get_sample_value(f"holdfast_{name}")
+        return registry.get_sample_value(f"limpet_{name}")
 
     # The counter exists before the first event, so that rates are correct from the start.
     assert value("saves_total") == 0
@@ -49,8 +49,8 @@ def test_prometheus_counters_and_gauges() -> None:
     names = {
         s.name for m in registry.collect() for s in m.samples if not s.name.endswith("_created")
     }
-    assert names == {f"holdfast_{name}" for name in expected}
-    document = (Path(holdfast.__file__).parents[2] / "docs/events.md").read_text()
+    assert names == {f"limpet_{name}" for name in expected}
+    document = (Path(limpet.__file__).parents[2] / "docs/events.md").read_text()
     assert all(f"`{name}`" in document for name in names)
     with pytest.raises(ValueError, match="Duplicated"):
         sinks.Prometheus(registry)
@@ -58,7 +58,7 @@ def test_prometheus_counters_and_gauges() -> None:
 
 def test_the_error_without_the_client_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(HoldfastError, match=r'pip install "holdfast\[prometheus\]"'):
+    with pytest.raises(LimpetError, match=r'pip install "limpet\[prometheus\]"'):
         sinks.Prometheus()
 
 
@@ -69,13 +69,13 @@ def test_tensorboard_scalars() -> None:
         sink(name, fields)
     sink("saved", {"step": 7, "bytes": 0, "seconds": 0.0})
     assert writer == [
-        ("holdfast/written_bytes", SAVED["bytes"], 1300),
-        ("holdfast/referred_bytes", 0, 1300),
-        ("holdfast/blocked_seconds", 0.0123, 1300),
-        ("holdfast/background_seconds", 2.31, 1300),
-        ("holdfast/gib_per_second", SAVED["bytes"] / 2.31 / 2**30, 1300),
-        ("holdfast/written_bytes", 0, 7),
-        ("holdfast/background_seconds", 0, 7),
+        ("limpet/written_bytes", SAVED["bytes"], 1300),
+        ("limpet/referred_bytes", 0, 1300),
+        ("limpet/blocked_seconds", 0.0123, 1300),
+        ("limpet/background_seconds", 2.31, 1300),
+        ("limpet/gib_per_second", SAVED["bytes"] / 2.31 / 2**30, 1300),
+        ("limpet/written_bytes", 0, 7),
+        ("limpet/background_seconds", 0, 7),
     ]
-    with pytest.raises(HoldfastError, match=r"add_scalar.*found Path|PosixPath"):
+    with pytest.raises(LimpetError, match=r"add_scalar.*found Path|PosixPath"):
         sinks.TensorBoard(Path())  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-import holdfast
-from holdfast import events, sinks
-from holdfast.errors import SinkFailed
+import limpet
+from limpet import events, sinks
+from limpet.errors import SinkFailed
 from tests.sinks.sample_events import EVENTS, NO_SPACE, SAVED, RecordingStream
 
 LINE = (
@@ -255,7 +255,7 @@ def test_a_stream_that_fails_detaches_only_its_sink() -> None:
     closed = RecordingStream()
     closed.close()
     for stream in (closed, BrokenStream()):
-        with holdfast.attach(sinks.Terminal(stream)), pytest.warns(SinkFailed, match="Terminal"):
+        with limpet.attach(sinks.Terminal(stream)), pytest.warns(SinkFailed, match="Terminal"):
             events.emit("saved", **SAVED)
 
 
@@ -289,7 +289,7 @@ def test_a_tqdm_bar_stays_intact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_do_not_mix_their_lines() -> None:
     stream = RecordingStream()
-    with warnings.catch_warnings(), holdfast.attach(sinks.Terminal(stream)):
+    with warnings.catch_warnings(), limpet.attach(sinks.Terminal(stream)):
         warnings.simplefilter("error")
 
         def run() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from holdfast.sinks import wording
+from limpet.sinks import wording
 from tests.sinks.sample_events import BrokenRepr, nested_odd_values
 
 

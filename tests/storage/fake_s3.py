@@ -1,4 +1,4 @@
-"""A server on loopback with as much of the API of S3 as Holdfast uses, for faults that no real
+"""A server on loopback with as much of the API of S3 as Limpet uses, for faults that no real
 server has. ``hook(method, path, handler)`` may answer a request; it then returns True."""
 
 import hashlib
@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-import holdfast
+import limpet
 
 BUCKET = "bucket"
 DATE, WHEN = "Wed, 25 Nov 2026 03:00:00 GMT", "2026-11-25T03:00:00.000Z"
@@ -177,7 +177,7 @@ def running_fake_s3():
 
 
 def open_run(s3, **options):
-    return holdfast.open_store("s3://bucket/run", endpoint=s3.endpoint, **{"timeout": 5, **options})
+    return limpet.open_store("s3://bucket/run", endpoint=s3.endpoint, **{"timeout": 5, **options})
 
 
 @pytest.fixture

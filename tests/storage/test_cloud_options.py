@@ -6,13 +6,13 @@ import traceback
 
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.location import locate
-from holdfast.errors import Denied, NotFound, StoreError, Unavailable
-from holdfast.storage.cloud import endpoint
-from holdfast.storage.cloud.failures import translate
-from holdfast.storage.cloud.upload import StreamAppender
-from holdfast.storage.sequential_upload import SequentialUpload
+import limpet
+from limpet.engine.snapshot.location import locate
+from limpet.errors import Denied, NotFound, StoreError, Unavailable
+from limpet.storage.cloud import endpoint
+from limpet.storage.cloud.failures import translate
+from limpet.storage.cloud.upload import StreamAppender
+from limpet.storage.sequential_upload import SequentialUpload
 from tests.cli.invoke import run_cli
 
 KEY = "c2VjcmV0LWtleQ=="
@@ -39,7 +39,7 @@ def no_variables(monkeypatch):
 def test_a_url_names_a_container_and_a_folder(scheme, path, store, folder):
     location = locate(f"{scheme}://{path}")
     assert (location.store.url, location.folder) == (f"{scheme}://{store}", folder)
-    assert holdfast.open_store(f"{scheme}://{path}").url == f"{scheme}://{path}".rstrip("/")
+    assert limpet.open_store(f"{scheme}://{path}").url == f"{scheme}://{path}".rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_url_names_a_container_and_a_folder(scheme, path, store, folder):
 )
 def test_a_mistyped_url_is_refused(url, message):
     with pytest.raises(StoreError, match=message) as caught:
-        holdfast.open_store(url)
+        limpet.open_store(url)
     shown = str(caught.value) + run_cli("ls", url).err
     assert not any(secret in shown for secret in SECRETS)
 
@@ -94,14 +94,14 @@ def test_a_mistyped_url_is_refused(url, message):
 )
 def test_an_invalid_option_is_refused(url, options, message):
     with pytest.raises(StoreError, match=message) as caught:
-        holdfast.open_store(url, **options)
+        limpet.open_store(url, **options)
     assert not any(secret in str(caught.value) for secret in SECRETS)
 
 
 @pytest.mark.parametrize("url", ["az://b1b/r", "gs://b1b/r"])
 def test_without_credentials_nothing_is_written(url):
     """No request is sent, not even one for credentials."""
-    store = holdfast.open_store(url, anonymous=True, **({"account": "a"} if "az" in url else {}))
+    store = limpet.open_store(url, anonymous=True, **({"account": "a"} if "az" in url else {}))
     for call in (
         lambda: store.put_if_absent("k", b""),
         lambda: store.put("k", 1),
@@ -116,11 +116,11 @@ def test_without_credentials_nothing_is_written(url):
 def test_no_message_shows_credentials():
     shown = []
     for secret in ({"account_key": KEY}, {"sas_token": "sv=1&sig=SECRETSIG"}):
-        store = holdfast.open_store("az://bucket/run", account="a", **secret)
+        store = limpet.open_store("az://bucket/run", account="a", **secret)
         shown += [repr(store), repr(store.options), store.url]
         for options in ({"part_size": 1}, {"endpoint": "ftp://a:hunter2@host"}):
             with pytest.raises(StoreError) as caught:
-                holdfast.open_store("az://bucket/run", **secret, **options)
+                limpet.open_store("az://bucket/run", **secret, **options)
             shown += [str(caught.value), repr(caught.value.fields)]
     assert not any(secret in text for text in shown for secret in SECRETS)
 
@@ -128,10 +128,10 @@ def test_no_message_shows_credentials():
 def test_a_client_that_cannot_be_created_says_what_to_do(monkeypatch):
     message = r"Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"
     with pytest.raises(StoreError, match=message):
-        holdfast.open_store("az://bucket/run").stat("a")
+        limpet.open_store("az://bucket/run").stat("a")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "-")
     with pytest.raises(StoreError, match="Invalid Access Key"):
-        holdfast.open_store("az://bucket/run", account="a").stat("a")
+        limpet.open_store("az://bucket/run", account="a").stat("a")
 
 
 @pytest.mark.parametrize("is_option", [True, False])
@@ -146,38 +146,38 @@ def test_a_service_account_that_is_not_a_key_file(value, is_option, monkeypatch,
     if not is_option:
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", value)
     with pytest.raises(StoreError, match=r"service_account=.* the path of a key file") as caught:
-        holdfast.open_store("gs://bucket/run", **options).stat("a")
+        limpet.open_store("gs://bucket/run", **options).stat("a")
     shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value.fields)
     assert not any(secret in shown for secret in SECRETS)
 
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(StoreError, match=r"needs the package obstore\. .*'holdfast\[cloud\]'"):
-        holdfast.open_store("az://bucket/run")
+    with pytest.raises(StoreError, match=r"needs the package obstore\. .*'limpet\[cloud\]'"):
+        limpet.open_store("az://bucket/run")
 
 
 def test_a_forked_process_is_refused(monkeypatch):
     """The threads of obstore are those of the parent: each call of the child would hang."""
-    store = holdfast.open_store("az://bucket/run")
+    store = limpet.open_store("az://bucket/run")
     process = os.getpid()
     monkeypatch.setattr(endpoint.os, "getpid", lambda: process + 1)
-    for call in (lambda: store.stat("a"), lambda: holdfast.open_store("gs://other")):
+    for call in (lambda: store.stat("a"), lambda: limpet.open_store("gs://other")):
         with pytest.raises(StoreError, match=r"forked.*'spawn' or 'forkserver'"):
             call()
 
 
 def test_views_share_the_requests():
-    store = holdfast.open_store("az://bucket/run")
+    store = limpet.open_store("az://bucket/run")
     assert store.at("a/b").url == "az://bucket/run/a/b"
     assert store.at("a").endpoint is store.endpoint
-    assert holdfast.open_store("az://other").endpoint is store.endpoint
-    assert holdfast.open_store("az://other", concurrency=3).endpoint is not store.endpoint
-    assert holdfast.open_store("gs://bucket").endpoint is not store.endpoint
+    assert limpet.open_store("az://other").endpoint is store.endpoint
+    assert limpet.open_store("az://other", concurrency=3).endpoint is not store.endpoint
+    assert limpet.open_store("gs://bucket").endpoint is not store.endpoint
 
 
 def test_other_variables_are_another_endpoint(monkeypatch):
-    store = holdfast.open_store("az://bucket/run")
+    store = limpet.open_store("az://bucket/run")
     before = store.endpoint
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
     assert store.endpoint is not before
@@ -187,20 +187,20 @@ def test_other_variables_are_another_endpoint(monkeypatch):
     "key", ["é" * 600, "a\ud800", "a\\b", "a.", "a./b", "a\nb", "a\x01", "a\x7f"]
 )
 def test_a_name_that_the_cloud_changes_or_refuses_is_an_error(key):
-    store = holdfast.open_store("az://bucket/run")
+    store = limpet.open_store("az://bucket/run")
     with pytest.raises(StoreError, match="Invalid key"):
         store.put_if_absent(key, b"")
 
 
 def test_the_folder_that_makes_a_name_invalid_is_shown():
     with pytest.raises(StoreError, match=r"names that end with a dot, found 'a\./b/manifest.json'"):
-        holdfast.open_store("az://bucket/a./b").stat("manifest.json")
+        limpet.open_store("az://bucket/a./b").stat("manifest.json")
 
 
 def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch):
     options = {"account": "a", "account_key": KEY}
-    store = holdfast.open_store("az://bucket/run", part_size=5 << 20, **options)
-    monkeypatch.setattr("holdfast.storage.cloud.upload.start_thread", lambda _: False)
+    store = limpet.open_store("az://bucket/run", part_size=5 << 20, **options)
+    monkeypatch.setattr("limpet.storage.cloud.upload.start_thread", lambda _: False)
     upload = store.put("a", 6 << 20)
     with pytest.raises(StoreError, match=r"Cannot write a to az://bucket/run: no thread.*ulimit"):
         upload.write_at(0, memoryview(bytes(1 << 20)))
@@ -209,11 +209,11 @@ def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch):
 
 def test_a_name_of_an_unfinished_upload_is_refused():
     with pytest.raises(StoreError, match="reserved for unfinished uploads"):
-        holdfast.open_store("az://bucket/run").put("v/.a.partial", 1)
+        limpet.open_store("az://bucket/run").put("v/.a.partial", 1)
 
 
 def test_a_large_object_is_a_stream_whose_parts_suffice():
-    store = holdfast.open_store("gs://bucket/run", part_size=5 << 20)
+    store = limpet.open_store("gs://bucket/run", part_size=5 << 20)
     assert isinstance(store.put("a", (5 << 20) + 1), SequentialUpload)
     for length in (1 << 30, 1 << 40):
         part = StreamAppender(store, "a", length)._part

@@ -8,13 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.errors import NotFound, StoreError, Unavailable
-from holdfast.storage.cloud.failures import translate
-from holdfast.storage.cloud.store import CloudStore
-from holdfast.storage.cloud.upload import StreamAppender
-from holdfast.storage.store import Stat
+import limpet
+from limpet.deadline import Deadline
+from limpet.errors import NotFound, StoreError, Unavailable
+from limpet.storage.cloud.failures import translate
+from limpet.storage.cloud.store import CloudStore
+from limpet.storage.cloud.upload import StreamAppender
+from limpet.storage.store import Stat
 from tests.cli.invoke import run_cli
 
 KEY, OTHER = "c2VjcmV0LWtleQ==", "b3RoZXIta2V5"
@@ -77,7 +77,7 @@ def server():
 
 
 def open_azure(server, **options):
-    return holdfast.open_store("az://bucket/run", endpoint=server.url, account="a", **options)
+    return limpet.open_store("az://bucket/run", endpoint=server.url, account="a", **options)
 
 
 # credentials
@@ -155,7 +155,7 @@ def test_a_web_server_is_not_a_cloud(server, monkeypatch, tmp_path, scheme, act)
         message = run_cli(act, url.rpartition("/")[0] if act == "ls" else url).err
     else:
         with pytest.raises(StoreError) as caught:
-            holdfast.load(url) if act == "load" else holdfast.save(url, {"n": 1}, step=1)
+            limpet.load(url) if act == "load" else limpet.save(url, {"n": 1}, step=1)
         message = str(caught.value)
     name = "Azure" if scheme == "az" else "Google Cloud Storage"
     assert f"does not answer as {name} does. Check the endpoint" in message
@@ -225,7 +225,7 @@ def test_a_server_that_differs_in_tls(scheme, reply):
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
     url = f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
-    store = holdfast.open_store("az://bucket", account="a", account_key=KEY, endpoint=url)
+    store = limpet.open_store("az://bucket", account="a", account_key=KEY, endpoint=url)
     began = time.monotonic()
     with pytest.raises(StoreError, match=r"TLS.*Check whether the endpoint") as caught:
         store.stat("a")
@@ -248,8 +248,8 @@ def test_a_server_that_differs_in_tls(scheme, reply):
 def test_a_variable_with_an_endpoint_without_a_scheme(monkeypatch, url, name):
     monkeypatch.setenv(name, "127.0.0.1:10")
     with pytest.raises(StoreError, match=f"variable {name}. Expected http://HOST or https://HOST"):
-        holdfast.open_store(url)
-    holdfast.open_store(url, endpoint="http://127.0.0.1:9")
+        limpet.open_store(url)
+    limpet.open_store(url, endpoint="http://127.0.0.1:9")
 
 
 # listings

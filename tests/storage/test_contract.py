@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.testing.crashfs import CrashFs
-from holdfast.testing.store_contract import StoreContract
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.testing.crashfs import CrashFs
+from limpet.testing.store_contract import StoreContract
 from tests.disks import KINDS, new_disk
 
 
@@ -50,7 +50,7 @@ class _InFolder(StoreContract):
     def store(self):
         if not Path(self.parent).is_dir():
             pytest.skip(f"{self.parent} does not exist")
-        folder = Path(tempfile.mkdtemp(prefix="holdfast-", dir=self.parent))
+        folder = Path(tempfile.mkdtemp(prefix="limpet-", dir=self.parent))
         yield self.make_store(folder)
         shutil.rmtree(folder)
 

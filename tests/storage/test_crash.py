@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.errors import AlreadyExists
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.contract import keys, put, random_bytes
-from holdfast.testing.crashfs import CrashFs, PowerCut
+from limpet.errors import AlreadyExists
+from limpet.storage.local.store import LocalStore
+from limpet.testing.contract import keys, put, random_bytes
+from limpet.testing.crashfs import CrashFs, PowerCut
 
 SIZE = 2 * 4096 + 100
 DATA, OTHER = random_bytes(SIZE), random_bytes(SIZE, 1)

@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from holdfast.buffers import Buffer
-from holdfast.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
-from holdfast.storage.local.os_calls import Fs
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.contract import keys, partial_keys, put, random_bytes
-from holdfast.testing.faults import Fault, FaultFs
+from limpet.buffers import Buffer
+from limpet.errors import AlreadyExists, Denied, NoSpace, NotFound, StoreError, Unavailable
+from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.store import LocalStore
+from limpet.testing.contract import keys, partial_keys, put, random_bytes
+from limpet.testing.faults import Fault, FaultFs
 
 SIZE = 3 * 4096 + 100
 DATA = random_bytes(SIZE)
@@ -169,7 +169,7 @@ class RecordingFs(Fs):
 
 
 def test_direct_io_transfers_exactly_the_aligned_pieces():
-    folder = f"/var/tmp/holdfast-aligned-{os.getpid()}"
+    folder = f"/var/tmp/limpet-aligned-{os.getpid()}"
     fs = RecordingFs()
     store = LocalStore(folder, fs=fs)
     buffer = Buffer(16_384)

@@ -16,14 +16,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.engine.snapshot import pins
-from holdfast.errors import AlreadyExists, Denied, HoldfastError, NoSpace, StoreError, Unavailable
-from holdfast.storage.open import open_store
-from holdfast.storage.store import within
-from holdfast.testing import StoreContract
-from holdfast.testing.contract import keys, partial_keys, put
+import limpet
+from limpet.deadline import Deadline
+from limpet.engine.snapshot import pins
+from limpet.errors import AlreadyExists, Denied, LimpetError, NoSpace, StoreError, Unavailable
+from limpet.storage.open import open_store
+from limpet.storage.store import within
+from limpet.testing import StoreContract
+from limpet.testing.contract import keys, partial_keys, put
 from tests.cli.invoke import run_cli
 
 
@@ -64,7 +64,7 @@ def url():
 
 def save_version(store, step):
     state = {**STATE, "step": step}
-    with holdfast.Checkpointer(store, state) as checkpointer:
+    with limpet.Checkpointer(store, state) as checkpointer:
         checkpointer.resume()
         state["step"] = step
         for _ in range(step - checkpointer.current_step):
@@ -79,18 +79,18 @@ def files_of(url):
 @pytest.mark.parametrize("how", ["save", "save_async", "checkpointer", "copy", "methods"])
 def test_writing_is_refused(how, tmp_path):
     url = memory_url()
-    holdfast.save(tmp_path / "version_1", STATE, step=1)
-    with pytest.raises(HoldfastError, match="allow_weak=True") as caught:
+    limpet.save(tmp_path / "version_1", STATE, step=1)
+    with pytest.raises(LimpetError, match="allow_weak=True") as caught:
         if how == "save":
-            holdfast.save(f"{url}/version_1", STATE, step=1)
+            limpet.save(f"{url}/version_1", STATE, step=1)
         elif how == "save_async":
-            holdfast.save_async(f"{url}/version_1", STATE, step=1).wait()
+            limpet.save_async(f"{url}/version_1", STATE, step=1).wait()
         elif how == "checkpointer":
             save_version(url, 1)
         elif how == "copy":
             result = run_cli("copy", tmp_path / "version_1", f"{url}/version_1")
             assert result.code != 0
-            raise HoldfastError(result.err)
+            raise LimpetError(result.err)
         else:
             open_store(url).put("a", 1)
     assert "guarantees none of this" in str(caught.value)
@@ -99,7 +99,7 @@ def test_writing_is_refused(how, tmp_path):
 
 def test_commands_write_nothing(url, tmp_path):
     before = files_of(url)
-    holdfast.save(tmp_path / "version_1", STATE, step=1)
+    limpet.save(tmp_path / "version_1", STATE, step=1)
     for command in (
         ("copy", tmp_path / "version_1", f"{url}/new"),
         ("pin", url, 1),
@@ -116,13 +116,13 @@ def test_commands_write_nothing(url, tmp_path):
 def test_reading_works_and_writes_nothing(url, tmp_path, monkeypatch):
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     before, seen = files_of(url), []
-    monkeypatch.setattr(holdfast.events, "emit", lambda name, **_: seen.append(name))
-    loaded = holdfast.load(f"{url}/version_2")
+    monkeypatch.setattr(limpet.events, "emit", lambda name, **_: seen.append(name))
+    loaded = limpet.load(f"{url}/version_2")
     assert loaded["step"] == 2
     assert np.array_equal(loaded["weights"], STATE["weights"])
-    assert [s.step for s in holdfast.Run(url).snapshots()] == [1, 2]
+    assert [s.step for s in limpet.Run(url).snapshots()] == [1, 2]
     state = {**STATE, "weights": np.zeros(50_000), "step": 0}
-    with holdfast.Checkpointer(url, state) as checkpointer:
+    with limpet.Checkpointer(url, state) as checkpointer:
         assert checkpointer.resume().step == 2
     assert np.array_equal(state["weights"], STATE["weights"])
     for command in (
@@ -136,7 +136,7 @@ def test_reading_works_and_writes_nothing(url, tmp_path, monkeypatch):
         result = run_cli(*command)
         assert result.code == (7 if command[0] == "diff" else 0), (command, result)
         assert "allow_weak" not in result.out + result.err
-    assert holdfast.load(tmp_path / "version_1")["step"] == 1
+    assert limpet.load(tmp_path / "version_1")["step"] == 1
     assert files_of(url) == before
     assert "pin_left" not in seen
 
@@ -146,8 +146,8 @@ def test_a_training_that_accepts_it(tmp_path):
     store = open_store(f"fsspec+file://{tmp_path}/run", allow_weak=True)
     state = {"weights": np.arange(2_000_000.0), "step": 0}
     for last in (4, 8):
-        with holdfast.Checkpointer(
-            store, state, save=holdfast.EverySteps(1), keep=holdfast.KeepLast(2), incremental=True
+        with limpet.Checkpointer(
+            store, state, save=limpet.EverySteps(1), keep=limpet.KeepLast(2), incremental=True
         ) as checkpointer:
             checkpointer.resume()
             assert checkpointer.current_step == last - 4 == state["step"]
@@ -155,7 +155,7 @@ def test_a_training_that_accepts_it(tmp_path):
                 state["weights"][step] = -1
                 state["step"] = step
                 checkpointer.step()
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == [1, 7, 8]  # 1 has most of the bytes
     assert not (tmp_path / "run" / "version_6").exists()
     abandoned = tmp_path / "run" / "version_3" / ".shard.1.partial"
@@ -166,7 +166,7 @@ def test_a_training_that_accepts_it(tmp_path):
     assert not abandoned.exists()
     assert partial_keys(store) == []
     assert np.array_equal(
-        holdfast.load(f"fsspec+file://{tmp_path}/run/version_8")["weights"], state["weights"]
+        limpet.load(f"fsspec+file://{tmp_path}/run/version_8")["weights"], state["weights"]
     )
 
 
@@ -224,13 +224,13 @@ def test_a_save_raises_or_commits_at_each_failed_call(faulty, error):
         store = open_faulty()
         failure = None
         try:
-            holdfast.save(store, STATE, step=1)
-        except HoldfastError as e:
+            limpet.save(store, STATE, step=1)
+        except LimpetError as e:
             failure = e
         is_done, faulty.fail_at = faulty.calls < fail_at, 0
         exists = "manifest.json" in keys(store)
         if failure is None:
-            assert np.array_equal(holdfast.load(store)["weights"], STATE["weights"])
+            assert np.array_equal(limpet.load(store)["weights"], STATE["weights"])
             outcomes["saved"] += 1
         elif failure.is_outcome_unknown:
             outcomes["unknown"] += 1
@@ -288,7 +288,7 @@ def test_a_silent_failure_is_found(faulty, fault, monkeypatch):
     for write in (
         lambda: put(store, "v/a", b"123"),
         lambda: store.put_if_absent("v/m", b"123"),
-        lambda: holdfast.save(store, STATE, step=1),
+        lambda: limpet.save(store, STATE, step=1),
     ):
         with pytest.raises(StoreError):
             write()
@@ -474,10 +474,10 @@ def test_no_finalizer_sends_the_rest_of_a_file(hanging, monkeypatch, over):
     it is being closed."""
     now, begin = [0.0], time.monotonic()
     if not over:
-        monkeypatch.setattr("holdfast.deadline.CLEANUP_SECONDS", 0.3)
+        monkeypatch.setattr("limpet.deadline.CLEANUP_SECONDS", 0.3)
         deadline = Deadline.after(0.3, "a test")
     else:
-        monkeypatch.setattr("holdfast.deadline.CLEANUP_SECONDS", 1.3)
+        monkeypatch.setattr("limpet.deadline.CLEANUP_SECONDS", 1.3)
         deadline = Deadline("a test", 0.3, lambda: now[0])
     upload = open_faulty().within(deadline).put("m", 3)
     upload.write_at(0, memoryview(b"123"))
@@ -487,7 +487,7 @@ def test_no_finalizer_sends_the_rest_of_a_file(hanging, monkeypatch, over):
     del upload
     gc.collect()
     assert time.monotonic() - begin < 10
-    assert hanging.senders == ([] if over == 20 else ["holdfast-call"])
+    assert hanging.senders == ([] if over == 20 else ["limpet-call"])
 
 
 def test_a_file_that_is_opened_too_late_is_given_up(hanging, faulty, monkeypatch):
@@ -631,7 +631,7 @@ def test_a_listing_shows_what_others_did(tmp_path):
 )
 def test_bad_urls(url, message):
     with pytest.raises(StoreError, match=message) as caught:
-        holdfast.Run(url)
+        limpet.Run(url)
     shown = "".join(traceback.format_exception(caught.value)) + run_cli("ls", url).err
     assert "secret" not in shown
     assert "sec/ret" not in shown
@@ -646,7 +646,7 @@ def test_a_url_without_credentials_is_accepted(rest):
 
 def test_without_fsspec(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(StoreError, match=r"pip install 'holdfast\[fsspec\]'"):
+    with pytest.raises(StoreError, match=r"pip install 'limpet\[fsspec\]'"):
         open_store("fsspec+memory://a")
 
 
@@ -661,6 +661,6 @@ def test_bad_options():
     with pytest.raises(StoreError, match="Protocol not known: nonsense"):
         store.stat("a")
     with pytest.raises(StoreError, match="Cannot register"):
-        holdfast.register_store("fsspec+memory", open_store)
+        limpet.register_store("fsspec+memory", open_store)
     with pytest.raises(StoreError, match=r"fsspec\+PROTOCOL://"):
         open_store("unknown://a")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import AlreadyExists, BrokenLink, FormatError, NotFound, StoreError
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.store import list_level
-from holdfast.testing.contract import keys, partial_keys, put, read
+from limpet.errors import AlreadyExists, BrokenLink, FormatError, NotFound, StoreError
+from limpet.storage.local.store import LocalStore
+from limpet.storage.store import list_level
+from limpet.testing.contract import keys, partial_keys, put, read
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import Denied, NoSpace, NotFound, StoreError
-from holdfast.storage.local.os_calls import Fs
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.contract import keys, partial_keys, put
+from limpet.errors import Denied, NoSpace, NotFound, StoreError
+from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.store import LocalStore
+from limpet.testing.contract import keys, partial_keys, put
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_an_unfinished_upload_is_in_the_folder_of_its_object(store, tmp_path):
 def test_the_partial_file_of_a_killed_process_is_listed_and_deleted(store):
     program = f"""
 import os
-from holdfast.storage.local.store import LocalStore
+from limpet.storage.local.store import LocalStore
 upload = LocalStore({store.url!r}).put("v/a", 5)
 upload.write_at(0, memoryview(b"123"))
 os._exit(9)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-import holdfast.storage.open
-from holdfast.cli import VERBS
-from holdfast.errors import StoreError
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
-from holdfast.testing.contract import keys
+import limpet
+import limpet.storage.open
+from limpet.cli import VERBS
+from limpet.errors import StoreError
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
+from limpet.testing.contract import keys
 from tests.cli.invoke import run_cli
 
 
@@ -43,14 +43,14 @@ def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch, make):
     store.put_if_absent("m", b"1")
     open_store("./~/runs").put_if_absent("m", b"1")  # names a folder "~"
     open_store("a~/b").put_if_absent("m", b"1")
-    holdfast.save(make("~/snap"), {"n": 1})
+    limpet.save(make("~/snap"), {"n": 1})
     (tmp_path / "home" / "snap").rename(tmp_path / "home" / "moved")
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "moved"))
-    assert holdfast.load(make("~"))["n"] == 1  # the home directory itself is a snapshot
+    assert limpet.load(make("~"))["n"] == 1  # the home directory itself is a snapshot
     with pytest.raises(StoreError, match="The home directory in ~no-such-user/x is unknown"):
         open_store(make("~no-such-user/x"))
     with pytest.raises(StoreError, match=r"Write the full path, or \./~no-such-user for"):
-        holdfast.save(make("~no-such-user"), {"n": 1})
+        limpet.save(make("~no-such-user"), {"n": 1})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a~", "home", "~"]
 
 
@@ -69,9 +69,9 @@ def test_a_store_is_returned_unchanged():
 
 
 def test_the_settings_choose_direct_io(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOLDFAST_DIRECT", "0")
+    monkeypatch.setenv("LIMPET_DIRECT", "0")
     assert not open_store(tmp_path)._direct
-    monkeypatch.setenv("HOLDFAST_DIRECT", "1")
+    monkeypatch.setenv("LIMPET_DIRECT", "1")
     assert open_store(tmp_path)._direct
 
 
@@ -97,11 +97,11 @@ UNNAMED = "not name|no name|is not the URL of a snapshot"
 def test_a_url_without_a_name_is_not_a_local_folder(tmp_path, monkeypatch, url):
     """As from ``"s3://$BUCKET"`` with an empty variable."""
     monkeypatch.chdir(tmp_path)
-    for use in (lambda: holdfast.save(url, {"n": 1}), lambda: holdfast.load(url)):
+    for use in (lambda: limpet.save(url, {"n": 1}), lambda: limpet.load(url)):
         with pytest.raises(StoreError, match=UNNAMED):
             use()
     version = f"memory://test-open-{uuid.uuid4().hex}/version_1"
-    holdfast.save(version, {"x": torch.ones(1)}, step=1)
+    limpet.save(version, {"x": torch.ones(1)}, step=1)
     (tmp_path / "file:").mkdir()  # a folder with such a name is not what the URL means
     for arguments in (
         ("copy", version, url),
@@ -117,7 +117,7 @@ def test_a_url_without_a_name_is_not_a_local_folder(tmp_path, monkeypatch, url):
 
 def test_the_last_level_of_a_file_url_is_decoded(tmp_path):
     url = f"file://{tmp_path}/a%20b%3F"
-    holdfast.save(f"{url}/version_1", {"x": torch.ones(1)}, step=1)
+    limpet.save(f"{url}/version_1", {"x": torch.ones(1)}, step=1)
     assert run_cli("copy", f"{url}@1", f"file://{tmp_path}/c%20d").code == 0
     assert run_cli("show", f"file://{tmp_path}/c%20d").code == 0
     assert run_cli("export", f"{url}@1", "--to", "torch", f"file://{tmp_path}/e%20f").code == 0
@@ -139,10 +139,10 @@ def test_a_url_that_lost_a_slash_is_not_a_local_folder(shelf, tmp_path, monkeypa
     message = rf"{re.escape(text)} looks like a URL that lost a slash.*\./{re.escape(text)} for"
     for use in (
         open_store,
-        lambda path: holdfast.save(path, {"n": 1}),
-        holdfast.load,
-        holdfast.Run,
-        lambda path: holdfast.Checkpointer(path, {"n": 1}).resume(),
+        lambda path: limpet.save(path, {"n": 1}),
+        limpet.load,
+        limpet.Run,
+        lambda path: limpet.Checkpointer(path, {"n": 1}).resume(),
     ):
         with pytest.raises(StoreError, match=message):
             use(path)
@@ -156,7 +156,7 @@ def test_a_url_that_lost_a_slash_is_not_a_local_folder(shelf, tmp_path, monkeypa
 @pytest.mark.parametrize("text", ["c:/x", "word:", "./s3:/demo/px", "a/s3:/x", "s3:x", "s3/x"])
 def test_other_folders_may_have_a_colon(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
-    with holdfast.Checkpointer(text, {"n": 1}, save=holdfast.EverySteps(1)) as checkpointer:
+    with limpet.Checkpointer(text, {"n": 1}, save=limpet.EverySteps(1)) as checkpointer:
         checkpointer.resume()
         checkpointer.step()
     assert (tmp_path / text / "version_1" / "manifest.json").exists()
@@ -170,7 +170,7 @@ def test_other_folders_may_have_a_colon(tmp_path, monkeypatch, text):
 def test_a_folder_without_a_name_in_a_url(url):
     single = re.sub("(?<!:)//+", "/", url)
     message = f"A folder in {url} has no name.* Perhaps you meant {single}[.]$"
-    for use in (open_store, lambda url: holdfast.save(url, {"n": 1}), holdfast.load, holdfast.Run):
+    for use in (open_store, lambda url: limpet.save(url, {"n": 1}), limpet.load, limpet.Run):
         with pytest.raises(StoreError, match=message):
             use(url)
 
@@ -196,7 +196,7 @@ def test_a_refused_url_does_not_show_its_secrets(url):
     for result in results:
         assert result.code != 0
         assert "S3CRET" not in result.err + result.out
-    for use in (open_store, lambda url: holdfast.save(url, {"n": 1}), holdfast.load, holdfast.Run):
+    for use in (open_store, lambda url: limpet.save(url, {"n": 1}), limpet.load, limpet.Run):
         with pytest.raises(StoreError) as caught:
             use(url)
         assert "S3CRET" not in str(caught.value)
@@ -208,7 +208,7 @@ def test_a_refused_url_does_not_show_its_secrets(url):
 @pytest.fixture
 def shelf(monkeypatch):
     """Register the scheme ``shelf``, whose stores are in memory and have an option."""
-    monkeypatch.setattr(holdfast.storage.open, "_functions", {**holdfast.storage.open._functions})
+    monkeypatch.setattr(limpet.storage.open, "_functions", {**limpet.storage.open._functions})
     stores = {}
 
     class Shelf(MemoryStore):
@@ -221,22 +221,22 @@ def shelf(monkeypatch):
         store = stores.setdefault((name, label), Shelf(name))
         return store.at(folder) if folder else store
 
-    holdfast.register_store("shelf", open_shelf)
+    limpet.register_store("shelf", open_shelf)
     return stores
 
 
 def test_a_registered_scheme_works_everywhere(shelf, tmp_path):
     url = "shelf://one/run"
-    holdfast.save(f"{url}/version_1", {"n": 1}, step=1)
-    holdfast.save("shelf://one/version_7", {"n": 7})
-    assert holdfast.load(f"{url}/version_1") == {"n": 1}
-    assert holdfast.open(f"{url}/version_1").step == 1
-    assert [s.step for s in holdfast.Run(url).snapshots()] == [1]
-    with holdfast.Checkpointer(url, {"n": 2}) as checkpointer:
+    limpet.save(f"{url}/version_1", {"n": 1}, step=1)
+    limpet.save("shelf://one/version_7", {"n": 7})
+    assert limpet.load(f"{url}/version_1") == {"n": 1}
+    assert limpet.open(f"{url}/version_1").step == 1
+    assert [s.step for s in limpet.Run(url).snapshots()] == [1]
+    with limpet.Checkpointer(url, {"n": 2}) as checkpointer:
         checkpointer.resume()
-    for number, start in enumerate((f"{url}@1", holdfast.open_store(f"{url}/version_1"))):
+    for number, start in enumerate((f"{url}@1", limpet.open_store(f"{url}/version_1"))):
         state = {"n": 2}
-        with holdfast.Checkpointer(f"shelf://one/tuned{number}", state) as checkpointer:
+        with limpet.Checkpointer(f"shelf://one/tuned{number}", state) as checkpointer:
             assert checkpointer.resume(start=start).step == 1
         assert state == {"n": 1}
 
@@ -244,7 +244,7 @@ def test_a_registered_scheme_works_everywhere(shelf, tmp_path):
 def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
     url = "shelf://one/run"
     for step in (1, 2):
-        holdfast.save(f"{url}/version_{step}", {"w": torch.zeros(9), "n": 1}, step=step)
+        limpet.save(f"{url}/version_{step}", {"w": torch.zeros(9), "n": 1}, step=step)
     commands = [
         ("ls", url),
         ("show", f"{url}@1"),
@@ -275,16 +275,16 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
         result = run_cli(*command)
         assert result.code == 0, (command, result)
     assert {command[0] for command in commands} == {*VERBS} - {"run"}
-    assert holdfast.load(tmp_path / "out/version_1")["n"] == 1
-    assert [s.step for s in holdfast.Run("shelf://two/run").snapshots()] == [2]
-    assert holdfast.Run("shelf://two/imported").latest().step == 5
+    assert limpet.load(tmp_path / "out/version_1")["n"] == 1
+    assert [s.step for s in limpet.Run("shelf://two/run").snapshots()] == [2]
+    assert limpet.Run("shelf://two/imported").latest().step == 5
 
 
 def test_options_reach_the_function(shelf):
-    holdfast.open_store("shelf://a", label="x").put_if_absent("m", b"1")
+    limpet.open_store("shelf://a", label="x").put_if_absent("m", b"1")
     assert ("a", "x") in shelf
     with pytest.raises(StoreError, match=r"options .* shelf://.*Expected label, found.*'colour'"):
-        holdfast.open_store("shelf://a", colour="x")
+        limpet.open_store("shelf://a", colour="x")
     with pytest.raises(StoreError, match=r"options .* memory://.*Expected no options.*'timeout'"):
         open_store("memory://a", timeout=3)
 
@@ -293,7 +293,7 @@ def test_a_type_error_inside_the_function_is_not_hidden(shelf):
     def open_failing(url, *, label):
         return len(label)
 
-    holdfast.register_store("failing", open_failing)
+    limpet.register_store("failing", open_failing)
     with pytest.raises(TypeError, match="no len"):
         open_store("failing://a", label=3)
     with pytest.raises(TypeError, match="label"):
@@ -301,9 +301,9 @@ def test_a_type_error_inside_the_function_is_not_hidden(shelf):
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file", "memory", "", "a b", "1x"])
-def test_a_scheme_of_holdfast_cannot_be_replaced(scheme):
+def test_a_scheme_of_limpet_cannot_be_replaced(scheme):
     with pytest.raises(StoreError, match="Cannot register the kind of store"):
-        holdfast.register_store(scheme, MemoryStore)
+        limpet.register_store(scheme, MemoryStore)
 
 
 class FakeEntryPoint:
@@ -316,10 +316,10 @@ def test_a_package_adds_a_scheme_by_an_entry_point(monkeypatch):
     points = [FakeEntryPoint("depot", "depot:open", lambda url: store)]
 
     def entry_points(group, name=None):
-        return [p for p in points if group == "holdfast.stores" and name in (None, p.name)]
+        return [p for p in points if group == "limpet.stores" and name in (None, p.name)]
 
-    monkeypatch.setattr(holdfast.storage.open, "_functions", {})
-    monkeypatch.setattr(holdfast.storage.open, "entry_points", entry_points)
+    monkeypatch.setattr(limpet.storage.open, "_functions", {})
+    monkeypatch.setattr(limpet.storage.open, "entry_points", entry_points)
     with pytest.raises(StoreError, match=r"Unsupported kind of store: x://y\..* or depot:// or"):
         open_store("x://y")
     assert open_store("depot://a") is store

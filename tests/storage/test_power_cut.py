@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from holdfast.errors import StoreError
-from holdfast.storage.local.os_calls import Fs
-from holdfast.storage.local.store import LocalStore
-from holdfast.testing.contract import keys, put, random_bytes
-from holdfast.testing.crashfs import CrashFs
+from limpet.errors import StoreError
+from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.store import LocalStore
+from limpet.testing.contract import keys, put, random_bytes
+from limpet.testing.crashfs import CrashFs
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 

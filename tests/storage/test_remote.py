@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
-from holdfast.storage.hdfs import store as hdfs_store
-from holdfast.storage.remote import BucketStore, Server
-from holdfast.storage.store import Stat
+import limpet
+from limpet.deadline import Deadline
+from limpet.errors import AlreadyExists, Denied, NotFound, StoreError, Unavailable
+from limpet.storage.hdfs import store as hdfs_store
+from limpet.storage.remote import BucketStore, Server
+from limpet.storage.store import Stat
 
 KEY, DATA = "v/manifest.json", b"mine"
 
@@ -207,7 +207,7 @@ URLS += ["s3://bucket", "hdfs://127.0.0.1:1", "fsspec+memory://run"]
 
 
 def open_url(url):
-    return holdfast.open_store(url)
+    return limpet.open_store(url)
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -255,7 +255,7 @@ def test_an_option_that_is_no_valid_number_is_refused(url, name, value):
     if (url, name, value) == ("s3://bucket", "concurrency", None):
         pytest.skip("it adapts")
     with pytest.raises(StoreError, match=f"Invalid value for {name}="):
-        holdfast.open_store(url, **{name: value})
+        limpet.open_store(url, **{name: value})
 
 
 # stores that move a file to its name
@@ -263,7 +263,7 @@ def test_an_option_that_is_no_valid_number_is_refused(url, name, value):
 
 @pytest.fixture
 def hdfs(monkeypatch):
-    store = holdfast.open_store("hdfs://127.0.0.1:1/run")
+    store = limpet.open_store("hdfs://127.0.0.1:1/run")
 
     def put_small(store, key, data):
         raise AlreadyExists("there is one", key=key, store=store.url)

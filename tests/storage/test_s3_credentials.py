@@ -12,9 +12,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from botocore.credentials import RefreshableCredentials
 
-from holdfast.errors import Denied, StoreError, Unavailable
-from holdfast.settings import aws_variables, cloud_variables
-from holdfast.storage.s3 import endpoint as endpoints
+from limpet.errors import Denied, StoreError, Unavailable
+from limpet.settings import aws_variables, cloud_variables
+from limpet.storage.s3 import endpoint as endpoints
 from tests.storage.fake_s3 import open_run
 
 
@@ -35,7 +35,7 @@ def test_a_program_for_credentials_that_hangs(s3, monkeypatch, tmp_path):
             store.stat("a")
     assert time.monotonic() - start < 8
     names = [t.name for t in threading.enumerate()]
-    assert names.count("holdfast-credentials") == 1
+    assert names.count("limpet-credentials") == 1
 
 
 @pytest.mark.slow

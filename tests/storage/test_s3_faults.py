@@ -11,11 +11,11 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.engine.snapshot.location import locate
-from holdfast.errors import Denied, HoldfastError, NotFound, StoreError, Unavailable
-from holdfast.types import MIB
+import limpet
+from limpet.deadline import Deadline
+from limpet.engine.snapshot.location import locate
+from limpet.errors import Denied, LimpetError, NotFound, StoreError, Unavailable
+from limpet.types import MIB
 from tests.storage.fake_s3 import open_run
 
 HTML = b"<!DOCTYPE html><html><body>It works</body></html>"
@@ -44,18 +44,18 @@ def lose_first(method, part, then):
 def test_a_commit_without_a_reply_and_then_without_permission_says_that_it_is_unknown(s3):
     store = open_run(s3)
     s3.hook = lose_first("PUT", "manifest", lambda handler: handler.fail(403, "ExpiredToken"))
-    with pytest.raises(HoldfastError) as caught:
-        holdfast.save(store.at("version_1"), {"n": 1}, step=1)
+    with pytest.raises(LimpetError) as caught:
+        limpet.save(store.at("version_1"), {"n": 1}, step=1)
     assert caught.value.is_outcome_unknown
     s3.hook = None
-    assert holdfast.load(store.at("version_1")) == {"n": 1}
+    assert limpet.load(store.at("version_1")) == {"n": 1}
 
 
 def test_a_pin_without_a_reply_and_then_without_permission_is_removed(s3):
     store = open_run(s3)
     s3.hook = lose_first("PUT", "/pin-", lambda handler: handler.fail(403, "ExpiredToken"))
     with pytest.raises(Denied, match="ExpiredToken"):
-        holdfast.save(store.at("version_1"), {"n": 1}, step=1)
+        limpet.save(store.at("version_1"), {"n": 1}, step=1)
     assert [name for name in s3.objects if "pin-" in name] == []
 
 
@@ -149,7 +149,7 @@ def test_a_lost_creation_does_not_abort_the_upload_of_another_process(s3):
         s3.hook = None
         upload.write_at(0, memoryview(data))
         upload.commit()
-    with other, pytest.raises(HoldfastError, match="is already in"):
+    with other, pytest.raises(LimpetError, match="is already in"):
         other.write_at(0, memoryview(data))
         other.commit()
 
@@ -289,7 +289,7 @@ def test_a_server_with_many_addresses_that_drop_packets(s3, monkeypatch):
         return [(*stream, (f"127.0.0.{number}", port)) for number in range(1, 9)]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    store = holdfast.open_store("s3://bucket/run", endpoint=f"http://s3.test:{port}")
+    store = limpet.open_store("s3://bucket/run", endpoint=f"http://s3.test:{port}")
     start = time.monotonic()
     with pytest.raises(Unavailable):
         store.within(Deadline.after(5, "the test")).stat("a")
@@ -312,7 +312,7 @@ def test_an_interrupted_save_does_not_wait_for_a_busy_server(s3):
     timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        holdfast.save(store.at("version_1"), {"w": np.zeros(12 * MIB, np.int32)}, step=1)
+        limpet.save(store.at("version_1"), {"w": np.zeros(12 * MIB, np.int32)}, step=1)
     timer.cancel()
     assert time.monotonic() - start < 15
     assert not [name for name in s3.objects if "manifest" in name]
@@ -325,9 +325,9 @@ def test_a_web_server_is_an_error_at_once(s3):
     s3.hook = lambda method, path, handler: handler.answer(200, HTML) or True
     store, start = open_run(s3, timeout=60), time.monotonic()
     for act in (
-        lambda: holdfast.save(store.at("version_1"), {"n": 1}, step=1),
-        lambda: holdfast.load(store.at("version_1")),
-        lambda: holdfast.Run(store).snapshots(),
+        lambda: limpet.save(store.at("version_1"), {"n": 1}, step=1),
+        lambda: limpet.load(store.at("version_1")),
+        lambda: limpet.Run(store).snapshots(),
     ):
         with pytest.raises(StoreError, match=r"does not answer as S3 does.*Check the endpoint"):
             act()
@@ -338,14 +338,14 @@ def test_an_endpoint_with_the_name_of_the_bucket(s3):
     """Every name then begins with that of the bucket, and no list exists."""
     s3.hook = lambda method, path, handler: handler.fail(404, "NoSuchKey") or True
     with pytest.raises(StoreError, match="must not contain the name of the bucket") as caught:
-        holdfast.Run(open_run(s3)).snapshots()
+        limpet.Run(open_run(s3)).snapshots()
     assert not isinstance(caught.value, NotFound)
 
 
 def test_tls_with_a_server_that_has_none(s3):
     endpoint, start = s3.endpoint.replace("http:", "https:"), time.monotonic()
     with pytest.raises(StoreError, match=r"WRONG_VERSION_NUMBER.*Check the endpoint") as caught:
-        holdfast.open_store("s3://bucket/run", endpoint=endpoint, timeout=60).stat("a")
+        limpet.open_store("s3://bucket/run", endpoint=endpoint, timeout=60).stat("a")
     assert not isinstance(caught.value, Unavailable)
     assert time.monotonic() - start < 10
 
@@ -356,7 +356,7 @@ def test_tls_with_a_server_that_has_none(s3):
 def test_an_invalid_endpoint_in_the_environment(s3, monkeypatch, url):
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(StoreError, match="ndpoint") as caught:
-        holdfast.open_store("s3://bucket/run", timeout=5).stat("a")
+        limpet.open_store("s3://bucket/run", timeout=5).stat("a")
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
 
 
@@ -390,8 +390,8 @@ def test_a_date_of_retry_after_is_compared_with_the_clock_of_the_server(s3):
 def test_a_save_and_a_load(s3):
     """The fake server is good enough for the rest of this file."""
     store, state = open_run(s3), {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}
-    holdfast.save(store.at("version_1"), state, step=1)
-    assert np.array_equal(holdfast.load(store.at("version_1"))["w"], state["w"])
+    limpet.save(store.at("version_1"), state, step=1)
+    assert np.array_equal(limpet.load(store.at("version_1"))["w"], state["w"])
     assert not s3.uploads
 
 

@@ -7,16 +7,16 @@ import time
 import pytest
 from botocore.exceptions import ClientError
 
-import holdfast
-from holdfast.engine.snapshot.location import locate
-from holdfast.errors import StoreError, Unavailable
-from holdfast.storage.s3 import endpoint
-from holdfast.storage.s3.endpoint import S3Options
-from holdfast.storage.s3.pace import MEASURED, STEPS
-from holdfast.storage.s3.store import S3Store
-from holdfast.storage.s3.upload import S3Upload
-from holdfast.storage.store import part_length
-from holdfast.types import MIB
+import limpet
+from limpet.engine.snapshot.location import locate
+from limpet.errors import StoreError, Unavailable
+from limpet.storage.s3 import endpoint
+from limpet.storage.s3.endpoint import S3Options
+from limpet.storage.s3.pace import MEASURED, STEPS
+from limpet.storage.s3.store import S3Store
+from limpet.storage.s3.upload import S3Upload
+from limpet.storage.store import part_length
+from limpet.types import MIB
 from tests.cli.invoke import run_cli
 
 
@@ -33,7 +33,7 @@ from tests.cli.invoke import run_cli
 def test_a_url_names_a_bucket_and_a_folder(url, store, folder):
     location = locate(url)
     assert (location.store.url, location.folder) == (store, folder)
-    assert holdfast.open_store(url).url == url.rstrip("/")
+    assert limpet.open_store(url).url == url.rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_url_names_a_bucket_and_a_folder(url, store, folder):
 )
 def test_a_mistyped_url_is_refused(url, message):
     with pytest.raises(StoreError, match=message):
-        holdfast.open_store(url)
+        limpet.open_store(url)
 
 
 @pytest.mark.parametrize(
@@ -67,36 +67,36 @@ def test_a_mistyped_url_is_refused(url, message):
 )
 def test_an_invalid_option_is_refused(options, message):
     with pytest.raises(StoreError, match=message):
-        holdfast.open_store("s3://bucket/run", **options)
+        limpet.open_store("s3://bucket/run", **options)
 
 
 def test_no_message_shows_credentials():
     options = {"access_key_id": "AKIAKEY", "secret_access_key": "SECRET", "session_token": "TOKEN"}
-    store = holdfast.open_store("s3://bucket/run", **options)
+    store = limpet.open_store("s3://bucket/run", **options)
     shown = [repr(store), repr(store.options), store.url]
     with pytest.raises(StoreError) as caught:
-        holdfast.open_store("s3://bucket/run", part_size=1, **options)
+        limpet.open_store("s3://bucket/run", part_size=1, **options)
     shown += [str(caught.value), repr(caught.value.fields)]
     assert not any(secret in text for text in shown for secret in options.values())
 
 
 def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(StoreError, match=r"needs the package boto3\. .*'holdfast\[cloud\]'"):
-        holdfast.open_store("s3://bucket/run")
+    with pytest.raises(StoreError, match=r"needs the package boto3\. .*'limpet\[cloud\]'"):
+        limpet.open_store("s3://bucket/run")
 
 
 def test_views_share_the_requests():
-    store = holdfast.open_store("s3://bucket/run")
+    store = limpet.open_store("s3://bucket/run")
     assert store.at("a/b").url == "s3://bucket/run/a/b"
     assert store.at("a").endpoint is store.endpoint
-    assert holdfast.open_store("s3://other").endpoint is store.endpoint
-    assert holdfast.open_store("s3://other", concurrency=3).endpoint is not store.endpoint
+    assert limpet.open_store("s3://other").endpoint is store.endpoint
+    assert limpet.open_store("s3://other", concurrency=3).endpoint is not store.endpoint
     assert store.options == S3Options()
 
 
 def test_a_name_that_s3_does_not_allow_is_refused():
-    store = holdfast.open_store("s3://bucket/run")
+    store = limpet.open_store("s3://bucket/run")
     for key, message in (("é" * 600, "at most 1024 bytes"), ("a\ud800", "Invalid key")):
         with pytest.raises(StoreError, match=message):
             store.put_if_absent(key, b"")
@@ -107,7 +107,7 @@ def test_a_name_that_s3_does_not_allow_is_refused():
 def test_an_object_that_was_replaced_while_it_was_read_is_named():
     """The second request for a range has the tag of the first reply as its condition."""
     reply = {"Error": {"Code": "PreconditionFailed"}, "ResponseMetadata": {"HTTPStatusCode": 412}}
-    store = holdfast.open_store("s3://bucket/run")
+    store = limpet.open_store("s3://bucket/run")
     for operation, action in (("GetObject", "read"), ("PutObject", "write")):
         with pytest.raises(StoreError) as caught, store.translated(action, "v/a"):
             raise ClientError(reply, operation)
@@ -119,7 +119,7 @@ def test_an_object_that_was_replaced_while_it_was_read_is_named():
 
 def test_a_reply_that_is_not_that_of_s3_names_the_key():
     with pytest.raises(StoreError, match="does not answer as S3 does") as caught:
-        holdfast.open_store("s3://bucket/run").require_field({}, "ETag", "v/a")
+        limpet.open_store("s3://bucket/run").require_field({}, "ETag", "v/a")
     assert (caught.value.key, caught.value.store) == ("v/a", "s3://bucket/run")
 
 
@@ -131,7 +131,7 @@ def test_a_server_may_answer_404_to_the_deletion_of_what_is_gone():
             raise ClientError(reply, "DeleteObject")
 
     client = Client()
-    store = holdfast.open_store("s3://bucket/run", endpoint="https://example.org", region="x")
+    store = limpet.open_store("s3://bucket/run", endpoint="https://example.org", region="x")
     store._send = lambda action, key, request, deadline, longest: call(store, request, client)
     client.code = "NoSuchKey"
     store.delete("a")
@@ -215,7 +215,7 @@ def test_a_service_for_credentials_that_never_answers(monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{silent.getsockname()[1]}")
         options = {"endpoint": "http://127.0.0.1:1", "region": "us-east-1", "profile": "role"}
-        store = holdfast.open_store("s3://bucket/run", timeout=1, **options)
+        store = limpet.open_store("s3://bucket/run", timeout=1, **options)
         start = time.monotonic()
         with pytest.raises(Unavailable, match="credentials did not arrive in time"):
             store.stat("a")
@@ -238,13 +238,13 @@ def test_a_service_for_credentials_that_never_answers(monkeypatch, tmp_path):
 )
 def test_an_option_of_a_wrong_type_or_a_half_of_two_is_refused(options, message):
     with pytest.raises(StoreError, match=message) as caught:
-        holdfast.open_store("s3://bucket/run", **options)
+        limpet.open_store("s3://bucket/run", **options)
     assert "SECRET" not in str(caught.value)
 
 
 def test_a_version_of_a_run_that_is_a_whole_bucket(s3, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
-    holdfast.save("s3://bucket/version_1", {"n": 1}, step=1)
+    limpet.save("s3://bucket/version_1", {"n": 1}, step=1)
     for address in ("s3://bucket@latest", "s3://bucket@1", "s3://bucket/@1"):
         assert "s3://bucket/version_1" in run_cli("show", address).out
         assert run_cli("copy", address, tmp_path / address[-4:].strip("/")).code == 0

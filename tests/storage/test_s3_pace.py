@@ -2,8 +2,8 @@
 
 import pytest
 
-from holdfast.storage.s3.pace import HOLD, IN_FLIGHT, MEASURED, STEPS, Pace
-from holdfast.types import MIB
+from limpet.storage.s3.pace import HOLD, IN_FLIGHT, MEASURED, STEPS, Pace
+from limpet.types import MIB
 
 
 def upload(pace, bandwidth, count=1):

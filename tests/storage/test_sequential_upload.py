@@ -8,18 +8,18 @@ import threading
 
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import NoSpace, StoreError
-from holdfast.exporting.plan import plan_export
-from holdfast.exporting.write import write_export
-from holdfast.storage import sequential_upload
-from holdfast.storage.checks import refuse_partial
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.sequential_upload import SequentialUpload
-from holdfast.storage.store import Traits, check_key
-from holdfast.testing import StoreContract
+import limpet
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import NoSpace, StoreError
+from limpet.exporting.plan import plan_export
+from limpet.exporting.write import write_export
+from limpet.storage import sequential_upload
+from limpet.storage.checks import refuse_partial
+from limpet.storage.memory import MemoryStore
+from limpet.storage.sequential_upload import SequentialUpload
+from limpet.storage.store import Traits, check_key
+from limpet.testing import StoreContract
 
 MIB = 1 << 20
 
@@ -229,13 +229,13 @@ def test_a_save_appends_in_order(monkeypatch, temporary_files):
     torch = pytest.importorskip("torch")
     state = {str(i): torch.randn(1 << 20) for i in range(10)}
     store = AppendOnlyStore("runs")
-    holdfast.save(store.at("version_1"), state, step=1)
-    holdfast.save_async(store.at("version_2"), state, step=2).wait()
+    limpet.save(store.at("version_1"), state, step=1)
+    limpet.save_async(store.at("version_2"), state, step=2).wait()
     assert kept == []
     assert len(threads) == 2  # one per save
     for version in ("version_1", "version_2"):
         loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
-        holdfast.load(store.at(version), loaded)
+        limpet.load(store.at(version), loaded)
         assert all(torch.equal(loaded[key], state[key]) for key in state)
 
 
@@ -244,7 +244,7 @@ def test_code_that_writes_headers_last_works(monkeypatch, temporary_files, tmp_p
     monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
     torch = pytest.importorskip("torch")
     state = {"model": {str(i): torch.randn(300_000) for i in range(8)}}
-    snapshot = holdfast.save(tmp_path / "version_1", state, step=1)
+    snapshot = limpet.save(tmp_path / "version_1", state, step=1)
     store = AppendOnlyStore("exports")
     plan = plan_export(reader_of(snapshot), "torch", file_name="copy.pt")
     write_export(reader_of(snapshot), plan, Location(store, ""))

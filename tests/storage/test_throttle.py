@@ -7,11 +7,11 @@ from time import monotonic, sleep
 
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.errors import Denied, HoldfastError, NotFound, Unavailable
-from holdfast.storage.throttle import MIN_PAUSE, RECOVERY, Throttle
-from holdfast.threads import in_parallel
+import limpet
+from limpet.deadline import Deadline
+from limpet.errors import Denied, LimpetError, NotFound, Unavailable
+from limpet.storage.throttle import MIN_PAUSE, RECOVERY, Throttle
+from limpet.threads import in_parallel
 
 NO_DEADLINE = Deadline("", math.inf)
 
@@ -237,7 +237,7 @@ def test_a_call_that_is_repeated_for_long_is_reported(clock):
     throttle, reports = clock.throttle(), []
 
     def call(tries):
-        with holdfast.attach(lambda name, fields: reports.append((clock.now, name, fields))):
+        with limpet.attach(lambda name, fields: reports.append((clock.now, name, fields))):
             errors = [Unavailable("away", store="s3://b/run") for _ in range(tries)]
             throttle.call("Put", clock.deadline(1000), Failing(*errors))
 
@@ -341,5 +341,5 @@ def test_deadlines(clock):
     clock.now += 2
     assert near.seconds_left == 0
     for seconds in (0, -1, math.nan):
-        with pytest.raises(HoldfastError, match="Invalid deadline for the test"):
+        with pytest.raises(LimpetError, match="Invalid deadline for the test"):
             clock.deadline(seconds)

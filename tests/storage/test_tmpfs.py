@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import AlreadyExists, NoSpace, NotFound, StoreError
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.store import put_mapped
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.testing.contract import partial_keys, put, random_bytes
-from holdfast.testing.faults import Fault, FaultFs
+from limpet.errors import AlreadyExists, NoSpace, NotFound, StoreError
+from limpet.storage.local.store import LocalStore
+from limpet.storage.store import put_mapped
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.testing.contract import partial_keys, put, random_bytes
+from limpet.testing.faults import Fault, FaultFs
 
 SIZE = 2 << 20
 
 
 @pytest.fixture
 def folder():
-    path = Path(tempfile.mkdtemp(prefix="holdfast-", dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix="limpet-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
 
@@ -332,7 +332,7 @@ def _target(fd):
 
 WRITER = """
 import sys, signal, os
-from holdfast.storage.tmpfs.store import TmpfsStore
+from limpet.storage.tmpfs.store import TmpfsStore
 store = TmpfsStore(sys.argv[1])
 with store.put_mapped("v1/a", 1 << 21) as upload:
     upload.write_at(0, memoryview(bytes(1 << 21)))
@@ -379,8 +379,8 @@ def test_a_spare_file_that_cannot_be_moved_is_released(folder):
 
 READER = """
 import sys, hashlib
-from holdfast.errors import StoreError
-from holdfast.storage.local.store import LocalStore
+from limpet.errors import StoreError
+from limpet.storage.local.store import LocalStore
 store, found = LocalStore(sys.argv[1], direct=False), 0
 print("ready", flush=True)
 while True:

@@ -48,7 +48,7 @@ def is_stopped(pid: int) -> bool:
 
 @contextmanager
 def server_folder(name: str) -> Iterator[Path]:
-    folder = Path(mkdtemp(prefix=f"holdfast-{name}-", dir="/var/tmp"))
+    folder = Path(mkdtemp(prefix=f"limpet-{name}-", dir="/var/tmp"))
     try:
         yield folder
     finally:

@@ -9,12 +9,12 @@ import numpy as np
 import obstore
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.errors import AlreadyExists, DigestMismatch, HoldfastError, StoreError, Unavailable
-from holdfast.testing import StoreContract, contract
-from holdfast.testing.contract import keys
-from holdfast.types import MIB
+import limpet
+from limpet.deadline import Deadline
+from limpet.errors import AlreadyExists, DigestMismatch, LimpetError, StoreError, Unavailable
+from limpet.testing import StoreContract, contract
+from limpet.testing.contract import keys
+from limpet.types import MIB
 from tests.stores.emulators import Azurite
 from tests.stores.fault_proxy import Fault, FaultProxy
 
@@ -24,7 +24,7 @@ class TestAzurite(StoreContract):
 
     @pytest.fixture
     def store(self, az):
-        return holdfast.open_store(f"{az}/a/folder", part_size=5 * MIB)
+        return limpet.open_store(f"{az}/a/folder", part_size=5 * MIB)
 
 
 STATE = {"w": np.arange(11 * MIB // 4, dtype=np.int32), "n": 3}  # 11 MiB: three parts
@@ -69,7 +69,7 @@ def saved_container(azurite):
         for name, value in azurite.environment().items():
             patch.setenv(name, value)
         azurite.create_container("saved")
-        save(holdfast.open_store("az://saved/run", part_size=5 * MIB))
+        save(limpet.open_store("az://saved/run", part_size=5 * MIB))
     return "az://saved"
 
 
@@ -81,24 +81,24 @@ def saved(az, proxy, saved_container):
 
 def open_run(az, proxy, **options):
     endpoint = f"{proxy.endpoint}/{Azurite.account}"
-    return holdfast.open_store(
+    return limpet.open_store(
         f"{az}/run", **{"timeout": 20, "part_size": 5 * MIB, "endpoint": endpoint, **options}
     )
 
 
 def save(store, step=1):
-    return holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+    return limpet.save(store.at(f"version_{step}"), STATE, step=step)
 
 
 def check_intact(store, steps=(1,)):
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == [*steps]
     assert all(s.verify().ok for s in run.snapshots())
 
 
 def check_nothing(store):
     """Nothing was committed, and the next save works."""
-    assert holdfast.Run(store).snapshots() == []
+    assert limpet.Run(store).snapshots() == []
     save(store, 2)
     check_intact(store, [2])
 
@@ -138,8 +138,8 @@ def test_a_save_survives_a_fault(store, proxy, request_name, action):
 def test_a_load_survives_a_fault(saved, proxy, request_name, action):
     method, path = READS[request_name]
     proxy.inject(Fault(action, method, path, after=100))
-    assert holdfast.Run(saved).latest() is not None
-    assert np.array_equal(holdfast.load(saved.at("version_1"))["w"], STATE["w"])
+    assert limpet.Run(saved).latest() is not None
+    assert np.array_equal(limpet.load(saved.at("version_1"))["w"], STATE["w"])
     assert proxy.faults[0].hits == 1
 
 
@@ -193,7 +193,7 @@ def test_a_stalled_reply_is_abandoned(saved, saved_container, proxy):
     store = open_run(saved_container, proxy, timeout=15)
     proxy.inject(Fault("stall_reply", "GET", SHARD, after=MIB, seconds=60))
     began = time.monotonic()
-    assert np.array_equal(holdfast.load(store.at("version_1"))["w"], STATE["w"])
+    assert np.array_equal(limpet.load(store.at("version_1"))["w"], STATE["w"])
     assert time.monotonic() - began < 12
 
 
@@ -213,7 +213,7 @@ def test_a_save_fails_in_time(az, proxy, request_name, action):
     method, path = REQUESTS[request_name]
     proxy.inject(Fault(action, method, path, count=-1))
     began = time.monotonic()
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(LimpetError) as caught:
         save(store)
     assert time.monotonic() - began < 8
     assert store.url in str(caught.value)
@@ -282,7 +282,7 @@ def test_a_stopped_server_holds_no_call_up(az, proxy, azurite):
         azurite.send(signal.SIGCONT)
     assert max(seconds) < 4.5
     assert seconds[-1] < 2.5
-    assert holdfast.Run(open_run(az, proxy)).latest().verify().ok
+    assert limpet.Run(open_run(az, proxy)).latest().verify().ok
 
 
 def test_an_upload_obeys_the_deadline_of_its_view(az, proxy):
@@ -303,7 +303,7 @@ def test_an_upload_that_nobody_waits_for_ends_its_thread(store):
     upload.write_at(0, memoryview(bytes(MIB)))
     upload.abort()
     deadline = time.monotonic() + 5
-    while any(t.name == "holdfast upload of a" for t in threading.enumerate()):
+    while any(t.name == "limpet upload of a" for t in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -349,7 +349,7 @@ def test_two_writers_of_one_version(store, proxy):
         try:
             store.put_if_absent("version_1/manifest.json", b"%d" % number * 100)
             outcomes.append(number)
-        except HoldfastError as e:
+        except LimpetError as e:
             outcomes.append(e)
 
     threads = [threading.Thread(target=commit, args=(n,)) for n in (1, 2)]
@@ -403,7 +403,7 @@ def test_a_large_object_does_not_replace_another(store, size):
 def test_wrong_bytes_of_the_store_are_damage(saved, proxy):
     proxy.inject(Fault("flip_reply", "GET", SHARD, count=-1, after=5 * 1000))
     with pytest.raises(DigestMismatch, match="is damaged"):
-        holdfast.load(saved.at("version_1"))
+        limpet.load(saved.at("version_1"))
 
 
 def test_a_server_that_replaces_objects_is_refused(store, monkeypatch):

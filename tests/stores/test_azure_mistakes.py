@@ -8,10 +8,10 @@ import uuid
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import NotFound, StoreError
-from holdfast.testing.contract import keys
-from holdfast.types import MIB
+import limpet
+from limpet.errors import NotFound, StoreError
+from limpet.testing.contract import keys
+from limpet.types import MIB
 from tests.cli.invoke import run_cli
 from tests.stores.emulators import Azurite
 
@@ -20,7 +20,7 @@ COMMANDS = ["ls", "verify", "show", "sweep"]
 
 def check_message(result, *words):
     assert result.code in (4, 5, 6), result
-    assert result.err.startswith("holdfast: ")
+    assert result.err.startswith("limpet: ")
     assert result.err.count("\n") == 1
     for word in words:
         assert word in result.err
@@ -34,12 +34,12 @@ def test_a_missing_container(az, command):
 
 def test_a_missing_container_is_not_an_empty_run(az):
     url = f"az://no-{uuid.uuid4()}/run"
-    store = holdfast.open_store(url)
+    store = limpet.open_store(url)
     for call in (
-        lambda: holdfast.save(f"{url}/version_1", {"n": 1}),
-        lambda: holdfast.load(f"{url}/version_1"),
-        lambda: holdfast.Run(url).latest(),
-        lambda: holdfast.Checkpointer(url, {"n": 1}).resume(),
+        lambda: limpet.save(f"{url}/version_1", {"n": 1}),
+        lambda: limpet.load(f"{url}/version_1"),
+        lambda: limpet.Run(url).latest(),
+        lambda: limpet.Checkpointer(url, {"n": 1}).resume(),
         lambda: store.stat("a"),
         lambda: store.delete("a"),
     ):
@@ -50,7 +50,7 @@ def test_a_missing_container_is_not_an_empty_run(az):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_mistyped_folder(az, command):
-    holdfast.save(f"{az}/run/version_1", {"n": 1}, step=1)
+    limpet.save(f"{az}/run/version_1", {"n": 1}, step=1)
     check_message(run_cli(command, f"{az}/runx"), "There is no", f"{az}/runx")
 
 
@@ -65,8 +65,8 @@ def test_a_wrong_key(az, monkeypatch, command):
 def test_a_wrong_sas_token_is_not_shown(az, monkeypatch):
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sv=2021-08-06&sig=SECRETSIG%3D")
-    with pytest.raises(holdfast.errors.Denied) as caught:
-        holdfast.load(f"{az}/run/version_1")
+    with pytest.raises(limpet.errors.Denied) as caught:
+        limpet.load(f"{az}/run/version_1")
     assert "SECRETSIG" not in str(caught.value) + repr(caught.value.fields)
 
 
@@ -81,23 +81,23 @@ def test_missing_credentials(az, monkeypatch):
 
 def test_credentials_that_are_set_later_are_found(az, monkeypatch):
     """A notebook: the first cell fails, the second sets the variable, the first is run again."""
-    holdfast.save(f"{az}/run/version_1", {"n": 1}, step=1)
+    limpet.save(f"{az}/run/version_1", {"n": 1}, step=1)
     key = os.environ["AZURE_STORAGE_ACCOUNT_KEY"]
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "d3Jvbmcta2V5")
-    store = holdfast.open_store(f"{az}/run")
-    with pytest.raises(holdfast.errors.Denied):
-        holdfast.load(store.at("version_1"))
+    store = limpet.open_store(f"{az}/run")
+    with pytest.raises(limpet.errors.Denied):
+        limpet.load(store.at("version_1"))
     assert not store.endpoint._clients  # a client keeps credentials, and that a file had none
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", key)
-    assert holdfast.load(store.at("version_1")) == {"n": 1}
+    assert limpet.load(store.at("version_1")) == {"n": 1}
 
 
 @pytest.mark.parametrize("path", ["", "/devstoreaccount1"])
 def test_nobody_listens_at_the_endpoint(az, path):
-    store = holdfast.open_store(f"{az}/run", timeout=1, endpoint=f"http://127.0.0.1:9{path}")
+    store = limpet.open_store(f"{az}/run", timeout=1, endpoint=f"http://127.0.0.1:9{path}")
     for call in (
-        lambda: holdfast.Run(store).latest(),
-        lambda: holdfast.save(store.at("version_1"), {"n": np.zeros(20 * MIB, np.uint8)}),
+        lambda: limpet.Run(store).latest(),
+        lambda: limpet.save(store.at("version_1"), {"n": np.zeros(20 * MIB, np.uint8)}),
     ):
         with pytest.raises(StoreError, match=r"cannot be reached.*Gave up after"):
             call()
@@ -106,13 +106,13 @@ def test_nobody_listens_at_the_endpoint(az, path):
 def test_a_forked_process_is_refused(az):
     """A call of obstore in the child would wait for threads of the parent forever."""
     script = f"""
-import holdfast, os
-holdfast.save("{az}/run/version_1", {{"n": 1}})
+import limpet, os
+limpet.save("{az}/run/version_1", {{"n": 1}})
 if pid := os.fork():
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 try:
-    holdfast.load("{az}/run/version_1")
-except holdfast.errors.StoreError as e:
+    limpet.load("{az}/run/version_1")
+except limpet.errors.StoreError as e:
     print(e, flush=True)
     os._exit(0)
 os._exit(1)
@@ -125,21 +125,21 @@ os._exit(1)
 
 
 def test_the_portal_shows_folders_as_empty_objects(az, azurite):
-    holdfast.save(f"{az}/run/version_1", {"n": 1}, step=1)
-    holdfast.open_store(az).put_if_absent("run/version_1/empty", b"")
-    expected = keys(holdfast.open_store(az))
+    limpet.save(f"{az}/run/version_1", {"n": 1}, step=1)
+    limpet.open_store(az).put_if_absent("run/version_1/empty", b"")
+    expected = keys(limpet.open_store(az))
     for name in ("run/", "run/version_1/", "run/version_9/"):
         azurite.create_empty(f"{az.removeprefix('az://')}/{name}")
-    assert keys(holdfast.open_store(az)) == expected
-    assert "version_1/empty" in keys(holdfast.open_store(f"{az}/run"))
-    assert [s.step for s in holdfast.Run(f"{az}/run").snapshots()] == [1]
+    assert keys(limpet.open_store(az)) == expected
+    assert "version_1/empty" in keys(limpet.open_store(f"{az}/run"))
+    assert [s.step for s in limpet.Run(f"{az}/run").snapshots()] == [1]
     assert run_cli("ls", f"{az}/run", "--json").json["versions"][0]["step"] == 1
     assert run_cli("sweep", f"{az}/run").code == 0
-    assert holdfast.load(f"{az}/run/version_1") == {"n": 1}
+    assert limpet.load(f"{az}/run/version_1") == {"n": 1}
 
 
 def test_an_object_that_obstore_cannot_list_is_named(az, azurite):
     azurite.create_empty(f"{az.removeprefix('az://')}/run//x")
-    for call in (lambda: keys(holdfast.open_store(az)), lambda: holdfast.Run(f"{az}/run").latest()):
+    for call in (lambda: keys(limpet.open_store(az)), lambda: limpet.Run(f"{az}/run").latest()):
         with pytest.raises(StoreError, match=r"run//.*Rename or delete that object"):
             call()

@@ -4,14 +4,14 @@ import uuid
 
 import pytest
 
-import holdfast
-from holdfast.testing import StoreContract
+import limpet
+from limpet.testing import StoreContract
 
 
 class TestCeph(StoreContract):
     @pytest.fixture
     def store(self, s3):
-        return holdfast.open_store(f"{s3}/a/folder", part_size=8 << 20)
+        return limpet.open_store(f"{s3}/a/folder", part_size=8 << 20)
 
 
 class TestCephBucket(StoreContract):
@@ -19,7 +19,7 @@ class TestCephBucket(StoreContract):
 
     @pytest.fixture
     def store(self, s3):
-        return holdfast.open_store(s3, equal_parts=True, checksum="md5", part_size=5 << 20)
+        return limpet.open_store(s3, equal_parts=True, checksum="md5", part_size=5 << 20)
 
 
 class TestLocalStack(StoreContract):
@@ -27,10 +27,10 @@ class TestLocalStack(StoreContract):
 
     @pytest.fixture
     def store(self, localstack_s3):
-        return holdfast.open_store(f"{localstack_s3}/a/folder", part_size=8 << 20)
+        return limpet.open_store(f"{localstack_s3}/a/folder", part_size=8 << 20)
 
 
 class TestHdfs(StoreContract):
     @pytest.fixture
     def store(self, hdfs):
-        return holdfast.open_store(f"{hdfs.url}/{uuid.uuid4().hex}/a")
+        return limpet.open_store(f"{hdfs.url}/{uuid.uuid4().hex}/a")

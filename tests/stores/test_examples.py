@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+import limpet
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -27,4 +27,4 @@ def test_the_demo_passes(request, kind, example, run):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checks passed" in done.stdout
-    assert holdfast.Run(f"{root}/{run}").latest().verify().ok
+    assert limpet.Run(f"{root}/{run}").latest().verify().ok

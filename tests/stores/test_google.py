@@ -13,10 +13,10 @@ import boto3
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import CommitError, Denied, HoldfastError, StoreError
-from holdfast.testing import StoreContract
-from holdfast.types import MIB
+import limpet
+from limpet.errors import CommitError, Denied, LimpetError, StoreError
+from limpet.testing import StoreContract
+from limpet.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
 
 STATE = {"w": np.arange(11 * MIB // 4, dtype=np.int32), "n": 3}  # 11 MiB: three parts
@@ -62,7 +62,7 @@ def gs(s3, google):
 @pytest.fixture
 def store(gs):
     """A run. No call takes longer than 20 s."""
-    return holdfast.open_store(f"{gs}/run", timeout=20, part_size=5 * MIB)
+    return limpet.open_store(f"{gs}/run", timeout=20, part_size=5 * MIB)
 
 
 class TestGoogle(StoreContract):
@@ -70,15 +70,15 @@ class TestGoogle(StoreContract):
 
     @pytest.fixture
     def store(self, gs):
-        return holdfast.open_store(f"{gs}/a/folder", part_size=5 * MIB)
+        return limpet.open_store(f"{gs}/a/folder", part_size=5 * MIB)
 
 
 def save(store, step=1):
-    return holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+    return limpet.save(store.at(f"version_{step}"), STATE, step=step)
 
 
 def check_intact(store, steps):
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == [*steps]
     assert all(s.verify().ok for s in run.snapshots())
 
@@ -104,12 +104,12 @@ def test_a_save_survives_a_fault(store, google, request_name, action):
 
 @pytest.mark.parametrize("request_name", REQUESTS)
 def test_a_save_fails_in_time(gs, google, request_name):
-    store = holdfast.open_store(f"{gs}/run", timeout=4, part_size=5 * MIB)
+    store = limpet.open_store(f"{gs}/run", timeout=4, part_size=5 * MIB)
     google.inject(Fault("status", *REQUESTS[request_name], count=-1))
-    with pytest.raises(HoldfastError):
+    with pytest.raises(LimpetError):
         save(store)
     google.inject()
-    assert holdfast.Run(store).snapshots() == []
+    assert limpet.Run(store).snapshots() == []
     save(store, 2)
     check_intact(store, [2])
 
@@ -118,7 +118,7 @@ def test_a_save_fails_in_time(gs, google, request_name):
 def test_a_load_survives_a_fault(store, google, action):
     save(store)
     google.inject(Fault(action, "GET", r"safetensors$", after=100))
-    loaded = holdfast.load(store.at("version_1"))
+    loaded = limpet.load(store.at("version_1"))
     assert google.faults[0].hits == 1
     assert np.array_equal(loaded["w"], STATE["w"])
 
@@ -126,21 +126,21 @@ def test_a_load_survives_a_fault(store, google, action):
 def test_two_writers_of_one_version(store):
     def write(number):
         try:
-            return holdfast.save(store.at("version_1"), {"n": number}, step=1)
+            return limpet.save(store.at("version_1"), {"n": number}, step=1)
         except CommitError:
             return None
 
     with ThreadPoolExecutor(4) as pool:
         written = [done for done in pool.map(write, range(4)) if done is not None]
     assert len(written) == 1
-    assert holdfast.load(store.at("version_1")) == holdfast.load(written[0].url)
+    assert limpet.load(store.at("version_1")) == limpet.load(written[0].url)
 
 
 def test_a_training_goes_on(gs):
     state = {"n": 0}
     for start in (0, 3):
-        with holdfast.Checkpointer(
-            f"{gs}/runs/a", state, save=holdfast.EverySteps(1), keep=holdfast.KeepLast(2)
+        with limpet.Checkpointer(
+            f"{gs}/runs/a", state, save=limpet.EverySteps(1), keep=limpet.KeepLast(2)
         ) as ckpt:
             ckpt.resume()
             assert state["n"] == ckpt.current_step == start
@@ -148,21 +148,21 @@ def test_a_training_goes_on(gs):
                 state["n"] += 1
                 ckpt.step()
         state = {"n": 0}
-    check_intact(holdfast.open_store(f"{gs}/runs/a"), [5, 6])
+    check_intact(limpet.open_store(f"{gs}/runs/a"), [5, 6])
 
 
 def test_a_public_bucket_is_read_without_credentials(gs, store, monkeypatch):
     save(store)
     monkeypatch.delenv("GOOGLE_SERVICE_ACCOUNT")
-    public = holdfast.open_store(f"{gs}/run", anonymous=True)
-    assert holdfast.load(public.at("version_1"), keys="n") == {"n": 3}
-    assert holdfast.Run(public).latest().verify().ok
+    public = limpet.open_store(f"{gs}/run", anonymous=True)
+    assert limpet.load(public.at("version_1"), keys="n") == {"n": 3}
+    assert limpet.Run(public).latest().verify().ok
     with pytest.raises(Denied, match="anonymous=True"):
         save(public, 2)
 
 
 def test_a_missing_bucket(google):
-    for act in (holdfast.load, lambda url: holdfast.save(url, {"n": 1})):
+    for act in (limpet.load, lambda url: limpet.save(url, {"n": 1})):
         with pytest.raises(StoreError, match=r"There is no gs://\S+\. Create it") as caught:
             act(f"gs://missing-{uuid.uuid4()}/run/version_1")
         assert type(caught.value) is StoreError

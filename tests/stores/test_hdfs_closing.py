@@ -10,11 +10,11 @@ import hdfs_native
 import pytest
 from hdfs_native import WriteOptions
 
-import holdfast
-from holdfast.storage.hdfs import connection
-from holdfast.storage.hdfs.closing import close_file
-from holdfast.storage.hdfs.connection import Connection
-from holdfast.types import MIB
+import limpet
+from limpet.storage.hdfs import connection
+from limpet.storage.hdfs.closing import close_file
+from limpet.storage.hdfs.connection import Connection
+from limpet.types import MIB
 
 
 class Client:
@@ -70,7 +70,7 @@ def use(hdfs, monkeypatch):
 
         monkeypatch.setattr(connection, "_connections", {})
         monkeypatch.setattr(Connection, "_create_client", wrap)
-        store = holdfast.open_store(f"{hdfs.url}/{uuid.uuid4().hex}", **options)
+        store = limpet.open_store(f"{hdfs.url}/{uuid.uuid4().hex}", **options)
         assert [*store.list("")] == []
         return store, clients[0]
 
@@ -80,10 +80,10 @@ def use(hdfs, monkeypatch):
 def test_small_files_and_shards_do_not_wait_for_the_pause(use):
     store, client = use(1.5)
     begin = time.monotonic()
-    holdfast.save(store.at("version_1"), {"w": bytes(5), "n": 3}, step=1)
+    limpet.save(store.at("version_1"), {"w": bytes(5), "n": 3}, step=1)
     assert time.monotonic() - begin < 1.5
     assert client.calls.count("recover_lease") == 4  # pin, shard, index, manifest
-    assert holdfast.open(store.at("version_1")).verify().ok
+    assert limpet.open(store.at("version_1")).verify().ok
 
 
 def test_without_an_answer_the_end_of_the_pause_is_awaited(use):
@@ -124,7 +124,7 @@ def test_a_lease_is_not_recovered_before_the_last_block_was_reported(use):
 @pytest.mark.parametrize("append", [False, True])
 def test_a_writer_that_is_collected_is_not_closed(hdfs, monkeypatch, append):
     """It would happen in any thread, and wait for a NameNode that is away."""
-    store = holdfast.open_store(f"{hdfs.url}/{uuid.uuid4().hex}")
+    store = limpet.open_store(f"{hdfs.url}/{uuid.uuid4().hex}")
     upload = store.put("a", 2)
     upload.write_at(0, memoryview(b"1"))
     if append:
@@ -141,8 +141,8 @@ def test_a_writer_that_is_collected_is_not_closed(hdfs, monkeypatch, append):
 
 
 SLOW_EXIT = """
-import sys, time, holdfast
-store = holdfast.open_store(sys.argv[1])
+import sys, time, limpet
+store = limpet.open_store(sys.argv[1])
 for i in range(20):
     store.put_if_absent(str(i), b"1")
 class Slow:
@@ -163,4 +163,4 @@ def test_the_end_of_a_process_is_not_disturbed(hdfs):
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert len([*holdfast.open_store(url).list("")]) == 20
+    assert len([*limpet.open_store(url).list("")]) == 20

@@ -13,20 +13,20 @@ import hdfs_native
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.errors import (
+import limpet
+from limpet.deadline import Deadline
+from limpet.errors import (
     AlreadyExists,
-    HoldfastError,
+    LimpetError,
     NotFound,
     StoreError,
     Unavailable,
 )
-from holdfast.storage.hdfs import closing, connection, upload
-from holdfast.storage.hdfs.connection import Connection
-from holdfast.storage.hdfs.files import HdfsFiles
-from holdfast.testing.contract import partial_keys, put
-from holdfast.types import MIB
+from limpet.storage.hdfs import closing, connection, upload
+from limpet.storage.hdfs.connection import Connection
+from limpet.storage.hdfs.files import HdfsFiles
+from limpet.testing.contract import partial_keys, put
+from limpet.types import MIB
 from tests.stores.conftest import running_hdfs
 
 STATE = {"w": np.arange(MIB, dtype=np.int32), "n": 3}
@@ -106,11 +106,11 @@ def run_url(hdfs):
 
 
 def versions(store):
-    return [s.step for s in holdfast.Run(store).snapshots()]
+    return [s.step for s in limpet.Run(store).snapshots()]
 
 
 def check_run(store, expected):
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == expected
     assert all(s.verify().ok for s in run.snapshots())
     run.sweep(grace=0, now=time.time() + 8 * 24 * 3600)
@@ -122,7 +122,7 @@ def check_run(store, expected):
 
 def calls_of_a_save(faults, store):
     faults.heal()
-    holdfast.save(store.at("version_1"), STATE, step=1)
+    limpet.save(store.at("version_1"), STATE, step=1)
     return [*faults.log]
 
 
@@ -130,17 +130,17 @@ def calls_of_a_save(faults, store):
 def test_a_save_survives_or_raises_whichever_call_fails_once(run_url, faults, monkeypatch, when):
     """Each save has a client of its own, so that they run at the same time: most of them wait."""
     monkeypatch.setattr(closing, "_PAUSES", ())  # the number of those looks varies
-    calls = calls_of_a_save(faults, holdfast.open_store(run_url, timeout=60))
+    calls = calls_of_a_save(faults, limpet.open_store(run_url, timeout=60))
     assert {"create", "write", "hsync", "close", "rename", "get_file_info"} <= {*calls}
 
     def save(number):
         """Return the error of the save whose call of this number fails, or None."""
         step, own = number + 2, Faults()
-        store = holdfast.open_store(run_url, timeout=60 + step)
+        store = limpet.open_store(run_url, timeout=60 + step)
         faults.of_timeouts[60 + step] = own
         own.fail(number, when, ConnectionResetError("lost"))
         try:
-            holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+            limpet.save(store.at(f"version_{step}"), STATE, step=step)
         except StoreError as e:
             assert not e.is_outcome_unknown, (number, e)  # noqa: PT017
             return type(e)
@@ -152,31 +152,31 @@ def test_a_save_survives_or_raises_whichever_call_fails_once(run_url, faults, mo
     with ThreadPoolExecutor(16) as threads:
         errors = [*threads.map(save, range(len(calls)))]
     assert [(call, error) for call, error in zip(calls, errors, strict=True) if error] == []
-    check_run(holdfast.open_store(run_url, timeout=60), [1, *range(2, len(calls) + 2)])
+    check_run(limpet.open_store(run_url, timeout=60), [1, *range(2, len(calls) + 2)])
 
 
 @pytest.mark.parametrize("name", ["create", "write", "hsync", "close", "rename", "get_file_info"])
 def test_a_call_that_fails_for_ever_ends_the_save(run_url, faults, name):
-    store = holdfast.open_store(run_url, timeout=2)
+    store = limpet.open_store(run_url, timeout=2)
     calls_of_a_save(faults, store)
     faults.fail(0, "before", ConnectionRefusedError("no server"), 1 << 30, name)
     begin = time.monotonic()
     with pytest.raises(StoreError, match=r"no server|no answer"):  # on a loaded machine
-        holdfast.save(store.at("version_2"), STATE, step=2)
+        limpet.save(store.at("version_2"), STATE, step=2)
     assert time.monotonic() - begin < 30
     faults.heal()
-    holdfast.save(store.at("version_3"), STATE, step=3)
+    limpet.save(store.at("version_3"), STATE, step=3)
     check_run(store, [1, 3])
 
 
 def test_the_client_gets_bytes(run_url, faults):
     """hdfs-native 0.14.7 copies a memoryview one element at a time: 15 s of CPU time per GiB."""
-    holdfast.save(f"{run_url}/version_1", {"w": np.arange(3 * MIB, dtype=np.int32)}, step=1)
+    limpet.save(f"{run_url}/version_1", {"w": np.arange(3 * MIB, dtype=np.int32)}, step=1)
     assert faults.written_types == {bytes}
 
 
 def test_a_lost_reply_of_the_commit(run_url, faults):
-    store = holdfast.open_store(run_url, timeout=30)
+    store = limpet.open_store(run_url, timeout=30)
     faults.fail(0, "after", ConnectionResetError("lost"), name="rename")
     assert store.put_if_absent("m", b"own").length == 3
     for foreign in (b"foreign", b"oth"):
@@ -186,7 +186,7 @@ def test_a_lost_reply_of_the_commit(run_url, faults):
     assert store.get("m", 9) == b"own"
     faults.fail(0, "late", 2.0, name="rename")
     with pytest.raises(Unavailable) as caught:
-        holdfast.open_store(run_url, timeout=1).put_if_absent("n", b"unknown")
+        limpet.open_store(run_url, timeout=1).put_if_absent("n", b"unknown")
     assert caught.value.is_outcome_unknown
     assert faults.log.count("rename") == 1
     assert store.stat("n").length == 7
@@ -199,7 +199,7 @@ def test_a_lost_reply_of_the_commit_that_cannot_be_looked_up(run_url, faults, mo
     def away(*_):
         raise Unavailable("away")
 
-    store = holdfast.open_store(run_url, timeout=30)
+    store = limpet.open_store(run_url, timeout=30)
     faults.fail(0, "after", ConnectionResetError("lost"), name="rename")
     with monkeypatch.context() as patch, pytest.raises(Unavailable, match="away") as caught:
         patch.setattr(HdfsFiles, "look_up", away)
@@ -215,7 +215,7 @@ def test_a_step_of_an_upload_that_hangs_or_fails(run_url, faults, monkeypatch, n
     """A short file is written anew. A long one is opened again: its first bytes are not kept. If
     it has all bytes, it is copied: they could not be synced any more."""
     monkeypatch.setattr(upload, "_FIRST_LIMIT", 1.0)
-    store = holdfast.open_store(run_url, timeout=60)
+    store = limpet.open_store(run_url, timeout=60)
     data, number = np.random.default_rng(0).bytes(size), 8 if size > MIB and name == "write" else 0
     for when, error in (("late", 3.0), ("before", OSError("refused")), ("after", OSError("lost"))):
         faults.fail(number, when, error, name=name)
@@ -235,7 +235,7 @@ def test_a_step_of_an_upload_that_hangs_or_fails(run_url, faults, monkeypatch, n
 @pytest.mark.slow
 def test_a_small_file_whose_write_hangs_is_written_anew(run_url, faults, monkeypatch):
     monkeypatch.setattr(upload, "_FIRST_LIMIT", 1.0)
-    store = holdfast.open_store(run_url, timeout=60)
+    store = limpet.open_store(run_url, timeout=60)
     for name in ("create", "write", "hsync"):
         faults.fail(0, "late", 3.0, name=name)
         assert store.put_if_absent(name, b"123").length == 3
@@ -246,7 +246,7 @@ def test_a_small_file_whose_write_hangs_is_written_anew(run_url, faults, monkeyp
 
 def test_a_file_that_is_opened_again_too_late_is_closed(run_url):
     """The call was abandoned, so nobody else would end the lease."""
-    store = holdfast.open_store(run_url)
+    store = limpet.open_store(run_url)
     store.put_if_absent("a", b"1")
     client, path = store.connection._client, store.path("a")
     upload._append(client, path, Deadline("a test", 0.0))
@@ -254,7 +254,7 @@ def test_a_file_that_is_opened_again_too_late_is_closed(run_url):
 
 
 def test_a_lost_reply_of_close_ends_the_lease(run_url, faults):
-    store = holdfast.open_store(run_url, timeout=60)
+    store = limpet.open_store(run_url, timeout=60)
     data = np.random.default_rng(0).bytes(9 * MIB)
     for when in ("before", "after"):
         faults.fail(0, when, TimeoutError(), name="close")
@@ -264,7 +264,7 @@ def test_a_lost_reply_of_close_ends_the_lease(run_url, faults):
 
 
 def test_a_file_that_was_shortened_by_the_server_is_not_committed(run_url, faults, monkeypatch):
-    store = holdfast.open_store(run_url)
+    store = limpet.open_store(run_url)
 
     def lose(*_):
         return None
@@ -283,19 +283,19 @@ def test_a_file_that_was_shortened_by_the_server_is_not_committed(run_url, fault
 def test_without_hsync_nothing_is_committed(run_url, faults):
     faults.fail(0, "before", NotImplementedError("erasure coding"), 1 << 30, "hsync")
     with pytest.raises(StoreError, match="allow_weak=True"):
-        holdfast.save(f"{run_url}/version_1", STATE, step=1)
-    assert versions(holdfast.open_store(run_url)) == []
-    weak = holdfast.open_store(run_url, allow_weak=True)
+        limpet.save(f"{run_url}/version_1", STATE, step=1)
+    assert versions(limpet.open_store(run_url)) == []
+    weak = limpet.open_store(run_url, allow_weak=True)
     assert not weak.traits.durable
-    assert holdfast.open_store(run_url).traits.durable
-    holdfast.save(weak.at("version_2"), STATE, step=2)
+    assert limpet.open_store(run_url).traits.durable
+    limpet.save(weak.at("version_2"), STATE, step=2)
     check_run(weak, [2])
 
 
 SAVER = """
 import sys, time
-import hdfs_native, numpy as np, holdfast
-from holdfast.storage.hdfs import upload
+import hdfs_native, numpy as np, limpet
+from limpet.storage.hdfs import upload
 url, place, name, key = sys.argv[1:]
 owners = [upload.HdfsAppender, upload, hdfs_native.FileWriter]
 owner = owners[["HdfsAppender", "upload", "writer"].index(place)]
@@ -306,7 +306,7 @@ def stop(*args):
         time.sleep(60)
     return step(*args)
 setattr(owner, name, stop)
-holdfast.save(url, {"w": np.arange(3 << 20, dtype=np.int32)}, step=2)
+limpet.save(url, {"w": np.arange(3 << 20, dtype=np.int32)}, step=2)
 """
 
 
@@ -321,8 +321,8 @@ holdfast.save(url, {"w": np.arange(3 << 20, dtype=np.int32)}, step=2)
     ],
 )
 def test_a_killed_save_leaves_nothing_that_sweep_does_not_find(run_url, place, name, key):
-    store = holdfast.open_store(run_url)
-    holdfast.save(store.at("version_1"), STATE, step=1)
+    store = limpet.open_store(run_url)
+    limpet.save(store.at("version_1"), STATE, step=1)
     process = subprocess.Popen(
         [sys.executable, "-c", SAVER, f"{run_url}/version_2", place, name, key],
         stdout=subprocess.PIPE,
@@ -332,13 +332,13 @@ def test_a_killed_save_leaves_nothing_that_sweep_does_not_find(run_url, place, n
     process.wait(30)
     process.stdout.close()
     assert versions(store) == [1]
-    holdfast.save(store.at("version_3"), STATE, step=3)
+    limpet.save(store.at("version_3"), STATE, step=3)
     check_run(store, [1, 3])
 
 
 def test_an_unclosed_file_is_not_taken_for_a_whole_one(run_url, faults):
     """HDFS renames a file that is being written; its length is that of the last sync."""
-    store = holdfast.open_store(run_url)
+    store = limpet.open_store(run_url)
     upload = store.put("version_1/x", 4 * MIB)
     upload.write_at(0, memoryview(bytes(MIB)))
     path = upload._appender._files.paths[0]
@@ -347,8 +347,8 @@ def test_an_unclosed_file_is_not_taken_for_a_whole_one(run_url, faults):
     assert store.stat("version_1/manifest.json").length == 0
     with pytest.raises(StoreError, match="too short"):
         store.get_range("version_1/manifest.json", 0, 5, memoryview(bytearray(5)))
-    with pytest.raises(holdfast.errors.NoSnapshot, match=r"manifest\.json is damaged"):
-        holdfast.Run(store).latest()
+    with pytest.raises(limpet.errors.NoSnapshot, match=r"manifest\.json is damaged"):
+        limpet.Run(store).latest()
 
 
 def flip_in_transit(monkeypatch, content, count):
@@ -368,23 +368,23 @@ def flip_in_transit(monkeypatch, content, count):
 
 
 def test_a_flipped_bit_is_never_loaded(run_url, monkeypatch):
-    store = holdfast.open_store(run_url)
+    store = limpet.open_store(run_url)
     for step in (1, 2):
         state = {"w": np.frombuffer(b"shard %d " % step * 1000, np.uint8), "n": f"manifest {step}"}
-        holdfast.save(store.at(f"version_{step}"), state, step=step)
+        limpet.save(store.at(f"version_{step}"), state, step=step)
     left = flip_in_transit(monkeypatch, b"manifest 2", 1)
-    with pytest.raises(holdfast.errors.FormatError, match=r"manifest\.json"):
-        holdfast.load(store.at("version_2"))
+    with pytest.raises(limpet.errors.FormatError, match=r"manifest\.json"):
+        limpet.load(store.at("version_2"))
     assert left == [0]
     left = flip_in_transit(monkeypatch, b"shard 2", 1)
-    assert holdfast.load(store.at("version_2"))["n"] == "manifest 2"  # it was read once more
+    assert limpet.load(store.at("version_2"))["n"] == "manifest 2"  # it was read once more
     assert left == [0]
     flip_in_transit(monkeypatch, b"shard 2", 1 << 30)
-    with pytest.raises(holdfast.errors.DigestMismatch):
-        holdfast.load(store.at("version_2"))
+    with pytest.raises(limpet.errors.DigestMismatch):
+        limpet.load(store.at("version_2"))
     state = {"w": np.zeros(8000, np.uint8), "n": ""}
     with pytest.warns(match="version_2"):
-        assert holdfast.Checkpointer(store, state).resume().step == 1
+        assert limpet.Checkpointer(store, state).resume().step == 1
     assert state["n"] == "manifest 1"
 
 
@@ -409,7 +409,7 @@ def writing_datanode(cluster):
 def test_a_datanode_is_killed_during_a_write(cluster):
     # of two copies of a block, one may be on the first victim and the other on the second
     options = {"block_size": 8 * MIB, "replication": 3}
-    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", **options)
+    store = limpet.open_store(f"{cluster.url}/{uuid.uuid4().hex}", **options)
     data = memoryview(np.random.default_rng(1).bytes(40 * MIB))
     victims = []
     try:
@@ -430,29 +430,29 @@ def test_a_datanode_is_killed_during_a_write(cluster):
 @pytest.mark.slow
 def test_one_of_three_datanodes_is_gone(cluster):
     """A small shard is accepted before any DataNode gets it: only its sync fails, or never ends."""
-    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=120)
+    store = limpet.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=120)
     data = np.random.default_rng(2).bytes(MIB)
-    holdfast.save(store.at("version_1"), STATE, step=1)
+    limpet.save(store.at("version_1"), STATE, step=1)
     cluster.kill("datanode1")
     begin = time.monotonic()
     try:
         with ThreadPoolExecutor(25) as threads:
             puts = [threads.submit(put, store, f"shards/{i}", data) for i in range(12)]
             puts += [threads.submit(store.put_if_absent, f"small/{i}", b"1") for i in range(12)]
-            saved = threads.submit(holdfast.save, store.at("version_2"), STATE, step=2)
+            saved = threads.submit(limpet.save, store.at("version_2"), STATE, step=2)
             for future in [*puts, saved]:
                 future.result()
         # Two of three tries meet the dead DataNode, each for up to 10 s: 16 to 64 s in all.
         assert time.monotonic() - begin < 120
         assert all(store.get(f"shards/{i}", MIB) == data for i in range(12))
-        assert [s.step for s in holdfast.Run(store).snapshots() if s.verify().ok] == [1, 2]
+        assert [s.step for s in limpet.Run(store).snapshots() if s.verify().ok] == [1, 2]
         assert partial_keys(store) == []
     finally:
         cluster.resume()
 
 
 def test_a_bit_that_flips_on_one_disk_and_on_all(cluster):
-    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=20)
+    store = limpet.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=20)
     content = uuid.uuid4().hex.encode()
     store.put_if_absent("a", content)
     blocks = [
@@ -466,7 +466,7 @@ def test_a_bit_that_flips_on_one_disk_and_on_all(cluster):
         assert store.get("a", 99) == content
     blocks[1].write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(Unavailable, match="every copy of a block is damaged") as caught:
-        holdfast.open_store(store.url, timeout=1).get("a", 99)
+        limpet.open_store(store.url, timeout=1).get("a", 99)
     assert caught.value.found.count("127.0.0.1:") == 2, caught.value
     assert "{" not in str(caught.value)
 
@@ -474,8 +474,8 @@ def test_a_bit_that_flips_on_one_disk_and_on_all(cluster):
 def test_all_daemons_are_killed_during_a_save_and_come_back(cluster, monkeypatch):
     url = f"{cluster.url}/{uuid.uuid4().hex}"
     monkeypatch.setattr(connection, "_connections", {})
-    store = holdfast.open_store(url, timeout=4)
-    holdfast.save(store.at("version_1"), STATE, step=1)
+    store = limpet.open_store(url, timeout=4)
+    limpet.save(store.at("version_1"), STATE, step=1)
     with store.put("version_2/x", 8 * MIB) as upload:
         upload.write_at(0, memoryview(bytes(4 * MIB)))
         cluster.kill()
@@ -483,20 +483,20 @@ def test_all_daemons_are_killed_during_a_save_and_come_back(cluster, monkeypatch
         with pytest.raises(StoreError):
             upload.write_at(4 * MIB, memoryview(bytes(4 * MIB)))
             upload.commit()
-    with pytest.raises(HoldfastError):
-        holdfast.save(store.at("version_3"), STATE, step=3)
+    with pytest.raises(LimpetError):
+        limpet.save(store.at("version_3"), STATE, step=3)
     assert time.monotonic() - begin < 60
     cluster.resume()
-    patient = holdfast.open_store(url, timeout=60)
+    patient = limpet.open_store(url, timeout=60)
     assert versions(patient) == [1]
-    holdfast.save(patient.at("version_4"), STATE, step=4)
+    limpet.save(patient.at("version_4"), STATE, step=4)
     check_run(patient, [1, 4])
 
 
 @pytest.mark.parametrize("stopped", ["namenode", "all"])
 def test_every_call_ends_although_the_server_never_answers(cluster, stopped, monkeypatch):
     url = f"{cluster.url}/{uuid.uuid4().hex}"
-    store = holdfast.open_store(url, timeout=2)
+    store = limpet.open_store(url, timeout=2)
     store.put_if_absent("v/a", b"1234")
     open_upload = store.put("v/open", 8 * MIB)
     open_upload.write_at(0, memoryview(bytes(MIB)))
@@ -531,16 +531,16 @@ def test_every_call_ends_although_the_server_never_answers(cluster, stopped, mon
     cluster.send(signal.SIGCONT, *names)
     assert results == dict.fromkeys(calls, Unavailable), seconds
     assert max(seconds.values()) < 30
-    patient = holdfast.open_store(url, timeout=60)
+    patient = limpet.open_store(url, timeout=60)
     assert patient.get("v/a", 9) == b"1234"
     open_upload.abort()
 
 
 def test_a_namenode_in_safe_mode_is_waited_for(cluster):
-    store = holdfast.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=60)
+    store = limpet.open_store(f"{cluster.url}/{uuid.uuid4().hex}", timeout=60)
     store.put_if_absent("a", b"1")
     cluster.admin("-safemode", "enter")
-    quick = holdfast.open_store(store.url, timeout=1)
+    quick = limpet.open_store(store.url, timeout=1)
     with pytest.raises(Unavailable, match="SafeModeException"):
         quick.put_if_absent("b", b"1")
     leave = threading.Timer(1, cluster.admin, ("-safemode", "leave"))
@@ -552,49 +552,49 @@ def test_a_namenode_in_safe_mode_is_waited_for(cluster):
 
 def test_a_full_quota(cluster):
     folder = uuid.uuid4().hex
-    store = holdfast.open_store(f"{cluster.url}/{folder}")
+    store = limpet.open_store(f"{cluster.url}/{folder}")
     store.put_if_absent("a", b"1")
     cluster.admin("-setQuota", "3", f"/{folder}")
     store.put_if_absent("b", b"1")
     with pytest.raises(StoreError, match="quota") as caught:
         store.put_if_absent("c", b"1")
-    assert isinstance(caught.value, holdfast.errors.NoSpace)
+    assert isinstance(caught.value, limpet.errors.NoSpace)
 
 
 def test_what_people_get_wrong(hdfs, monkeypatch, tmp_path):
     for url in ("hdfs://user@host/x", "hdfs://host?a=b"):
         with pytest.raises(StoreError, match="hdfs://NAMENODE:PORT/folder"):
-            holdfast.open_store(url)
+            limpet.open_store(url)
     with pytest.raises(StoreError, match="Unknown option 'user'"):
-        holdfast.open_store(hdfs.url, user="me")
+        limpet.open_store(hdfs.url, user="me")
     for options in ({"timeout": 0}, {"replication": 0}, {"concurrency": "8"}, {"config": 3}):
         with pytest.raises(StoreError, match=f"Invalid value for {next(iter(options))}="):
-            holdfast.open_store(hdfs.url, **options)
+            limpet.open_store(hdfs.url, **options)
     for options in (
         *({"config": ("abc",)}, {"config": (["a", "S3CRET"],)}, {"config": {"a": ["S3CRET"]}}),
         *({"config": {3: "S3CRET"}}, {"config": "S3CRET"}, {"config": None}),
         *({"replication": 1 << 40}, {"replication": 1 << 15}, {"block_size": 1 << 63}),
     ):
         with pytest.raises(StoreError, match=f"Invalid value for {next(iter(options))}=") as caught:
-            holdfast.open_store(hdfs.url, **options)
+            limpet.open_store(hdfs.url, **options)
         assert "S3CRET" not in str(caught.value)
     for url in ("hdfs://user:S3CRET@h/x", "hdfs://h?delegation=S3CRET"):
         with pytest.raises(StoreError, match="does not name a folder") as caught:
-            holdfast.open_store(url)
+            limpet.open_store(url)
         assert "S3CRET" not in str(caught.value)
     with pytest.raises(StoreError, match="HADOOP_CONF_DIR"):
-        holdfast.open_store("hdfs:///runs").stat("x")
+        limpet.open_store("hdfs:///runs").stat("x")
     with pytest.raises(StoreError, match="the URL has no port") as caught:
-        holdfast.open_store("hdfs://127.0.0.1/runs/a").stat("x")
+        limpet.open_store("hdfs://127.0.0.1/runs/a").stat("x")
     assert "InvalidArgument" not in str(caught.value)
     monkeypatch.setenv("HADOOP_CONF_DIR", str(hdfs.configuration))
     monkeypatch.setattr(connection, "_connections", {})
     with pytest.raises(NotFound):
-        holdfast.open_store("hdfs:///runs").stat("x")
-    wrong = holdfast.open_store(f"hdfs://127.0.0.1:{hdfs.port + 1}/x", timeout=1)
+        limpet.open_store("hdfs:///runs").stat("x")
+    wrong = limpet.open_store(f"hdfs://127.0.0.1:{hdfs.port + 1}/x", timeout=1)
     with pytest.raises(Unavailable, match="no answer"):
         wrong.stat("x")
-    store = holdfast.open_store(f"{hdfs.url}/{uuid.uuid4().hex}")
+    store = limpet.open_store(f"{hdfs.url}/{uuid.uuid4().hex}")
     with pytest.raises(StoreError, match="Invalid path name"):
         store.put_if_absent("a:b", b"1")
     store.put_if_absent("a/b", b"1")
@@ -603,13 +603,13 @@ def test_what_people_get_wrong(hdfs, monkeypatch, tmp_path):
             store.put_if_absent(key, b"1")
         assert not isinstance(caught.value, AlreadyExists | Unavailable)
     monkeypatch.setitem(sys.modules, "hdfs_native", None)
-    with pytest.raises(StoreError, match=r"pip install 'holdfast\[hdfs\]'"):
-        holdfast.open_store("hdfs://other/x")
+    with pytest.raises(StoreError, match=r"pip install 'limpet\[hdfs\]'"):
+        limpet.open_store("hdfs://other/x")
 
 
 @pytest.mark.parametrize("error", [TypeError, ValueError, OverflowError])
 def test_an_error_of_this_process_is_not_repeated(run_url, faults, error):
-    store = holdfast.open_store(run_url, timeout=60)
+    store = limpet.open_store(run_url, timeout=60)
     faults.fail(0, "before", error("a value"), 1 << 30)
     for call in (lambda: store.stat("a"), lambda: store.put_if_absent("a", b"1")):
         faults.log.clear()
@@ -621,7 +621,7 @@ def test_an_error_of_this_process_is_not_repeated(run_url, faults, error):
 
 
 def test_another_process_after_a_fork(run_url):
-    store = holdfast.open_store(run_url, timeout=30)
+    store = limpet.open_store(run_url, timeout=30)
     store.put_if_absent("a", b"1")
     pid = os.fork()
     if not pid:
@@ -632,15 +632,15 @@ def test_another_process_after_a_fork(run_url):
 
 
 LATE_REPLIES = """
-import os, signal, subprocess, sys, holdfast
+import os, signal, subprocess, sys, limpet
 url, namenode, seconds = sys.argv[1:]
-store = holdfast.open_store(url, timeout=1)
+store = limpet.open_store(url, timeout=1)
 store.put_if_absent("a", b"1")
 os.kill(int(namenode), signal.SIGSTOP)
 for i in range(6):
     try:
         store.put_if_absent(f"b{i}", b"1")
-    except holdfast.errors.Unavailable:
+    except limpet.errors.Unavailable:
         pass
 subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {namenode}"])
 """

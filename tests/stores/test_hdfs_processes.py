@@ -5,13 +5,13 @@ import uuid
 
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.pins import hold_pin
-from holdfast.errors import AlreadyExists, NotFound, StoreError, Unavailable
-from holdfast.format.names import index_name, random_id, shard_name
-from holdfast.run.writer_lock import WriterLock
-from holdfast.testing.contract import partial_keys, put
+import limpet
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.pins import hold_pin
+from limpet.errors import AlreadyExists, NotFound, StoreError, Unavailable
+from limpet.format.names import index_name, random_id, shard_name
+from limpet.run.writer_lock import WriterLock
+from limpet.testing.contract import partial_keys, put
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def run_url(hdfs):
 
 def other_process(url):
     """Return a store that shares nothing with the others of this process."""
-    return holdfast.open_store(url, timeout=299)
+    return limpet.open_store(url, timeout=299)
 
 
 def test_a_file_that_another_process_has_replaced_is_read_anew(run_url):
-    store, other = holdfast.open_store(run_url), other_process(run_url)
+    store, other = limpet.open_store(run_url), other_process(run_url)
     store.put_if_absent("a", b"old")
     assert store.get("a", 9) == b"old"
     for data in (b"new", b"longer", b"-"):
@@ -36,12 +36,12 @@ def test_a_file_that_another_process_has_replaced_is_read_anew(run_url):
 
 def test_a_training_that_was_replaced_notices_it_at_once(run_url):
     """The records of two trainings have the same length."""
-    first, second = WriterLock(holdfast.open_store(run_url)), WriterLock(other_process(run_url))
+    first, second = WriterLock(limpet.open_store(run_url)), WriterLock(other_process(run_url))
     first.acquire()
     first.check(first._store)
     second._store.delete("writer.json")  # as if the two were on different machines
     second.acquire()
-    with pytest.raises(holdfast.errors.HoldfastError, match="taken this run over"):
+    with pytest.raises(limpet.errors.LimpetError, match="taken this run over"):
         first.check(first._store)
 
 
@@ -53,9 +53,9 @@ def file_of_a_user(store, key):
 @pytest.mark.parametrize(
     "write",
     [
-        lambda store: holdfast.save(f"{store.url}/model.pt", {"a": 1}, step=1),
-        lambda store: holdfast.save(f"{store.url}/model.pt/version_1", {"a": 1}, step=1),
-        lambda store: holdfast.save(store.at("model.pt"), {"a": 1}, step=1),
+        lambda store: limpet.save(f"{store.url}/model.pt", {"a": 1}, step=1),
+        lambda store: limpet.save(f"{store.url}/model.pt/version_1", {"a": 1}, step=1),
+        lambda store: limpet.save(store.at("model.pt"), {"a": 1}, step=1),
         lambda store: put(store, "model.pt/x", b"1"),
         lambda store: put(store, "model.pt/x/y", b"1"),
         lambda store: store.put_if_absent("model.pt/x", b"1"),
@@ -63,7 +63,7 @@ def file_of_a_user(store, key):
     ],
 )
 def test_a_file_that_is_in_the_way_stays(run_url, write):
-    store = holdfast.open_store(run_url)
+    store = limpet.open_store(run_url)
     before = file_of_a_user(store, "model.pt")
     with pytest.raises(StoreError, match="a file is in the way") as caught:
         write(store)
@@ -74,16 +74,16 @@ def test_a_file_that_is_in_the_way_stays(run_url, write):
 
 
 def test_a_save_below_a_manifest_leaves_the_version_intact(run_url):
-    store = holdfast.open_store(run_url)
-    holdfast.save(store.at("version_1"), {"a": 1}, step=1)
+    store = limpet.open_store(run_url)
+    limpet.save(store.at("version_1"), {"a": 1}, step=1)
     with pytest.raises(StoreError, match="a file is in the way"):
-        holdfast.save(f"{run_url}/version_1/manifest.json", {"a": 2}, step=1)
-    assert holdfast.load(f"{run_url}/version_1") == {"a": 1}
+        limpet.save(f"{run_url}/version_1/manifest.json", {"a": 2}, step=1)
+    assert limpet.load(f"{run_url}/version_1") == {"a": 1}
 
 
 def test_a_failed_create_deletes_no_folder(run_url):
     """Nothing was created, so the empty folder is that of somebody else."""
-    store = holdfast.open_store(run_url, replication=600)  # more than the NameNode allows
+    store = limpet.open_store(run_url, replication=600)  # more than the NameNode allows
     other = other_process(run_url)
     other.put_if_absent("v/a", b"1")
     client = other.connection._client
@@ -94,7 +94,7 @@ def test_a_failed_create_deletes_no_folder(run_url):
 
 
 def test_a_file_is_deleted_although_its_folder_is_not(run_url, monkeypatch):
-    store = holdfast.open_store(run_url)
+    store = limpet.open_store(run_url)
     store.put_if_absent("v/a", b"1")
     delete = store.connection._client.delete
 
@@ -109,7 +109,7 @@ def test_a_file_is_deleted_although_its_folder_is_not(run_url, monkeypatch):
 
 
 def test_an_empty_folder_is_not_an_object(run_url):
-    store = holdfast.open_store(run_url)
+    store = limpet.open_store(run_url)
     store.put_if_absent("v/a", b"1")
     store.connection._client.delete(store.path("v/a"), recursive=False)
     store.delete("v")
@@ -119,12 +119,12 @@ def test_an_empty_folder_is_not_an_object(run_url):
 @pytest.mark.parametrize("name", [shard_name, index_name])
 def test_an_upload_that_takes_longer_than_the_minimum_age_is_protected_by_its_pin(run_url, name):
     """HDFS shows the time of the creation of a file that is open."""
-    store, attempt, now = holdfast.open_store(run_url), random_id(), time.time() + 30 * 24 * 3600
+    store, attempt, now = limpet.open_store(run_url), random_id(), time.time() + 30 * 24 * 3600
     key = f"version_1/{name(123_456, 654_321, attempt)}"
     with store.put(key, 2) as upload, hold_pin(Location(store, "version_1"), attempt):
         upload.write_at(0, memoryview(b"1"))
         (partial,) = partial_keys(store)
-        assert holdfast.Run(store).sweep(grace=0, now=now).kept == [
+        assert limpet.Run(store).sweep(grace=0, now=now).kept == [
             (partial, "a save is in progress")
         ]
         upload.write_at(1, memoryview(b"2"))
@@ -132,5 +132,5 @@ def test_an_upload_that_takes_longer_than_the_minimum_age_is_protected_by_its_pi
     assert store.get(key, 2) == b"12"
     upload = store.put(f"{key}x", 2)
     upload.write_at(0, memoryview(b"1"))
-    assert len(holdfast.Run(store).sweep(grace=0, now=now).removed) == 2
+    assert len(limpet.Run(store).sweep(grace=0, now=now).removed) == 2
     upload.abort()

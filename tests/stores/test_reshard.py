@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.types import MIB
+import limpet
+from limpet.types import MIB
 
 PROGRAM = """
-import sys, numpy as np, holdfast
-from holdfast.engine.snapshot.location import Location, locate
-from holdfast.engine.snapshot.reader import open_snapshot
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.engine.transform.reshard import reshard
+import sys, numpy as np, limpet
+from limpet.engine.snapshot.location import Location, locate
+from limpet.engine.snapshot.reader import open_snapshot
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.engine.transform.reshard import reshard
 from tests.memory_peak import print_peak_memory
 verb, a, b, part_size = sys.argv[1:]
 options = {"part_size": int(part_size)} if int(part_size) else {}
-store = holdfast.open_store(b, **options)
-holdfast.save(holdfast.open_store(f"{b}-warm/version_1"), {"model": {"x": np.ones(3)}})
+store = limpet.open_store(b, **options)
+limpet.save(limpet.open_store(f"{b}-warm/version_1"), {"model": {"x": np.ones(3)}})
 snapshot = open_snapshot(a)
 snapshot.indexes()
 with print_peak_memory():
@@ -29,7 +29,7 @@ with print_peak_memory():
         copy_snapshot(snapshot, Location(store, "version_1"))
     else:
         reshard(snapshot, Location(store, "version_1"), 32)
-assert holdfast.Run(store).latest().verify().ok
+assert limpet.Run(store).latest().verify().ok
 """
 
 
@@ -52,7 +52,7 @@ def peak_memory(*arguments):
 def source(tmp_path):
     """The URL of a snapshot of 640 MiB."""
     model = {f"w{i}": np.full((1 << 10, 10 << 10), i, np.int32) for i in range(16)}
-    return holdfast.save(tmp_path / "run" / "version_1", {"model": model}, step=1).url
+    return limpet.save(tmp_path / "run" / "version_1", {"model": model}, step=1).url
 
 
 @pytest.mark.slow

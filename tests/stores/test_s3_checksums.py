@@ -10,11 +10,11 @@ import boto3
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import AlreadyExists, DigestMismatch, StoreError
-from holdfast.storage.s3.upload import crc32c
-from holdfast.testing.contract import keys, partial_keys, put, random_bytes
-from holdfast.types import MIB
+import limpet
+from limpet.errors import AlreadyExists, DigestMismatch, StoreError
+from limpet.storage.s3.upload import crc32c
+from limpet.testing.contract import keys, partial_keys, put, random_bytes
+from limpet.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
 
 STATE = {"w": np.arange(5 * MIB, dtype=np.int32), "n": 3}  # 20 MiB: three parts
@@ -32,13 +32,13 @@ def proxy(localstack):
 def open_run(localstack_s3, proxy):
     def open_run(**options):
         options = {"timeout": 20, "part_size": PART, **options}
-        return holdfast.open_store(f"{localstack_s3}/run", endpoint=proxy.endpoint, **options)
+        return limpet.open_store(f"{localstack_s3}/run", endpoint=proxy.endpoint, **options)
 
     return open_run
 
 
 def save(store, step=1):
-    return holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+    return limpet.save(store.at(f"version_{step}"), STATE, step=step)
 
 
 def statuses(proxy, path):
@@ -46,7 +46,7 @@ def statuses(proxy, path):
 
 
 def check_intact(store):
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == [1]
     assert all(s.verify().ok for s in run.snapshots())
     assert partial_keys(store) == []
@@ -80,13 +80,13 @@ def test_a_flipped_bit_of_an_upload_is_refused_and_sent_again(open_run, proxy, c
 
 
 def test_without_a_checksum_the_server_stores_a_flipped_bit(open_run, proxy):
-    """So the tests above show a check of the server. Holdfast's digests find the damage."""
+    """So the tests above show a check of the server. Limpet's digests find the damage."""
     store = open_run(checksum="none")
     proxy.inject(Fault("flip", "PUT", "partNumber=2", after=1000))
     save(store)
     assert statuses(proxy, "partNumber=2") == [200]
     with pytest.raises(DigestMismatch):
-        holdfast.load(store.at("version_1"))
+        limpet.load(store.at("version_1"))
 
 
 @pytest.mark.parametrize("path", ["partNumber=2", "index.json$", "manifest.json$"])
@@ -99,7 +99,7 @@ def test_a_save_whose_bytes_always_change_fails(open_run, proxy, path):
     assert 400 in found
     assert found <= {400, 0}  # 0: the time was over before the reply
     proxy.inject()
-    assert holdfast.Run(store).snapshots() == []
+    assert limpet.Run(store).snapshots() == []
     save(store)
     check_intact(store)
 
@@ -109,7 +109,7 @@ def test_a_flipped_bit_of_a_download_is_read_again(open_run, proxy, path):
     store = open_run()
     save(store)
     proxy.inject(Fault("flip_reply", "GET", path, after=100))
-    assert np.array_equal(holdfast.load(store.at("version_1"))["w"], STATE["w"])
+    assert np.array_equal(limpet.load(store.at("version_1"))["w"], STATE["w"])
     assert proxy.faults[0].hits == 1
 
 

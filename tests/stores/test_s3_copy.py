@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.snapshot.location import Location, locate
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.errors import FormatError
-from holdfast.testing.contract import partial_keys
-from holdfast.types import MIB
+import limpet
+from limpet.engine.snapshot.location import Location, locate
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.errors import FormatError
+from limpet.testing.contract import partial_keys
+from limpet.types import MIB
 from tests.cli.invoke import run_cli
 from tests.engine.snapshot.manual_shards import split_rows, write_resharded
 from tests.interop.checkpoints import write_dcp_as_ranks
@@ -40,7 +40,7 @@ def proxy(ceph):
 @pytest.fixture
 def source(tmp_path):
     """A local run whose version has two shards of 24 MiB, each of which is two parts."""
-    whole = holdfast.save(tmp_path / "whole" / "version_1", STATE, step=1)
+    whole = limpet.save(tmp_path / "whole" / "version_1", STATE, step=1)
     return write_resharded(
         reader_of(whole), locate(tmp_path / "run" / "version_1"), split_rows(2), 2
     )
@@ -50,7 +50,7 @@ def check_copy(run, steps=(1,)):
     assert [s.step for s in run.snapshots()] == [*steps]
     for snapshot in run.snapshots():
         assert snapshot.verify().ok
-        loaded = holdfast.load(snapshot.url)
+        loaded = limpet.load(snapshot.url)
         assert np.array_equal(loaded["w"], STATE["w"])
 
 
@@ -64,9 +64,9 @@ KILLS = {  # the request that is in progress, and the files that the repeated co
 
 
 def run_and_kill(proxy, *command):
-    """Run a command of Holdfast, and kill it half a second after its first fault."""
+    """Run a command of Limpet, and kill it half a second after its first fault."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast", *command],
+        [sys.executable, "-m", "limpet", *command],
         env={**os.environ, "AWS_ENDPOINT_URL": proxy.endpoint},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -87,11 +87,11 @@ def test_a_copy_that_was_killed_is_repeated(s3, proxy, source, point):
     method = "POST" if point == "completion" else "PUT"
     proxy.inject(Fault("stall", method, f"{shard}.*{request}", count=-1, seconds=60))
     run_and_kill(proxy, "copy", source.url, f"{s3}/copy/version_1")
-    run = holdfast.Run(f"{s3}/copy")
+    run = limpet.Run(f"{s3}/copy")
     assert run.snapshots() == []
     proxy.inject()
     began = time.monotonic()
-    store = holdfast.open_store(f"{s3}/copy", endpoint=proxy.endpoint)
+    store = limpet.open_store(f"{s3}/copy", endpoint=proxy.endpoint)
     copy_snapshot(source, Location(store, "version_1"))
     assert time.monotonic() - began < 20
     sent = [r.target for r in proxy.log if r.method == "PUT" and ".safetensors" in r.target]
@@ -108,67 +108,67 @@ def test_an_export_that_was_killed_is_repeated(s3, proxy, source, request_name):
     proxy.inject(Fault("stall", method, request_name, count=-1, seconds=60))
     url = f"{s3}/out/m.pt"
     run_and_kill(proxy, "export", source.url, "--to", "torch", url)
-    store = holdfast.open_store(f"{s3}/out")
+    store = limpet.open_store(f"{s3}/out")
     assert [stat.key for stat in store.list("")] == []
     proxy.inject()
     result = run_cli("export", source.url, "--to", "torch", url)
     assert result.code == 0, result
     result = run_cli("import", url, f"{s3}/imported", "--step", "1")
     assert result.code == 0, result
-    loaded = holdfast.load(f"{s3}/imported/version_1")["model"]
+    loaded = limpet.load(f"{s3}/imported/version_1")["model"]
     assert np.array_equal(loaded["w"], STATE["w"])
-    assert [stat.key for stat in store.list("")] == ["m.pt", "m.pt.holdfast.json"]
+    assert [stat.key for stat in store.list("")] == ["m.pt", "m.pt.limpet.json"]
 
 
 def test_copies_to_s3_within_s3_and_back(s3, tmp_path):
     """A run with incremental versions, by the command."""
     state = {"w": STATE["w"].copy(), "epoch": 0}
-    with holdfast.Checkpointer(
-        tmp_path / "run", state, save=holdfast.EverySteps(1), incremental=True
+    with limpet.Checkpointer(
+        tmp_path / "run", state, save=limpet.EverySteps(1), incremental=True
     ) as ckpt:
         for epoch in range(3):
             state["epoch"] = epoch
             state["w"][0, :100] += 1
             ckpt.step()
     hops = [str(tmp_path / "run"), f"{s3}/a", f"{s3}/folder/b", str(tmp_path / "back")]
-    expected = [holdfast.load(s.url) for s in holdfast.Run(hops[0]).snapshots()]
-    assert any(s.bases for s in holdfast.Run(hops[0]).snapshots())
+    expected = [limpet.load(s.url) for s in limpet.Run(hops[0]).snapshots()]
+    assert any(s.bases for s in limpet.Run(hops[0]).snapshots())
     for a, b in pairwise(hops):
         result = run_cli("copy", a, b)
         assert result.code == 0, result
         assert "all checked" in result.out
         again = run_cli("copy", a, b)
         assert "Nothing copied" in again.out
-        snapshots = holdfast.Run(b).snapshots()
+        snapshots = limpet.Run(b).snapshots()
         assert [s.step for s in snapshots] == [1, 2, 3]
         assert not any(s.bases for s in snapshots)
         for snapshot, value in zip(snapshots, expected, strict=True):
             assert snapshot.verify().ok
-            loaded = holdfast.load(snapshot.url)
+            loaded = limpet.load(snapshot.url)
             assert np.array_equal(loaded["w"], value["w"])
             assert loaded["epoch"] == value["epoch"]
 
 
 def test_a_bit_that_flips_on_the_way_is_read_again(s3, proxy, tmp_path):
-    holdfast.save(f"{s3}/run/version_1", STATE, step=1)
-    store = holdfast.open_store(f"{s3}/run", endpoint=proxy.endpoint)
-    snapshot = holdfast.Run(store).latest()
+    limpet.save(f"{s3}/run/version_1", STATE, step=1)
+    store = limpet.open_store(f"{s3}/run", endpoint=proxy.endpoint)
+    snapshot = limpet.Run(store).latest()
     proxy.inject(Fault("flip_reply", "GET", r"\.safetensors$", skip=2, after=1000))
     copy_snapshot(reader_of(snapshot), locate(tmp_path / "copy" / "version_1"))
     assert proxy.faults[0].hits == 1
-    check_copy(holdfast.Run(tmp_path / "copy"))
+    check_copy(limpet.Run(tmp_path / "copy"))
 
 
 @pytest.mark.parametrize("to", ["s3", "local"])
 def test_a_damaged_source_is_refused_and_nothing_is_committed(s3, tmp_path, to):
-    holdfast.save(f"{s3}/run/version_1", STATE, step=1)
-    run = holdfast.Run(f"{s3}/run")
+    limpet.save(f"{s3}/run/version_1", STATE, step=1)
+    run = limpet.Run(f"{s3}/run")
     [shard] = [s.key for s in run.store.list("") if s.key.endswith(".safetensors")]
     flip_bit(run.store, shard, byte=-1)
     target = f"{s3}/copy" if to == "s3" else str(tmp_path / "copy")
     with pytest.raises(FormatError, match="is damaged between bytes"):
         copy_snapshot(reader_of(run.latest()), locate(f"{target}/version_1"))
-    copied = holdfast.Run(target)
+    copied = limpet.Run(target)
     assert copied.snapshots() == []
     assert [s.key for s in copied.store.list("")] == []
     assert partial_keys(copied.store) == []
@@ -177,15 +177,15 @@ def test_a_damaged_source_is_refused_and_nothing_is_committed(s3, tmp_path, to):
 
 
 COPY = """
-import sys, numpy as np, torch, holdfast
-from holdfast.engine.snapshot.location import locate
-from holdfast.engine.snapshot.reader import open_snapshot
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.exporting.plan import locate_export, plan_export
-from holdfast.exporting.write import write_export
+import sys, numpy as np, torch, limpet
+from limpet.engine.snapshot.location import locate
+from limpet.engine.snapshot.reader import open_snapshot
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.exporting.plan import locate_export, plan_export
+from limpet.exporting.write import write_export
 from tests.memory_peak import print_peak_memory
 verb, a, b = sys.argv[1:]
-holdfast.save(f"{b}-warm/version_1", {"model": {"x": np.ones(3)}})
+limpet.save(f"{b}-warm/version_1", {"model": {"x": np.ones(3)}})
 snapshot = open_snapshot(a)
 snapshot.indexes()
 with print_peak_memory():
@@ -204,7 +204,7 @@ def test_the_memory_of_half_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
     model = {f"layer.{i}.w": np.full(1 << 20, i, np.int32) for i in range(120)}
     model |= {f"layer.{i}.norm": np.full(1000, i, np.float32) for i in range(120)}
     model["head"] = np.zeros((1 << 13, 1 << 10), np.float32)
-    source = holdfast.save(tmp_path / "run" / "version_1", {"model": model}, step=1)
+    source = limpet.save(tmp_path / "run" / "version_1", {"model": model}, step=1)
     length = source.nbytes
     assert length > 512 * MIB
     del model
@@ -229,7 +229,7 @@ def test_the_memory_of_half_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
 @pytest.mark.parametrize(("kind", "name"), [("safetensors", "m.safetensors"), ("torch", "m.pt")])
 def test_what_the_command_exports_to_s3_it_imports_again(s3, tmp_path, kind, name):
     state = {"model": {"w": STATE["w"], "b": STATE["b"]}}
-    source = holdfast.save(tmp_path / "run" / "version_1", state, step=1)
+    source = limpet.save(tmp_path / "run" / "version_1", state, step=1)
     url = f"{s3}/out/{name}"
     result = run_cli("export", source.url, "--to", kind, url)
     assert result.code == 0, result
@@ -237,29 +237,29 @@ def test_what_the_command_exports_to_s3_it_imports_again(s3, tmp_path, kind, nam
     assert run_cli("export", source.url, "--to", kind, url).code != 0  # overwrites nothing
     result = run_cli("import", url, f"{s3}/imported", "--step", "5")
     assert result.code == 0, result
-    snapshot = holdfast.open(f"{s3}/imported/version_5")
+    snapshot = limpet.open(f"{s3}/imported/version_5")
     assert snapshot.verify().ok
     assert snapshot.metadata["note"]["imported_from"]["path"] == url
-    loaded = holdfast.load(snapshot.url)["model"]
+    loaded = limpet.load(snapshot.url)["model"]
     assert all(np.array_equal(np.asarray(loaded[k]), state["model"][k]) for k in state["model"])
 
 
 def upload_folder(folder, url):
-    store = holdfast.open_store(url)
+    store = limpet.open_store(url)
     for file in folder.iterdir():
         store.put_if_absent(file.name, file.read_bytes())
 
 
 def test_folders_of_other_tools_are_imported_from_s3(s3, tmp_path):
     tensors = {"layer.w": torch.arange(1000.0).reshape(10, 100), "layer.b": torch.ones(7)}
-    source = holdfast.save(tmp_path / "run" / "version_1", {"model": tensors}, step=1)
+    source = limpet.save(tmp_path / "run" / "version_1", {"model": tensors}, step=1)
     write_dcp_as_ranks(tmp_path / "dcp", 1, lambda rank: {"model": tensors})
     assert run_cli("export", source.url, "--to", "hf", f"{s3}/hf").code == 0
     upload_folder(tmp_path / "dcp", f"{s3}/dcp")
     for kind in ("hf", "dcp"):
         result = run_cli("import", f"{s3}/{kind}", f"{s3}/run-{kind}", "--step", "3")
         assert result.code == 0, result
-        found = flatten(holdfast.load(f"{s3}/run-{kind}/version_3"))
+        found = flatten(limpet.load(f"{s3}/run-{kind}/version_3"))
         assert found.keys() == {f"model.{name}" for name in tensors}
         assert all(torch.equal(found[f"model.{name}"], value) for name, value in tensors.items())
 

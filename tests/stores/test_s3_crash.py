@@ -11,10 +11,10 @@ import boto3
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import HoldfastError
-from holdfast.testing.contract import partial_keys
-from holdfast.types import MIB
+import limpet
+from limpet.errors import LimpetError
+from limpet.testing.contract import partial_keys
+from limpet.types import MIB
 from tests.stores.conftest import running_ceph
 from tests.stores.fault_proxy import Fault, FaultProxy
 
@@ -46,24 +46,24 @@ def test_all_daemons_of_ceph_are_killed_during_a_save(durable_ceph, method, path
 
     def open_run(timeout):
         options = {**credentials, "endpoint": proxy.endpoint, "region": "us-east-1"}
-        return holdfast.open_store(
+        return limpet.open_store(
             f"s3://{bucket}/run", timeout=timeout, part_size=8 * MIB, **options
         )
 
     store = open_run(5)
-    holdfast.save(store.at("version_1"), STATE, step=1)
+    limpet.save(store.at("version_1"), STATE, step=1)
     proxy.inject(Fault("stall", method, path, seconds=1))  # killed while this request waits
     killer = threading.Thread(target=kill_at_stall, args=(proxy, ceph))
     killer.start()
-    with pytest.raises(HoldfastError, match="Gave up after"):
-        holdfast.save(store.at("version_2"), STATE, step=2)
+    with pytest.raises(LimpetError, match="Gave up after"):
+        limpet.save(store.at("version_2"), STATE, step=2)
     killer.join()
     proxy.inject()
     ceph.resume()
-    run = holdfast.Run(open_run(60))
+    run = limpet.Run(open_run(60))
     assert [s.step for s in run.snapshots()] == [1]
     assert run.latest().verify().ok
-    holdfast.save(run.store.at("version_2"), STATE, step=2)
+    limpet.save(run.store.at("version_2"), STATE, step=2)
     assert [s.step for s in run.snapshots()] == [1, 2]
     assert all(s.verify().ok for s in run.snapshots())
     run.sweep(grace=0, now=time.time() + 8 * 24 * 3600)
@@ -79,8 +79,8 @@ def kill_at_stall(proxy, ceph):
 
 
 SAVER = """
-import sys, numpy as np, holdfast
-holdfast.save(sys.argv[1], {"w": np.arange(5 << 20, dtype=np.int32)}, step=2)
+import sys, numpy as np, limpet
+limpet.save(sys.argv[1], {"w": np.arange(5 << 20, dtype=np.int32)}, step=2)
 """
 
 
@@ -88,7 +88,7 @@ holdfast.save(sys.argv[1], {"w": np.arange(5 << 20, dtype=np.int32)}, step=2)
 def test_a_killed_save_leaves_nothing_that_sweep_does_not_find(s3, ceph, path):
     proxy = FaultProxy(ceph.port)
     url = f"{s3}/run"
-    holdfast.save(f"{url}/version_1", {"n": 1}, step=1)
+    limpet.save(f"{url}/version_1", {"n": 1}, step=1)
     proxy.inject(Fault("stall", "PUT|POST", path, count=-1, seconds=30))
     process = subprocess.Popen(
         [sys.executable, "-c", SAVER, f"{url}/version_2"],
@@ -101,7 +101,7 @@ def test_a_killed_save_leaves_nothing_that_sweep_does_not_find(s3, ceph, path):
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     proxy.stop()
-    run = holdfast.Run(url)
+    run = limpet.Run(url)
     assert [s.step for s in run.snapshots()] == [1]
     # the process is dead, so its pin protects nothing; only the age of the files counts
     result = run.sweep(grace=0, now=time.time() + 120)

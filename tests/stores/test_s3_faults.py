@@ -10,12 +10,12 @@ import boto3
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import sinks
-from holdfast.deadline import Deadline
-from holdfast.errors import Denied, DigestMismatch, HoldfastError, StoreError, Unavailable
-from holdfast.testing.contract import keys, partial_keys, read
-from holdfast.types import MIB
+import limpet
+from limpet import sinks
+from limpet.deadline import Deadline
+from limpet.errors import Denied, DigestMismatch, LimpetError, StoreError, Unavailable
+from limpet.testing.contract import keys, partial_keys, read
+from limpet.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
 from tests.stores.servers import Ceph
 
@@ -57,15 +57,15 @@ def store(s3, proxy):
 
 def open_run(s3, proxy, **options):
     options = {"timeout": 20, "part_size": 8 * MIB, **options}
-    return holdfast.open_store(f"{s3}/run", endpoint=proxy.endpoint, **options)
+    return limpet.open_store(f"{s3}/run", endpoint=proxy.endpoint, **options)
 
 
 def save(store, step=1):
-    return holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+    return limpet.save(store.at(f"version_{step}"), STATE, step=step)
 
 
 def save_in_run(store, step=1):
-    with holdfast.Checkpointer(store, dict(STATE), save=holdfast.Never()) as checkpointer:
+    with limpet.Checkpointer(store, dict(STATE), save=limpet.Never()) as checkpointer:
         checkpointer.resume()
         while checkpointer.current_step < step:
             checkpointer.step()
@@ -73,7 +73,7 @@ def save_in_run(store, step=1):
 
 
 def check_intact(store, steps=(1,)):
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == [*steps]
     assert [s.verify().problems for s in run.snapshots()] == [() for _ in steps]
     assert partial_keys(store) == []
@@ -81,7 +81,7 @@ def check_intact(store, steps=(1,)):
 
 def check_nothing(store):
     """Nothing was committed, and the next save works."""
-    assert holdfast.Run(store).snapshots() == []
+    assert limpet.Run(store).snapshots() == []
     save(store, 2)
     check_intact(store, [2])
 
@@ -110,9 +110,9 @@ def test_a_load_survives_a_fault(store, proxy, request_name, action):
     if method == "HEAD" and action in ("cut", "truncate", "flip_reply"):
         pytest.skip("the reply to a HEAD has no body")
     proxy.inject(Fault(action, method, path, count=1, after=100))
-    snapshot = holdfast.Run(store).latest()
+    snapshot = limpet.Run(store).latest()
     assert snapshot is not None
-    state = holdfast.load(store.at("version_1"))
+    state = limpet.load(store.at("version_1"))
     assert np.array_equal(state["w"], STATE["w"])
     assert proxy.faults[0].hits == 1
     proxy.inject()
@@ -170,12 +170,12 @@ def test_the_store_can_be_used_between_the_steps_of_a_read(s3, proxy):
 
 
 def test_of_a_request_for_several_items_the_damaged_one_is_read_again(store, proxy, monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")  # so that the order is known
+    monkeypatch.setenv("LIMPET_THREADS", "1")  # so that the order is known
     save(store)
     events = []
     proxy.inject(Fault("flip_reply", "GET", "safetensors$", skip=1, after=5 * MIB))
-    with holdfast.attach(lambda name, fields: events.append(name)):
-        state = holdfast.load(store.at("version_1"))
+    with limpet.attach(lambda name, fields: events.append(name)):
+        state = limpet.load(store.at("version_1"))
     assert np.array_equal(state["w"], STATE["w"])
     assert events.count("read_again") == 1
     # 4 MiB with the header, 16 MiB, and one block again
@@ -221,7 +221,7 @@ def test_a_stalled_reply_is_abandoned(s3, proxy):
         Fault("stall", "GET", "index.json$", seconds=60),
     )
     began = time.monotonic()
-    state = holdfast.load(store.at("version_1"))
+    state = limpet.load(store.at("version_1"))
     assert time.monotonic() - began < 15
     assert np.array_equal(state["w"], STATE["w"])
 
@@ -230,7 +230,7 @@ def test_a_slow_server_is_waited_for(s3, proxy):
     store = open_run(s3, proxy, timeout=30)
     save(store)
     proxy.inject(Fault("slow", "GET", "safetensors$", count=3, rate=2 * MIB))
-    assert np.array_equal(holdfast.load(store.at("version_1"))["w"], STATE["w"])
+    assert np.array_equal(limpet.load(store.at("version_1"))["w"], STATE["w"])
 
 
 # faults that stay
@@ -243,7 +243,7 @@ def test_a_save_fails_in_time(s3, proxy, request_name, action):
     method, path = REQUESTS[request_name]
     proxy.inject(Fault(action, method, path, count=-1))
     began = time.monotonic()
-    with pytest.raises(HoldfastError) as caught:
+    with pytest.raises(LimpetError) as caught:
         save(store)
     assert time.monotonic() - began < 10
     assert "Gave up after" in str(caught.value)
@@ -261,7 +261,7 @@ def test_a_server_that_goes_away_during_a_save_is_waited_for_once(s3, proxy):
         save(store)
     assert time.monotonic() - began < 6 + 3 * 4 + 2  # patience, and three requests of 4 s
     proxy.inject()
-    run = holdfast.Run(open_run(s3, proxy))
+    run = limpet.Run(open_run(s3, proxy))
     assert run.snapshots() == []
     save(run.store, 2)
     run.sweep(grace=0, now=time.time() + 8 * 24 * 3600)  # what could not be aborted
@@ -297,7 +297,7 @@ def test_a_stopped_server_holds_no_call_up(s3, proxy, ceph):
         ceph.send(signal.SIGCONT)
     assert max(seconds) < 4.5
     assert seconds[-1] < 2.5
-    run = holdfast.Run(open_run(s3, proxy))
+    run = limpet.Run(open_run(s3, proxy))
     assert run.latest().verify().ok  # what was requested meanwhile may have been done, too late
 
 
@@ -321,7 +321,7 @@ def test_the_deadline_of_a_save_ends_it(s3, proxy, path):
     proxy.inject(Fault("stall", "PUT", path, count=-1, seconds=60))
     began = time.monotonic()
     with pytest.raises(Unavailable, match=r"the save of .*version_1: 3 s") as caught:
-        holdfast.save(store.at("version_1"), STATE, step=1, timeout=3)
+        limpet.save(store.at("version_1"), STATE, step=1, timeout=3)
     assert time.monotonic() - began < 8
     assert caught.value.is_outcome_unknown == ("manifest" in path)
     proxy.inject()
@@ -362,9 +362,9 @@ def test_credentials_that_are_renewed_during_a_save(s3, proxy, monkeypatch, tmp_
 def test_no_event_and_no_log_shows_credentials(s3, proxy, tmp_path, caplog):
     options = {"access_key_id": Ceph.key, "secret_access_key": Ceph.secret, "timeout": 3}
     store = open_run(s3, proxy, **options)
-    caplog.set_level("DEBUG", logger="holdfast")
+    caplog.set_level("DEBUG", logger="limpet")
     file = tmp_path / "events.jsonl"
-    with holdfast.attach(sinks.JsonLines(file)), holdfast.attach(sinks.Logging()):
+    with limpet.attach(sinks.JsonLines(file)), limpet.attach(sinks.Logging()):
         save_in_run(store)
         assert "saved step" in caplog.text
         for reason in ("ExpiredToken", "SlowDown"):
@@ -383,14 +383,14 @@ def test_wrong_bytes_of_the_store_are_damage(store, proxy):
     save(store)
     proxy.inject(Fault("flip_reply", "GET", "safetensors$", count=-1, after=5 * 1000))
     with pytest.raises(DigestMismatch, match="is damaged"):
-        holdfast.load(store.at("version_1"))
+        limpet.load(store.at("version_1"))
 
 
 @pytest.mark.parametrize("action", ["lose_reply", "ok_error", "status"])
 def test_a_small_shard_survives_a_fault(store, proxy, action):
     """It is one PUT, which finds its own object when it is repeated."""
     proxy.inject(Fault(action, "PUT", r"safetensors$", count=2))
-    holdfast.save(store.at("version_1"), {"w": STATE["w"][:1000]}, step=1)
+    limpet.save(store.at("version_1"), {"w": STATE["w"][:1000]}, step=1)
     assert proxy.faults[0].hits == 2
     proxy.inject()
     check_intact(store)
@@ -406,7 +406,7 @@ def test_two_writers_of_one_version(s3, proxy):
         try:
             store.put_if_absent("version_1/manifest.json", b"%d" % number * 100)
             outcomes.append(number)
-        except HoldfastError as e:
+        except LimpetError as e:
             outcomes.append(e)
 
     threads = [threading.Thread(target=commit, args=(n,)) for n in (1, 2)]
@@ -434,7 +434,7 @@ def test_sweep_finds_the_upload_of_a_failed_save(store, s3, proxy, ceph):
     bucket = s3.removeprefix("s3://")
     client.create_multipart_upload(Bucket=bucket, Key="somebody/else")
     client.create_multipart_upload(Bucket=bucket, Key="run/version_1/notes.bin")
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     (partial,) = (key for key in partial_keys(store) if ".safetensors" in key)
     assert run.sweep(grace=3600).removed == []
     removed = run.sweep(grace=0, now=time.time() + 8 * 24 * 3600).removed
@@ -445,7 +445,7 @@ def test_sweep_finds_the_upload_of_a_failed_save(store, s3, proxy, ceph):
 
 
 def test_the_statistics_of_a_training_show_the_server(store, proxy):
-    with holdfast.Checkpointer(store, dict(STATE), save=holdfast.Never()) as checkpointer:
+    with limpet.Checkpointer(store, dict(STATE), save=limpet.Never()) as checkpointer:
         checkpointer.resume()
         checkpointer.step()
         before = checkpointer.statistics()

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import boto3
 import pytest
 
-import holdfast
-from holdfast.errors import Denied, NotFound, StoreError
+import limpet
+from limpet.errors import Denied, NotFound, StoreError
 from tests.cli.invoke import run_cli
 
 SECRETS = ("testtest", "wrong-secret-key", "unknown-key-id")
@@ -21,7 +21,7 @@ SECRETS = ("testtest", "wrong-secret-key", "unknown-key-id")
 @pytest.fixture
 def saved(s3):
     """A run on Ceph with one version."""
-    holdfast.save(f"{s3}/run/version_1", {"n": 1}, step=1)
+    limpet.save(f"{s3}/run/version_1", {"n": 1}, step=1)
     return f"{s3}/run"
 
 
@@ -30,7 +30,7 @@ COMMANDS = ["ls", "verify", "show", "sweep"]
 
 def check_message(result, *words):
     assert result.code in (4, 5, 6), result
-    assert result.err.startswith("holdfast: ")
+    assert result.err.startswith("limpet: ")
     assert result.err.count("\n") == 1
     for word in words:
         assert word in result.err
@@ -48,10 +48,10 @@ def test_a_missing_bucket(s3, ceph, command):
 def test_a_missing_bucket_is_not_an_empty_run(s3):
     url = f"s3://no-such-bucket-{uuid.uuid4()}/run"
     for call in (
-        lambda: holdfast.save(f"{url}/version_1", {"n": 1}),
-        lambda: holdfast.load(f"{url}/version_1"),
-        lambda: holdfast.Run(url).latest(),
-        lambda: holdfast.Checkpointer(url, {"n": 1}).resume(),
+        lambda: limpet.save(f"{url}/version_1", {"n": 1}),
+        lambda: limpet.load(f"{url}/version_1"),
+        lambda: limpet.Run(url).latest(),
+        lambda: limpet.Checkpointer(url, {"n": 1}).resume(),
     ):
         with pytest.raises(StoreError, match="NoSuchBucket") as caught:
             call()
@@ -65,7 +65,7 @@ def test_a_mistyped_folder(saved, command):
 
 def test_a_mistyped_url_lists_no_other_folder(s3, monkeypatch):
     """Nothing below other folders is listed."""
-    store = holdfast.open_store(s3)
+    store = limpet.open_store(s3)
     client = boto3.client("s3")
     for number in range(20):
         client.put_object(Bucket=store.bucket, Key=f"data/{number % 5}/{number}", Body=b"")
@@ -101,9 +101,9 @@ def test_no_permission(saved, monkeypatch, ceph):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-key")
     check_message(run_cli("ls", saved), "AccessDenied", "Allow s3:GetObject")
     with pytest.raises(Denied, match="AccessDenied"):
-        holdfast.load(f"{saved}/version_1")
+        limpet.load(f"{saved}/version_1")
     with pytest.raises(Denied, match="AccessDenied"):
-        holdfast.save(f"{saved}/version_2", {"n": 1})
+        limpet.save(f"{saved}/version_2", {"n": 1})
 
 
 CREDENTIALS = "[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n"
@@ -132,9 +132,9 @@ def test_credentials_that_are_set_later_are_found(saved, monkeypatch, tmp_path):
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     with pytest.raises(Denied, match="no credentials"):
-        holdfast.load(f"{saved}/version_1")
+        limpet.load(f"{saved}/version_1")
     file.write_text(CREDENTIALS.format(key=key, secret=secret))
-    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+    assert limpet.load(f"{saved}/version_1") == {"n": 1}
 
 
 def test_the_key_of_a_running_process_is_replaced(saved, ceph, monkeypatch, tmp_path):
@@ -154,13 +154,13 @@ def test_the_key_of_a_running_process_is_replaced(saved, ceph, monkeypatch, tmp_
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     create_key("first")
-    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+    assert limpet.load(f"{saved}/version_1") == {"n": 1}
     create_key("second")
     remove_key("first")
-    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+    assert limpet.load(f"{saved}/version_1") == {"n": 1}
     remove_key("second")
     with pytest.raises(Denied, match="InvalidAccessKeyId"):
-        holdfast.load(f"{saved}/version_1")
+        limpet.load(f"{saved}/version_1")
 
 
 def test_a_profile_and_a_missing_profile(saved, monkeypatch, tmp_path):
@@ -168,9 +168,9 @@ def test_a_profile_and_a_missing_profile(saved, monkeypatch, tmp_path):
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     file.write_text(f"[team]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
-    assert holdfast.load(holdfast.open_store(f"{saved}/version_1", profile="team")) == {"n": 1}
+    assert limpet.load(limpet.open_store(f"{saved}/version_1", profile="team")) == {"n": 1}
     monkeypatch.setenv("AWS_PROFILE", "team")
-    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+    assert limpet.load(f"{saved}/version_1") == {"n": 1}
     monkeypatch.setenv("AWS_PROFILE", "tema")
     check_message(run_cli("ls", saved), "tema", "Tried:")
 
@@ -178,14 +178,14 @@ def test_a_profile_and_a_missing_profile(saved, monkeypatch, tmp_path):
 def test_a_clock_that_is_off_by_20_minutes(saved, ceph):
     """The process runs with a wrong clock, as boto3 sees it."""
     script = f"""
-import datetime, holdfast, botocore.auth, botocore.crt.auth
+import datetime, limpet, botocore.auth, botocore.crt.auth
 def later(*args, **kwargs):
     now = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(minutes=20)
     return now.replace(tzinfo=None)
 botocore.auth.get_current_datetime = botocore.crt.auth.get_current_datetime = later
 try:
-    holdfast.load({f"{saved}/version_1"!r})
-except holdfast.errors.Denied as e:
+    limpet.load({f"{saved}/version_1"!r})
+except limpet.errors.Denied as e:
     print(e)
 """
     done = subprocess.run(
@@ -258,17 +258,17 @@ def test_a_wrong_region(monkeypatch, code):
         assert {*regions} == {"us-east-1", "eu-west-1"}
         regions.clear()
         with pytest.raises(StoreError, match="The bucket is in the region eu-west-1"):
-            holdfast.save("s3://bucket-in-europe/run/version_1", {"n": 1})
+            limpet.save("s3://bucket-in-europe/run/version_1", {"n": 1})
         assert len(regions) < 6  # it is not repeated until the deadline
 
 
 def test_an_endpoint_that_is_not_s3(s3, monkeypatch, web_server):
     monkeypatch.setenv("AWS_ENDPOINT_URL", web_server)
-    store = holdfast.open_store(f"{s3}/run", timeout=1)
+    store = limpet.open_store(f"{s3}/run", timeout=1)
     for call in (
-        lambda: holdfast.Run(store).latest(),
-        lambda: holdfast.save(store.at("version_1"), {"n": 1}),
-        lambda: holdfast.load(store.at("version_1")),
+        lambda: limpet.Run(store).latest(),
+        lambda: limpet.save(store.at("version_1"), {"n": 1}),
+        lambda: limpet.load(store.at("version_1")),
     ):
         with pytest.raises(StoreError) as caught:
             call()
@@ -277,9 +277,9 @@ def test_an_endpoint_that_is_not_s3(s3, monkeypatch, web_server):
 
 def test_nobody_listens_at_the_endpoint(s3, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    store = holdfast.open_store(f"{s3}/run", timeout=1)
+    store = limpet.open_store(f"{s3}/run", timeout=1)
     with pytest.raises(StoreError, match=r"127\.0\.0\.1:9.*Gave up after .* Check the network"):
-        holdfast.Run(store).latest()
+        limpet.Run(store).latest()
 
 
 def test_a_versioned_bucket_in_which_ceph_replaces_objects(s3):
@@ -287,8 +287,8 @@ def test_a_versioned_bucket_in_which_ceph_replaces_objects(s3):
     client, bucket = boto3.client("s3"), s3.removeprefix("s3://")
     client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
     with pytest.raises(StoreError, match=r"cannot hold a run.*a bucket with versioning"):
-        holdfast.save(f"{s3}/run/version_1", {"n": 1}, step=1)
-    assert holdfast.Run(f"{s3}/run").latest() is None
+        limpet.save(f"{s3}/run/version_1", {"n": 1}, step=1)
+    assert limpet.Run(f"{s3}/run").latest() is None
     assert run_cli("ls", f"{s3}/run").code == 4
 
 
@@ -297,7 +297,7 @@ def test_the_console_shows_folders_as_empty_objects(saved):
     client = boto3.client("s3")
     for key in (f"{folder}/", f"{folder}/version_1/", f"{folder}/version_9/"):
         client.put_object(Bucket=bucket, Key=key)
-    assert [s.step for s in holdfast.Run(saved).snapshots()] == [1]
+    assert [s.step for s in limpet.Run(saved).snapshots()] == [1]
     assert run_cli("ls", saved, "--json").json["versions"][0]["step"] == 1
     assert run_cli("sweep", saved).code == 0
-    assert holdfast.load(f"{saved}/version_1") == {"n": 1}
+    assert limpet.load(f"{saved}/version_1") == {"n": 1}

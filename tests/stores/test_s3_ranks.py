@@ -2,24 +2,24 @@
 
 import pytest
 
-import holdfast
-from holdfast.testing.contract import partial_keys
+import limpet
+from limpet.testing.contract import partial_keys
 from tests.stores.fault_proxy import Fault, FaultProxy
 from tests.stores.torchrun import run_torchrun
 
 SCRIPT = """
 import sys, time
-import torch, torch.distributed as dist, holdfast
+import torch, torch.distributed as dist, limpet
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-store = holdfast.open_store(sys.argv[1], timeout=4)
-state = {"own": holdfast.PerRank(torch.arange(9 << 18) + rank), "same": torch.arange(1000)}
+store = limpet.open_store(sys.argv[1], timeout=4)
+state = {"own": limpet.PerRank(torch.arange(9 << 18) + rank), "same": torch.arange(1000)}
 for step in (1, 2):
     began = time.monotonic()
     try:
-        holdfast.save(store.at(f"version_{step}"), state, step=step)
+        limpet.save(store.at(f"version_{step}"), state, step=step)
         print(f"rank {rank} step {step} saved", flush=True)
-    except holdfast.errors.HoldfastError as e:
+    except limpet.errors.LimpetError as e:
         took = time.monotonic() - began
         print(f"rank {rank} step {step} failed in {took:.0f} s: {e}", flush=True)
     dist.barrier()
@@ -51,7 +51,7 @@ def test_all_ranks_fail_when_one_cannot_write(s3, proxy, action, tmp_path):
     assert "Gave up after" in lines[2]
     assert lines[1] == "rank 0 step 2 saved"
     assert lines[3] == "rank 1 step 2 saved"
-    run = holdfast.Run(f"{s3}/run")
+    run = limpet.Run(f"{s3}/run")
     assert [s.step for s in run.snapshots()] == [2]
     assert run.latest().verify().ok
     assert partial_keys(run.store) == []
@@ -65,20 +65,20 @@ def run_script(script, url, proxy):
 
 LOAD = """
 import sys, time
-import torch, torch.distributed as dist, holdfast
+import torch, torch.distributed as dist, limpet
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-store = holdfast.open_store(sys.argv[1], timeout=4)
+store = limpet.open_store(sys.argv[1], timeout=4)
 state = {"same": torch.arange(8 << 20, dtype=torch.int32)}
 for step in (1, 2):
-    holdfast.save(store.at(f"version_{step}"), state, step=step)
+    limpet.save(store.at(f"version_{step}"), state, step=step)
 for step in (1, 2):
     live = {"same": torch.zeros(8 << 20, dtype=torch.int32)}
     began = time.monotonic()
     try:
-        holdfast.load(store.at(f"version_{step}"), into=live)
+        limpet.load(store.at(f"version_{step}"), into=live)
         print(f"rank {rank} step {step} loaded {torch.equal(live['same'], state['same'])}")
-    except holdfast.errors.HoldfastError as e:
+    except limpet.errors.LimpetError as e:
         took = time.monotonic() - began
         print(f"rank {rank} step {step} failed in {took:.0f} s: {e}".replace(chr(10), " "))
     dist.barrier()

@@ -4,21 +4,21 @@ import boto3
 import pytest
 import torch
 
-import holdfast
-from holdfast.format import names
-from holdfast.run.policy import KeepLast
-from holdfast.testing.contract import keys, partial_keys, put
+import limpet
+from limpet.format import names
+from limpet.run.policy import KeepLast
+from limpet.testing.contract import keys, partial_keys, put
 from tests.cli.invoke import run_cli
 from tests.stores.torchrun import run_torchrun
 
 SCRIPT = """
 import sys
-import torch, torch.distributed as dist, holdfast
+import torch, torch.distributed as dist, limpet
 dist.init_process_group("gloo")
 state = {"same": torch.zeros(9 << 18), "more": torch.zeros(9 << 18)}  # 9 MiB for each rank
-state["progress"] = holdfast.Progress()
-with holdfast.Checkpointer(
-    sys.argv[1], state, save=holdfast.EverySteps(1), keep=holdfast.KeepLast(3), spread=16
+state["progress"] = limpet.Progress()
+with limpet.Checkpointer(
+    sys.argv[1], state, save=limpet.EverySteps(1), keep=limpet.KeepLast(3), spread=16
 ) as ckpt:
     for step in range(3):
         state["same"] += 1
@@ -49,19 +49,19 @@ def test_the_life_of_a_spread_run(s3, tmp_path):
     assert all(key.startswith("spread-") for key in shards)
     assert len({key.partition("/")[0] for key in shards}) >= 4
     state = {"same": torch.zeros(9 << 18), "more": torch.zeros(9 << 18)}
-    state["progress"] = holdfast.Progress()
-    store = holdfast.open_store(url, part_size=5 << 20)
-    with holdfast.Checkpointer(store, state, keep=KeepLast(3)) as ckpt:
+    state["progress"] = limpet.Progress()
+    store = limpet.open_store(url, part_size=5 << 20)
+    with limpet.Checkpointer(store, state, keep=KeepLast(3)) as ckpt:
         assert ckpt.resume().step == 3
         state["same"] += 1
         ckpt.step()  # without the option, it follows the record
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == [2, 3, 4]
     assert len(shards_in(bucket)) == 2 * 2 * 2 + 2
-    assert torch.equal(holdfast.load(f"{url}/version_4", keys="same")["same"], state["same"])
+    assert torch.equal(limpet.load(f"{url}/version_4", keys="same")["same"], state["same"])
     assert state["same"][7] == 4
     assert run.spread_folders()[15] == f"{url}/spread-0f"
-    with pytest.raises(holdfast.errors.HoldfastError, match="spread=16"):
+    with pytest.raises(limpet.errors.LimpetError, match="spread=16"):
         run.set_spread(8)
     # a killed save: parts of a shard, and a whole one
     left = run.store.put(f"version_9/{names.shard_name(0, 2, 'a' * 12)}", 12 << 20)
@@ -71,7 +71,7 @@ def test_the_life_of_a_spread_run(s3, tmp_path):
     assert run.sweep().removed == []  # they are too young
     swept = run.sweep(grace=0, now=2e12)
     assert len(swept.removed) == 2
-    assert partial_keys(holdfast.Run(url).store) == []
+    assert partial_keys(limpet.Run(url).store) == []
     assert len(shards_in(bucket)) == 10
     assert run.retain(KeepLast(1))
     assert len(shards_in(bucket)) == 2
@@ -82,5 +82,5 @@ def test_the_life_of_a_spread_run(s3, tmp_path):
         path = tmp_path / "synced" / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(run.store.unspread.get(key, 1 << 30))
-    loaded = holdfast.load(tmp_path / "synced" / "version_4")
+    loaded = limpet.load(tmp_path / "synced" / "version_4")
     assert torch.equal(loaded["same"], state["same"])

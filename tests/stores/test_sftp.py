@@ -9,12 +9,12 @@ import uuid
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.errors import AlreadyExists, Denied, HoldfastError, StoreError, Unavailable
-from holdfast.storage.open import open_store
-from holdfast.testing import StoreContract, contract
-from holdfast.testing.contract import keys, partial_keys
+import limpet
+from limpet.deadline import Deadline
+from limpet.errors import AlreadyExists, Denied, LimpetError, StoreError, Unavailable
+from limpet.storage.open import open_store
+from limpet.testing import StoreContract, contract
+from limpet.testing.contract import keys, partial_keys
 from tests.stores.conftest import running_sftp
 
 STATE = {"w": np.arange(600_000, dtype=np.int32), "note": "weak"}  # 2.4 MB
@@ -38,15 +38,15 @@ def open_run(sftp, url, **options):
 
 
 def save(store, step=1):
-    return holdfast.save(store.at(f"version_{step}"), STATE, step=step)
+    return limpet.save(store.at(f"version_{step}"), STATE, step=step)
 
 
 def check_intact(store, steps):
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == [*steps]
     for snapshot in run.snapshots():
         assert snapshot.verify().ok
-        assert np.array_equal(holdfast.load(store.at(f"version_{snapshot.step}"))["w"], STATE["w"])
+        assert np.array_equal(limpet.load(store.at(f"version_{snapshot.step}"))["w"], STATE["w"])
 
 
 def test_versions_are_saved_loaded_verified_and_deleted(sftp, url):
@@ -56,7 +56,7 @@ def test_versions_are_saved_loaded_verified_and_deleted(sftp, url):
     check_intact(open_run(sftp, url), [1, 2])
     with pytest.raises(Denied, match="allow_weak=True"):
         save(open_store(url, **sftp.options), 3)
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     run.delete(run.snapshots()[0].version)
     check_intact(store, [2])
     assert all(key.startswith("version_2/") for key in keys(store))
@@ -68,15 +68,15 @@ def test_a_training_goes_on(sftp, url):
     for start in (0, 3):
         state = {"n": 0}
         store = open_run(sftp, url)
-        with holdfast.Checkpointer(
-            store, state, save=holdfast.EverySteps(1), keep=holdfast.KeepLast(2)
+        with limpet.Checkpointer(
+            store, state, save=limpet.EverySteps(1), keep=limpet.KeepLast(2)
         ) as ckpt:
             ckpt.resume()
             assert state["n"] == ckpt.current_step == start
             for _ in range(3):
                 state["n"] += 1
                 ckpt.step()
-    assert [s.step for s in holdfast.Run(store).snapshots()] == [5, 6]
+    assert [s.step for s in limpet.Run(store).snapshots()] == [5, 6]
 
 
 def wait_until(is_true, seconds=20):
@@ -151,8 +151,8 @@ def test_a_stopped_server_holds_no_call_up(request):
                     call()
                 assert time.monotonic() - began < 4
             began = time.monotonic()
-            with pytest.raises(HoldfastError):
-                holdfast.save(store.at("version_2"), STATE, step=2, timeout=2)
+            with pytest.raises(LimpetError):
+                limpet.save(store.at("version_2"), STATE, step=2, timeout=2)
             assert time.monotonic() - began < 2 + 12  # and the cleanup
             upload.abort()
         finally:
@@ -168,7 +168,7 @@ def test_a_server_that_is_killed_during_an_upload(request, monkeypatch):
         store = open_run(server, f"{server.url}/run", timeout=10)
         save(store)
         killed = []
-        write = holdfast.storage.fsspec.upload.FileAppender.append
+        write = limpet.storage.fsspec.upload.FileAppender.append
 
         def kill_first(appender, data):
             write(appender, data)
@@ -176,8 +176,8 @@ def test_a_server_that_is_killed_during_an_upload(request, monkeypatch):
                 killed.append(server.pids())
                 server.kill()
 
-        monkeypatch.setattr("holdfast.storage.fsspec.upload.FileAppender.append", kill_first)
-        with pytest.raises(HoldfastError):
+        monkeypatch.setattr("limpet.storage.fsspec.upload.FileAppender.append", kill_first)
+        with pytest.raises(LimpetError):
             save(store, 2)
         assert len(killed[0]) > 1  # also the processes of the connections
         server.resume()

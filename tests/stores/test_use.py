@@ -8,10 +8,10 @@ import uuid
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.cli import VERBS
-from holdfast.testing.contract import keys, partial_keys
-from holdfast.types import MIB
+import limpet
+from limpet.cli import VERBS
+from limpet.testing.contract import keys, partial_keys
+from limpet.types import MIB
 from tests.cli.invoke import run_cli
 
 
@@ -46,8 +46,8 @@ def state_of(step):
 def train(store, steps):
     """Save each step until ``steps``, and return the step at which the training began."""
     state = state_of(0)
-    with holdfast.Checkpointer(
-        store, state, save=holdfast.EverySteps(1), keep=holdfast.KeepLast(2), incremental=True
+    with limpet.Checkpointer(
+        store, state, save=limpet.EverySteps(1), keep=limpet.KeepLast(2), incremental=True
     ) as run:
         run.resume()
         began = run.current_step
@@ -59,7 +59,7 @@ def train(store, steps):
 
 
 def check_values(url, step):
-    model = holdfast.load(url)["model"]
+    model = limpet.load(url)["model"]
     assert model.keys() == state_of(step)["model"].keys()
     for name, value in state_of(step)["model"].items():
         assert np.array_equal(np.asarray(model[name]), value), name
@@ -67,17 +67,17 @@ def check_values(url, step):
 
 KILLED = """
 import os, sys
-import numpy as np, holdfast
-from holdfast.storage.s3.upload import S3Upload
-from holdfast.storage.sequential_upload import SequentialUpload
+import numpy as np, limpet
+from limpet.storage.s3.upload import S3Upload
+from limpet.storage.sequential_upload import SequentialUpload
 S3Upload.commit = SequentialUpload.commit = lambda upload: os.kill(os.getpid(), 9)
-holdfast.save(sys.argv[1], {"w": np.zeros(3 << 20)}, step=9)
+limpet.save(sys.argv[1], {"w": np.zeros(3 << 20)}, step=9)
 """
 
 
 def test_a_training_and_every_command(server_url, tmp_path):
     url, backup = f"{server_url}/a", f"{server_url}/b"
-    store = holdfast.open_store(url)
+    store = limpet.open_store(url)
     commands = Commands()
     succeed, steps_of = commands.succeed, commands.steps_of
     assert train(store, 3) == 0
@@ -112,13 +112,13 @@ def test_a_training_and_every_command(server_url, tmp_path):
     succeed("verify", backup)
     own = "--with", "tests.evaluation.trivial", "--data", "tests.evaluation.trivial:data"
     succeed("evaluate", backup, *own, "--workers", 1)
-    newest = holdfast.Run(backup).latest()
-    assert holdfast.Run(backup).metrics(newest)["leaves"] == len(newest.keys())
-    assert [k for k in keys(holdfast.open_store(backup)) if k.startswith("lease-")] == []
+    newest = limpet.Run(backup).latest()
+    assert limpet.Run(backup).metrics(newest)["leaves"] == len(newest.keys())
+    assert [k for k in keys(limpet.open_store(backup)) if k.startswith("lease-")] == []
     succeed("attest", backup, newest.step, "--not-ok", "--by", "me")
-    assert holdfast.Run(backup).latest().step < newest.step
+    assert limpet.Run(backup).latest().step < newest.step
     for step in (1, 2):
-        holdfast.save(f"{server_url}/d/version_{step}", {"n": step}, step=step)
+        limpet.save(f"{server_url}/d/version_{step}", {"n": step}, step=step)
     succeed("rm", f"{server_url}/d", 1)
     assert steps_of(f"{server_url}/d") == [2]
 
@@ -144,8 +144,8 @@ def test_a_training_and_every_command(server_url, tmp_path):
 
 
 TRAINING = """
-import sys, time, holdfast
-with holdfast.Checkpointer(sys.argv[1], {"n": 1}, save=holdfast.EverySteps(10**9)) as run:
+import sys, time, limpet
+with limpet.Checkpointer(sys.argv[1], {"n": 1}, save=limpet.EverySteps(10**9)) as run:
     run.resume()
     while not run.run.listing().versions:
         run.step()
@@ -163,10 +163,10 @@ def test_the_first_save_of_a_training_can_be_requested(server_url):
     ) as training:
         try:
             training.stdout.readline()
-            assert keys(holdfast.open_store(url)) == ["writer.json"]
+            assert keys(limpet.open_store(url)) == ["writer.json"]
             result = run_cli("request-save", url, "--timeout", "60")
             assert result.code == 0, result
-            [snapshot] = holdfast.Run(url).snapshots()
+            [snapshot] = limpet.Run(url).snapshots()
             assert str(snapshot.version) == result.out.strip()
             assert training.wait(60) == 0
         finally:
@@ -175,7 +175,7 @@ def test_the_first_save_of_a_training_can_be_requested(server_url):
 
 def test_a_wrong_url_says_what_is_there(server_url):
     url = f"{server_url}/runs/a"
-    holdfast.save(f"{url}/version_3", {"n": 1}, step=3)
+    limpet.save(f"{url}/version_3", {"n": 1}, step=3)
     bucket = server_url.rpartition("/")[0]
     for verb in ("ls", "verify", "show"):
         for wrong, found in (
@@ -187,8 +187,8 @@ def test_a_wrong_url_says_what_is_there(server_url):
         ):
             result = run_cli(verb, wrong)
             assert result.code == 4
-            assert result.err.startswith(f"holdfast: There is no {'snapshot' * (verb == 'show')}")
+            assert result.err.startswith(f"limpet: There is no {'snapshot' * (verb == 'show')}")
             if not (wrong == bucket and server_url.startswith("hdfs")):  # those of other tests
                 assert found in result.err
     assert run_cli("copy", f"{url}@3", f"{server_url}/single").code == 0
-    assert f"holdfast show {server_url}/single" in run_cli("ls", f"{server_url}/single").err
+    assert f"limpet show {server_url}/single" in run_cli("ls", f"{server_url}/single").err

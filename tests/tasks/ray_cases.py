@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import TaskError
-from holdfast.tasks import Queue, RemoteQueue, TaskServer
+from limpet.errors import TaskError
+from limpet.tasks import Queue, RemoteQueue, TaskServer
 from tests.tasks.test_processes import expected_results
 from tests.tasks.worker import evaluate
 

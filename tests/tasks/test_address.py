@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.connections import auth, listener
-from holdfast.errors import Denied, HoldfastError, JobFailed, TaskError
-from holdfast.tasks import Queue, RemoteQueue, TaskServer
+from limpet.connections import auth, listener
+from limpet.errors import Denied, JobFailed, LimpetError, TaskError
+from limpet.tasks import Queue, RemoteQueue, TaskServer
 from tests.interrupts import MOMENTS, SignalError, raise_at_start
 from tests.tasks.test_processes import expected_results, worker
 from tests.tasks.test_remote import wait_until
@@ -117,7 +117,7 @@ def test_another_secret_is_refused() -> None:
     ],
 )
 def test_an_invalid_address_is_refused_without_showing_its_secret(address: object) -> None:
-    with pytest.raises(HoldfastError, match="Invalid address of a task queue") as caught:
+    with pytest.raises(LimpetError, match="Invalid address of a task queue") as caught:
         RemoteQueue.connect(address)  # type: ignore[arg-type]
     assert "aaaa" not in str(caught.value)
 
@@ -150,7 +150,7 @@ def test_many_workers_that_connect_at_once_displace_none() -> None:
 def test_an_error_of_a_signal_handler_while_a_worker_connects(
     monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    raise_at_start(monkeypatch, "holdfast-task", moment)
+    raise_at_start(monkeypatch, "limpet-task", moment)
     with pytest.raises(SignalError), TaskServer(Queue()) as server:
         server.connect("w")
 

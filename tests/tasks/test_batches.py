@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from holdfast.errors import HoldfastError, LeaseLost, TaskError
-from holdfast.tasks import EvaluationTask, Queue, TaskBatches
+from limpet.errors import LeaseLost, LimpetError, TaskError
+from limpet.tasks import EvaluationTask, Queue, TaskBatches
 from tests.tasks.clock import FakeClock
 
 
@@ -99,7 +99,7 @@ def test_a_pipeline_has_no_way_to_ask_for_evaluation_tasks() -> None:
     assert not hasattr(batches, "evaluation")
     assert not hasattr(queue.training, "evaluation")
     for wrong in (queue, queue.evaluation):
-        with pytest.raises(HoldfastError, match="needs the training side"):
+        with pytest.raises(LimpetError, match="needs the training side"):
             TaskBatches(wrong, 3)  # type: ignore[arg-type]
     numbers(batches)
     assert queue.training.get() is None  # and not the evaluation task
@@ -288,13 +288,13 @@ def test_ranks_get_equally_many_batches_and_all_records_once(
     [{"rank": 0}, {"ranks": 2}, {"rank": 2, "ranks": 2}, {"rank": -1, "ranks": 2}],
 )
 def test_bad_ranks_are_refused(arguments: Any) -> None:
-    with pytest.raises(HoldfastError, match="both rank and ranks"):
+    with pytest.raises(LimpetError, match="both rank and ranks"):
         TaskBatches(a_queue().training, 4, **arguments)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, None, True])
 def test_bad_batch_sizes_are_refused(size: Any) -> None:
-    with pytest.raises(HoldfastError, match="Invalid batch_size"):
+    with pytest.raises(LimpetError, match="Invalid batch_size"):
         TaskBatches(a_queue().training, size)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.tasks import Queue
+from limpet.tasks import Queue
 from tests.tasks.clock import FakeClock
 from tests.test_growth import count_lines
 

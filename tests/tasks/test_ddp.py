@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast.tasks import Queue, TaskBatches
+import limpet
+from limpet.tasks import Queue, TaskBatches
 from tests.ranks.world import TIMEOUT, run_ranks
 
 RECORDS, EPOCHS = 41, 2
@@ -32,8 +32,8 @@ def train_rank(size: int, steps: int, rank: int, port: int, folder: Path) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     state = {"model": model, "optimizer": optimizer, "queue": queue}
     records: list[int] = []
-    save = holdfast.EverySteps(2) | holdfast.AtEnd()
-    with holdfast.Checkpointer(str(folder / "run"), state, save=save) as ckpt:
+    save = limpet.EverySteps(2) | limpet.AtEnd()
+    with limpet.Checkpointer(str(folder / "run"), state, save=save) as ckpt:
         ckpt.resume()
         queue.add("training", RECORDS, task_size=7, epochs=EPOCHS, name="train")
         for made, (numbers,) in enumerate(loader, 1):

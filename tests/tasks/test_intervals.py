@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.tasks.intervals import IntervalSet, OpenNumbers
+from limpet.tasks.intervals import IntervalSet, OpenNumbers
 
 
 @given(st.lists(st.integers(0, 30), unique=True))

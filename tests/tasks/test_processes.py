@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import JobFailed, LeaseLost
-from holdfast.tasks import Queue, TaskServer
+from limpet.errors import JobFailed, LeaseLost
+from limpet.tasks import Queue, TaskServer
 from tests.tasks.worker import evaluate
 
 ROOT = Path(__file__).parents[2]

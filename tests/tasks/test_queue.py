@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError, JobFailed, LeaseLost, TaskError
-from holdfast.tasks import EvaluationTask, Queue, Task, TrainingTask
+from limpet.errors import JobFailed, LeaseLost, LimpetError, TaskError
+from limpet.tasks import EvaluationTask, Queue, Task, TrainingTask
 from tests.tasks.clock import FakeClock
 
 
@@ -140,7 +140,7 @@ def test_40_a_task_without_report_returns_after_its_time(kind: Any) -> None:
 
 
 def test_40_a_real_wait_ends_when_a_lease_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.tasks.queue._LONGEST_WAIT", 60.0)
+    monkeypatch.setattr("limpet.tasks.queue._LONGEST_WAIT", 60.0)
     queue = Queue(lease_seconds=0.05)
     queue.add("training", 1, task_size=1, name="t")
     assert queue.get("training", "hangs") is not None
@@ -716,15 +716,15 @@ def test_a_wait_for_a_job_ends_with_the_job_or_with_the_time() -> None:
         job.results()
     bad: list[Any] = [-1, float("inf"), float("nan"), None, "1", True]
     for timeout in bad:
-        with pytest.raises(HoldfastError, match="Invalid timeout"):
+        with pytest.raises(LimpetError, match="Invalid timeout"):
             job.wait(timeout)
-        with pytest.raises(HoldfastError, match="Invalid timeout"):
+        with pytest.raises(LimpetError, match="Invalid timeout"):
             queue.get("training", timeout=timeout)
 
 
 def test_threads_wait_for_tasks_and_for_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are woken up by what they wait for, and do not look again and again."""
-    monkeypatch.setattr("holdfast.tasks.queue._LONGEST_WAIT", 60.0)
+    monkeypatch.setattr("limpet.tasks.queue._LONGEST_WAIT", 60.0)
     queue = Queue()
     got: list[Any] = []
 
@@ -801,7 +801,7 @@ def test_bad_jobs_are_refused(change: dict[str, Any]) -> None:
     queue = Queue()
     before = queue.state_dict()
     arguments = {"kind": "training", "data": 5, "task_size": 2, "name": "t", **change}
-    with pytest.raises(HoldfastError):
+    with pytest.raises(LimpetError):
         queue.add(**arguments)
     assert queue.state_dict() == before
 
@@ -811,7 +811,7 @@ def test_bad_jobs_are_refused(change: dict[str, Any]) -> None:
     [{"lease_seconds": 0}, {"lease_seconds": "1"}, {"attempts": 0}, {"attempts": 1.5}],
 )
 def test_bad_arguments_of_a_queue_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(HoldfastError, match="Invalid"):
+    with pytest.raises(LimpetError, match="Invalid"):
         Queue(**arguments)
 
 
@@ -819,7 +819,7 @@ def test_bad_arguments_of_a_queue_are_refused(arguments: dict[str, Any]) -> None
 def test_unknown_kinds_are_refused(kind: Any) -> None:
     queue = Queue()
     for call in (queue.get, queue.finished, queue.longest_seconds):
-        with pytest.raises(HoldfastError, match="Invalid kind of a task"):
+        with pytest.raises(LimpetError, match="Invalid kind of a task"):
             call(kind)
 
 
@@ -827,16 +827,16 @@ def test_a_queue_is_not_copied_to_other_processes() -> None:
     """Each copy would hand out all tasks again."""
     queue = Queue()
     for copied in (queue, queue.training):
-        with pytest.raises(HoldfastError, match="TaskServer"):
+        with pytest.raises(LimpetError, match="TaskServer"):
             pickle.dumps(copied)
-        with pytest.raises(HoldfastError, match="TaskServer"):
+        with pytest.raises(LimpetError, match="TaskServer"):
             copy.deepcopy(copied)
     queue.add("training", 1, task_size=1, name="t")
     pid = os.fork()
     if pid == 0:
         try:
             queue.training.get()
-        except HoldfastError:
+        except LimpetError:
             os._exit(0)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import HoldfastError, JobFailed, LeaseLost, TaskError
-from holdfast.tasks import EvaluationTask, Queue, RemoteQueue, TaskBatches, TaskServer, TrainingTask
-from holdfast.tasks.remote import messages
+from limpet.errors import JobFailed, LeaseLost, LimpetError, TaskError
+from limpet.tasks import EvaluationTask, Queue, RemoteQueue, TaskBatches, TaskServer, TrainingTask
+from limpet.tasks.remote import messages
 from tests.tasks.clock import FakeClock
 
 
@@ -123,7 +123,7 @@ def test_errors_arrive_as_they_were_raised() -> None:
         part.fail("no")
         with pytest.raises(JobFailed, match="attempt: no"):
             worker.finished("training")
-        with pytest.raises(HoldfastError, match="Invalid kind"):
+        with pytest.raises(LimpetError, match="Invalid kind"):
             worker.get("neither")  # type: ignore[arg-type]
 
 
@@ -254,8 +254,8 @@ def test_half_a_message_has_no_effect(raw: tuple[Queue, RawWorker]) -> None:
         ({"type": "Consumed", "reports": [["t", 4, 2, 10]]}, "TaskError"),
         ({"type": "Consumed", "reports": [["t", 4, 2, 1], ["t", 4, 9, 1]]}, "LeaseLost"),
         ({"type": "Renew", "report": ["e", 2, 1, 0]}, "LeaseLost"),
-        ({"type": "Get", "kind": "x", "lease_seconds": None}, "HoldfastError"),
-        ({"type": "Get", "kind": "training", "lease_seconds": -1.0}, "HoldfastError"),
+        ({"type": "Get", "kind": "x", "lease_seconds": None}, "LimpetError"),
+        ({"type": "Get", "kind": "training", "lease_seconds": -1.0}, "LimpetError"),
     ],
     ids=str,
 )
@@ -292,7 +292,7 @@ def test_batches_of_a_remote_queue_are_leased_for_a_time_and_renewed() -> None:
     queue = Queue(clock=clock)
     queue.add("training", 10, task_size=2, name="t")
     with remote(queue) as (worker,):
-        with pytest.raises(HoldfastError, match=r"Invalid lease_seconds.*finite"):
+        with pytest.raises(LimpetError, match=r"Invalid lease_seconds.*finite"):
             list(TaskBatches(worker.training, 3))
         batches = TaskBatches(worker.training, 3, lease_seconds=10)
         found = []
@@ -311,9 +311,9 @@ def test_a_client_waits_for_a_task_and_no_longer_than_told() -> None:
         threading.Timer(0.05, queue.add, ["training", 1], {"task_size": 1, "name": "t"}).start()
         assert worker.get("training", timeout=30) is not None
         for timeout in (-1, float("inf"), float("nan")):
-            with pytest.raises(HoldfastError, match=r"Invalid timeout.*finite"):
+            with pytest.raises(LimpetError, match=r"Invalid timeout.*finite"):
                 worker.get("training", timeout=timeout)
-        with pytest.raises(HoldfastError, match="the queue of one worker"):
+        with pytest.raises(LimpetError, match="the queue of one worker"):
             worker.get("training", "me")
 
 
@@ -327,7 +327,7 @@ def test_an_owner_that_does_not_reply_is_given_up() -> None:
 
 def test_a_kind_that_does_not_exist_does_not_end_the_connection() -> None:
     with remote(Queue()) as (worker,):
-        with pytest.raises(HoldfastError, match="Invalid kind"):
+        with pytest.raises(LimpetError, match="Invalid kind"):
             worker.finished(5)  # type: ignore[arg-type]
         assert worker.finished("training")
 

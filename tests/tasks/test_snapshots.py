@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast.errors import HoldfastError
-from holdfast.storage.memory import MemoryStore
-from holdfast.tasks import Queue, TaskBatches, TrainingTask
+import limpet
+from limpet.errors import LimpetError
+from limpet.storage.memory import MemoryStore
+from limpet.tasks import Queue, TaskBatches, TrainingTask
 from tests.ranks.trainings import TrainingJob, TrainingRank
 
 DATA: dict[str, Any] = {"f": 11, "g": range(4, 13)}
@@ -56,13 +56,13 @@ def train(store: Any, workers: int, steps: int | None, rng: random.Random) -> Co
     are under way, and the steps since the last version are lost.
     """
     queue, consumed = Queue(), Consumed()
-    state = {"queue": queue, "consumed": consumed, "progress": holdfast.Progress()}
+    state = {"queue": queue, "consumed": consumed, "progress": limpet.Progress()}
     held: dict[int, TrainingTask | None] = dict.fromkeys(range(workers))
-    save = holdfast.EverySteps(rng.randint(1, 3))
+    save = limpet.EverySteps(rng.randint(1, 3))
     arguments: Any = {"kind": "training", "data": DATA, "task_size": 4, "epochs": EPOCHS}
     if rng.random() < 0.5:
         queue.add(**arguments, name="train")
-    with holdfast.Checkpointer(store, state, save=save | holdfast.AtEnd()) as ckpt:
+    with limpet.Checkpointer(store, state, save=save | limpet.AtEnd()) as ckpt:
         ckpt.resume()
         queue.add(**arguments, name="train")
         while not queue.finished("training"):
@@ -105,12 +105,12 @@ def test_a_training_that_crashes_again_and_again_loses_and_repeats_nothing(seed:
 def test_a_training_can_go_on_from_each_of_its_versions() -> None:
     store = MemoryStore()
     assert train(store, 3, None, random.Random(1)) == UNDISTURBED
-    versions = [snapshot.step or 0 for snapshot in holdfast.Run(store).snapshots()]
+    versions = [snapshot.step or 0 for snapshot in limpet.Run(store).snapshots()]
     assert len(versions) > 5
     for at in versions:
         queue, consumed = Queue(), Consumed()
-        state = {"queue": queue, "consumed": consumed, "progress": holdfast.Progress()}
-        with holdfast.Checkpointer(store, state, save=holdfast.Never()) as ckpt:
+        state = {"queue": queue, "consumed": consumed, "progress": limpet.Progress()}
+        with limpet.Checkpointer(store, state, save=limpet.Never()) as ckpt:
             ckpt.resume(at=at, branch=0)
         while (task := queue.training.get()) is not None:
             assert task.stop is not None
@@ -121,10 +121,10 @@ def test_a_training_can_go_on_from_each_of_its_versions() -> None:
 
 
 def test_going_back_within_one_process_reopens_what_came_later() -> None:
-    queue, progress = Queue(), holdfast.Progress()
+    queue, progress = Queue(), limpet.Progress()
     queue.add("training", 6, task_size=2, name="t")
     state = {"queue": queue, "progress": progress}
-    with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), state, save=limpet.EverySteps(1)) as ckpt:
         ckpt.resume()
         for _ in range(4):
             task: Any = queue.get("training")
@@ -149,7 +149,7 @@ def test_a_step_that_fails_has_consumed_nothing() -> None:
     state = {"model": model, "optimizer": optimizer, "queue": queue}
     with (
         pytest.raises(Crash),
-        holdfast.Checkpointer(store, state, save=holdfast.OnException()) as ckpt,
+        limpet.Checkpointer(store, state, save=limpet.OnException()) as ckpt,
     ):
         for made, (numbers,) in enumerate(loader):
             model(numbers[:, None]).sum().backward()
@@ -159,7 +159,7 @@ def test_a_step_that_fails_has_consumed_nothing() -> None:
             optimizer.step()
             ckpt.step()
     state["queue"] = resumed = Queue()
-    with holdfast.Checkpointer(store, state, save=holdfast.Never()) as ckpt:
+    with limpet.Checkpointer(store, state, save=limpet.Never()) as ckpt:
         ckpt.resume()
         assert ckpt.current_step == 3
     assert next(iter(TaskBatches(resumed.training, 4, rank=0, ranks=1))) == [12, 13, 14, 15]
@@ -177,8 +177,8 @@ def test_a_stream_and_a_slice_of_a_file_resume_at_the_exact_record(tmp_path: Pat
     store, seen = MemoryStore(), []
     for _ in range(40):
         queue = Queue()
-        state = {"queue": queue, "progress": holdfast.Progress()}
-        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1)) as ckpt:
+        state = {"queue": queue, "progress": limpet.Progress()}
+        with limpet.Checkpointer(store, state, save=limpet.EverySteps(1)) as ckpt:
             ckpt.resume()
             data: Any = {"file": range(10, 31), "stream": None}
             queue.add("training", data, task_size=8, name="t")
@@ -213,10 +213,10 @@ def train_on_ranks(store: MemoryStore, ranks: int, steps: int | None) -> list[An
         def work(trainer: TrainingRank) -> list[int]:
             queue = Queue()
             queue.add("training", 50, task_size=7, name="t")
-            state = {"queue": queue, "progress": holdfast.Progress()}
+            state = {"queue": queue, "progress": limpet.Progress()}
             batches = TaskBatches(queue.training, 6, rank=trainer.rank, ranks=ranks)
             records: list[int] = []
-            save = holdfast.EverySteps(2)
+            save = limpet.EverySteps(2)
             with trainer.make_checkpointer(state=state, save=save) as ckpt:
                 ckpt.resume()
                 for made, part in enumerate(batches, 1):
@@ -251,10 +251,10 @@ def test_ranks_whose_queues_differ_cannot_be_saved() -> None:
             if trainer.rank:
                 task: Any = queue.get("training")
                 task.done()
-            state = {"queue": queue, "progress": holdfast.Progress()}
-            with trainer.make_checkpointer(state=state, save=holdfast.EverySteps(1)) as ckpt:
+            state = {"queue": queue, "progress": limpet.Progress()}
+            with trainer.make_checkpointer(state=state, save=limpet.EverySteps(1)) as ckpt:
                 ckpt.step()
                 ckpt.wait()
 
-        with pytest.raises(HoldfastError, match="queue/jobs"):
+        with pytest.raises(LimpetError, match="queue/jobs"):
             job.run(work)

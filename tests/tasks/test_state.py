@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import LeaseLost, PlanError, TaskError
-from holdfast.tasks import EvaluationTask, Queue, TrainingTask
+from limpet.errors import LeaseLost, PlanError, TaskError
+from limpet.tasks import EvaluationTask, Queue, TrainingTask
 
 
 def training(queue: Queue, worker: str = "w") -> TrainingTask:

@@ -16,8 +16,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from holdfast.errors import JobFailed, LeaseLost, TaskError
-from holdfast.tasks import EvaluationTask, Job, Queue, Task, TrainingTask
+from limpet.errors import JobFailed, LeaseLost, TaskError
+from limpet.tasks import EvaluationTask, Job, Queue, Task, TrainingTask
 from tests.tasks.clock import FakeClock
 
 ATTEMPTS = 3

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from holdfast.tasks import EvaluationTask, RemoteQueue
+from limpet.tasks import EvaluationTask, RemoteQueue
 
 
 def evaluate(task: EvaluationTask) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.testing.crashfs import CrashFs, PowerCut
+from limpet.testing.crashfs import CrashFs, PowerCut
 
 
 def write(fs, path, data, *, sync=False):

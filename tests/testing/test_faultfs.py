@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from holdfast.testing.faults import Fault, FaultFs
+from limpet.testing.faults import Fault, FaultFs
 
 
 def test_the_nth_call_of_a_kind_fails(tmp_path):

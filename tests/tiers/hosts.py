@@ -6,12 +6,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import SkippedVersion
-from holdfast.format.names import MANIFEST
-from holdfast.run.policy import AtEnd, EverySteps
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers.memory_tier import MemoryTier
-from holdfast.training.checkpointer import Checkpointer
+from limpet.errors import SkippedVersion
+from limpet.format.names import MANIFEST
+from limpet.run.policy import AtEnd, EverySteps
+from limpet.storage.memory import MemoryStore
+from limpet.tiers.memory_tier import MemoryTier
+from limpet.training.checkpointer import Checkpointer
 from tests.trainings import forget, initial_state, train_step
 
 

@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
-from holdfast.connections.auth import make_secret
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.peers.accounts import PeerLimits
-from holdfast.tiers.peers.addresses import PeerAddress
-from holdfast.tiers.peers.client import PeerConnection
-from holdfast.tiers.peers.server import PeerServer
+from limpet.connections.auth import make_secret
+from limpet.storage.memory import MemoryStore
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.tiers.peers.accounts import PeerLimits
+from limpet.tiers.peers.addresses import PeerAddress
+from limpet.tiers.peers.client import PeerConnection
+from limpet.tiers.peers.server import PeerServer
 
 SECRET = make_secret()
 LIMITS = PeerLimits(file_bytes=1 << 30, peer_bytes=1 << 30, total_bytes=1 << 30)
@@ -25,7 +25,7 @@ LIMITS = PeerLimits(file_bytes=1 << 30, peer_bytes=1 << 30, total_bytes=1 << 30)
 
 @contextmanager
 def memory_folder():
-    path = Path(tempfile.mkdtemp(prefix="holdfast-", dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix="limpet-", dir="/dev/shm"))
     try:
         yield path
     finally:

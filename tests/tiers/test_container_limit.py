@@ -15,18 +15,18 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 LIMIT = 300 << 20
-"""An interpreter with Holdfast needs 60 MiB of it."""
+"""An interpreter with Limpet needs 60 MiB of it."""
 
 TRAINING = """
 import os, sys
 import numpy as np
-import holdfast
+import limpet
 from pathlib import Path
 
 Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
-state = {"weights": np.zeros(int(sys.argv[4]) << 18, np.float32), "progress": holdfast.Progress()}
-tier = holdfast.MemoryTier(every=holdfast.EverySteps(2), copies=1, path=sys.argv[3])
-with holdfast.Checkpointer(sys.argv[2], state, save=holdfast.EverySteps(5), tiers=[tier]) as ckpt:
+state = {"weights": np.zeros(int(sys.argv[4]) << 18, np.float32), "progress": limpet.Progress()}
+tier = limpet.MemoryTier(every=limpet.EverySteps(2), copies=1, path=sys.argv[3])
+with limpet.Checkpointer(sys.argv[2], state, save=limpet.EverySteps(5), tiers=[tier]) as ckpt:
     ckpt.resume()
     for _ in range(20):
         state["weights"] += 1
@@ -39,7 +39,7 @@ with holdfast.Checkpointer(sys.argv[2], state, save=holdfast.EverySteps(5), tier
 def group() -> Iterator[Path]:
     """A control group for 300 MiB of memory, of version 1 or 2."""
     for parent, limit in ("memory", "memory.limit_in_bytes"), ("", "memory.max"):
-        folder = Path("/sys/fs/cgroup", parent, f"holdfast-test-{os.getpid()}")
+        folder = Path("/sys/fs/cgroup", parent, f"limpet-test-{os.getpid()}")
         with suppress(OSError):
             folder.mkdir()
             try:

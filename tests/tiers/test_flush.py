@@ -16,31 +16,31 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.cli.verbs import run as run_verb
-from holdfast.deadline import Deadline
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.cli.verbs import run as run_verb
+from limpet.deadline import Deadline
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     DeadlinePassed,
     FormatError,
-    HoldfastError,
+    LimpetError,
     NoSpace,
     Preempted,
     StoreError,
 )
-from holdfast.format.names import WRITER_LOCK, Version
-from holdfast.format.records import Pin, encode_pin
-from holdfast.machine import utc_now
-from holdfast.preemption import Preemption
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.run.writer_lock import WriterLock
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers import flush as flush_module
-from holdfast.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
-from holdfast.tiers.memory_tier import MemoryTier
-from holdfast.training.checkpointer import Checkpointer
+from limpet.format.names import WRITER_LOCK, Version
+from limpet.format.records import Pin, encode_pin
+from limpet.machine import utc_now
+from limpet.preemption import Preemption
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.run.writer_lock import WriterLock
+from limpet.storage.memory import MemoryStore
+from limpet.tiers import flush as flush_module
+from limpet.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
+from limpet.tiers.memory_tier import MemoryTier
+from limpet.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.ranks.trainings import TrainingJob, TrainingRank
@@ -139,7 +139,7 @@ def test_another_training_that_writes_to_the_run_prevents_the_flush(host: Host) 
         ckpt.resume()
         ckpt.step()
         assert host.run.stat(WRITER_LOCK)
-        with pytest.raises(HoldfastError, match="may still write to the run"):
+        with pytest.raises(LimpetError, match="may still write to the run"):
             flush(host, is_writer=False)
     assert Run(host.run).line() == [Version(50)]
     assert flush(host, is_writer=False).step == 70
@@ -172,7 +172,7 @@ def test_a_training_that_begins_elsewhere_during_the_copy_prevents_the_commit(
     store.before = begin
     records = [MemoryRecord(str(host.folder), host.run.url)]
     check = lock.check if is_writer else None
-    with pytest.raises(HoldfastError, match=r"has taken this run over|may still write to the run"):
+    with pytest.raises(LimpetError, match=r"has taken this run over|may still write to the run"):
         list(flush_states(records, Run(store), soon(), check))
     assert Run(host.run).line() == [Version(50)]
 
@@ -190,7 +190,7 @@ def test_a_training_that_began_and_ended_during_the_copy_prevents_the_commit(hos
 
     store.before = train_elsewhere
     records = [MemoryRecord(str(host.folder), host.run.url)]
-    with pytest.raises(HoldfastError, match="no version of another training"):
+    with pytest.raises(LimpetError, match="no version of another training"):
         list(flush_states(records, Run(store), soon()))
     assert Run(host.run).line() == [Version(50), Version(52)]
 
@@ -198,9 +198,9 @@ def test_a_training_that_began_and_ended_during_the_copy_prevents_the_commit(hos
 @contextmanager
 def two_hosts(url: str) -> Iterator[list[str]]:
     """Return the folders of two hosts with a state of step 5, of which each has one shard."""
-    folders = [tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm") for _ in range(2)]
+    folders = [tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm") for _ in range(2)]
     try:
-        with TrainingJob(2, holdfast.open_store(folders[0])) as job:
+        with TrainingJob(2, limpet.open_store(folders[0])) as job:
 
             def work(trainer: TrainingRank) -> None:
                 with trainer.make_checkpointer(save=EverySteps(5)):
@@ -278,11 +278,11 @@ def test_records_lead_to_the_memory_and_their_errors_are_returned(
 
 SCRIPT = """
 import os, signal, sys
-import numpy as np, holdfast
-state = {"x": np.zeros(9), "progress": holdfast.Progress()}
-tier = holdfast.MemoryTier(every=holdfast.EverySteps(5), copies=1, path=sys.argv[2])
-save = holdfast.EverySteps(1000)
-with holdfast.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
+import numpy as np, limpet
+state = {"x": np.zeros(9), "progress": limpet.Progress()}
+tier = limpet.MemoryTier(every=limpet.EverySteps(5), copies=1, path=sys.argv[2])
+save = limpet.EverySteps(1000)
+with limpet.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
     ckpt.resume()
     while ckpt.current_step < 12:
         state["x"] += 1
@@ -294,13 +294,13 @@ with holdfast.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [("SIGKILL", 1), ("SIGABRT", 1)])
-def test_holdfast_run_flushes_what_a_killed_training_has_left(
+def test_limpet_run_flushes_what_a_killed_training_has_left(
     tmp_path: Path, number: str, code: int
 ) -> None:
-    memory = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    memory = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     try:
         run = tmp_path / "run"
-        command = [sys.executable, "-m", "holdfast", "run", "--", sys.executable, "-c", SCRIPT]
+        command = [sys.executable, "-m", "limpet", "run", "--", sys.executable, "-c", SCRIPT]
         done = subprocess.run(
             [*command, str(run), memory, number], capture_output=True, text=True, check=False
         )
@@ -315,17 +315,17 @@ def test_holdfast_run_flushes_what_a_killed_training_has_left(
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_wait_of_holdfast_run_for_the_files_of_another_host(
+def test_a_signal_ends_the_wait_of_limpet_run_for_the_files_of_another_host(
     tmp_path: Path,
 ) -> None:
     """The scheduler kills it soon after the signal, and then there would be no exit code."""
-    memory = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    memory = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     lose_shard = (
         "import glob\n    for path in glob.glob(sys.argv[2] + '/*/*/version_10/shard-*'):"
         "\n        os.unlink(path)\n    os.kill("
     )
     script = SCRIPT.replace("os.kill(", lose_shard)
-    command = [sys.executable, "-m", "holdfast", "run", "--", sys.executable, "-c", script]
+    command = [sys.executable, "-m", "limpet", "run", "--", sys.executable, "-c", script]
     run = tmp_path / "run"
     with subprocess.Popen(
         [*command, str(run), memory, "SIGKILL"], stderr=subprocess.PIPE, text=True

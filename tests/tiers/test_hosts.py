@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast.tiers.hosts import Hosts, RankFacts, shorten_names
+from limpet.tiers.hosts import Hosts, RankFacts, shorten_names
 
 
 def rank_in_pod(pod: str, node: str, domain: str | None = None) -> RankFacts:
     machine = f"{pod} pid:[1] {node}"
-    return RankFacts(machine, node, f"{machine} /dev/shm/holdfast-0/id", domain, 100)
+    return RankFacts(machine, node, f"{machine} /dev/shm/limpet-0/id", domain, 100)
 
 
 def test_copies_of_pods_of_one_node_are_on_another_node() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.format.manifest import FileEntry, Manifest, Shard, encode_manifest
-from holdfast.format.names import MANIFEST, index_name, shard_name
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers.inventory import (
+from limpet.format.manifest import FileEntry, Manifest, Shard, encode_manifest
+from limpet.format.names import MANIFEST, index_name, shard_name
+from limpet.storage.memory import MemoryStore
+from limpet.tiers.inventory import (
     HostState,
     Sources,
     describe_state,

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError, RankFailed, SkippedVersion, StoreError
-from holdfast.format.names import MANIFEST, Version
-from holdfast.run.policy import AtEnd, EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers.local_tier import LocalTier
+from limpet.errors import LimpetError, RankFailed, SkippedVersion, StoreError
+from limpet.format.names import MANIFEST, Version
+from limpet.run.policy import AtEnd, EverySteps
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.tiers.local_tier import LocalTier
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
 from tests.tiers.hosts import end_as_killed
 from tests.tiers.test_memory_ranks import flip_bit
@@ -78,7 +78,7 @@ class Cluster:
                     assert matches_uninterrupted(trainer.state, trainer.rank, job.size, step)
                 trainer.train_steps(last_step)
                 ckpt._saver.wait()
-            except HoldfastError as e:
+            except LimpetError as e:
                 errors[trainer.rank] = e
             finally:
                 for pending, _ in ckpt._saver.in_flight._saves:

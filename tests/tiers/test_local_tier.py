@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.deadline import Deadline
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     DeadlinePassed,
     FormatError,
-    HoldfastError,
+    LimpetError,
     NoSpace,
     Preempted,
     SaveFailed,
@@ -29,22 +29,22 @@ from holdfast.errors import (
     StoreError,
     Unavailable,
 )
-from holdfast.format.names import MANIFEST, WRITER_LOCK, Version
-from holdfast.format.records import Pin, encode_pin
-from holdfast.machine import utc_now
-from holdfast.preemption import response
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.policy import Preemption
-from holdfast.restarts.records import read_restarts
-from holdfast.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers import flush, local_versions
-from holdfast.tiers.flush import flush_recorded
-from holdfast.tiers.local_tier import LocalTier
-from holdfast.tiers.memory_tier import MemoryTier
-from holdfast.training.checkpointer import Checkpointer
+from limpet.format.names import MANIFEST, WRITER_LOCK, Version
+from limpet.format.records import Pin, encode_pin
+from limpet.machine import utc_now
+from limpet.preemption import response
+from limpet.preemption.notice import Notice
+from limpet.preemption.policy import Preemption
+from limpet.restarts.records import read_restarts
+from limpet.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.tiers import flush, local_versions
+from limpet.tiers.flush import flush_recorded
+from limpet.tiers.local_tier import LocalTier
+from limpet.tiers.memory_tier import MemoryTier
+from limpet.training.checkpointer import Checkpointer
 from tests.cli.invoke import run_cli
 from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
@@ -67,7 +67,7 @@ class Disk:
 
     def __init__(self, path: Path) -> None:
         self.path = path / "nvme"
-        self.memory = f"/dev/shm/holdfast-test-{os.getpid()}-{id(self):x}"
+        self.memory = f"/dev/shm/limpet-test-{os.getpid()}-{id(self):x}"
         self.durable = MemoryStore()
         self.run = HookedStore(self.durable)
         self.is_reachable = threading.Event()
@@ -76,7 +76,7 @@ class Disk:
         self.fails = False
         self.only = self.failing = self.hanging = ""
         self.ckpts: list[Checkpointer] = []
-        self.resumed: holdfast.Snapshot | None = None
+        self.resumed: limpet.Snapshot | None = None
         self.warnings: list[str] = []
 
     def _before(self, method: str, key: str) -> None:
@@ -181,7 +181,7 @@ def test_a_save_is_on_the_disk_first_and_then_the_same_version_in_the_run(disk: 
     assert snapshot is not None
     assert snapshot.url == f"{disk.durable.url}/version_10"
     assert snapshot.verify().ok
-    local = holdfast.open(disk.folder / "version_10")
+    local = limpet.open(disk.folder / "version_10")
     assert (reader_of(local).digest, local.verify().ok) == (reader_of(snapshot).digest, True)
 
 
@@ -367,7 +367,7 @@ def test_a_damaged_leftover_does_not_stop_a_training_with_a_newer_state(disk: Di
     disk.die(ckpt)
     flip_bit(disk.file("version_10", "safetensors"), 500)
     skipped: list[str] = []
-    detach = holdfast.attach(
+    detach = limpet.attach(
         lambda name, fields: skipped.append(fields["version"]) if name == "skipped" else None
     )
     with detach:
@@ -390,7 +390,7 @@ def test_a_store_that_is_away_is_reported_and_the_disk_has_the_state(disk: Disk)
     disk.fails = False
     assert ckpt.save().step == 10  # the same step, directly
     assert disk.promoted == [10]
-    assert holdfast.open(disk.durable.at("version_10")).verify().ok
+    assert limpet.open(disk.durable.at("version_10")).verify().ok
 
 
 def test_with_warnings_the_training_bridges_a_time_without_the_store(disk: Disk) -> None:
@@ -436,7 +436,7 @@ def test_a_training_without_resume_refuses_what_an_earlier_one_left(disk: Disk) 
     train(state, ckpt, 10)
     disk.die(ckpt)
     state, ckpt = disk.start(resume=False)
-    with pytest.raises(HoldfastError, match="The local tier has states of an earlier training"):
+    with pytest.raises(LimpetError, match="The local tier has states of an earlier training"):
         train(state, ckpt, 1)
     assert disk.captured == [10]
     ckpt._saver.writer_lock.release()
@@ -484,26 +484,26 @@ def test_a_full_disk_fails_the_save_and_commits_nothing(
 
 
 def test_bad_arguments_raise(disk: Disk, tmp_path: Path) -> None:
-    with pytest.raises(HoldfastError, match="incremental=True"):
+    with pytest.raises(LimpetError, match="incremental=True"):
         disk.start(incremental=True)
-    with pytest.raises(HoldfastError, match="Invalid value for tiers="):
+    with pytest.raises(LimpetError, match="Invalid value for tiers="):
         disk.start(tiers=[LocalTier("a"), LocalTier("b")])
     for path in ("", 5, "s3://bucket"):
-        with pytest.raises(HoldfastError, match="Invalid value for path= of LocalTier"):
+        with pytest.raises(LimpetError, match="Invalid value for path= of LocalTier"):
             LocalTier(path)  # type: ignore[arg-type]
-    with pytest.raises(HoldfastError, match="Invalid value for interface="):
+    with pytest.raises(LimpetError, match="Invalid value for interface="):
         LocalTier("/local", interface=5)  # type: ignore[arg-type]
     run = tmp_path / "run"
     ckpt = Checkpointer(run, initial_state(), tiers=[LocalTier(run / "tier")])
     disk.ckpts.append(ckpt)
-    with pytest.raises(HoldfastError, match="is in the folder of the run"):
+    with pytest.raises(LimpetError, match="is in the folder of the run"):
         ckpt.resume()
 
 
-def test_holdfast_run_promotes_what_is_left(
+def test_limpet_run_promotes_what_is_left(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
     monkeypatch.setattr(flush, "Run", lambda url: Run(disk.durable))
     disk.is_reachable.clear()
     state, ckpt = disk.start()
@@ -518,7 +518,7 @@ def test_holdfast_run_promotes_what_is_left(
 
 def die_with_both_tiers(disk: Disk, status: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
     """Train and end when 10 and 20 are on the disk and 21 in memory, but nothing is in the run."""
-    monkeypatch.setenv("HOLDFAST_STATUS", str(status))
+    monkeypatch.setenv("LIMPET_STATUS", str(status))
     monkeypatch.setattr(flush, "Run", lambda url: Run(disk.run))
     memory = MemoryTier(every=EverySteps(3), copies=1, path=disk.memory)
     disk.is_reachable.clear()
@@ -530,7 +530,7 @@ def die_with_both_tiers(disk: Disk, status: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def flush_results(status: Path, seconds: float) -> list[Any]:
-    """Return the step of each version that ``holdfast run`` saves, or the type of the error."""
+    """Return the step of each version that ``limpet run`` saves, or the type of the error."""
     results = flush_recorded(str(status), seconds)
     return [r.step if isinstance(r, SnapshotReader) else type(r) for r in results]
 
@@ -548,7 +548,7 @@ def test_versions_on_the_disk_are_promoted_before_a_state_in_memory_is_saved(
     assert states_equal(state, state_after(21))
 
 
-def test_a_damaged_version_on_the_disk_does_not_keep_holdfast_run_from_saving_newer_ones(
+def test_a_damaged_version_on_the_disk_does_not_keep_limpet_run_from_saving_newer_ones(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.die(die_with_both_tiers(disk, tmp_path, monkeypatch))
@@ -603,18 +603,18 @@ def test_a_training_that_was_taken_over_saves_nothing_more_when_it_must_leave(
     elsewhere = Pin("0" * 12, None, utc_now(), "another host", "boot", "1:1")
     disk.durable.delete(WRITER_LOCK)
     disk.durable.put_if_absent(WRITER_LOCK, encode_pin(elsewhere))
-    with pytest.raises(HoldfastError, match="has taken this run over"):
+    with pytest.raises(LimpetError, match="has taken this run over"):
         ckpt._saver.flush_captured(Deadline.after(20, "the flush of a test"))
     assert disk.promoted == []
     disk.die(ckpt)
 
 
-def test_holdfast_run_saves_into_the_run_of_a_training_that_has_changed_its_folder(
+def test_limpet_run_saves_into_the_run_of_a_training_that_has_changed_its_folder(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path / "status"))
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path / "status"))
     monkeypatch.chdir(tmp_path)
     ckpt = Checkpointer("runs/a", initial_state(), tiers=[LocalTier(disk.path)])
     disk.ckpts.append(ckpt)
@@ -917,7 +917,7 @@ def test_no_failure_of_a_store_loses_a_state(tmp_path: Path, failing: str) -> No
                 train(state, ckpt, reached + 1)
                 reached = state["progress"].step
             ckpt.wait()
-        except HoldfastError:
+        except LimpetError:
             pass
         disk.run.before = hooked.before = lambda method, key: None
         disk.die(ckpt)
@@ -967,7 +967,7 @@ def test_the_disk_s_copy_of_a_version_of_the_run_is_not_a_state_that_the_run_lac
     """To leave it out would change nothing, so the ladder goes to an older version at once."""
     statuses = tmp_path / "statuses"
     statuses.mkdir()
-    monkeypatch.setenv("HOLDFAST_STATUS", str(statuses))
+    monkeypatch.setenv("LIMPET_STATUS", str(statuses))
     for _ in range(4):
         state, ckpt = disk.start()
         train(state, ckpt, 22)

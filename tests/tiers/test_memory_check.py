@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.errors import HoldfastError, NoSpace
-from holdfast.tiers.memory_check import TierCost, check_memory, find_limits
+from limpet.errors import LimpetError, NoSpace
+from limpet.tiers.memory_check import TierCost, check_memory, find_limits
 
 MIB, GIB = 1 << 20, 1 << 30
 MOUNTS = """\
@@ -217,13 +217,13 @@ def test_a_file_system_without_a_size(tmp_path):
 
 @pytest.mark.parametrize("folder", ["/var/run", "/mnt/my disk/x{y}"])
 def test_a_folder_on_a_disk_is_refused(tmp_path, folder):
-    with pytest.raises(HoldfastError, match=r"is not in memory.*LocalTier"):
+    with pytest.raises(LimpetError, match=r"is not in memory.*LocalTier"):
         Host(tmp_path).check(GIB, folder)
 
 
 def test_the_last_mount_at_a_point_counts(tmp_path):
     host = Host(tmp_path, mounts="40 24 0:8 / /dev/shm rw - ext4 /dev/vdc rw\n")
-    with pytest.raises(HoldfastError, match=r"found ext4"):
+    with pytest.raises(LimpetError, match=r"found ext4"):
         host.check(GIB)
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.run.run import Run
+from limpet.run.run import Run
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os, signal, sys
-import numpy as np, holdfast
-state = {"x": np.zeros(9), "progress": holdfast.Progress()}
-tier = holdfast.MemoryTier(every=holdfast.EverySteps(5), copies=1, path=sys.argv[2])
-save = holdfast.EverySteps(1000) | holdfast.AtEnd()
-with holdfast.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
+import numpy as np, limpet
+state = {"x": np.zeros(9), "progress": limpet.Progress()}
+tier = limpet.MemoryTier(every=limpet.EverySteps(5), copies=1, path=sys.argv[2])
+save = limpet.EverySteps(1000) | limpet.AtEnd()
+with limpet.Checkpointer(sys.argv[1], state, save=save, tiers=[tier]) as ckpt:
     resumed = ckpt.resume()
     print(resumed and resumed.url, ckpt.current_step, *state["x"].tolist(), flush=True)
     while ckpt.current_step < int(sys.argv[3]):
@@ -61,10 +61,10 @@ def test_sigkill_loses_no_captured_state(tmp_path: Path, memory: str) -> None:
 
 HANGING = """
 import sys, threading, time
-import numpy as np, holdfast
-from holdfast.errors import RankFailed
-from holdfast.preemption.notice import Notice
-from holdfast.tiers import captures
+import numpy as np, limpet
+from limpet.errors import RankFailed
+from limpet.preemption.notice import Notice
+from limpet.tiers import captures
 
 class Source:
     name, interval, noticed = "a test", 0.05, False
@@ -73,10 +73,10 @@ class Source:
 
 captures.finish_save = lambda job: threading.Event().wait(50)  # as for a rank that is dead
 source = Source()
-state = {"x": np.zeros(9), "progress": holdfast.Progress()}
-tier = holdfast.MemoryTier(every=holdfast.EverySteps(5), copies=1, path=sys.argv[2])
-save, preemption = holdfast.EverySteps(1000), holdfast.Preemption(notices=[source])
-with holdfast.Checkpointer(
+state = {"x": np.zeros(9), "progress": limpet.Progress()}
+tier = limpet.MemoryTier(every=limpet.EverySteps(5), copies=1, path=sys.argv[2])
+save, preemption = limpet.EverySteps(1000), limpet.Preemption(notices=[source])
+with limpet.Checkpointer(
     sys.argv[1], state, save=save, tiers=[tier], preemption=preemption
 ) as ckpt:
     for _ in range(5):

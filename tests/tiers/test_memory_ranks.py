@@ -15,22 +15,22 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.engine.loading import shared_read
-from holdfast.engine.saving import commit
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.errors import CommitError, SkippedVersion, Unavailable
-from holdfast.format.names import MANIFEST, Version
-from holdfast.preemption import response
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers import captures, host_tier
-from holdfast.tiers.flush import MemoryRecord, flush_states
-from holdfast.tiers.memory_tier import MemoryTier
-from holdfast.tiers.peers.client import PeerConnection
+import limpet
+from limpet.deadline import Deadline
+from limpet.engine.loading import shared_read
+from limpet.engine.saving import commit
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import CommitError, SkippedVersion, Unavailable
+from limpet.format.names import MANIFEST, Version
+from limpet.preemption import response
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.tiers import captures, host_tier
+from limpet.tiers.flush import MemoryRecord, flush_states
+from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.peers.client import PeerConnection
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
     TrainingJob,
@@ -52,11 +52,11 @@ class Cluster:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.warnings: list[str] = []
         self._closing = closing
-        closing.enter_context(holdfast.attach(lambda n, f: self.events.append((n, f))))
+        closing.enter_context(limpet.attach(lambda n, f: self.events.append((n, f))))
 
     def folder(self, host: str) -> str:
         if host not in self.folders:
-            path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+            path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
             self._closing.callback(shutil.rmtree, path, ignore_errors=True)
             self.folders[host] = path
         return self.folders[host]
@@ -116,7 +116,7 @@ def cluster() -> Iterator[Cluster]:
     with ExitStack() as closing:
         yield Cluster(closing)
     end = time.monotonic() + 10
-    while threads := [t for t in threading.enumerate() if t.name.startswith("holdfast-peer")]:
+    while threads := [t for t in threading.enumerate() if t.name.startswith("limpet-peer")]:
         assert time.monotonic() < end, threads
         time.sleep(0.01)
 
@@ -168,7 +168,7 @@ def test_a_host_that_lacks_only_the_manifest_has_files_that_count(
 
 @pytest.mark.parametrize("lost", ["a", "b"])
 def test_a_peer_saves_the_copies_of_a_lost_host_to_the_run(cluster: Cluster, lost: str) -> None:
-    """BEHAVIOURS.md, C3: nobody else has the shards of the lost host's ranks. ``holdfast run`` does
+    """BEHAVIOURS.md, C3: nobody else has the shards of the lost host's ranks. ``limpet run`` does
     this on each host that is left, and a training whose other ranks are dead."""
     cluster.train_and_die("aabb", 33)
     cluster.lose(lost)
@@ -535,8 +535,8 @@ def test_the_end_of_the_rank_that_hosts_the_job_store_is_no_error_of_the_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others would exit with 1 although their last step is saved, or the training complete."""
-    from holdfast.engine.distributed.kv import KVClient
-    from holdfast.errors import RankFailed
+    from limpet.engine.distributed.kv import KVClient
+    from limpet.errors import RankFailed
 
     delete, refused = KVClient.delete, []
 

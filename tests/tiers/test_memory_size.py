@@ -14,17 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import NoSpace
-from holdfast.run.policy import EverySteps
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers import host_tier, local_versions
-from holdfast.tiers.local_tier import LocalTier
-from holdfast.tiers.memory_check import MemoryLimit
-from holdfast.tiers.memory_tier import MemoryTier
-from holdfast.tiers.tiers import Tier
-from holdfast.training.checkpointer import Checkpointer
-from holdfast.types import MIB
+import limpet
+from limpet.errors import NoSpace
+from limpet.run.policy import EverySteps
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.tiers import host_tier, local_versions
+from limpet.tiers.local_tier import LocalTier
+from limpet.tiers.memory_check import MemoryLimit
+from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.tiers import Tier
+from limpet.training.checkpointer import Checkpointer
+from limpet.types import MIB
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
 from tests.tiers.hosts import Host, train
 from tests.tiers.test_memory_ranks import Cluster, cluster, refuse_connections
@@ -41,7 +41,7 @@ class AdamTraining:
         self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "progress": holdfast.Progress(),
+            "progress": limpet.Progress(),
         }
         self.ckpt = Checkpointer(host.run, self.state, save=EverySteps(save), tiers=tiers)
         host.ckpts.append(self.ckpt)
@@ -64,7 +64,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     def find_limits(_: Any, present: int, **__: Any) -> Iterator[MemoryLimit]:
         yield MemoryLimit("the test", nbytes, 0, "Make it larger: {docker}")
 
-    monkeypatch.setattr("holdfast.tiers.memory_check.find_limits", find_limits)
+    monkeypatch.setattr("limpet.tiers.memory_check.find_limits", find_limits)
 
 
 @pytest.mark.parametrize("is_resumed", [True, False])
@@ -143,7 +143,7 @@ def used_bytes(*folders: str) -> int:
 
 def wait_until_allocated() -> None:
     for thread in threading.enumerate():
-        if thread.name == "holdfast-buffers":
+        if thread.name == "limpet-buffers":
             thread.join()
 
 
@@ -228,7 +228,7 @@ def train_with_slots(cluster: Cluster, last_step: int, slots: int = 50_000) -> l
         with trainer.make_checkpointer(state=state, save=EverySteps(1000), tiers=[tier]) as ckpt:
             ckpt.resume()
             box = (slots * trainer.rank,), (2 * slots,)
-            state["slots"]["moment"] = holdfast.Boxed(np.ones(slots), *box)
+            state["slots"]["moment"] = limpet.Boxed(np.ones(slots), *box)
             while ckpt.current_step < last_step:
                 trainer.train_steps(ckpt.current_step + 1)
                 ckpt._tiers.memory.wait()

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import Denied, HoldfastError, NoSpace
-from holdfast.format.names import MANIFEST, RUN_ID, Version
-from holdfast.run.policy import EverySeconds, EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers import captures
-from holdfast.tiers.memory_check import MemoryLimit
-from holdfast.tiers.memory_tier import MemoryTier
-from holdfast.tiers.run_id import read_or_create_run_id
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import Denied, LimpetError, NoSpace
+from limpet.format.names import MANIFEST, RUN_ID, Version
+from limpet.run.policy import EverySeconds, EverySteps
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.tiers import captures
+from limpet.tiers.memory_check import MemoryLimit
+from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.run_id import read_or_create_run_id
+from limpet.training.checkpointer import Checkpointer
 from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
@@ -199,7 +199,7 @@ def test_a_state_from_before_another_training_went_on_is_not_resumed(host: Host)
     """The host was away while another one continued from the durable version."""
     host.train_and_die(87)
     away = host.path
-    host.path = tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm")
+    host.path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     try:
         host.train_and_die(63, save=20)
         assert Run(host.run).line() == [Version(50), Version(60)]
@@ -221,7 +221,7 @@ def test_a_capture_is_skipped_while_the_one_before_is_in_progress(
     released, skipped = threading.Event(), list[str]()
     monkeypatch.setattr(captures.Captures, "_copy", lambda *_: released.wait(20))
     _, ckpt = host.start(every=5)
-    with ckpt, holdfast.attach(lambda name, _: skipped.append(name)):
+    with ckpt, limpet.attach(lambda name, _: skipped.append(name)):
         for _ in range(12):
             ckpt.step()
         assert not released.is_set()
@@ -276,7 +276,7 @@ def test_resume_waits_for_the_capture_in_progress(
     assert states_equal(state, state_after(43))
     assert host.captured == ["version_30", "version_40"]
     for name in host.captured:
-        assert holdfast.open(host.folder / name).verify().ok
+        assert limpet.open(host.folder / name).verify().ok
     ckpt._saver.writer_lock.release()
     host.start()
     assert host.resumed.step == 40
@@ -316,7 +316,7 @@ def test_too_little_memory_is_refused_before_training_starts(
     def find_limits(*_: Any, **__: Any) -> Iterator[MemoryLimit]:
         yield MemoryLimit("the file system at /dev/shm", 1000, 0, "Make it larger: {docker}")
 
-    monkeypatch.setattr("holdfast.tiers.memory_check.find_limits", find_limits)
+    monkeypatch.setattr("limpet.tiers.memory_check.find_limits", find_limits)
     with pytest.raises(NoSpace, match="does not fit into the memory of this host"):
         host.start()
 
@@ -325,7 +325,7 @@ def test_a_folder_on_a_disk_is_refused(host: Host) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         host.path, path = folder, host.path
         try:
-            with pytest.raises(HoldfastError, match="of the memory tier is not in memory"):
+            with pytest.raises(LimpetError, match="of the memory tier is not in memory"):
                 host.start()
         finally:
             host.path = path
@@ -335,7 +335,7 @@ def test_a_folder_that_is_deleted_during_the_training_is_private_again(host: Hos
     """By a person, or by a login manager that cleans up after its user."""
     state, ckpt = host.start()
     train(state, ckpt, 10)
-    shutil.rmtree(Path(host.path) / f"holdfast-{os.getuid()}")
+    shutil.rmtree(Path(host.path) / f"limpet-{os.getuid()}")
     train(state, ckpt, 30)
     ckpt._saver.writer_lock.release()
     host.start()
@@ -343,7 +343,7 @@ def test_a_folder_that_is_deleted_during_the_training_is_private_again(host: Hos
 
 
 def test_a_folder_of_another_user_is_refused(host: Host) -> None:
-    own = Path(host.path) / f"holdfast-{os.getuid()}"
+    own = Path(host.path) / f"limpet-{os.getuid()}"
     own.mkdir(mode=0o777)
     own.chmod(0o777)
     with pytest.raises(Denied, match="is not private"):
@@ -365,13 +365,13 @@ def test_a_folder_of_another_user_is_refused(host: Host) -> None:
 )
 def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong
-    with pytest.raises(HoldfastError, match=f"Invalid value for {name}= of MemoryTier"):
+    with pytest.raises(LimpetError, match=f"Invalid value for {name}= of MemoryTier"):
         MemoryTier(**{"every": EverySteps(10), **wrong})
 
 
 @pytest.mark.parametrize("tiers", ["memory", [3], MemoryTier(every=EverySteps(1))], ids=repr)
 def test_invalid_tiers_are_refused(tiers: Any) -> None:
-    with pytest.raises(HoldfastError, match="Invalid value for tiers="):
+    with pytest.raises(LimpetError, match="Invalid value for tiers="):
         Checkpointer(MemoryStore(), initial_state(), tiers=tiers)
 
 
@@ -453,4 +453,4 @@ def test_two_processes_agree_on_the_identity() -> None:
 
 
 def test_a_memory_tier_is_public() -> None:
-    assert holdfast.MemoryTier is MemoryTier
+    assert limpet.MemoryTier is MemoryTier

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.distributed.kv import KVClient
-from holdfast.errors import StoreError
-from holdfast.tiers.peers.addresses import (
+from limpet.engine.distributed.kv import KVClient
+from limpet.errors import StoreError
+from limpet.tiers.peers.addresses import (
     PeerAddress,
     choose_address,
     job_secret,

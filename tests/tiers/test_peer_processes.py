@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.connections.listener import HandshakeLimits
-from holdfast.errors import HoldfastError, Unavailable
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.testing.contract import keys, partial_keys, put, random_bytes
+from limpet.connections.listener import HandshakeLimits
+from limpet.errors import LimpetError, Unavailable
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from tests.tiers.peers import (
     LIMITS,
     SECRET,
@@ -34,9 +34,9 @@ SHORT_LIMITS = replace(
 
 SERVER = """
 import sys
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.peers.accounts import PeerLimits
-from holdfast.tiers.peers.server import PeerServer
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.tiers.peers.accounts import PeerLimits
+from limpet.tiers.peers.server import PeerServer
 limits = PeerLimits(1 << 30, 1 << 30, 1 << 30)
 server = PeerServer(TmpfsStore(sys.argv[1]), "127.0.0.1", sys.argv[2], limits)
 print(server.port, flush=True)
@@ -45,9 +45,9 @@ sys.stdin.read()
 
 SENDER = """
 import sys
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.peers.addresses import PeerAddress
-from holdfast.tiers.peers.client import PeerConnection
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.tiers.peers.addresses import PeerAddress
+from limpet.tiers.peers.client import PeerConnection
 address = PeerAddress(1, "127.0.0.1", int(sys.argv[3]))
 with PeerConnection(address, sys.argv[2], 0, 60, "the test") as peer:
     peer.send_file(TmpfsStore(sys.argv[1]), "v1/a")
@@ -158,7 +158,7 @@ def test_a_stopped_receiver_blocks_only_its_own_transfer(folder):
             ask(peer)
         os.kill(stopped.process.pid, signal.SIGSTOP)
         with (
-            pytest.raises(HoldfastError, match=r"time is over|timed out"),
+            pytest.raises(LimpetError, match=r"time is over|timed out"),
             connect(stopped, seconds=0.3) as peer,
         ):
             peer.send_file(source, "v1/a")

@@ -11,30 +11,30 @@ from threading import Event, Thread, Timer
 
 import pytest
 
-from holdfast.connections import listener
-from holdfast.connections.auth import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, make_secret
-from holdfast.connections.listener import HandshakeLimits
-from holdfast.deadline import Deadline
-from holdfast.errors import (
+from limpet.connections import listener
+from limpet.connections.auth import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, make_secret
+from limpet.connections.listener import HandshakeLimits
+from limpet.deadline import Deadline
+from limpet.errors import (
     AlreadyExists,
     Denied,
     DigestMismatch,
     FormatError,
-    HoldfastError,
+    LimpetError,
     NoSpace,
     NotFound,
     StoreError,
     Unavailable,
 )
-from holdfast.format.digest import digest
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.testing.contract import keys, partial_keys, put, random_bytes
-from holdfast.testing.faults import Fault, FaultFs
-from holdfast.tiers.peers import files
-from holdfast.tiers.peers import server as peer_server
-from holdfast.tiers.peers.messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready
+from limpet.format.digest import digest
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.testing.contract import keys, partial_keys, put, random_bytes
+from limpet.testing.faults import Fault, FaultFs
+from limpet.tiers.peers import files
+from limpet.tiers.peers import server as peer_server
+from limpet.tiers.peers.messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready
 from tests.tiers.peers import (
     LIMITS,
     SECRET,
@@ -194,7 +194,7 @@ def test_every_changed_byte_of_the_messages_is_detected(folder):
 
                 with (
                     Proxy(server, flip) as proxy,
-                    pytest.raises(HoldfastError),
+                    pytest.raises(LimpetError),
                     connect(proxy, seconds=0.3) as peer,
                 ):
                     peer.send_file(source, "v1/a")

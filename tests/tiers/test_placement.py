@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import HoldfastError
-from holdfast.tiers.placement import place_copies
+from limpet.errors import LimpetError
+from limpet.tiers.placement import place_copies
 
 domain_lists = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40)
 
@@ -102,10 +102,10 @@ def test_many_ranks():
 
 @pytest.mark.parametrize("copies", [0, -1, 1.5, True, None, "2"])
 def test_an_invalid_number_of_copies(copies):
-    with pytest.raises(HoldfastError, match="copies="):
+    with pytest.raises(LimpetError, match="copies="):
         place_copies(["a"], copies)
 
 
 def test_no_ranks():
-    with pytest.raises(HoldfastError, match="no ranks"):
+    with pytest.raises(LimpetError, match="no ranks"):
         place_copies([], 2)

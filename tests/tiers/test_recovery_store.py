@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
-from holdfast.errors import DigestMismatch, FormatError, NotFound, StoreError, Unavailable
-from holdfast.format.names import MANIFEST
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.inventory import Holder, Sources
-from holdfast.tiers.recovery_store import Peers, RecoveryStore
+import limpet
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import Snapshot, reader_of
+from limpet.errors import DigestMismatch, FormatError, NotFound, StoreError, Unavailable
+from limpet.format.names import MANIFEST
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.tiers.inventory import Holder, Sources
+from limpet.tiers.recovery_store import Peers, RecoveryStore
 from tests.tiers.peers import LIMITS, ask, connect, eventually, memory_folder, serving
 
 FOLDER = "version_1"
@@ -48,7 +48,7 @@ class CapturedState:
         self.served = MemoryStore()
         self.nbytes = 0
         captured = MemoryStore()
-        self.saved = holdfast.save(captured, {"w": np.arange(float(count))}, step=1)
+        self.saved = limpet.save(captured, {"w": np.arange(float(count))}, step=1)
         for stat in captured.list(""):
             put(self.served, f"{FOLDER}/{stat.key}", captured.get(stat.key, stat.length))
         self.lengths = {stat.key: stat.length for stat in self.served.list("")}
@@ -207,7 +207,7 @@ def test_a_peer_that_has_failed_is_asked_last(peers: CapturedState) -> None:
     peers.before_copy = fail
     peers.copy(MANIFEST_KEY)
     store, found = peers.store(sleep=lambda seconds: None), list[Any]()
-    with holdfast.attach(lambda name, fields: found.append((name, fields["rank"]))):
+    with limpet.attach(lambda name, fields: found.append((name, fields["rank"]))):
         for _ in range(3):
             assert store.get(peers.shard_key, 1 << 20)
     assert [rank for rank, _ in peers.fetched] == [1, 2, 2, 2]
@@ -268,7 +268,7 @@ def test_peers_that_are_busy_are_asked_again_after_growing_pauses(peers: Capture
 
     peers.before_copy = reset
     store = peers.store(clock=clock, sleep=clock.sleep)
-    with holdfast.attach(lambda name, fields: found.append((name, fields["rank"]))):
+    with limpet.attach(lambda name, fields: found.append((name, fields["rank"]))):
         assert store.get(peers.shard_key, 1 << 20)
     assert [rank for rank, _ in peers.fetched] == [1, 2] * 5 + [1]
     assert len(clock.pauses) == 5

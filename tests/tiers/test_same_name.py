@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import HoldfastError, SkippedVersion
-from holdfast.format.names import Version
-from holdfast.run.policy import EverySteps, Never
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers.local_tier import LocalTier
-from holdfast.tiers.memory_tier import MemoryTier
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet.errors import LimpetError, SkippedVersion
+from limpet.format.names import Version
+from limpet.run.policy import EverySteps, Never
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.tiers.local_tier import LocalTier
+from limpet.tiers.memory_tier import MemoryTier
+from limpet.training.checkpointer import Checkpointer
 from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import delete_version, initial_state
 
@@ -26,7 +26,7 @@ def test_a_save_after_the_capture_of_the_same_step_counts(host: Host) -> None:
     """The end of an epoch: ``step`` captures, then the epoch is counted, and then it is saved."""
 
     def run_epochs(count: int) -> int:
-        state = {"w": np.zeros(1000, "f4"), "progress": holdfast.Progress()}
+        state = {"w": np.zeros(1000, "f4"), "progress": limpet.Progress()}
         tier = MemoryTier(every=EverySteps(10), copies=1, path=host.path)
         ckpt = Checkpointer(host.run, state, save=Never(), tiers=[tier], preemption=None)
         host.ckpts.append(ckpt)
@@ -124,16 +124,16 @@ def test_a_local_disk_with_another_version_of_the_same_step_is_ignored(tmp_path:
 def test_damage_that_has_overwritten_a_part_of_the_state_raises_if_nothing_else_is_left(
     host: Host, is_supervised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, training would begin at step 0 with parts of the damaged state. Under ``holdfast
+    """Otherwise, training would begin at step 0 with parts of the damaged state. Under ``limpet
     run``, the state is left out after three starts: nobody may be there to delete it."""
     if is_supervised:
-        monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+        monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
 
     def start() -> tuple[dict[str, Any], Checkpointer]:
         state = {
             "a": np.full(5 << 20, 0.5, np.float32),
             "b": np.full(5 << 20, 0.5, np.float32),
-            "progress": holdfast.Progress(),
+            "progress": limpet.Progress(),
         }
         tier = MemoryTier(every=EverySteps(10), copies=1, path=host.path)
         ckpt = Checkpointer(host.run, state, save=EverySteps(1000), tiers=[tier], preemption=None)
@@ -150,15 +150,15 @@ def test_damage_that_has_overwritten_a_part_of_the_state_raises_if_nothing_else_
     flip_bit(host.file("version_10", ".safetensors"), -1)
     for _ in range(3):
         state, ckpt = start()
-        with pytest.raises(HoldfastError, match="only state to resume from is damaged") as caught:
+        with pytest.raises(LimpetError, match="only state to resume from is damaged") as caught:
             ckpt.resume()
         assert caught.value.is_state_invalid
         assert "version_10" in str(caught.value)
-        with pytest.raises(HoldfastError, match="Resume from an intact version"):
+        with pytest.raises(LimpetError, match="Resume from an intact version"):
             ckpt.step()
     state, ckpt = start()
     if not is_supervised:
-        with pytest.raises(HoldfastError, match="only state to resume from is damaged"):
+        with pytest.raises(LimpetError, match="only state to resume from is damaged"):
             ckpt.resume()
         return
     with pytest.warns(SkippedVersion, match="The captured states are left out"):

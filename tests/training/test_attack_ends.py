@@ -23,14 +23,14 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast import events, machine
-from holdfast.engine.saving import pending
-from holdfast.engine.saving.overlap import DeferredStaging
-from holdfast.errors import HoldfastError, NoSnapshot, SaveFailed, StoreError
-from holdfast.format.names import MANIFEST, Version
-from holdfast.format.records import Pin, encode_pin
-from holdfast.run.policy import (
+import limpet
+from limpet import events, machine
+from limpet.engine.saving import pending
+from limpet.engine.saving.overlap import DeferredStaging
+from limpet.errors import LimpetError, NoSnapshot, SaveFailed, StoreError
+from limpet.format.names import MANIFEST, Version
+from limpet.format.records import Pin, encode_pin
+from limpet.run.policy import (
     EverySteps,
     KeepBest,
     KeepLast,
@@ -39,11 +39,11 @@ from holdfast.run.policy import (
     Record,
     StopWhen,
 )
-from holdfast.run.run import Run
-from holdfast.run.save_request import put_request
-from holdfast.storage.memory import MemoryStore
-from holdfast.threads import Workers
-from holdfast.training.checkpointer import Checkpointer
+from limpet.run.run import Run
+from limpet.run.save_request import put_request
+from limpet.storage.memory import MemoryStore
+from limpet.threads import Workers
+from limpet.training.checkpointer import Checkpointer
 from tests.trainings import flip_bit, initial_state, shard_of, train, train_step, training
 
 State = dict[str, Any]
@@ -54,7 +54,7 @@ def network(wide: int = 2_500_000) -> tuple[State, Callable[[], None]]:
     model = nn.Linear(4, 4)
     model.wide = nn.Parameter(torch.zeros(wide))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    state = {"model": model, "optimizer": optimizer, "progress": holdfast.Progress()}
+    state = {"model": model, "optimizer": optimizer, "progress": limpet.Progress()}
 
     def step() -> None:
         model.zero_grad()
@@ -70,7 +70,7 @@ def weights(state: State) -> dict[str, torch.Tensor]:
 
 
 def saved_state_equals(store: MemoryStore, step: int, expected: dict[str, torch.Tensor]) -> bool:
-    found = holdfast.load(store.at(f"version_{step}"))["model"]
+    found = limpet.load(store.at(f"version_{step}"))["model"]
     return all(torch.equal(found[k], v) for k, v in expected.items())
 
 
@@ -125,7 +125,7 @@ def test_steps_and_saves_raise_after_a_failed_resume() -> None:
     with pytest.raises(NoSnapshot):
         ckpt.resume(at=4)
     for call in (ckpt.step, ckpt.save):
-        with pytest.raises(HoldfastError, match=r"last resume\(\) failed"):
+        with pytest.raises(LimpetError, match=r"last resume\(\) failed"):
             call()
     ckpt.resume(at=2)  # an intact version makes the state valid again
     step()
@@ -137,7 +137,7 @@ def test_steps_and_saves_raise_after_a_failed_resume() -> None:
 @pytest.mark.parametrize("wrong", [{"at": 7}, {"start": "memory://never-there@1"}])
 def test_a_resume_that_found_nothing_changes_nothing(wrong: dict[str, Any]) -> None:
     with training(MemoryStore(), EverySteps(1)) as (state, ckpt):
-        with pytest.raises(HoldfastError):
+        with pytest.raises(LimpetError):
             ckpt.resume(**wrong)
         train(state, ckpt, 1)
 
@@ -146,7 +146,7 @@ def test_a_recursive_state_is_rejected() -> None:
     inner: dict[str, Any] = {}
     inner["a"], inner["b"] = inner, [inner]
     ckpt = Checkpointer(MemoryStore(), {"x": inner, "y": inner}, save=OnException())
-    with pytest.raises(HoldfastError, match="x"):
+    with pytest.raises(LimpetError, match="x"):
         ckpt.step()
     ckpt.close()
     inner.clear()
@@ -157,9 +157,9 @@ def test_a_recursive_state_is_rejected() -> None:
 
 def test_a_save_after_an_exception_in_step_has_the_step_of_its_state() -> None:
     store = MemoryStore()
-    sampler = holdfast.ElasticSampler(100, 10)
+    sampler = limpet.ElasticSampler(100, 10)
     state = initial_state() | {"sampler": sampler}
-    with pytest.raises(HoldfastError), Checkpointer(store, state, save=OnException()) as ckpt:
+    with pytest.raises(LimpetError), Checkpointer(store, state, save=OnException()) as ckpt:
         batches = iter(sampler)
         for _ in range(3):
             next(batches)
@@ -168,13 +168,13 @@ def test_a_save_after_an_exception_in_step_has_the_step_of_its_state() -> None:
         train_step(state)
         ckpt.step(batches=5)
     for version in Run(store).line():
-        assert holdfast.load(store.at(str(version)))["progress"]["step"] == version.step
+        assert limpet.load(store.at(str(version)))["progress"]["step"] == version.step
 
 
 def test_a_save_after_progress_was_changed_has_the_step_of_its_state() -> None:
     store, state = MemoryStore(), initial_state()
     with (
-        pytest.raises(HoldfastError),
+        pytest.raises(LimpetError),
         Checkpointer(store, state, save=EverySteps(10) | OnException()) as ckpt,
     ):
         train(state, ckpt, 15)
@@ -183,7 +183,7 @@ def test_a_save_after_progress_was_changed_has_the_step_of_its_state() -> None:
         train_step(state)
         ckpt.step()
     for version in Run(store).line():
-        assert holdfast.load(store.at(str(version)))["progress"]["step"] == version.step
+        assert limpet.load(store.at(str(version)))["progress"]["step"] == version.step
 
 
 def test_training_continues_after_an_interrupt_while_counting() -> None:
@@ -218,14 +218,14 @@ def test_an_invalid_number_of_steps(step: Any) -> None:
     state = initial_state()
     state["progress"].step = step
     with Checkpointer(MemoryStore(), state, save=EverySteps(1)) as ckpt:
-        with pytest.raises(HoldfastError, match=r"progress.step is not a number"):
+        with pytest.raises(LimpetError, match=r"progress.step is not a number"):
             ckpt.step()
         state["progress"].step = 0
 
 
 def test_two_progress_objects_are_an_error() -> None:
-    with pytest.raises(HoldfastError, match="several Progress"):
-        Checkpointer(MemoryStore(), initial_state() | {"other": [holdfast.Progress()]})
+    with pytest.raises(LimpetError, match="several Progress"):
+        Checkpointer(MemoryStore(), initial_state() | {"other": [limpet.Progress()]})
 
 
 def test_a_warm_start_can_be_repeated() -> None:
@@ -386,7 +386,7 @@ def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(
     start = pending.Thread.start
 
     def fail_for_saves(self: threading.Thread) -> None:
-        if self.name == "holdfast-save":
+        if self.name == "limpet-save":
             raise RuntimeError("can't start new thread")
         start(self)
 
@@ -399,7 +399,7 @@ def test_a_save_that_cannot_start_is_counted_reported_and_requested_again(
         with events.attach(lambda name, fields: emitted.append(name)):
             try:
                 train(state, ckpt, 2)
-            except HoldfastError:
+            except LimpetError:
                 assert why != "no thread"
     ckpt._watcher.poll()
     assert ckpt._watcher.pending_request
@@ -456,7 +456,7 @@ def test_a_closed_checkpointer_rejects_resume() -> None:
     ckpt = Checkpointer(MemoryStore(), initial_state())
     ckpt.close()
     assert signal.getsignal(signal.SIGTERM) == before
-    with pytest.raises(HoldfastError, match="closed"):
+    with pytest.raises(LimpetError, match="closed"):
         ckpt.resume()
 
 
@@ -470,9 +470,9 @@ def run_python(script: str) -> subprocess.CompletedProcess[str]:
 
 END_SCRIPT = """
 import sys, warnings
-import holdfast
-from holdfast.errors import StoreError
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import StoreError
+from limpet.storage.memory import MemoryStore
 from tests.trainings import initial_state, train
 
 class Broken(MemoryStore):
@@ -481,7 +481,7 @@ class Broken(MemoryStore):
 
 def main():
     state = initial_state()
-    with holdfast.Checkpointer(Broken(), state, save=holdfast.EverySteps(3)) as ckpt:
+    with limpet.Checkpointer(Broken(), state, save=limpet.EverySteps(3)) as ckpt:
         train(state, ckpt, 3)
         {end}
 
@@ -511,9 +511,9 @@ def test_a_failed_last_save_is_reported_however_the_training_ends(
 
 WORKER_SCRIPT = """
 import multiprocessing, sys, threading, time
-import holdfast
-from holdfast.errors import StoreError
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import StoreError
+from limpet.storage.memory import MemoryStore
 from tests.trainings import initial_state, train
 
 class Broken(MemoryStore):
@@ -524,7 +524,7 @@ class Broken(MemoryStore):
 
 def work():
     state = initial_state()
-    ckpt = holdfast.Checkpointer(Broken(), state, save=holdfast.EverySteps(3))
+    ckpt = limpet.Checkpointer(Broken(), state, save=limpet.EverySteps(3))
     train(state, ckpt, 3)
     if not {late}:
         ckpt._saver.in_flight.newest._ended.wait()
@@ -564,7 +564,7 @@ def test_a_worker_that_does_not_wait_for_its_save_exits_with_1(
 @pytest.mark.slow
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full"])
 def test_a_failed_save_without_stderr_exits_with_1(stderr: str) -> None:
-    script = END_SCRIPT.format(end="pass").replace("with holdfast", "ckpt = holdfast")
+    script = END_SCRIPT.format(end="pass").replace("with limpet", "ckpt = limpet")
     script = script.replace(" as ckpt:\n", "; state = ckpt.state\n").replace(
         "state := fresh()", "fresh()"
     )
@@ -671,7 +671,7 @@ def test_a_rejected_training_saves_and_deletes_nothing(why: str, tmp_path: Path)
     state, step = network(1000)
     state["progress"].step = 7
     with (
-        pytest.raises(HoldfastError) as e,
+        pytest.raises(LimpetError) as e,
         Checkpointer(store, state, save=OnException(), keep=KeepLast(1)) as ckpt,
     ):
         if why == "partially loaded":
@@ -694,11 +694,11 @@ def test_a_rejected_training_saves_and_deletes_nothing(why: str, tmp_path: Path)
 def test_a_sink_that_waits_for_its_own_save_raises() -> None:
     state = initial_state()
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(1))
-    emitted: list[HoldfastError] = []
+    emitted: list[LimpetError] = []
 
     def wait(name: str, fields: dict[str, Any]) -> None:
         if name == "saved":
-            with pytest.raises(HoldfastError, match="cannot wait for itself") as e:
+            with pytest.raises(LimpetError, match="cannot wait for itself") as e:
                 ckpt.wait()
             emitted.append(e.value)
 
@@ -712,7 +712,7 @@ def test_on_exception_without_a_with_block_raises_at_the_first_step() -> None:
     ckpt = Checkpointer(MemoryStore(), state, save=EverySteps(2) | OnException())
     ckpt.resume()
     step()
-    with pytest.raises(HoldfastError, match=r"OnException can never fire.*as a context"):
+    with pytest.raises(LimpetError, match=r"OnException can never fire.*as a context"):
         ckpt.step()
     with ckpt:
         ckpt.step()
@@ -767,7 +767,7 @@ def test_a_step_with_an_invalid_metric_is_counted() -> None:
     store = MemoryStore()
     state, step = network(1000)
     with (
-        pytest.raises(HoldfastError, match="'grad_norm' is not a number"),
+        pytest.raises(LimpetError, match="'grad_norm' is not a number"),
         Checkpointer(store, state, save=OnException()) as ckpt,
     ):
         for number in range(1, 4):
@@ -816,7 +816,7 @@ def test_every_metric_that_step_accepts_can_be_saved(name: str, value: Any, is_v
             ckpt.step({name: value})
             assert ckpt.save().metadata["metrics"] == {name: float(value)}
         else:
-            with pytest.raises(HoldfastError, match="is not a number"):
+            with pytest.raises(LimpetError, match="is not a number"):
                 ckpt.step({name: value})
 
 

@@ -24,15 +24,15 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast import events
-from holdfast.engine.saving.overlap import DeferredStaging
-from holdfast.errors import HoldfastError, SaveFailed, StoreError
-from holdfast.run.policy import EverySteps, KeepLast, OnException, StopWhen
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.threads import Workers
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet import events
+from limpet.engine.saving.overlap import DeferredStaging
+from limpet.errors import LimpetError, SaveFailed, StoreError
+from limpet.run.policy import EverySteps, KeepLast, OnException, StopWhen
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.threads import Workers
+from limpet.training.checkpointer import Checkpointer
 from tests.trainings import initial_state, state_after, threads_of_trainings, train_step
 
 Case = tuple[dict[str, Any], Callable[[], object], Callable[[], object]]
@@ -49,7 +49,7 @@ def in_order(*calls: Callable[[], object]) -> Callable[[], object]:
 
 def trained(model: nn.Module, optimizer: Any = torch.optim.AdamW, **options: Any) -> Case:
     built = optimizer(model.parameters(), lr=0.1, **options)
-    state = {"model": model, "optimizer": built, "rng": holdfast.RNG()}
+    state = {"model": model, "optimizer": built, "rng": limpet.RNG()}
 
     def forward_backward() -> None:
         built.zero_grad()
@@ -249,7 +249,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def bits(snapshot: holdfast.Snapshot) -> dict[str, Any]:
+def bits(snapshot: limpet.Snapshot) -> dict[str, Any]:
     values = {key: snapshot[key] for key in snapshot}
     return {
         key: np.asarray(v[...]).tobytes() if hasattr(v, "shape") else v for key, v in values.items()
@@ -269,7 +269,7 @@ def test_a_save_after_an_exception_equals_a_save_at_the_last_step(name: str) -> 
         for _ in range(3):
             step()
             ckpt.step()
-        expected = bits(holdfast.save(MemoryStore().at("version_0"), state))
+        expected = bits(limpet.save(MemoryStore().at("version_0"), state))
         change_state()
         raise ZeroDivisionError
     [snapshot] = Run(store).snapshots()
@@ -294,11 +294,11 @@ def wide() -> Case:
     return state, full_step, step
 
 
-SOURCE = str(Path(holdfast.__file__).parent)
+SOURCE = str(Path(limpet.__file__).parent)
 
 
 class Interrupt:
-    """A trace function that raises KeyboardInterrupt at the n-th line of Holdfast.
+    """A trace function that raises KeyboardInterrupt at the n-th line of Limpet.
 
     Not at the end of a ``with`` block: there, unlike a real interrupt, it would skip ``__exit__``,
     and leave a lock locked.
@@ -328,7 +328,7 @@ def interrupt_at_line(at: int, overlap: bool) -> int:
     """Train, interrupt the fourth step, and continue. Return the number of lines of that step."""
     torch.manual_seed(0)
     state, train, _ = wide()
-    state["progress"] = holdfast.Progress()
+    state["progress"] = limpet.Progress()
     store, seen = MemoryStore(), {}
     trace, before = Interrupt(at), sys.gettrace()
     with Checkpointer(store, state, save=EverySteps(2), overlap=overlap) as ckpt:
@@ -349,7 +349,7 @@ def interrupt_at_line(at: int, overlap: bool) -> int:
     assert not [s.key for s in store.list("") if "/" not in s.key]  # no pin remains
     assert ckpt.statistics()["saves"] == len(Run(store).snapshots()) >= 3
     for snapshot in Run(store).snapshots():
-        loaded = holdfast.load(store.at(str(snapshot.version)))
+        loaded = limpet.load(store.at(str(snapshot.version)))
         values = seen[snapshot.version.step]
         assert all(torch.equal(loaded["model"][k], v) for k, v in values.items())
         assert loaded["progress"]["step"] == snapshot.step
@@ -422,7 +422,7 @@ def test_counters_are_consistent_and_every_version_is_correct(seed: int) -> None
         emitted["save_skipped"],
     )
     for version in Run(store).line():
-        loaded = holdfast.load(store.at(str(version)))
+        loaded = limpet.load(store.at(str(version)))
         assert (loaded["weights"] == state_after(version.step)["weights"]).all()
 
 
@@ -460,7 +460,7 @@ def test_a_fork_during_a_save_affects_neither_process(
             for call in (ckpt.step, ckpt.save, ckpt.wait, ckpt.resume):
                 try:
                     call()
-                except HoldfastError:
+                except LimpetError:
                     raised += 1
             try:
                 with ckpt:
@@ -473,7 +473,7 @@ def test_a_fork_during_a_save_affects_neither_process(
     gate.set()
     ckpt.close()
     assert [s.step for s in Run(tmp_path / "a").snapshots()] == [1, 2]
-    loaded = holdfast.load(tmp_path / "a" / "version_2")
+    loaded = limpet.load(tmp_path / "a" / "version_2")
     assert torch.equal(loaded["model"]["wide"], expected)
 
 

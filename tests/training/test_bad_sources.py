@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import HoldfastError, Preempted
-from holdfast.preemption.policy import Preemption
-from holdfast.run.policy import AtEnd, EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
+from limpet.errors import LimpetError, Preempted
+from limpet.preemption.policy import Preemption
+from limpet.run.policy import AtEnd, EverySteps
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
 from tests.preemption.announced import Announced
 from tests.trainings import initial_state, train_step
 
@@ -67,7 +67,7 @@ def train_on(store: Any) -> int:
 def test_preempted_is_raised_with_the_error_as_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    store, notes = MemoryStore(), "a source of notices failed: HoldfastError: A source of notices"
+    store, notes = MemoryStore(), "a source of notices failed: LimpetError: A source of notices"
     training = Training(store)
     with pytest.raises(Preempted) as left, training.ckpt:
         training.train()
@@ -84,7 +84,7 @@ def test_preempted_is_raised_with_the_error_as_a_note(
 def test_the_error_of_a_source_is_raised_when_all_is_saved_and_closed() -> None:
     store = MemoryStore()
     training = Training(store, AtEnd())
-    with pytest.raises(HoldfastError, match="something else than a notice"), training.ckpt:
+    with pytest.raises(LimpetError, match="something else than a notice"), training.ckpt:
         training.train()
     training.ckpt.close()
     assert [s.step for s in Run(store).snapshots()] == [2]
@@ -111,14 +111,14 @@ def test_an_error_of_the_training_is_raised_with_the_other_one_as_a_note(way: st
 
     with pytest.raises(ZeroDivisionError) as raised:
         train()
-    assert "a source of notices failed: HoldfastError" in "".join(raised.value.__notes__)
+    assert "a source of notices failed: LimpetError" in "".join(raised.value.__notes__)
     assert train_on(store) == 0
 
 
 def test_in_an_except_block_the_error_of_a_source_is_raised_too() -> None:
     """The exception that is handled there does not end the training."""
     training = Training(MemoryStore())
-    with pytest.raises(HoldfastError, match="something else than a notice"):
+    with pytest.raises(LimpetError, match="something else than a notice"):
         try:
             raise ZeroDivisionError
         except ZeroDivisionError:
@@ -129,18 +129,18 @@ def test_in_an_except_block_the_error_of_a_source_is_raised_too() -> None:
 SCRIPT = """
 import sys, time
 import numpy as np
-import holdfast
-from holdfast.preemption import Notice, SignalNotice
+import limpet
+from limpet.preemption import Notice, SignalNotice
 
 class Broken:
     name, interval = "broken", 0.01
     def poll(self):
         return Notice("x", "30")
 
-state = {"x": np.zeros(4), "progress": holdfast.Progress()}
-sources = holdfast.Preemption(notices=[Broken(), SignalNotice()])
-with holdfast.Checkpointer(
-    sys.argv[1], state, save=holdfast.EverySteps(10**6), preemption=sources
+state = {"x": np.zeros(4), "progress": limpet.Progress()}
+sources = limpet.Preemption(notices=[Broken(), SignalNotice()])
+with limpet.Checkpointer(
+    sys.argv[1], state, save=limpet.EverySteps(10**6), preemption=sources
 ) as ckpt:
     ckpt.resume()
     while ckpt.current_step < 2000:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     Denied,
-    HoldfastError,
+    LimpetError,
     MissingLeaf,
     NoSnapshot,
     SaveFailed,
@@ -20,10 +20,10 @@ from holdfast.errors import (
     Unavailable,
     Unsupported,
 )
-from holdfast.format.names import MANIFEST, Version
-from holdfast.run.policy import EverySeconds, EverySteps, KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.format.names import MANIFEST, Version
+from limpet.run.policy import EverySeconds, EverySteps, KeepLast
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.trainings import (
     flip_bit,
     initial_state,
@@ -55,9 +55,9 @@ def test_an_empty_run_resumes_to_none_and_trains() -> None:
     [("", "does not name a folder"), (None, "is not a store"), (["runs/a"], "is not a store")],
 )
 def test_a_run_without_a_folder_is_refused_at_once(run: Any, what: str) -> None:
-    """BEHAVIOURS.md, A27: by an error of Holdfast's own tree, which is no ``ValueError``."""
+    """BEHAVIOURS.md, A27: by an error of Limpet's own tree, which is no ``ValueError``."""
     with pytest.raises(StoreError, match=what) as raised:
-        holdfast.Checkpointer(run, initial_state())
+        limpet.Checkpointer(run, initial_state())
     assert "memory://" in str(raised.value.expected)
 
 
@@ -134,7 +134,7 @@ def test_a_run_with_only_damaged_versions_never_starts_from_scratch() -> None:
         with pytest.raises(NoSnapshot, match="version_10") as e:
             ckpt.resume()
         assert "not valid" in str(e.value.__cause__)
-        with pytest.raises(HoldfastError, match=r"last resume\(\) failed"):
+        with pytest.raises(LimpetError, match=r"last resume\(\) failed"):
             ckpt.step()
     assert {s.key for s in store.list("")} == before  # nothing was written
 
@@ -159,9 +159,9 @@ def test_starting_from_scratch_in_a_run_with_versions_is_an_error() -> None:
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
     with training(store, EverySteps(5)) as (_, ckpt):
-        with pytest.raises(HoldfastError, match=r"resume\(\)"):
+        with pytest.raises(LimpetError, match=r"resume\(\)"):
             ckpt.step()
-        with pytest.raises(HoldfastError, match=r"resume\(\)"):
+        with pytest.raises(LimpetError, match=r"resume\(\)"):
             ckpt.save()
 
 
@@ -185,18 +185,18 @@ def test_save_commits_at_once_and_a_repeated_save_returns_the_same_version() -> 
 def test_without_progress_the_checkpointer_counts() -> None:
     store = MemoryStore()
     state = {"x": initial_state()["weights"]}
-    with holdfast.Checkpointer(store, state, save=EverySteps(3)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(3)) as ckpt:
         for _ in range(7):
             ckpt.step()
         assert ckpt.current_step == 7
-    with holdfast.Checkpointer(store, state, save=EverySteps(3)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(3)) as ckpt:
         ckpt.resume()
         assert ckpt.current_step == 6
 
 
 def test_every_seconds_uses_a_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("holdfast.training.cadence.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("limpet.training.cadence.time.monotonic", lambda: now[0])
     store = MemoryStore()
     with training(store, EverySeconds(60)) as (state, ckpt):
         for _ in range(10):
@@ -220,7 +220,7 @@ class FailingStore(MemoryStore):
 def test_a_background_failure_raises_at_the_next_call(call: str) -> None:
     store = FailingStore()
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(5))
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(5))
     train(state, ckpt, 5)
     ckpt.wait()
     store.broken = True
@@ -280,7 +280,7 @@ def test_the_state_may_change_as_soon_as_step_returns() -> None:
         state["weights"][:] = -1
         gate.set()
         ckpt.wait()
-    assert (holdfast.load(store.at("version_5"))["weights"] == state_after(5)["weights"]).all()
+    assert (limpet.load(store.at("version_5"))["weights"] == state_after(5)["weights"]).all()
 
 
 def test_a_failed_retention_is_raised_and_the_version_remains() -> None:
@@ -309,7 +309,7 @@ def test_a_state_with_other_structure_raises_and_is_not_skipped() -> None:
         train(state, ckpt, 10)
     other = initial_state() | {"added": initial_state()["weights"]}
     with (
-        holdfast.Checkpointer(store, other, save=EverySteps(5)) as ckpt,
+        limpet.Checkpointer(store, other, save=EverySteps(5)) as ckpt,
         pytest.raises(MissingLeaf, match="added"),
     ):
         ckpt.resume()
@@ -319,7 +319,7 @@ def test_a_state_with_other_structure_raises_and_is_not_skipped() -> None:
 def test_an_unsupported_value_raises_at_the_step() -> None:
     store = MemoryStore()
     state = initial_state() | {"unsupported": object()}
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1))
     with pytest.raises(Unsupported, match="unsupported"):
         ckpt.step()
     assert list(store.list("")) == []
@@ -327,10 +327,10 @@ def test_an_unsupported_value_raises_at_the_step() -> None:
 
 
 def test_a_closed_checkpointer_raises() -> None:
-    ckpt = holdfast.Checkpointer(MemoryStore(), initial_state())
+    ckpt = limpet.Checkpointer(MemoryStore(), initial_state())
     ckpt.close()
     ckpt.close()
-    with pytest.raises(HoldfastError, match="closed"):
+    with pytest.raises(LimpetError, match="closed"):
         ckpt.step()
 
 

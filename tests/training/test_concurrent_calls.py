@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast import events, generators
-from holdfast.errors import HoldfastError
-from holdfast.run.policy import EverySteps, OnException
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training import lifecycle
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet import events, generators
+from limpet.errors import LimpetError
+from limpet.run.policy import EverySteps, OnException
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training import lifecycle
+from limpet.training.checkpointer import Checkpointer
 from tests.interrupts import InterruptOpcode
 from tests.trainings import (
     initial_state,
@@ -34,7 +34,7 @@ from tests.trainings import (
     training,
 )
 
-SOURCE = str(Path(holdfast.__file__).parent)
+SOURCE = str(Path(limpet.__file__).parent)
 METHODS: dict[str, Callable[[Checkpointer], object]] = {
     "step": lambda ckpt: ckpt.step(),
     "save": lambda ckpt: ckpt.save(),
@@ -50,7 +50,7 @@ def check_run(store: MemoryStore, steps: list[int]) -> None:
     assert [s.step for s in snapshots] == steps
     for snapshot in snapshots:
         loaded, expected = (
-            holdfast.load(store.at(f"version_{snapshot.step}")),
+            limpet.load(store.at(f"version_{snapshot.step}")),
             state_after(snapshot.step),
         )
         assert loaded["weights"].tobytes() == expected["weights"].tobytes()
@@ -80,7 +80,7 @@ class Handler:
             return  # before the call has entered, or after it has left, a call is allowed
         try:
             self.call(self.ckpt)
-        except HoldfastError as e:
+        except LimpetError as e:
             self.messages.append(str(e))
         else:
             self.messages.append("no error")
@@ -127,7 +127,7 @@ def test_a_real_signal_during_steps_changes_nothing(
 ) -> None:
     """The handler does not catch the error, so that it ends the call in progress."""
     store, state = MemoryStore(), initial_state()
-    errors: list[HoldfastError] = []
+    errors: list[LimpetError] = []
     # an error in a sink would detach it, also in that of a training that another test left open
     monkeypatch.setattr(events, "_defaults", {})
     with Checkpointer(store, state, save=EverySteps(2), quiet=True) as ckpt:
@@ -147,7 +147,7 @@ def test_a_real_signal_during_steps_changes_nothing(
                 signal.setitimer(signal.ITIMER_REAL, delay)
                 try:
                     ckpt.step({"loss": loss})
-                except HoldfastError as e:
+                except LimpetError as e:
                     errors.append(e)
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -171,7 +171,7 @@ def test_a_real_signal_during_steps_changes_nothing(
             train_step(expected)
             expected["progress"].step += 1
         assert snapshot.verify().ok
-        weights = holdfast.load(store.at(f"version_{snapshot.step}"))["weights"]
+        weights = limpet.load(store.at(f"version_{snapshot.step}"))["weights"]
         assert weights.tobytes() == expected["weights"].tobytes()
 
 
@@ -298,7 +298,7 @@ def test_at_most_one_thread_is_in_an_exclusive_method() -> None:
         for _ in range(6000):
             try:
                 plain.step()
-            except HoldfastError as e:
+            except LimpetError as e:
                 errors.append(e)
 
     threads = [threading.Thread(target=work) for _ in range(8)]
@@ -326,7 +326,7 @@ def test_of_concurrent_calls_all_but_one_raise(policy: Any) -> None:
             for _ in range(60):
                 try:
                     METHODS[name](ckpt)
-                except HoldfastError as e:
+                except LimpetError as e:
                     (refused if "was called while" in str(e) else others).append(str(e))  # type: ignore[arg-type]
                 except BaseException as e:
                     others.append(e)
@@ -394,7 +394,7 @@ def test_a_generator_may_hold_the_block() -> None:
     assert states_equal(state, state_after(4))
     check_run(store, [2, 4])
     generator = steps()
-    with pytest.raises(HoldfastError, match="resume"):
+    with pytest.raises(LimpetError, match="resume"):
         next(generator)
 
 
@@ -423,11 +423,11 @@ def test_leaving_the_block_during_a_call_of_another_thread_is_refused(error: Any
     saving.start()
     assert store.blocked.wait(30)
     for name, call in METHODS.items():
-        with pytest.raises(HoldfastError, match="another thread") as refused:
+        with pytest.raises(LimpetError, match="another thread") as refused:
             call(ckpt)
         assert f"{name}() was called while save()" in str(refused.value)
     if error is None:
-        with pytest.raises(HoldfastError, match="close"):
+        with pytest.raises(LimpetError, match="close"):
             ckpt.__exit__(None, None, None)
     else:
         ckpt.__exit__(type(error), error, None)

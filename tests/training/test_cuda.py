@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.buffers import BufferPool, page_lock
-from holdfast.storage.memory import MemoryStore
-from holdfast.types import MIB
+import limpet
+from limpet.buffers import BufferPool, page_lock
+from limpet.storage.memory import MemoryStore
+from limpet.types import MIB
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -58,8 +58,8 @@ def build(seed: int, name: str = "AdamW", options: dict[str, Any] | None = None)
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7),
         "scaler": torch.amp.GradScaler("cuda", init_scale=256.0),
-        "progress": holdfast.Progress(),
-        "rng": holdfast.RNG(),
+        "progress": limpet.Progress(),
+        "rng": limpet.RNG(),
     }
 
 
@@ -101,10 +101,10 @@ def test_the_losses_after_a_load_equal_those_of_an_undisturbed_training(name: st
     for _ in range(3):
         train_step(state)
     store = MemoryStore()
-    holdfast.save(store, state)
+    limpet.save(store, state)
     expected = [train_step(state) for _ in range(4)]
     other = build(1, name, OPTIMIZERS[name])
-    holdfast.load(store, into=other)
+    limpet.load(store, into=other)
     assert [train_step(other) for _ in range(4)] == expected
 
 
@@ -114,16 +114,16 @@ def test_a_training_in_mixed_precision_continues_exactly(to: str) -> None:
     for _ in range(3):
         train_step(state, half=True)
     store = MemoryStore()
-    holdfast.save(store, state)
+    limpet.save(store, state)
     expected = [train_step(state, half=True) for _ in range(4)]
     other = build(1)
     if to == "compiled":  # only wrapped: the names of the parameters gain a prefix
         other["model"] = torch.compile(other["model"], backend="eager")
     else:
-        loaded = holdfast.load(store, device="cpu")
+        loaded = limpet.load(store, device="cpu")
         assert loaded["model"]["embed.weight"].device.type == "cpu"
         assert loaded["scaler"]["scale"] == state["scaler"].state_dict()["scale"]
-    holdfast.load(store, into=other)
+    limpet.load(store, into=other)
     assert [train_step(other, half=True) for _ in range(4)] == expected
 
 
@@ -147,8 +147,8 @@ def test_each_version_has_the_state_of_its_step(
     state["model"].register_parameter("big", torch.nn.Parameter(torch.zeros(48 * MIB // 4)))
     state["model"].cuda()
     state["optimizer"].add_param_group({"params": [state["model"].big], "lr": 0.5})
-    with holdfast.Checkpointer(
-        str(tmp_path), state, save=holdfast.EverySteps(save_every), overlap=overlap
+    with limpet.Checkpointer(
+        str(tmp_path), state, save=limpet.EverySteps(save_every), overlap=overlap
     ) as ckpt:
         for step in range(1, 10):
             state["model"].big.grad = torch.full_like(state["model"].big, float(step))
@@ -164,7 +164,7 @@ def test_each_version_has_the_state_of_its_step(
         other["model"].register_parameter("big", torch.nn.Parameter(torch.zeros(48 * MIB // 4)))
         other["model"].cuda()
         other["optimizer"].add_param_group({"params": [other["model"].big]})
-        holdfast.load(tmp_path / f"version_{step}", into=other)
+        limpet.load(tmp_path / f"version_{step}", into=other)
         found = snapshot_of(other)
         assert found.keys() == tensors.keys()
         different = [k for k, v in tensors.items() if not torch.equal(v, found[k])]
@@ -179,9 +179,9 @@ def test_a_copy_waits_for_the_work_that_its_stream_still_has_to_do(tmp_path: Pat
         for value in range(1, 4):
             torch.cuda._sleep(200_000_000)  # 0.1 s or so: the save comes before the write
             weights.fill_(value)
-            holdfast.save(tmp_path / str(value), {"weights": weights})
+            limpet.save(tmp_path / str(value), {"weights": weights})
     for value in range(1, 4):
-        assert holdfast.load(tmp_path / str(value))["weights"].eq(value).all()
+        assert limpet.load(tmp_path / str(value))["weights"].eq(value).all()
 
 
 def test_buffers_are_page_locked_for_their_lifetime() -> None:
@@ -202,11 +202,9 @@ def test_buffers_are_page_locked_for_their_lifetime() -> None:
 
 
 def test_a_training_resumes_from_memory(tmp_path: Path, memory: str) -> None:
-    def start(state: dict[str, Any]) -> holdfast.Checkpointer:
-        tier = holdfast.MemoryTier(every=holdfast.EverySteps(2), copies=1, path=memory)
-        return holdfast.Checkpointer(
-            str(tmp_path), state, save=holdfast.EverySteps(100), tiers=[tier]
-        )
+    def start(state: dict[str, Any]) -> limpet.Checkpointer:
+        tier = limpet.MemoryTier(every=limpet.EverySteps(2), copies=1, path=memory)
+        return limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(100), tiers=[tier])
 
     state = build(0)
     with pytest.raises(RuntimeError, match="killed"), start(state) as ckpt:
@@ -230,7 +228,7 @@ def test_a_notice_saves_the_state_of_the_device(tmp_path: Path) -> None:
     state = build(0)
     with (
         pytest.raises(SystemExit) as ended,
-        holdfast.Checkpointer(str(tmp_path), state, save=holdfast.EverySteps(1000)) as ckpt,
+        limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(1000)) as ckpt,
     ):
         for step in range(1, 100):
             train_step(state)
@@ -238,10 +236,10 @@ def test_a_notice_saves_the_state_of_the_device(tmp_path: Path) -> None:
             if step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 75
-    newest = holdfast.Run(str(tmp_path)).latest()
+    newest = limpet.Run(str(tmp_path)).latest()
     assert newest is not None
     other = build(1)
-    holdfast.load(newest.url, into=other)
+    limpet.load(newest.url, into=other)
     found = snapshot_of(other)
     assert all(torch.equal(v, found[k]) for k, v in snapshot_of(state).items())
 
@@ -253,15 +251,15 @@ def test_a_cuda_graph_replays_with_the_loaded_state() -> None:
         torch.sum(state["weights"], dim=0, out=result)
     store = MemoryStore()
     state["weights"].fill_(1.0)
-    holdfast.save(store, state)
+    limpet.save(store, state)
     state["weights"].fill_(5.0)
-    holdfast.load(store, into=state)  # in place: the graph has the addresses
+    limpet.load(store, into=state)  # in place: the graph has the addresses
     graph.replay()
     assert result.item() == 1 << 16
 
 
 SHARDED = """
-import sys, torch, holdfast
+import sys, torch, limpet
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -273,7 +271,7 @@ def build(seed):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return {"model": model, "optimizer": optimizer, "rng": holdfast.RNG()}
+    return {"model": model, "optimizer": optimizer, "rng": limpet.RNG()}
 
 def train(state, ckpt, steps):
     losses = []
@@ -290,13 +288,13 @@ def train(state, ckpt, steps):
 dist.init_process_group("cuda:nccl,cpu:gloo")
 mesh = init_device_mesh("cuda", (1,))
 state = build(0)
-with holdfast.Checkpointer(sys.argv[1], state, save=holdfast.EverySteps(3)) as ckpt:
+with limpet.Checkpointer(sys.argv[1], state, save=limpet.EverySteps(3)) as ckpt:
     ckpt.resume()
     train(state, ckpt, 3)
     ckpt.wait()
 expected = train(state, None, 3)
 other = build(1)
-with holdfast.Checkpointer(sys.argv[1], other, save=holdfast.EverySteps(100)) as ckpt:
+with limpet.Checkpointer(sys.argv[1], other, save=limpet.EverySteps(100)) as ckpt:
     assert ckpt.resume().step == 3
     assert train(other, ckpt, 3) == expected
 dist.destroy_process_group()

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast
-from holdfast.errors import Preempted
-from holdfast.preemption import Preemption, response
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.savepoints import step_savepoint
-from holdfast.run.policy import AtEnd, EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import Preempted
+from limpet.preemption import Preemption, response
+from limpet.preemption.notice import Notice
+from limpet.preemption.savepoints import step_savepoint
+from limpet.run.policy import AtEnd, EverySteps
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 
 ITEMS = 40
 WAITS_AT = 3
@@ -52,13 +52,11 @@ class Training:
 
     def __init__(self, store: Any, save: Any) -> None:
         self.items = Items()
-        sampler = holdfast.ElasticSampler(ITEMS, batch_size=4, seed=1)
+        sampler = limpet.ElasticSampler(ITEMS, batch_size=4, seed=1)
         self.loader = DataLoader(self.items, batch_sampler=sampler)
         self.sums = np.zeros(ITEMS // 4)
-        state = {"sums": self.sums, "progress": holdfast.Progress(), "sampler": sampler}
-        self.ckpt = holdfast.Checkpointer(
-            store, state, save=save, preemption=Preemption(notices=[])
-        )
+        state = {"sums": self.sums, "progress": limpet.Progress(), "sampler": sampler}
+        self.ckpt = limpet.Checkpointer(store, state, save=save, preemption=Preemption(notices=[]))
 
     def train(self) -> None:
         with self.ckpt:

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.snapshot import pins
-from holdfast.errors import Denied, MetricMissing, SaveFailed, StoreError, Unavailable
-from holdfast.format.names import MANIFEST, EvaluationFile, Version, lease_name
-from holdfast.format.records import Evaluation, encode_about_version
-from holdfast.run.policy import (
+from limpet.engine.snapshot import pins
+from limpet.errors import Denied, MetricMissing, SaveFailed, StoreError, Unavailable
+from limpet.format.names import MANIFEST, EvaluationFile, Version, lease_name
+from limpet.format.records import Evaluation, encode_about_version
+from limpet.run.policy import (
     EverySteps,
     KeepBest,
     KeepEvery,
@@ -29,17 +29,17 @@ from holdfast.run.policy import (
     StopState,
     StopWhen,
 )
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
-from holdfast.training.checkpointer import Checkpointer
-from holdfast.training.saves.recorded_scores import MAX_VERSIONS, VERSIONS_PER_POLL
-from holdfast.training.saves.score_history import ScoreHistory
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
+from limpet.training.checkpointer import Checkpointer
+from limpet.training.saves.recorded_scores import MAX_VERSIONS, VERSIONS_PER_POLL
+from limpet.training.saves.score_history import ScoreHistory
 from tests.engine.unreliable_stores import HookedStore
 from tests.training.test_life import record_events
 from tests.trainings import initial_state, train
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore::holdfast.errors.MetricMissing")
+pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.MetricMissing")
 
 STOP = StopWhen("val_loss", patience=3)
 
@@ -180,7 +180,7 @@ def test_what_an_evaluator_records_before_it_unpins_counts() -> None:
         assert run.line() == [Version(1), Version(2)], "a pinned version is not deleted"
 
         def record_and_unpin(method: str, key: str) -> None:
-            if (method, key) == ("list", "") and threading.current_thread().name == "holdfast-save":
+            if (method, key) == ("list", "") and threading.current_thread().name == "limpet-save":
                 store.before = lambda method, key: None
                 record(run, v1=0.5)
                 store.inner.delete(pin)
@@ -330,7 +330,7 @@ def test_the_newest_record_of_a_step_counts_whatever_the_clocks_say(
         def now(cls, tz: Any = None) -> Any:
             return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=cls.hours)
 
-    monkeypatch.setattr("holdfast.run.evaluations.metrics.datetime", Clock)
+    monkeypatch.setattr("limpet.run.evaluations.metrics.datetime", Clock)
     with training(stop=StopWhen("val_loss", patience=9, mode="max")) as (state, ckpt, run):
         save_next(state, ckpt, 2)
         ckpt.step({"val_loss": 5.0})

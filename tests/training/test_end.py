@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.errors import HoldfastError, NoSpace, SaveFailed, StoreError, UnsavedSteps
-from holdfast.run.policy import (
+import limpet
+from limpet import events
+from limpet.errors import LimpetError, NoSpace, SaveFailed, StoreError, UnsavedSteps
+from limpet.run.policy import (
     AtEnd,
     EveryEpoch,
     EverySeconds,
@@ -30,10 +30,10 @@ from holdfast.run.policy import (
     SavePolicy,
     StopWhen,
 )
-from holdfast.run.run import Run
-from holdfast.run.save_request import put_request
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
+from limpet.run.run import Run
+from limpet.run.save_request import put_request
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
 from tests.trainings import initial_state, state_after, states_equal, train, training
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -201,7 +201,7 @@ def test_a_full_disk_at_the_end_raises_and_closes() -> None:
         train(state, ckpt, 3)
         store.errors.append(no_space())
     ckpt.close()
-    with pytest.raises(HoldfastError, match="closed"):
+    with pytest.raises(LimpetError, match="closed"):
         ckpt.step()
     assert saved(store) == []
     assert "writer.json" not in {s.key for s in store.list("")}
@@ -458,7 +458,7 @@ def test_an_error_of_the_last_save_is_not_hidden_by_the_warning() -> None:
 
 UNCLOSED = """
 import sys, warnings
-import holdfast as hf
+import limpet as hf
 from tests.trainings import initial_state, train
 def main():
     state = initial_state()
@@ -564,7 +564,7 @@ def test_never_saves_only_on_request() -> None:
     ],
 )
 def test_never_cannot_be_combined(combine: Callable[[], SavePolicy]) -> None:
-    with pytest.raises(HoldfastError, match=r"Never\(\) cannot be combined.*Use Never\(\) alone"):
+    with pytest.raises(LimpetError, match=r"Never\(\) cannot be combined.*Use Never\(\) alone"):
         combine()
 
 
@@ -591,5 +591,5 @@ def test_attributes_of_end_policies(policy: SavePolicy, text: str | None, at_end
 
 
 def test_the_new_policies_are_public() -> None:
-    assert holdfast.AtEnd() == AtEnd()
-    assert holdfast.Never() == Never()
+    assert limpet.AtEnd() == AtEnd()
+    assert limpet.Never() == Never()

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.engine.distributed.group import LocalGroup
-from holdfast.errors import (
-    HoldfastError,
+import limpet
+from limpet.engine.distributed.group import LocalGroup
+from limpet.errors import (
+    LimpetError,
     MetricMissing,
     PlanError,
     Preempted,
@@ -25,17 +25,17 @@ from holdfast.errors import (
     Unavailable,
     UncountedEpochs,
 )
-from holdfast.preemption import Preemption, PreemptionGuard
-from holdfast.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never, StopWhen
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.saves.early_stop import EarlyStop
-from holdfast.training.saves.version_checks import MetricCheck
-from holdfast.training.step_counter import LONG_EPOCH
+from limpet.preemption import Preemption, PreemptionGuard
+from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never, StopWhen
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.saves.early_stop import EarlyStop
+from limpet.training.saves.version_checks import MetricCheck
+from limpet.training.step_counter import LONG_EPOCH
 from tests.preemption.announced import Announced
 from tests.trainings import initial_state, train_step, trained_run
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore::holdfast.errors.UnsavedSteps")
+pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.UnsavedSteps")
 
 BATCHES = 4
 """The number of batches in an epoch of ``SAMPLES`` samples."""
@@ -50,15 +50,13 @@ class Training:
         self, store: Any, save: Any, *, sampler: bool, skip_empty: bool = False, **options: Any
     ) -> None:
         self.state = initial_state()
-        self.progress: holdfast.Progress = self.state["progress"]
-        self.sampler: holdfast.ElasticSampler | None = None
+        self.progress: limpet.Progress = self.state["progress"]
+        self.sampler: limpet.ElasticSampler | None = None
         if sampler:
-            self.sampler = holdfast.ElasticSampler(
-                SAMPLES, SAMPLES // BATCHES, skip_empty=skip_empty
-            )
+            self.sampler = limpet.ElasticSampler(SAMPLES, SAMPLES // BATCHES, skip_empty=skip_empty)
             self.state["sampler"] = self.sampler
         self.seen: list[tuple[int, list[int]]] = []
-        self.ckpt = holdfast.Checkpointer(store, self.state, save=save, **options)
+        self.ckpt = limpet.Checkpointer(store, self.state, save=save, **options)
         self.resumed = self.ckpt.resume()
 
     def epoch(self, stop_after: int | None = None) -> None:
@@ -81,7 +79,7 @@ class Training:
 
 
 def load(store: MemoryStore, step: int) -> Any:
-    return holdfast.load(store.at(f"version_{step}"))
+    return limpet.load(store.at(f"version_{step}"))
 
 
 # -- with any loader -----------------------------------------------------------------------------
@@ -269,11 +267,11 @@ def test_end_epoch_before_the_empty_pass_of_a_resume_begins_the_next_epoch() -> 
 @pytest.mark.parametrize("leftover", [0, 1])
 def test_end_epoch_with_accumulated_gradients(leftover: int) -> None:
     """A step of three batches begins in one epoch, and ends in the next."""
-    sampler = holdfast.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
-    progress = holdfast.Progress()
+    sampler = limpet.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
+    progress = limpet.Progress()
     store, count, waiting = MemoryStore(), 0, 0
     state = {"progress": progress, "sampler": sampler, "x": [1.0]}
-    with holdfast.Checkpointer(store, state, save=Never()) as ckpt:
+    with limpet.Checkpointer(store, state, save=Never()) as ckpt:
         while progress.epoch < 3:
             for _ in sampler:
                 count, waiting = count + 1, waiting + 1
@@ -283,9 +281,9 @@ def test_end_epoch_with_accumulated_gradients(leftover: int) -> None:
             ckpt.end_epoch()
         assert (count, progress.epoch) == (3 * len(sampler), 3)
         ckpt.save()
-    resumed = holdfast.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
-    state = {"progress": holdfast.Progress(), "sampler": resumed, "x": [0.0]}
-    with holdfast.Checkpointer(store, state, save=Never()) as ckpt:
+    resumed = limpet.ElasticSampler(16 + leftover * 4, 4, shuffle=False)
+    state = {"progress": limpet.Progress(), "sampler": resumed, "x": [0.0]}
+    with limpet.Checkpointer(store, state, save=Never()) as ckpt:
         ckpt.resume()
         assert sum(1 for _ in resumed) == count % 3 + len(resumed)
 
@@ -346,13 +344,13 @@ class RandomTraining:
         torch.manual_seed(1)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.skip_empty, self.progress = skip_empty, holdfast.Progress()
-        self.sampler = holdfast.ElasticSampler(24, 6, skip_empty=skip_empty)
+        self.skip_empty, self.progress = skip_empty, limpet.Progress()
+        self.sampler = limpet.ElasticSampler(24, 6, skip_empty=skip_empty)
         generator = torch.Generator().manual_seed(0)
         data = torch.utils.data.TensorDataset(torch.randn(24, 4, generator=generator))
         self.loader = torch.utils.data.DataLoader(data, batch_sampler=self.sampler)
-        members = (self.model, self.optimizer, self.progress, self.sampler, holdfast.RNG())
-        self.ckpt = holdfast.Checkpointer(store, dict(zip("mopsr", members)), save=Never())
+        members = (self.model, self.optimizer, self.progress, self.sampler, limpet.RNG())
+        self.ckpt = limpet.Checkpointer(store, dict(zip("mopsr", members)), save=Never())
 
     def train(self, last: tuple[int, int]) -> tuple[list[float], float, int]:
         """Train until a step and an epoch, and save. Return what the training has come to."""
@@ -397,7 +395,7 @@ def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(
 @pytest.mark.parametrize(("steps", "saved"), [(300, [600, 1200, 1500, 2100]), (500, [500, 1000])])
 def test_a_multiple_that_is_passed_over_is_saved(steps: int, saved: list[int]) -> None:
     store = MemoryStore()
-    with holdfast.Checkpointer(store, initial_state(), save=EverySteps(500)) as ckpt:
+    with limpet.Checkpointer(store, initial_state(), save=EverySteps(500)) as ckpt:
         while ckpt.current_step < saved[-1]:
             ckpt.step(steps=steps)
         ckpt.wait()
@@ -405,8 +403,8 @@ def test_a_multiple_that_is_passed_over_is_saved(steps: int, saved: list[int]) -
 
 
 def test_batches_are_as_many_as_steps() -> None:
-    sampler, state = holdfast.ElasticSampler(12, 1), initial_state()
-    with holdfast.Checkpointer(MemoryStore(), {**state, "s": sampler}, save=Never()) as ckpt:
+    sampler, state = limpet.ElasticSampler(12, 1), initial_state()
+    with limpet.Checkpointer(MemoryStore(), {**state, "s": sampler}, save=Never()) as ckpt:
         batches = iter(sampler)
         for _ in range(3):
             next(batches)
@@ -416,15 +414,15 @@ def test_batches_are_as_many_as_steps() -> None:
             next(batches)
         ckpt.step(steps=2, batches=4)
         assert (ckpt.current_step, sampler.left) == (5, 5)
-        with pytest.raises(HoldfastError, match="more batches"):
+        with pytest.raises(LimpetError, match="more batches"):
             ckpt.step(steps=2)
         assert (ckpt.current_step, sampler.left) == (5, 5)
 
 
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2", None])
 def test_an_invalid_number_of_steps_counts_nothing(steps: Any) -> None:
-    with holdfast.Checkpointer(MemoryStore(), initial_state(), save=Never()) as ckpt:
-        with pytest.raises(HoldfastError, match="Invalid number of steps"):
+    with limpet.Checkpointer(MemoryStore(), initial_state(), save=Never()) as ckpt:
+        with pytest.raises(LimpetError, match="Invalid number of steps"):
             ckpt.step(steps=steps)
         assert ckpt.current_step == 0
         ckpt.step(steps=2)
@@ -439,10 +437,10 @@ def test_an_invalid_number_of_steps_counts_nothing(steps: Any) -> None:
 def test_any_sequence_of_steps_and_epochs_saves_what_is_due(
     calls: list[tuple[int, bool]], every: int
 ) -> None:
-    store, progress = MemoryStore(), holdfast.Progress()
+    store, progress = MemoryStore(), limpet.Progress()
     state = {"progress": progress, "x": [0.0]}
     expected, last, epochs, began = [], 0, 0, 0
-    with holdfast.Checkpointer(store, state, save=EverySteps(every) | EveryEpoch(2)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(every) | EveryEpoch(2)) as ckpt:
         step = 0
         for steps, ends in calls:
             ckpt.step(steps=steps)
@@ -514,9 +512,9 @@ def test_the_metrics_of_a_step_whose_save_is_in_flight_are_added_to_it() -> None
 def test_a_memory_tier_captures_each_epoch_once(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-test-")
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="limpet-test-")
     request.addfinalizer(folder.cleanup)
-    tier = holdfast.MemoryTier(every=EveryEpoch(), copies=1, path=folder.name)
+    tier = limpet.MemoryTier(every=EveryEpoch(), copies=1, path=folder.name)
     training = Training(str(tmp_path / "run"), Never(), sampler=False, tiers=[tier])
     captured: list[int] = []
     capture = training.ckpt._tiers.memory.capture
@@ -539,12 +537,12 @@ def test_a_memory_tier_captures_each_epoch_once(
 
 
 def test_end_epoch_needs_a_progress() -> None:
-    with holdfast.Checkpointer(MemoryStore(), {"x": [1.0]}, save=EverySteps(5)) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), {"x": [1.0]}, save=EverySteps(5)) as ckpt:
         ckpt.step()
-        with pytest.raises(HoldfastError, match=r"nowhere to count the epoch.*Progress"):
+        with pytest.raises(LimpetError, match=r"nowhere to count the epoch.*Progress"):
             ckpt.end_epoch()
-    with pytest.raises(HoldfastError, match=r"EveryEpoch can never fire.*end_epoch\(\)"):
-        holdfast.Checkpointer(MemoryStore(), {"x": [1.0]}, save=EveryEpoch())
+    with pytest.raises(LimpetError, match=r"EveryEpoch can never fire.*end_epoch\(\)"):
+        limpet.Checkpointer(MemoryStore(), {"x": [1.0]}, save=EveryEpoch())
 
 
 def test_counting_an_epoch_twice_is_refused() -> None:
@@ -553,7 +551,7 @@ def test_counting_an_epoch_twice_is_refused() -> None:
         training.epoch()
         if training.progress.epoch:
             training.progress.epoch += 1
-            with pytest.raises(HoldfastError, match=r"changed between.*found 2"):
+            with pytest.raises(LimpetError, match=r"changed between.*found 2"):
                 training.ckpt.end_epoch()
             assert training.progress.epoch == 2
             break
@@ -585,7 +583,7 @@ def test_every_epoch_warns_if_the_user_counts_without_end_epoch() -> None:
 
 @pytest.mark.parametrize("is_called", [True, False])
 def test_every_epoch_warns_if_no_epoch_ever_ends(is_called: bool) -> None:
-    with holdfast.Checkpointer(MemoryStore(), initial_state(), save=EveryEpoch()) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), initial_state(), save=EveryEpoch()) as ckpt:
         ckpt.step(steps=LONG_EPOCH - 1)
         if is_called:
             ckpt.end_epoch()
@@ -611,7 +609,7 @@ def test_invalid_metrics_change_nothing(metrics: Any) -> None:
 def test_end_epoch_after_close_is_refused() -> None:
     training = Training(MemoryStore(), EveryEpoch(), sampler=False)
     training.ckpt.close()
-    with pytest.raises(HoldfastError, match="closed"):
+    with pytest.raises(LimpetError, match="closed"):
         training.ckpt.end_epoch()
     assert training.progress.epoch == 0
 
@@ -665,15 +663,15 @@ def test_an_exception_after_end_epoch_saves_the_new_epoch(tmp_path: Path) -> Non
     url = str(tmp_path / "run")
     with (
         pytest.raises(ValueError, match="stop"),
-        holdfast.Checkpointer(
-            url, initial_state(), save=EverySteps(100) | holdfast.OnException()
+        limpet.Checkpointer(
+            url, initial_state(), save=EverySteps(100) | limpet.OnException()
         ) as ckpt,
     ):
         ckpt.step()
         ckpt.end_epoch({"val": 1.0})
         raise ValueError("stop")
     [snapshot] = Run(url).snapshots()
-    assert holdfast.load(snapshot.url)["progress"]["epoch"] == 1
+    assert limpet.load(snapshot.url)["progress"]["epoch"] == 1
     assert snapshot.metadata["metrics"] == {"val": 1.0}
 
 
@@ -695,16 +693,16 @@ def test_the_step_within_the_epoch_survives_a_resume() -> None:
 
 @pytest.mark.parametrize(("epoch", "expected"), [(0, 7), (3, 0)])
 def test_a_progress_of_an_earlier_release_loads(epoch: int, expected: int) -> None:
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     store = MemoryStore()
-    holdfast.save(store, {"progress": {"epoch": epoch, "step": 7, "samples": 1}})
-    holdfast.load(store, into={"progress": progress})
+    limpet.save(store, {"progress": {"epoch": epoch, "step": 7, "samples": 1}})
+    limpet.load(store, into={"progress": progress})
     assert progress.step_in_epoch == expected
     assert progress.state_dict() == {"epoch": epoch, "step": 7, "samples": 1}
     progress.step += 2
     assert progress.step_in_epoch == expected + 2
     progress.epoch += 1
-    again = holdfast.Progress()
+    again = limpet.Progress()
     again.load_state_dict(progress.state_dict())
     again.step += 1
     assert again.step_in_epoch == 1
@@ -714,9 +712,9 @@ def test_an_evaluation_before_the_last_step_of_an_epoch_is_not_repeated() -> Non
     """A finished training that is started again evaluates nothing, as docs/resume.md says."""
     store, evaluated = MemoryStore(), list[int]()
     for _ in range(2):
-        sampler, progress = holdfast.ElasticSampler(8, 2), holdfast.Progress()
+        sampler, progress = limpet.ElasticSampler(8, 2), limpet.Progress()
         state = {"sampler": sampler, "progress": progress}
-        with holdfast.Checkpointer(store, state, save=EverySteps(2) | AtEnd()) as ckpt:
+        with limpet.Checkpointer(store, state, save=EverySteps(2) | AtEnd()) as ckpt:
             ckpt.resume()
             while progress.epoch < 2:
                 for _ in sampler:
@@ -754,7 +752,7 @@ def warned_metrics(save: Any, epochs: int, name: str = "val", **options: Any) ->
 def test_a_metric_of_epochs_that_are_not_saved_is_not_called_misspelled(epochs: int) -> None:
     """The warning said that nothing passes the metric; ``EveryEpoch`` is what is missing."""
     [message] = warned_metrics(EverySteps(3), epochs)  # at the end, or after version 9
-    for part in ("has val, which", "they have loss", "first at step 4", "| holdfast.EveryEpoch()"):
+    for part in ("has val, which", "they have loss", "first at step 4", "| limpet.EveryEpoch()"):
         assert part in message
     assert "Run.add_metrics" not in message
     assert warned_metrics(EverySteps(3) | EveryEpoch(), epochs) == []

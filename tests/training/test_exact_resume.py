@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-import holdfast
-from holdfast.data.sampler_group import SamplerGroup
-from holdfast.errors import HoldfastError, PlanError, UncountedBatches, UncountedEpochs
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
-from holdfast.storage.store import Store
+import limpet
+from limpet.data.sampler_group import SamplerGroup
+from limpet.errors import LimpetError, PlanError, UncountedBatches, UncountedEpochs
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
+from limpet.storage.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -88,8 +88,8 @@ class Training:
             self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
                 self.optimizer, 0.05, total_steps=100
             )
-        self.progress = holdfast.Progress()
-        self.sampler = holdfast.ElasticSampler(o.length, o.batch, seed=3, drop_last=o.drop_last)
+        self.progress = limpet.Progress()
+        self.sampler = limpet.ElasticSampler(o.length, o.batch, seed=3, drop_last=o.drop_last)
         self.loader = DataLoader(
             Points(o),
             batch_sampler=self.sampler,
@@ -102,7 +102,7 @@ class Training:
             "scheduler": self.scheduler,
             "progress": self.progress,
             "sampler": self.sampler,
-            "rng": holdfast.RNG(),
+            "rng": limpet.RNG(),
         }
 
     def backward(self, batch: list[torch.Tensor]) -> float:
@@ -117,7 +117,7 @@ class Training:
             raise ZeroDivisionError
         return loss.item()
 
-    def run(self, ckpt: holdfast.Checkpointer, stop: int = 1 << 30) -> None:
+    def run(self, ckpt: limpet.Checkpointer, stop: int = 1 << 30) -> None:
         window: list[float] = []
         while self.progress.epoch < self.options.epochs:
             for batch in self.loader:
@@ -160,7 +160,7 @@ def seed_all(seed: int) -> None:
 def run_uninterrupted(options: Options) -> Training:
     seed_all(0)
     training = Training(options)
-    with holdfast.Checkpointer(MemoryStore(), training.state) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), training.state) as ckpt:
         training.run(ckpt)
     return training
 
@@ -168,7 +168,7 @@ def run_uninterrupted(options: Options) -> Training:
 def run_until_stop(options: Options, store: Store, every: int, stop: int) -> Training:
     seed_all(0)
     training = Training(options)
-    with holdfast.Checkpointer(store, training.state, save=holdfast.EverySteps(every)) as ckpt:
+    with limpet.Checkpointer(store, training.state, save=limpet.EverySteps(every)) as ckpt:
         training.run(ckpt, stop)
     return training
 
@@ -178,7 +178,7 @@ def resume_and_finish(options: Options, store: Store) -> tuple[Training, int]:
     seed_all(99)  # a new process has different random numbers
     training = Training(options)
     torch.randn(5)
-    with holdfast.Checkpointer(store, training.state, save=holdfast.EverySteps(1000)) as ckpt:
+    with limpet.Checkpointer(store, training.state, save=limpet.EverySteps(1000)) as ckpt:
         ckpt.resume()
         start = training.progress.step
         training.run(ckpt)
@@ -238,7 +238,7 @@ def test_an_exception_in_any_step_ends_with_the_same_bits(options: Options, late
         seed_all(0)
         first = Training(options)
         first.fail_at, first.fail_late = raising, late
-        ckpt = holdfast.Checkpointer(store, first.state, save=holdfast.OnException())
+        ckpt = limpet.Checkpointer(store, first.state, save=limpet.OnException())
         with pytest.raises(ZeroDivisionError), ckpt:
             first.run(ckpt)
         if len(first.losses) == 0:
@@ -270,20 +270,20 @@ class IndexDataset(Dataset[int]):
 
 
 def generators() -> str:
-    state = holdfast.RNG().state_dict()
+    state = limpet.RNG().state_dict()
     return repr((state["python"], state["numpy"][1].tolist(), state["torch"].tolist()))
 
 
 @pytest.mark.parametrize("options", LOADERS, ids=["0", "1", "2", "persistent", "own generator"])
 @pytest.mark.parametrize("steps", [1, 3, 4, 5])
 def test_the_first_batch_finds_the_restored_generators(options: dict[str, Any], steps: int) -> None:
-    sampler = holdfast.ElasticSampler(8, 2)
+    sampler = limpet.ElasticSampler(8, 2)
     for _ in range(steps):
         if sampler.left in (0, 4):
             batches = iter(sampler)
         next(batches)
         sampler.advance()
-    other = holdfast.ElasticSampler(8, 2)
+    other = limpet.ElasticSampler(8, 2)
     loader = DataLoader(IndexDataset(), batch_sampler=other, **options)
     other.load_state_dict(sampler.state_dict())
     seed_all(5)
@@ -297,8 +297,8 @@ def test_the_first_batch_finds_the_restored_generators(options: dict[str, Any], 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_that_starts_an_epoch_draws_a_seed(workers: int) -> None:
     """Otherwise the seeds of the workers would be the same in every epoch."""
-    sampler = holdfast.ElasticSampler(8, 2)
-    other = holdfast.ElasticSampler(8, 2)
+    sampler = limpet.ElasticSampler(8, 2)
+    other = limpet.ElasticSampler(8, 2)
     other.load_state_dict(sampler.state_dict())
     loader = DataLoader(IndexDataset(), batch_sampler=other, num_workers=workers)
     seed_all(5)
@@ -317,7 +317,7 @@ def test_a_pass_that_starts_an_epoch_draws_a_seed(workers: int) -> None:
 
 def test_draws_between_the_loader_and_its_first_batch_are_undone() -> None:
     """An uninterrupted run does not draw these numbers within an epoch."""
-    sampler = holdfast.ElasticSampler(8, 2)
+    sampler = limpet.ElasticSampler(8, 2)
     next(iter(sampler))
     sampler.advance()
     sampler.load_state_dict(sampler.state_dict())
@@ -339,16 +339,16 @@ def make_state(length: int = 8, lr: float = 0.1) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 100),
-        "progress": holdfast.Progress(),
-        "sampler": holdfast.ElasticSampler(length, 2),
-        "rng": holdfast.RNG(),
+        "progress": limpet.Progress(),
+        "sampler": limpet.ElasticSampler(length, 2),
+        "rng": limpet.RNG(),
     }
 
 
 def save_version(store: Store, step: int) -> None:
     """Save the version of a step in an epoch of four steps."""
     state = make_state()
-    with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(step)) as ckpt:
+    with limpet.Checkpointer(store, state, save=limpet.EverySteps(step)) as ckpt:
         for number, _ in enumerate(state["sampler"], 1):
             ckpt.step()
             if number == step:
@@ -358,20 +358,20 @@ def save_version(store: Store, step: int) -> None:
 def test_a_sampler_missing_in_the_state_raises_in_the_third_epoch() -> None:
     state = make_state()
     sampler = state.pop("sampler")
-    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in sampler:
             ckpt.step()
         with pytest.warns(UncountedBatches, match="state of the Checkpointer"):
             batches = list(sampler)
         for _ in batches:
             ckpt.step()
-        with pytest.raises(HoldfastError, match="state of the Checkpointer"):
+        with pytest.raises(LimpetError, match="state of the Checkpointer"):
             next(iter(sampler))
 
 
 def test_a_sampler_used_for_evaluation_raises() -> None:
-    state, evaluation = make_state(), holdfast.ElasticSampler(6, 2)
-    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+    state, evaluation = make_state(), limpet.ElasticSampler(6, 2)
+    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for epoch in range(2):
             for _ in state["sampler"]:
                 ckpt.step()
@@ -381,20 +381,20 @@ def test_a_sampler_used_for_evaluation_raises() -> None:
                     list(evaluation)
             else:
                 list(evaluation)
-        with pytest.raises(HoldfastError, match="plain DataLoader"):
+        with pytest.raises(LimpetError, match="plain DataLoader"):
             list(evaluation)
-    state["evaluation"] = holdfast.ElasticSampler(6, 2)
-    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+    state["evaluation"] = limpet.ElasticSampler(6, 2)
+    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         next(iter(state["sampler"]))
         with pytest.raises(
-            HoldfastError, match=r"Sampler\(6, 2.*Do not put a sampler for evaluation"
+            LimpetError, match=r"Sampler\(6, 2.*Do not put a sampler for evaluation"
         ):
             ckpt.step()
 
 
 def test_a_loop_that_does_not_count_epochs_causes_a_warning() -> None:
     state = make_state()
-    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for epoch in range(state["progress"].epoch, 3):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
@@ -405,10 +405,10 @@ def test_a_loop_that_does_not_count_epochs_causes_a_warning() -> None:
 
 def test_calling_step_twice_for_a_batch_raises() -> None:
     state = make_state()
-    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         next(iter(state["sampler"]))
         ckpt.step()
-        with pytest.raises(HoldfastError, match=r"step\(\) is called once per batch"):
+        with pytest.raises(LimpetError, match=r"step\(\) is called once per batch"):
             ckpt.step()
 
 
@@ -417,7 +417,7 @@ def test_a_data_set_can_grow_between_two_epochs() -> None:
     store = MemoryStore()
     save_version(store, 4)
     state = make_state(12)
-    with holdfast.Checkpointer(store, state) as ckpt:
+    with limpet.Checkpointer(store, state) as ckpt:
         ckpt.resume()
         passes = []
         while state["progress"].epoch < 2:
@@ -436,13 +436,13 @@ def test_a_data_set_that_grew_within_an_epoch_needs_a_new_run(tmp_path: Path) ->
     save_version(store, 3)
     state = make_state(12)
     with pytest.raises(PlanError, match="length=8, found length=12"):
-        state["sampler"].load_state_dict(holdfast.load(tmp_path / "a/version_3")["sampler"])
+        state["sampler"].load_state_dict(limpet.load(tmp_path / "a/version_3")["sampler"])
     with (
-        holdfast.Checkpointer(tmp_path / "a", state) as ckpt,
+        limpet.Checkpointer(tmp_path / "a", state) as ckpt,
         pytest.raises(PlanError, match="length=8, found length=12"),
     ):
         ckpt.resume()
-    with holdfast.Checkpointer(tmp_path / "b", state) as ckpt:
+    with limpet.Checkpointer(tmp_path / "b", state) as ckpt:
         others = [f"{name}/**" for name in state if name != "sampler"]
         ckpt.resume(start=f"{tmp_path}/a@latest", keys=others)
         assert ckpt.current_step == state["progress"].step == 3
@@ -454,7 +454,7 @@ def test_optimizer_options_come_from_the_version_and_can_be_changed_afterwards()
     save_version(store, 4)
     state = make_state(lr=0.5)
     group = state["optimizer"].param_groups[0]
-    with holdfast.Checkpointer(store, state) as ckpt:
+    with limpet.Checkpointer(store, state) as ckpt:
         ckpt.resume()
         assert state["optimizer"].param_groups[0]["lr"] == group["lr"] == 0.1
         assert state["scheduler"].base_lrs == [0.1]
@@ -462,7 +462,7 @@ def test_optimizer_options_come_from_the_version_and_can_be_changed_afterwards()
         ckpt.step(batches=0)
         ckpt.save()
     other = make_state()
-    with holdfast.Checkpointer(store, other) as ckpt:
+    with limpet.Checkpointer(store, other) as ckpt:
         ckpt.resume()
     assert other["optimizer"].param_groups[0]["lr"] == 0.5
 
@@ -515,9 +515,9 @@ class ReadingLoop:
     seen: list[tuple[list[float], float]] = field(default_factory=list)
 
     def run(self, store: Store, stop: int = 1 << 30) -> list[tuple[list[float], float]]:
-        progress = holdfast.Progress()
-        state = {**self.parts, "progress": progress, "rng": holdfast.RNG()}
-        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1)) as ckpt:
+        progress = limpet.Progress()
+        state = {**self.parts, "progress": progress, "rng": limpet.RNG()}
+        with limpet.Checkpointer(store, state, save=limpet.EverySteps(1)) as ckpt:
             ckpt.resume()
             while progress.epoch < 2:
                 for batch in self.loader:
@@ -580,10 +580,10 @@ def test_a_save_between_two_epochs_resumes_exactly(
     """Plain and stateful loaders need the save after the epoch is counted, streams before it."""
 
     def run(store: Store, epochs: int) -> list[list[float]]:
-        parts, progress, seen = make(), holdfast.Progress(), []
+        parts, progress, seen = make(), limpet.Progress(), []
         loader = parts.pop("loader")
-        state = {**parts, "progress": progress, "rng": holdfast.RNG()}
-        with holdfast.Checkpointer(store, state, save=holdfast.AtEnd()) as ckpt:
+        state = {**parts, "progress": progress, "rng": limpet.RNG()}
+        with limpet.Checkpointer(store, state, save=limpet.AtEnd()) as ckpt:
             ckpt.resume()
             while progress.epoch < epochs:
                 for batch in loader:
@@ -687,19 +687,19 @@ class Pair:
         return ",".join(f"{k}={getattr(self, k)}".replace(" ", "")[:25] for k in changed)
 
     def run(self, store: Store, stop: int = -1, stop_at_epoch: int = -1) -> Seen:
-        samplers = [holdfast.ElasticSampler(n, 2, seed=i) for i, n in enumerate(self.lengths)]
+        samplers = [limpet.ElasticSampler(n, 2, seed=i) for i, n in enumerate(self.lengths)]
         first, second = (
             DataLoader(IndexDataset(), batch_sampler=s, num_workers=w)
             for s, w in zip(samplers, self.workers)
         )
         if self.endless:
             second = forever(second)  # type: ignore[assignment]
-        progress, seen = holdfast.Progress(), []
-        state: dict[str, Any] = {"samplers": samplers, "rng": holdfast.RNG()}
+        progress, seen = limpet.Progress(), []
+        state: dict[str, Any] = {"samplers": samplers, "rng": limpet.RNG()}
         if self.count != "not":
             state["progress"] = progress
-        policy = holdfast.EverySteps(1000 if stop < 0 else stop)
-        with holdfast.Checkpointer(store, state, save=policy) as ckpt:
+        policy = limpet.EverySteps(1000 if stop < 0 else stop)
+        with limpet.Checkpointer(store, state, save=policy) as ckpt:
             ckpt.resume()
             for epoch in range(progress.epoch, self.epochs if self.count != "not" else 99):
                 if self.count == "before":
@@ -754,7 +754,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.errors.UncountedBatches")
+@pytest.mark.filterwarnings("ignore::limpet.errors.UncountedBatches")
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_two_samplers_resume_exactly(pair: Pair) -> None:
     """The loop ends a pass when one sampler ends, possibly before the other has yielded a batch.
@@ -765,7 +765,7 @@ def test_two_samplers_resume_exactly(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::holdfast.errors.UncountedBatches")
+@pytest.mark.filterwarnings("ignore::limpet.errors.UncountedBatches")
 @pytest.mark.parametrize("workers", [(2, 2), (0, 2), (2, 0)], ids=str)
 def test_two_samplers_with_workers_resume_exactly(workers: tuple[int, int]) -> None:
     """If only the first loader has workers, the second draws once more, as documented.
@@ -783,7 +783,7 @@ def test_two_samplers_with_workers_resume_exactly(workers: tuple[int, int]) -> N
 
 
 def test_generators_recorded_before_another_resume_are_not_restored() -> None:
-    sampler = holdfast.ElasticSampler(8, 2)
+    sampler = limpet.ElasticSampler(8, 2)
     next(iter(sampler))
     sampler.advance()
     sampler.load_state_dict(sampler.state_dict())
@@ -797,10 +797,10 @@ def test_generators_recorded_before_another_resume_are_not_restored() -> None:
 
 def test_generators_recorded_for_a_finished_pass_are_not_restored() -> None:
     """Otherwise, random numbers drawn after the pass would be drawn again."""
-    old, group = holdfast.ElasticSampler(4, 2), SamplerGroup()
+    old, group = limpet.ElasticSampler(4, 2), SamplerGroup()
     for _ in old:
         old.advance()
-    first, second = holdfast.ElasticSampler(4, 2), holdfast.ElasticSampler(4, 2)
+    first, second = limpet.ElasticSampler(4, 2), limpet.ElasticSampler(4, 2)
     for sampler in (first, second):
         sampler.follow(None, group)
         sampler.load_state_dict(old.state_dict())
@@ -818,10 +818,10 @@ def test_three_samplers_resume_exactly() -> None:
     """The pass ends with the second sampler. The third is also at its end."""
 
     def run(store: Store, stop: int = -1) -> list[Any]:
-        samplers = [holdfast.ElasticSampler(n, 2, seed=n) for n in (10, 6, 5)]
-        progress, seen = holdfast.Progress(), []
+        samplers = [limpet.ElasticSampler(n, 2, seed=n) for n in (10, 6, 5)]
+        progress, seen = limpet.Progress(), []
         state = {"samplers": samplers, "progress": progress}
-        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1)) as ckpt:
+        with limpet.Checkpointer(store, state, save=limpet.EverySteps(1)) as ckpt:
             ckpt.resume()
             while progress.epoch < 4:
                 for batches in zip(*samplers):
@@ -839,11 +839,11 @@ def test_three_samplers_resume_exactly() -> None:
 
 
 def test_a_step_that_one_sampler_cannot_count_advances_none() -> None:
-    samplers = [holdfast.ElasticSampler(8, 2), holdfast.ElasticSampler(8, 2)]
-    with holdfast.Checkpointer(MemoryStore(), {"samplers": samplers}) as ckpt:
+    samplers = [limpet.ElasticSampler(8, 2), limpet.ElasticSampler(8, 2)]
+    with limpet.Checkpointer(MemoryStore(), {"samplers": samplers}) as ckpt:
         passes = [iter(s) for s in samplers]
         next(passes[0])
-        with pytest.raises(HoldfastError, match=r"more batches than .* has yielded"):
+        with pytest.raises(LimpetError, match=r"more batches than .* has yielded"):
             ckpt.step()
         assert [s.left for s in samplers] == [4, 4]
         next(passes[1])
@@ -870,9 +870,9 @@ def test_every_way_to_count_epochs_resumes_exactly(count: str, batches: int, per
     one = int(count == "from one")
 
     def run(store: Store, stop: int = -1) -> list[list[int]]:
-        sampler, progress = holdfast.ElasticSampler(2 * batches, 2), holdfast.Progress()
+        sampler, progress = limpet.ElasticSampler(2 * batches, 2), limpet.Progress()
         state, seen, window = {"sampler": sampler, "progress": progress}, [], []
-        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(1)) as ckpt:
+        with limpet.Checkpointer(store, state, save=limpet.EverySteps(1)) as ckpt:
             ckpt.resume()
             for epoch in range(max(progress.epoch, one), 4 + one):
                 if count == "before":

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn, optim
 
-import holdfast
-from holdfast.errors import DTypeMismatch, HoldfastError, KeptValues, PlanError, ShapeMismatch
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet.errors import DTypeMismatch, KeptValues, LimpetError, PlanError, ShapeMismatch
+from limpet.training.checkpointer import Checkpointer
 
 
 def training(classes: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, classes)).to(dtype)
     optimizer = optim.AdamW(model.parameters(), lr=0.1)
     schedule = optim.lr_scheduler.StepLR(optimizer, 2)
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     return {"optimizer": optimizer, "model": model, "schedule": schedule, "progress": progress}
 
 
@@ -48,7 +48,7 @@ def test_a_resized_head_starts_anew_and_its_run_restarts_strictly(
     (start, old), run = pretrained, tmp_path / "tuned"
     for attempt in range(3):
         state = training(10)
-        with Checkpointer(run, state, save=holdfast.EverySteps(1)) as ckpt:
+        with Checkpointer(run, state, save=limpet.EverySteps(1)) as ckpt:
             ckpt.resume(start=start, mismatched="keep")
             head, body = state["model"][2].weight, state["model"][0].weight
             if attempt == 0:
@@ -115,7 +115,7 @@ def test_a_start_with_cast_is_complete(
 def test_the_options_need_a_start(tmp_path: Any, option: dict[str, Any]) -> None:
     with (
         Checkpointer(tmp_path / "run", {"a": 1}) as ckpt,
-        pytest.raises(HoldfastError, match="only together with start="),
+        pytest.raises(LimpetError, match="only together with start="),
     ):
         ckpt.resume(**option)
 
@@ -167,7 +167,7 @@ def resume_as_advised(run: Any, state: dict[str, Any], **options: Any) -> tuple[
         ckpt.resume(**options)
     call = re.search(r"another folder and (resume\(.*\))", str(e.value))
     assert call is not None, e.value
-    arguments = eval(call[1], {"resume": dict, "holdfast": holdfast})
+    arguments = eval(call[1], {"resume": dict, "limpet": limpet})
     with Checkpointer(f"{run}-next", state) as ckpt:
         ckpt.resume(**arguments)
         return str(e.value), ckpt.start_report
@@ -179,7 +179,7 @@ def test_a_model_that_was_wrapped_continues_as_advised(tmp_path: Any, layers: in
         model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
         optimizer = optim.AdamW(model.parameters(), lr=0.1)
         schedule = optim.lr_scheduler.StepLR(optimizer, 2)
-        state = {"optimizer": optimizer, "schedule": schedule, "progress": holdfast.Progress()}
+        state = {"optimizer": optimizer, "schedule": schedule, "progress": limpet.Progress()}
         return state | {"model": Wrap(model) if is_wrapped else model}
 
     old = make(is_wrapped=False)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.engine.saving import pending
-from holdfast.engine.saving.save import finish_in_background
-from holdfast.run.policy import EverySteps, OnException
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training import checkpointer
-from holdfast.training.checkpointer import Checkpointer
-from holdfast.training.saves import in_flight, saver
+import limpet
+from limpet.engine.saving import pending
+from limpet.engine.saving.save import finish_in_background
+from limpet.run.policy import EverySteps, OnException
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training import checkpointer
+from limpet.training.checkpointer import Checkpointer
+from limpet.training.saves import in_flight, saver
 from tests.trainings import threads_of_trainings
 
 FILES = {m.__file__ for m in (pending, saver, in_flight, checkpointer)}
@@ -51,7 +51,7 @@ class Training:
         self.state = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "progress": holdfast.Progress(),
+            "progress": limpet.Progress(),
         }
         self.store = MemoryStore()
         self.overlap, self.raises = overlap, raises
@@ -99,7 +99,7 @@ class Training:
             assert "was not saved" in str(error.__notes__)
         for snapshot in snapshots:
             assert snapshot.verify().ok
-            loaded = holdfast.load(self.store.at(f"version_{snapshot.step}"))["model"]["weight"]
+            loaded = limpet.load(self.store.at(f"version_{snapshot.step}"))["model"]["weight"]
             assert torch.equal(loaded, self.weights[snapshot.step])
 
 

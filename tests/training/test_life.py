@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast import events, machine
-from holdfast.deadline import Deadline
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet import events, machine
+from limpet.deadline import Deadline
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     Denied,
     FormatTooNew,
-    HoldfastError,
+    LimpetError,
     MetricMissing,
     MissingLeaf,
     NoSpace,
@@ -36,11 +36,11 @@ from holdfast.errors import (
     Unavailable,
     UnexpectedLeaf,
 )
-from holdfast.format.names import Version
-from holdfast.format.records import Pin, encode_pin
-from holdfast.preemption.policy import Preemption
-from holdfast.preemption.signals import SignalNotice
-from holdfast.run.policy import (
+from limpet.format.names import Version
+from limpet.format.records import Pin, encode_pin
+from limpet.preemption.policy import Preemption
+from limpet.preemption.signals import SignalNotice
+from limpet.run.policy import (
     EveryEpoch,
     EverySteps,
     KeepBest,
@@ -49,13 +49,13 @@ from holdfast.run.policy import (
     OnException,
     StopWhen,
 )
-from holdfast.run.request_watcher import RequestWatcher
-from holdfast.run.run import Run
-from holdfast.run.save_request import RequestedSave, put_request, read_request, request_and_wait
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Stat
-from holdfast.training.checkpointer import Checkpointer
-from holdfast.training.saves.goodput import Goodput
+from limpet.run.request_watcher import RequestWatcher
+from limpet.run.run import Run
+from limpet.run.save_request import RequestedSave, put_request, read_request, request_and_wait
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Stat
+from limpet.training.checkpointer import Checkpointer
+from limpet.training.saves.goodput import Goodput
 from tests.engine.unreliable_stores import HookedStore
 from tests.forging import seal, sealed_content
 from tests.trainings import (
@@ -242,14 +242,14 @@ def test_a_read_only_local_folder_raises_at_the_first_step(tmp_path: Any) -> Non
     ],
 )
 def test_invalid_choices(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(HoldfastError, match=message):
+    with pytest.raises(LimpetError, match=message):
         Checkpointer(MemoryStore(), initial_state(), **arguments)
 
 
 def test_every_epoch_requires_what_counts_epochs() -> None:
-    with pytest.raises(HoldfastError, match=r"EveryEpoch.*Progress.*ElasticSampler"):
+    with pytest.raises(LimpetError, match=r"EveryEpoch.*Progress.*ElasticSampler"):
         Checkpointer(MemoryStore(), {"x": 1}, save=EverySteps(5) | EveryEpoch())
-    for state in ({"x": 1, "sampler": holdfast.ElasticSampler(10, 2)}, initial_state()):
+    for state in ({"x": 1, "sampler": limpet.ElasticSampler(10, 2)}, initial_state()):
         Checkpointer(MemoryStore(), state, save=EveryEpoch()).close()
 
 
@@ -271,7 +271,7 @@ def test_every_epoch_requires_what_counts_epochs() -> None:
     ],
 )
 def test_arguments_of_wrong_types(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(HoldfastError, match=message):
+    with pytest.raises(LimpetError, match=message):
         Checkpointer(MemoryStore(), arguments.pop("state", initial_state()), **arguments)
 
 
@@ -318,7 +318,7 @@ def test_the_result_of_state_dict_is_rejected() -> None:
 
 def test_a_version_is_not_a_run(tmp_path: Any) -> None:
     for name in ("version_8", "version_8.1"):
-        with pytest.raises(HoldfastError, match=r"is not a run.*resume\(start="):
+        with pytest.raises(LimpetError, match=r"is not a run.*resume\(start="):
             Checkpointer(tmp_path / name, initial_state())
     assert not list(tmp_path.iterdir())
 
@@ -331,16 +331,16 @@ def test_the_address_of_a_version_is_not_a_run(tmp_path: Any, name: str) -> None
         with training(tmp_path / call / "a", EverySteps(1)) as (state, ckpt):
             train(state, ckpt, 1)
         ckpt = Checkpointer(tmp_path / call / name, initial_state())
-        with pytest.raises(HoldfastError, match=r"is not a run.*the address of a version"):
+        with pytest.raises(LimpetError, match=r"is not a run.*the address of a version"):
             getattr(ckpt, call)()
         ckpt.close()
 
 
 def test_a_snapshot_is_not_a_run(tmp_path: Any) -> None:
-    holdfast.save(tmp_path / "snapshot", initial_state())
+    limpet.save(tmp_path / "snapshot", initial_state())
     for call in ("step", "resume", "save"):
         ckpt = Checkpointer(tmp_path / "snapshot", initial_state())
-        with pytest.raises(HoldfastError, match=r"is not a run.*found a snapshot"):
+        with pytest.raises(LimpetError, match=r"is not a run.*found a snapshot"):
             getattr(ckpt, call)()
         ckpt.close()
 
@@ -351,7 +351,7 @@ def test_changing_progress_during_training_raises() -> None:
         ckpt.step()
         assert ckpt.current_step == 8
         state["progress"].step += 1
-        with pytest.raises(HoldfastError, match="Expected 8, found 9"):
+        with pytest.raises(LimpetError, match="Expected 8, found 9"):
             ckpt.step()
 
 
@@ -368,7 +368,7 @@ def test_a_save_right_after_a_step_has_its_metrics() -> None:
 def test_a_resume_at_an_invalid_step() -> None:
     with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
         for wrong in ({"at": "8"}, {"at": 8.0}, {"branch": True}):
-            with pytest.raises(HoldfastError, match="whole numbers"):
+            with pytest.raises(LimpetError, match="whole numbers"):
                 ckpt.resume(**wrong)  # type: ignore[arg-type]
 
 
@@ -398,9 +398,9 @@ def test_events_of_the_start_and_of_unsaved_steps() -> None:
 # -- two trainings in one run --------------------------------------------------------------------
 
 OTHER_TRAINING = """
-import sys, holdfast
-state = {"x": [0.0], "progress": holdfast.Progress()}
-ckpt = holdfast.Checkpointer(sys.argv[1], state, save=holdfast.EverySteps(1))
+import sys, limpet
+state = {"x": [0.0], "progress": limpet.Progress()}
+ckpt = limpet.Checkpointer(sys.argv[1], state, save=limpet.EverySteps(1))
 ckpt.resume()
 for _ in range(2):
     ckpt.step()
@@ -419,13 +419,13 @@ def test_a_second_training_raises_while_the_first_runs(tmp_path: Any) -> None:
     assert first.stdin is not None
     assert first.stdout is not None
     assert first.stdout.readline() == "training\n"
-    state: dict[str, Any] = {"x": [0.0], "progress": holdfast.Progress()}
+    state: dict[str, Any] = {"x": [0.0], "progress": limpet.Progress()}
     for choice in ("raise", "warn"):
         ckpt = Checkpointer(tmp_path / "a", state, on_error=choice)  # type: ignore[arg-type]
         ckpt.resume()
-        with pytest.raises(HoldfastError, match=rf"Another training.*process {first.pid} on"):
+        with pytest.raises(LimpetError, match=rf"Another training.*process {first.pid} on"):
             ckpt.step()
-        with pytest.raises(HoldfastError, match="Another training"):
+        with pytest.raises(LimpetError, match="Another training"):
             ckpt.resume(at=1)  # must not change the lineage of the other training
         ckpt.close()
     assert Run(tmp_path / "a").line() == [Version(1), Version(2)]
@@ -449,7 +449,7 @@ def test_a_replaced_training_saves_nothing_more() -> None:
     with training(store, EverySteps(2)) as (new_state, new):
         new.resume()
         train(new_state, new, 3)
-        with pytest.raises(HoldfastError, match="taken this run over"):
+        with pytest.raises(LimpetError, match="taken this run over"):
             train(state, old, 6)
             old.wait()
         train(new_state, new, 4)
@@ -599,8 +599,8 @@ def network(
         "model": model,
         "optimizer": optimizer,
         "schedule": schedule,
-        "progress": holdfast.Progress(),
-        "rng": holdfast.RNG(),
+        "progress": limpet.Progress(),
+        "rng": limpet.RNG(),
     }
 
     def step(where: str | None = None) -> float:
@@ -622,7 +622,7 @@ def network(
 
 def saved_values(state: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a snapshot of the state, for comparison."""
-    snapshot = holdfast.save(MemoryStore().at("version_0"), state)
+    snapshot = limpet.save(MemoryStore().at("version_0"), state)
     values = {key: snapshot[key] for key in snapshot}
     return {k: np.asarray(v[...]) if hasattr(v, "shape") else v for k, v in values.items()}
 
@@ -729,7 +729,7 @@ def test_a_failed_save_on_exception_does_not_hide_the_exception() -> None:
 def poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll for requests without delay."""
     monkeypatch.setattr(
-        "holdfast.training.checkpointer_base.RequestWatcher",
+        "limpet.training.checkpointer_base.RequestWatcher",
         partial(RequestWatcher, interval=0.002),
     )
 
@@ -830,7 +830,7 @@ def test_a_new_run_starts_from_another_run() -> None:
         assert again is not None
         assert again.step == 30
         assert states_equal(state, state_after(30))
-    with training(MemoryStore(), EverySteps(10)) as (state, ckpt), pytest.raises(HoldfastError):
+    with training(MemoryStore(), EverySteps(10)) as (state, ckpt), pytest.raises(LimpetError):
         ckpt.resume(start=f"{url}@25")
 
 
@@ -848,14 +848,14 @@ def test_a_resume_waits_for_the_pending_save() -> None:
 
 def test_a_warm_start_loads_matching_keys_and_counts_from_zero() -> None:
     url = "memory://life-warm"
-    holdfast.save(
+    limpet.save(
         f"{url}/version_70",
-        {"model": {"old": np.arange(3.0), "removed": 1}, "progress": holdfast.Progress()},
+        {"model": {"old": np.arange(3.0), "removed": 1}, "progress": limpet.Progress()},
         step=70,
     )
     state: dict[str, Any] = {
         "model": {"new": np.zeros(3), "head": np.ones(2)},
-        "progress": holdfast.Progress(),
+        "progress": limpet.Progress(),
     }
     with Checkpointer(MemoryStore(), state, save=EverySteps(1)) as ckpt:
         with pytest.raises(PlanError):
@@ -880,7 +880,7 @@ def test_start_cannot_be_combined_with_at_or_branch(position: dict[str, int]) ->
     for store in (MemoryStore(), trained_run()):
         with (
             training(store, EverySteps(1)) as (state, ckpt),
-            pytest.raises(HoldfastError, match=r"start=.*RUN@120"),
+            pytest.raises(LimpetError, match=r"start=.*RUN@120"),
         ):
             ckpt.resume(start="memory://elsewhere@latest", **position)
         assert states_equal(state, initial_state())
@@ -888,7 +888,7 @@ def test_start_cannot_be_combined_with_at_or_branch(position: dict[str, int]) ->
 
 def test_unexpected_requires_start() -> None:
     with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
-        with pytest.raises(HoldfastError, match="start="):
+        with pytest.raises(LimpetError, match="start="):
             ckpt.resume(unexpected="ignore")
         ckpt.resume()
 
@@ -897,7 +897,7 @@ def test_the_error_for_another_training_lists_all_differences() -> None:
     store = MemoryStore()
     with training(store, EverySteps(5)) as (state, ckpt):
         train(state, ckpt, 5)
-    other = {"model": np.zeros(3), "progress": holdfast.Progress()}
+    other = {"model": np.zeros(3), "progress": limpet.Progress()}
     with Checkpointer(store, other) as ckpt, pytest.raises(PlanError) as e:
         ckpt.resume()
     assert isinstance(e.value, MissingLeaf | UnexpectedLeaf | PlanError)
@@ -909,7 +909,7 @@ def test_the_error_for_another_training_lists_all_differences() -> None:
 def test_the_error_for_a_sampler_of_other_data_has_advice() -> None:
     store = MemoryStore()
     for length in (10, 12):
-        sampler = holdfast.ElasticSampler(length, 2)
+        sampler = limpet.ElasticSampler(length, 2)
         state = initial_state() | {"sampler": sampler}
         ckpt = Checkpointer(store, state, save=EverySteps(1))
         if length == 12:

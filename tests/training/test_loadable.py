@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn, optim
 
-import holdfast
-from holdfast.engine.state.loadable import shares_elements
-from holdfast.errors import NothingSaved, PlanError
+import limpet
+from limpet.engine.state.loadable import shares_elements
+from limpet.errors import NothingSaved, PlanError
 
 
 class Metric(nn.Module):
@@ -47,7 +47,7 @@ def with_buffer(buffer, persistent=True):
 
 
 def train(state, tmp_path, steps=3):
-    with holdfast.Checkpointer(tmp_path / "run", state, save=holdfast.EverySteps(2)) as ckpt:
+    with limpet.Checkpointer(tmp_path / "run", state, save=limpet.EverySteps(2)) as ckpt:
         for _ in range(steps):
             ckpt.step()
         return ckpt
@@ -83,10 +83,10 @@ def test_a_tensor_whose_elements_share_memory_is_refused_at_the_first_step(name,
             train(state, tmp_path, 1)
         assert e.value.leaves == (leaf,)
     url = tmp_path / "version_1"
-    holdfast.save(url, {"x": tensor})  # a plain save and load keep the values
-    assert torch.equal(holdfast.load(url)["x"], tensor)
+    limpet.save(url, {"x": tensor})  # a plain save and load keep the values
+    assert torch.equal(limpet.load(url)["x"], tensor)
     with pytest.raises(PlanError, match="share memory"):
-        holdfast.load(url, into={"x": tensor})
+        limpet.load(url, into={"x": tensor})
 
 
 @pytest.mark.parametrize("name", WRITABLE)
@@ -97,7 +97,7 @@ def test_a_tensor_with_its_own_memory_is_saved_and_loaded(name, tmp_path):
     state = {"m": with_buffer(tensor), "x": tensor}
     train(state, tmp_path)
     tensor.zero_()
-    with holdfast.Checkpointer(tmp_path / "run", state) as ckpt:
+    with limpet.Checkpointer(tmp_path / "run", state) as ckpt:
         ckpt.resume()
     assert torch.equal(tensor, before)
 
@@ -114,9 +114,9 @@ def test_an_expanded_slot_is_replaced():
     m.weight.grad = torch.ones(2, 2)
     opt.step()
     url = "memory://slots/version_1"
-    holdfast.save(url, {"m": m, "o": opt})
+    limpet.save(url, {"m": m, "o": opt})
     opt.state[m.weight]["momentum_buffer"] = torch.zeros(1, 1).expand(2, 2)
-    holdfast.load(url, into={"m": m, "o": opt})
+    limpet.load(url, into={"m": m, "o": opt})
     assert opt.state[m.weight]["momentum_buffer"].tolist() == [[1, 1], [1, 1]]
 
 
@@ -127,7 +127,7 @@ def test_views_of_one_buffer_are_saved_and_loaded(tmp_path):
     m.register_buffer("column", base.view(5, 2)[:, 1])
     train({"m": m}, tmp_path)
     base.zero_()
-    with holdfast.Checkpointer(tmp_path / "run", {"m": m}) as ckpt:
+    with limpet.Checkpointer(tmp_path / "run", {"m": m}) as ckpt:
         ckpt.resume()
     assert base.tolist() == list(range(10))
 
@@ -168,9 +168,9 @@ def test_a_persistent_metric_is_restored(tmp_path):
     metric = Metric(persistent=True, default=3.0)
     metric.seen += [torch.ones(2), torch.ones(5)]
     url = tmp_path / "version_1"
-    holdfast.save(url, {"m": metric})
+    limpet.save(url, {"m": metric})
     live = Metric(persistent=True)
-    holdfast.load(url, into={"m": live})
+    limpet.load(url, into={"m": live})
     assert (live.total.item(), [len(t) for t in live.seen]) == (3, [2, 5])
 
 
@@ -209,8 +209,8 @@ def train_prepared(steps, backend="fbgemm"):
 def test_a_prepared_model_continues_exactly(backend, before):
     url = f"memory://{backend}{before}/version_1"
     a, b = train_prepared(3, backend), train_prepared(before, backend)
-    holdfast.save(url, a)
-    holdfast.load(url, into=b)
+    limpet.save(url, a)
+    limpet.load(url, into=b)
     for state in (a, b):
         observe(state["m"], state["o"], 3)
     for (name, x), y in zip(a["m"].state_dict().items(), b["m"].state_dict().values(), strict=True):
@@ -220,11 +220,11 @@ def test_a_prepared_model_continues_exactly(backend, before):
 @pytest.mark.filterwarnings("ignore:.*(deprecated|quant|reduce_range|observer)")
 def test_a_prepared_model_of_another_size_is_refused_before_anything_is_changed():
     state = train_prepared(1)
-    holdfast.save("memory://qat/version_1", {"m": state["m"]})
+    limpet.save("memory://qat/version_1", {"m": state["m"]})
     live = prepare(channels=5)
     before = {k: v.clone() for k, v in live.state_dict().items()}
     with pytest.raises(PlanError, match=r"0\.weight \[4, 3, 3, 3\], live \[5, 3, 3, 3\]") as e:
-        holdfast.load("memory://qat/version_1", into={"m": live})
+        limpet.load("memory://qat/version_1", into={"m": live})
     assert not any("weight_fake_quant" in key for key in e.value.misfits)  # these could be loaded
     for name, value in live.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -243,6 +243,6 @@ def test_a_buffer_that_the_module_does_not_resize_is_refused(failure):
             if failure == "refuses":
                 super()._load_from_state_dict(state, prefix, *args)
 
-    holdfast.save(f"memory://own-{failure}/version_1", {"m": Own(3)})
-    with pytest.raises(holdfast.errors.ShapeMismatch, match=r"m/b \[3\], live \[2\]"):
-        holdfast.load(f"memory://own-{failure}/version_1", into={"m": Own(2)})
+    limpet.save(f"memory://own-{failure}/version_1", {"m": Own(3)})
+    with pytest.raises(limpet.errors.ShapeMismatch, match=r"m/b \[3\], live \[2\]"):
+        limpet.load(f"memory://own-{failure}/version_1", into={"m": Own(2)})

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-import holdfast
-from holdfast.storage.tmpfs.store import TmpfsStore
+import limpet
+from limpet.storage.tmpfs.store import TmpfsStore
 
 
 @pytest.fixture
 def folder():
-    path = Path(tempfile.mkdtemp(prefix="holdfast-", dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix="limpet-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
 
 
 def test_a_training_in_memory_uses_three_files(folder):
     state, inodes = {"w": torch.zeros(1 << 20)}, set()
-    options = {"save": holdfast.EverySteps(1), "keep": holdfast.KeepLast(2)}
+    options = {"save": limpet.EverySteps(1), "keep": limpet.KeepLast(2)}
     store = TmpfsStore(folder, spare_files=3)
-    with holdfast.Checkpointer(store, {"model": state}, **options) as checkpointer:
+    with limpet.Checkpointer(store, {"model": state}, **options) as checkpointer:
         for _ in range(8):
             state["w"] += 1
             checkpointer.step()
@@ -32,10 +32,10 @@ def test_a_training_in_memory_uses_three_files(folder):
             checkpointer.wait()
             inodes |= {p.stat().st_ino for p in folder.rglob("shard-*.safetensors")}
     assert len(inodes) == 3
-    snapshots = holdfast.Run(folder).snapshots()
+    snapshots = limpet.Run(folder).snapshots()
     assert [snapshot.step for snapshot in snapshots] == [7, 8]
     assert all(snapshot.verify().ok for snapshot in snapshots)
     restored = {"w": torch.zeros(1 << 20)}
-    with holdfast.Checkpointer(folder, {"model": restored}, **options) as checkpointer:
+    with limpet.Checkpointer(folder, {"model": restored}, **options) as checkpointer:
         assert checkpointer.resume().step == 8
     assert torch.equal(restored["w"], torch.full((1 << 20,), 8.0))

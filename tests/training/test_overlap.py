@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.buffers import BufferPool, page_lock
-from holdfast.engine.saving import overlap, save
-from holdfast.engine.saving.overlap import DeferredStaging
-from holdfast.errors import CommitError, HoldfastError, NoSpace
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.threads import Workers
-from holdfast.training.checkpointer import Checkpointer
-from holdfast.types import BLOCK_SIZE
+import limpet
+from limpet.buffers import BufferPool, page_lock
+from limpet.engine.saving import overlap, save
+from limpet.engine.saving.overlap import DeferredStaging
+from limpet.errors import CommitError, LimpetError, NoSpace
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.threads import Workers
+from limpet.training.checkpointer import Checkpointer
+from limpet.types import BLOCK_SIZE
 
 
 def network(outputs: int = 4000) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def network(outputs: int = 4000) -> dict[str, Any]:
         "model": model,
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05),
         "scale": torch.ones(3),
-        "progress": holdfast.Progress(),
-        "rng": holdfast.RNG(),
+        "progress": limpet.Progress(),
+        "rng": limpet.RNG(),
     }
 
 
@@ -52,7 +52,7 @@ def train_step(state: dict[str, Any]) -> None:
 
 def saved_values(store: MemoryStore, step: int) -> dict[str, Any]:
     """Return the values of a version in comparable form."""
-    loaded = holdfast.load(store.at(f"version_{step}"))
+    loaded = limpet.load(store.at(f"version_{step}"))
     return {k: v for k, v in loaded.items() if k != "rng"} | {"rng": str(loaded["rng"])}
 
 
@@ -111,7 +111,7 @@ def test_only_the_optimizer_waits_for_the_copies(gate: threading.Event) -> None:
         waiting.join(20)
         assert not torch.equal(state["model"][2].weight, before["2.weight"])
         ckpt.wait()
-    saved = holdfast.load(store.at("version_2"))
+    saved = limpet.load(store.at("version_2"))
     assert same(saved["model"], before)
     assert torch.equal(saved["scale"], scale)
 
@@ -150,7 +150,7 @@ def test_an_optimizer_added_later_is_saved() -> None:
             before = state["model"][2].weight.detach().clone()
             ckpt.step()
         ckpt.wait()
-    assert torch.equal(holdfast.load(store.at("version_4"))["model"]["2.weight"], before)
+    assert torch.equal(limpet.load(store.at("version_4"))["model"]["2.weight"], before)
 
 
 WIDE = 2 * BLOCK_SIZE // 1200
@@ -189,7 +189,7 @@ def test_an_optimizer_outside_the_state_waits_too(kind: str, gate: threading.Eve
         assert waiting.is_alive()
         gate.set()
         waiting.join(20)
-    assert same(holdfast.load(store.at("version_1"))["model"], before)
+    assert same(limpet.load(store.at("version_1"))["model"], before)
 
 
 def add(state: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ def test_an_embedding_changed_by_its_forward_pass_is_copied_first(
         embedding(all_rows)
         assert not torch.equal(embedding.weight, before)
         gate.set()
-    assert torch.equal(holdfast.load(store.at("version_1"))["e"]["weight"], before)
+    assert torch.equal(limpet.load(store.at("version_1"))["e"]["weight"], before)
 
 
 def test_a_failure_before_the_copies_does_not_block_the_optimizer(
@@ -262,7 +262,7 @@ def test_a_failure_before_the_copies_does_not_block_the_optimizer(
     train_step(state)
 
     def fail(*_: Any) -> None:
-        raise HoldfastError("no copy was made")
+        raise LimpetError("no copy was made")
 
     monkeypatch.setattr(save, "_stage_deferred", fail)
     ckpt.step()
@@ -270,7 +270,7 @@ def test_a_failure_before_the_copies_does_not_block_the_optimizer(
     waiting.start()
     waiting.join(20)
     assert not waiting.is_alive()
-    with pytest.raises(HoldfastError, match="no copy was made"):
+    with pytest.raises(LimpetError, match="no copy was made"):
         ckpt.close()
 
 
@@ -286,7 +286,7 @@ def test_an_interrupt_while_the_thread_starts(
     start = threading.Thread.start
 
     def interrupted(self: threading.Thread) -> None:
-        if self.name == "holdfast-save":
+        if self.name == "limpet-save":
             threads.append(self)
             if begun:
                 gate.clear()
@@ -310,7 +310,7 @@ def test_an_interrupt_while_the_thread_starts(
     found = [s.step for s in Run(store).snapshots()]
     assert found == [1] * begun
     if begun:
-        assert same(holdfast.load(store.at("version_1"))["model"], before)
+        assert same(limpet.load(store.at("version_1"))["model"], before)
 
 
 def test_buffers_for_a_device_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:

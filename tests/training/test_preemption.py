@@ -22,21 +22,21 @@ from typing import Any
 
 import pytest
 
-from holdfast.deadline import Deadline
-from holdfast.engine.distributed.rounds import RoundDeadline
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import HoldfastError, NoSpace, Preempted, RankFailed, Unavailable
-from holdfast.preemption import response
-from holdfast.preemption.exit_status import forget_done, read_records
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.policy import Preemption
-from holdfast.preemption.savepoints import step_savepoint
-from holdfast.preemption.signals import SignalNotice
-from holdfast.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
-from holdfast.training.saves.goodput import Goodput
+from limpet.deadline import Deadline
+from limpet.engine.distributed.rounds import RoundDeadline
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import LimpetError, NoSpace, Preempted, RankFailed, Unavailable
+from limpet.preemption import response
+from limpet.preemption.exit_status import forget_done, read_records
+from limpet.preemption.notice import Notice
+from limpet.preemption.policy import Preemption
+from limpet.preemption.savepoints import step_savepoint
+from limpet.preemption.signals import SignalNotice
+from limpet.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
+from limpet.training.saves.goodput import Goodput
 from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.preemption.metadata_servers import GcpServer
@@ -96,7 +96,7 @@ def no_threads() -> bool:
     while threads := [
         t
         for t in threading.enumerate()
-        if t.name.startswith("holdfast") and t not in _earlier_threads
+        if t.name.startswith("limpet") and t not in _earlier_threads
     ]:
         assert time.monotonic() < end, threads
         time.sleep(0.001)
@@ -312,8 +312,8 @@ def test_preemption_can_be_turned_off() -> None:
     with Checkpointer(MemoryStore(), initial_state(), preemption=None) as ckpt:
         ckpt.step()
         assert signal.getsignal(signal.SIGTERM) == before
-        assert not [t for t in threading.enumerate() if t.name == "holdfast-notices"]
-    with pytest.raises(HoldfastError, match="Invalid value for preemption="):
+        assert not [t for t in threading.enumerate() if t.name == "limpet-notices"]
+    with pytest.raises(LimpetError, match="Invalid value for preemption="):
         Checkpointer(MemoryStore(), initial_state(), preemption=True)  # type: ignore[arg-type]
 
 
@@ -404,11 +404,11 @@ def test_the_last_save_follows_the_one_in_flight() -> None:
     assert reader_of(last).manifest.parent.version == "version_5"
 
 
-def test_a_training_announces_itself_to_holdfast_run(
+def test_a_training_announces_itself_to_limpet_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C4: otherwise, a worker that is killed before it has said anything would not be missed."""
-    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
     training = Training(MemoryStore())
     with training.ckpt:
         training.ckpt.resume()
@@ -668,12 +668,12 @@ def test_measured_times_leave_room_for_the_last_save_and_survive_a_restart() -> 
 SCRIPT = """
 import signal, sys, time
 import numpy as np
-import holdfast
+import limpet
 
 if "earlier" in sys.argv:
     signal.signal(signal.SIGTERM, lambda *_: print("earlier handler", flush=True))
-state = {"x": np.zeros(4), "progress": holdfast.Progress()}
-with holdfast.Checkpointer(sys.argv[1], state, save=holdfast.EverySteps(10**6)) as ckpt:
+state = {"x": np.zeros(4), "progress": limpet.Progress()}
+with limpet.Checkpointer(sys.argv[1], state, save=limpet.EverySteps(10**6)) as ckpt:
     ckpt.resume()
     print("begin", ckpt.current_step, flush=True)
     while ckpt.current_step < 10_000:
@@ -702,9 +702,7 @@ def test_sigterm_saves_and_exits_with_75_and_a_restart_goes_on(tmp_path: Path) -
     code, _, err = run_until_sigterm(tmp_path / "run")
     assert code == 75
     (first,) = Run(tmp_path / "run").snapshots()
-    assert err == (
-        f"holdfast: stopped after step {first.step}, which is saved, because of SIGTERM\n"
-    )
+    assert err == (f"limpet: stopped after step {first.step}, which is saved, because of SIGTERM\n")
     code, out, _ = run_until_sigterm(tmp_path / "run", "earlier")
     assert code == 75
     assert out == f"begin {first.step}\nearlier handler\n"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.errors import HoldfastError, Preempted, RankFailed
-from holdfast.preemption import Preemption, PreemptionGuard, guard, response
-from holdfast.run.policy import AtEnd, EverySteps, OnException
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.errors import LimpetError, Preempted, RankFailed
+from limpet.preemption import Preemption, PreemptionGuard, guard, response
+from limpet.run.policy import AtEnd, EverySteps, OnException
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.preemption.announced import Announced
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
@@ -37,7 +37,7 @@ class GuardedTraining:
     def __init__(self, store: Any, save: Any = None, **settings: Any) -> None:
         self.source = Announced()
         self.state = initial_state()
-        self.ckpt = holdfast.Checkpointer(
+        self.ckpt = limpet.Checkpointer(
             store,
             self.state,
             save=EverySteps(10**9) if save is None else save,
@@ -179,7 +179,7 @@ def test_a_run_that_other_versions_occupy_is_refused_before_the_first_call() -> 
     with GuardedTraining(store, AtEnd()).ckpt as ckpt:
         ckpt.step()
     training, calls = GuardedTraining(store), list[int]()
-    with pytest.raises(HoldfastError, match="holds versions of an earlier training"):
+    with pytest.raises(LimpetError, match="holds versions of an earlier training"):
         training.guard.run(lambda: calls.append(1))
     assert calls == []
 
@@ -199,7 +199,7 @@ def test_a_nested_call_leaves_at_the_end_of_the_outer_one() -> None:
 
 def test_without_preemption_a_guard_only_counts() -> None:
     store = MemoryStore()
-    ckpt = holdfast.Checkpointer(store, initial_state(), save=AtEnd(), preemption=None)
+    ckpt = limpet.Checkpointer(store, initial_state(), save=AtEnd(), preemption=None)
     with ckpt, PreemptionGuard(ckpt).watch_scope():
         assert PreemptionGuard(ckpt).run(int, "7") == 7
         PreemptionGuard(ckpt).save_if_preempted({"loss": 0.5})

@@ -1,4 +1,4 @@
-"""Random numbers that Holdfast's calls draw, or an evaluation, do not change the training's.
+"""Random numbers that Limpet's calls draw, or an evaluation, do not change the training's.
 
 A save, a load, and a step call code of the user, which may draw from the global generators at any
 place: in ``state_dict``, in ``load_state_dict``, in hooks, in properties.
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import holdfast
-from holdfast import generators
-from holdfast.errors import HoldfastError, MemberFailed, PlanError, Unsupported
-from holdfast.generators import DeferredIsolation, Isolation, capture_states, restore_states
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet import generators
+from limpet.errors import LimpetError, MemberFailed, PlanError, Unsupported
+from limpet.generators import DeferredIsolation, Isolation, capture_states, restore_states
+from limpet.storage.memory import MemoryStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -180,14 +180,14 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "parametrization": module_with_parametrization,
     "own optimizer": lambda: OwnOptimizer([nn.Parameter(torch.ones(2))], lr=0.1),
     "optimizer hooks": optimizer_with_hooks,
-    "per rank": lambda: holdfast.PerRank(Methods()),
-    "replicated": lambda: holdfast.Replicated([Methods()]),
+    "per rank": lambda: limpet.PerRank(Methods()),
+    "replicated": lambda: limpet.Replicated([Methods()]),
     "nested": lambda: {"a": [{"b": (Methods(),)}]},
 }
 
 # modules draw their initial weights, which is not what the tests are about
 drawing = pytest.mark.parametrize(
-    "make", [holdfast.isolated_rng()(make) for make in MAKERS.values()], ids=MAKERS
+    "make", [limpet.isolated_rng()(make) for make in MAKERS.values()], ids=MAKERS
 )
 
 
@@ -206,18 +206,18 @@ def unchanged() -> Iterator[None]:
 def test_a_save_and_a_load(make: Callable[[], Any]) -> None:
     store, state = MemoryStore(), {"x": make(), "y": torch.ones(2)}
     expected = upcoming()
-    holdfast.save(store, state)
+    limpet.save(store, state)
     assert upcoming() == expected
-    holdfast.load(store, into=state)
+    limpet.load(store, into=state)
     assert upcoming() == expected
-    holdfast.load(store, into=state, keys="x")
+    limpet.load(store, into=state, keys="x")
     assert upcoming() == expected
-    holdfast.load(store, into=state, keys="y")
+    limpet.load(store, into=state, keys="y")
     assert upcoming() == expected
     with pytest.raises(PlanError):
-        holdfast.load(store, into=state | {"z": make()})
+        limpet.load(store, into=state | {"z": make()})
     assert upcoming() == expected
-    holdfast.save_async(MemoryStore(), state).wait()
+    limpet.save_async(MemoryStore(), state).wait()
 
 
 @drawing
@@ -225,16 +225,16 @@ def test_a_save_and_a_load(make: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"save": holdfast.EverySteps(2)},
-        {"save": holdfast.EverySteps(2), "overlap": True},
-        {"save": holdfast.EverySteps(2), "incremental": True},
-        {"save": holdfast.EverySteps(2) | holdfast.OnException()},
+        {"save": limpet.EverySteps(2)},
+        {"save": limpet.EverySteps(2), "overlap": True},
+        {"save": limpet.EverySteps(2), "incremental": True},
+        {"save": limpet.EverySteps(2) | limpet.OnException()},
     ],
     ids=["plain", "overlap", "incremental", "on exception"],
 )
 def test_every_call_of_a_checkpointer(make: Callable[[], Any], options: Any) -> None:
-    store, state, expected = MemoryStore(), {"x": make(), "rng": holdfast.RNG()}, upcoming()
-    with holdfast.Checkpointer(store, state, **options) as ckpt:
+    store, state, expected = MemoryStore(), {"x": make(), "rng": limpet.RNG()}, upcoming()
+    with limpet.Checkpointer(store, state, **options) as ckpt:
         assert ckpt.resume() is None
         for _ in range(5):
             ckpt.step()
@@ -242,7 +242,7 @@ def test_every_call_of_a_checkpointer(make: Callable[[], Any], options: Any) -> 
         ckpt.save()
         assert upcoming() == expected
     random.seed(2)
-    with holdfast.Checkpointer(store, state, **options) as ckpt:
+    with limpet.Checkpointer(store, state, **options) as ckpt:
         ckpt.resume()
         assert upcoming() == expected
         ckpt.step()
@@ -253,8 +253,8 @@ def test_every_call_of_a_checkpointer(make: Callable[[], Any], options: Any) -> 
 
 @drawing
 def test_a_save_after_an_exception(make: Callable[[], Any]) -> None:
-    store, state = MemoryStore(), {"x": make(), "rng": holdfast.RNG()}
-    ckpt = holdfast.Checkpointer(store, state, save=holdfast.OnException())
+    store, state = MemoryStore(), {"x": make(), "rng": limpet.RNG()}
+    ckpt = limpet.Checkpointer(store, state, save=limpet.OnException())
     with pytest.raises(ZeroDivisionError), ckpt:
         ckpt.step()
         expected = upcoming()
@@ -262,7 +262,7 @@ def test_a_save_after_an_exception(make: Callable[[], Any]) -> None:
         after = upcoming()
         raise ZeroDivisionError
     assert upcoming() == after
-    with holdfast.Checkpointer(store, state) as ckpt:
+    with limpet.Checkpointer(store, state) as ckpt:
         ckpt.resume()
         assert upcoming() == expected
 
@@ -274,10 +274,10 @@ def test_a_load_that_fails_in_user_code() -> None:
             raise ZeroDivisionError
 
     store = MemoryStore()
-    holdfast.save(store, {"x": Failing()})
+    limpet.save(store, {"x": Failing()})
     expected = upcoming()
     with pytest.raises(MemberFailed):
-        holdfast.load(store, into={"x": Failing()})
+        limpet.load(store, into={"x": Failing()})
     assert upcoming() == expected
 
 
@@ -286,14 +286,14 @@ def test_a_load_that_fails_in_user_code() -> None:
 
 def states_with_rng() -> Iterator[dict[str, Any]]:
     for order in permutations(("x", "rng", "z")):
-        members = {"x": Methods(), "rng": holdfast.RNG(), "z": CheckedMethods()}
+        members = {"x": Methods(), "rng": limpet.RNG(), "z": CheckedMethods()}
         yield {name: members[name] for name in order}
-    yield {"a": {"rng": holdfast.RNG(), "x": Methods()}, "z": Methods()}
-    yield {"a": [Methods(), (holdfast.RNG(), Methods())], "z": [Methods()]}
-    yield {"first": holdfast.RNG(), "x": Methods(), "second": [holdfast.RNG()], "z": Methods()}
-    yield {"rng": holdfast.PerRank([holdfast.RNG()]), "x": Methods()}
-    yield {"rng": holdfast.Replicated(holdfast.RNG()), "x": holdfast.PerRank(Methods())}
-    yield {"rng": holdfast.RNG(), "model": module_with_hooks(), "optimizer": optimizer_with_hooks()}
+    yield {"a": {"rng": limpet.RNG(), "x": Methods()}, "z": Methods()}
+    yield {"a": [Methods(), (limpet.RNG(), Methods())], "z": [Methods()]}
+    yield {"first": limpet.RNG(), "x": Methods(), "second": [limpet.RNG()], "z": Methods()}
+    yield {"rng": limpet.PerRank([limpet.RNG()]), "x": Methods()}
+    yield {"rng": limpet.Replicated(limpet.RNG()), "x": limpet.PerRank(Methods())}
+    yield {"rng": limpet.RNG(), "model": module_with_hooks(), "optimizer": optimizer_with_hooks()}
     yield {"trainer": Trainer(), "x": Methods()}
 
 
@@ -301,7 +301,7 @@ class Trainer:
     """An object that contains an ``RNG``."""
 
     def __init__(self) -> None:
-        self.rng = holdfast.RNG()
+        self.rng = limpet.RNG()
 
     def state_dict(self) -> dict[str, Any]:
         draw_here()
@@ -328,49 +328,49 @@ def test_the_generators_are_restored_last(state: dict[str, Any], reorder: bool) 
     store = MemoryStore()
     seed_all(2)
     expected = upcoming()
-    holdfast.save(store, state)
+    limpet.save(store, state)
     assert draw() == expected
     seed_all(3)
-    holdfast.load(store, into=reversed_order(state) if reorder else state)
+    limpet.load(store, into=reversed_order(state) if reorder else state)
     assert draw() == expected
     run = MemoryStore()
-    with holdfast.Checkpointer(run, state) as ckpt:
+    with limpet.Checkpointer(run, state) as ckpt:
         ckpt.step()
         ckpt.save()
         expected = upcoming()
     seed_all(4)
-    with holdfast.Checkpointer(run, state) as ckpt:
+    with limpet.Checkpointer(run, state) as ckpt:
         ckpt.resume()
         assert draw() == expected
 
 
 def test_a_part_without_the_rng_changes_no_generator_and_a_part_with_it_restores_them() -> None:
-    store, state = MemoryStore(), {"rng": holdfast.RNG(), "x": Methods(), "y": Methods()}
+    store, state = MemoryStore(), {"rng": limpet.RNG(), "x": Methods(), "y": Methods()}
     seed_all(5)
     saved = upcoming()
-    holdfast.save(store, state)
+    limpet.save(store, state)
     seed_all(6)
     live = upcoming()
     for keys in ("x", ["x", "y"], "y/**"):
-        holdfast.load(store, into=state, keys=keys)
+        limpet.load(store, into=state, keys=keys)
         assert upcoming() == live
-    holdfast.load(store)
+    limpet.load(store)
     assert upcoming() == live
-    holdfast.load(store, into=state, keys=["rng", "y"])
+    limpet.load(store, into=state, keys=["rng", "y"])
     assert upcoming() == saved
 
 
 def test_resume_from_another_run(tmp_path: Path) -> None:
-    first, state = str(tmp_path / "a"), {"rng": holdfast.RNG(), "x": Methods()}
+    first, state = str(tmp_path / "a"), {"rng": limpet.RNG(), "x": Methods()}
     seed_all(7)
-    with holdfast.Checkpointer(first, state) as ckpt:
+    with limpet.Checkpointer(first, state) as ckpt:
         ckpt.step()
         saved = upcoming()
         ckpt.save()
     for keys, restores in ((None, True), ("x", False)):
         seed_all(8)
         live = upcoming()
-        with holdfast.Checkpointer(str(tmp_path / f"b{restores}"), state) as ckpt:
+        with limpet.Checkpointer(str(tmp_path / f"b{restores}"), state) as ckpt:
             ckpt.resume(start=f"{first}@latest", keys=keys)
             assert upcoming() == (saved if restores else live)
 
@@ -397,23 +397,23 @@ def test_an_object_may_restore_the_generators_itself(form: str, thread: bool) ->
     store, state = MemoryStore(), {"own": OwnState(), "a": Methods()}
     seed_all(9)
     saved = upcoming()
-    holdfast.save(store, state)
+    limpet.save(store, state)
     seed_all(10)
     live = upcoming()
-    run_in_thread(lambda: holdfast.load(store, into=state), thread)
+    run_in_thread(lambda: limpet.load(store, into=state), thread)
     own = [4, 5] if form == "torch" else [0, 1, 2, 3]
     loaded = upcoming()
     assert [loaded[i] for i in own] == [saved[i] for i in own]
     if not thread:  # in another thread, what other objects draw is not undone without an RNG
         assert loaded == [saved[i] if i in own else live[i] for i in range(6)]
     # an RNG decides, wherever it is
-    for with_rng in ({"rng": holdfast.RNG(), **state}, {**state, "rng": holdfast.RNG()}):
+    for with_rng in ({"rng": limpet.RNG(), **state}, {**state, "rng": limpet.RNG()}):
         seed_all(11)
         expected = upcoming()
         version = MemoryStore()
-        holdfast.save(version, with_rng)
+        limpet.save(version, with_rng)
         seed_all(12)
-        holdfast.load(version, into=with_rng)
+        limpet.load(version, into=with_rng)
         assert upcoming() == expected
 
 
@@ -441,9 +441,9 @@ def test_a_save_or_load_in_another_thread_does_not_rewind_the_training() -> None
         def load_state_dict(self, state: dict[str, int]) -> None:
             seed_all(14)
 
-    run_in_thread(lambda: holdfast.save(store, {"x": Meanwhile()}), True)
+    run_in_thread(lambda: limpet.save(store, {"x": Meanwhile()}), True)
     after_save = upcoming()
-    run_in_thread(lambda: holdfast.load(store, into={"x": Meanwhile()}), True)
+    run_in_thread(lambda: limpet.load(store, into={"x": Meanwhile()}), True)
     after_load = upcoming()
     seed_all(13)
     assert upcoming() == after_save
@@ -452,11 +452,11 @@ def test_a_save_or_load_in_another_thread_does_not_rewind_the_training() -> None
 
 
 def test_a_training_in_another_thread_is_exact() -> None:
-    store, state = MemoryStore(), {"rng": holdfast.RNG(), "x": Methods()}
+    store, state = MemoryStore(), {"rng": limpet.RNG(), "x": Methods()}
     results: list[list[float]] = []
 
     def train() -> None:
-        with holdfast.Checkpointer(store, state, save=holdfast.EverySteps(2)) as ckpt:
+        with limpet.Checkpointer(store, state, save=limpet.EverySteps(2)) as ckpt:
             ckpt.resume()
             for _ in range(ckpt.current_step, 3):
                 results.append(draw())
@@ -473,27 +473,27 @@ def test_a_training_in_another_thread_is_exact() -> None:
 
 
 def test_resume_in_a_block_is_refused() -> None:
-    store, state = MemoryStore(), {"rng": holdfast.RNG()}
-    with holdfast.Checkpointer(store, state) as ckpt:
+    store, state = MemoryStore(), {"rng": limpet.RNG()}
+    with limpet.Checkpointer(store, state) as ckpt:
         with (
-            holdfast.isolated_rng(),
-            pytest.raises(HoldfastError, match="inside a block of isolated_rng"),
+            limpet.isolated_rng(),
+            pytest.raises(LimpetError, match="inside a block of isolated_rng"),
         ):
             ckpt.resume()
         assert ckpt.resume() is None
 
 
 def test_training_in_a_block_is_refused_at_its_second_step() -> None:
-    state = {"rng": holdfast.RNG()}
-    with holdfast.Checkpointer(MemoryStore(), state) as ckpt:
+    state = {"rng": limpet.RNG()}
+    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in range(3):
-            with holdfast.isolated_rng():
+            with limpet.isolated_rng():
                 ckpt.step()
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             ckpt.step()
             with (
-                holdfast.isolated_rng(),
-                pytest.raises(HoldfastError, match="Two steps of the training were in the same"),
+                limpet.isolated_rng(),
+                pytest.raises(LimpetError, match="Two steps of the training were in the same"),
             ):
                 ckpt.step()
         ckpt.step()
@@ -519,12 +519,12 @@ class Training:
         self.place, self.every, self.isolated = place, every, isolated
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.sampler = holdfast.ElasticSampler(6, 3, seed=1)
+        self.sampler = limpet.ElasticSampler(6, 3, seed=1)
         self.loader = DataLoader(Points(), batch_sampler=self.sampler)
         self.validation = DataLoader(Points(), batch_size=3, shuffle=True, num_workers=workers)
-        self.progress = holdfast.Progress()
+        self.progress = limpet.Progress()
         self.state = {
-            "rng": holdfast.RNG(),
+            "rng": limpet.RNG(),
             "model": self.model,
             "optimizer": self.optimizer,
             "sampler": self.sampler,
@@ -540,14 +540,14 @@ class Training:
 
         if not self.isolated:
             return run()
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             return run()
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         noisy = x + random.gauss(0, 0.1) + np.random.normal() * 0.1
         return (self.model(noisy).squeeze(1) - y).square().mean()
 
-    def run(self, ckpt: holdfast.Checkpointer, last: int) -> None:
+    def run(self, ckpt: limpet.Checkpointer, last: int) -> None:
         while self.progress.epoch < 2:
             for x, y in self.loader:
                 loss = self.loss(x, y)
@@ -559,14 +559,14 @@ class Training:
                     return
             self.progress.epoch += 1
 
-    def step(self, ckpt: holdfast.Checkpointer, loss: float) -> None:
+    def step(self, ckpt: limpet.Checkpointer, loss: float) -> None:
         number = self.progress.step + 1
         record = self.history[number] = [loss]
         due = number % self.every == 0
         if self.place in ("before", "both") and due:
             record.append(self.evaluate())
         if self.place == "around" and due:
-            with holdfast.isolated_rng():
+            with limpet.isolated_rng():
                 record.append(self.evaluate())
                 ckpt.step({"loss": loss})
                 record.append(draw())
@@ -581,8 +581,8 @@ def train(
     store: MemoryStore, last: int, *arguments: Any, save: int = 100, isolated: bool = True
 ) -> Training:
     training = Training(*arguments, isolated=isolated)
-    options: Any = {"save": holdfast.EverySteps(save)}
-    with holdfast.Checkpointer(store, training.state, **options) as ckpt:
+    options: Any = {"save": limpet.EverySteps(save)}
+    with limpet.Checkpointer(store, training.state, **options) as ckpt:
         ckpt.resume()
         training.run(ckpt, last)
     return training
@@ -624,19 +624,19 @@ def test_an_evaluation_without_isolation_is_not_repeated_by_the_resumed_run() ->
 
 
 def test_an_exception_in_an_evaluation_saves_the_generators_of_the_training() -> None:
-    store, state = MemoryStore(), {"rng": holdfast.RNG()}
-    ckpt = holdfast.Checkpointer(store, state, save=holdfast.OnException())
+    store, state = MemoryStore(), {"rng": limpet.RNG()}
+    ckpt = limpet.Checkpointer(store, state, save=limpet.OnException())
     seed_all(22)
     with pytest.raises(ZeroDivisionError), ckpt:
         ckpt.step()
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             draw()
             ckpt.step()
             draw()
             raise ZeroDivisionError
     expected = draw()
     seed_all(23)
-    with holdfast.Checkpointer(store, state) as resumed:
+    with limpet.Checkpointer(store, state) as resumed:
         resumed.resume()
         assert resumed.current_step == 2
         assert draw() == expected
@@ -657,9 +657,9 @@ def test_an_interrupt_leaves_no_isolation_open(
     """The signal handler raises when an isolation has begun, or before it ends."""
     isolation = Isolation if operation == "load" else DeferredIsolation
     original = getattr(isolation, method)
-    state = {"x": Methods(), "rng": holdfast.RNG()}
+    state = {"x": Methods(), "rng": limpet.RNG()}
     stored = MemoryStore()
-    holdfast.save(stored, state)
+    limpet.save(stored, state)
 
     def interrupted(self: Any, *args: Any) -> None:
         monkeypatch.setattr(isolation, method, original)
@@ -667,23 +667,23 @@ def test_an_interrupt_leaves_no_isolation_open(
             original(self)
         raise KeyboardInterrupt
 
-    with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.Never()) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), state, save=limpet.Never()) as ckpt:
         ckpt.step()
         monkeypatch.setattr(isolation, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             if operation == "save":
-                holdfast.save(MemoryStore(), state)
+                limpet.save(MemoryStore(), state)
             elif operation == "load":
-                holdfast.load(stored, into=state)
+                limpet.load(stored, into=state)
             else:
                 ckpt.save()
     assert generators._open_frames() == []
 
     expected = upcoming()
     stored = MemoryStore()
-    holdfast.save(stored, {"rng": holdfast.RNG()})
+    limpet.save(stored, {"rng": limpet.RNG()})
     draw()
-    holdfast.load(stored, into={"rng": holdfast.RNG()})
+    limpet.load(stored, into={"rng": limpet.RNG()})
     assert upcoming() == expected, "the save did not record the current states"
 
 
@@ -693,7 +693,7 @@ def test_a_failed_save_inside_of_a_save_leaves_the_outer_isolation_open() -> Non
     class SavesInside(Methods):
         def state_dict(self) -> dict[str, Any]:
             state: dict[str, Any] = {"x": 1}
-            with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.Never()) as inner:
+            with limpet.Checkpointer(MemoryStore(), state, save=limpet.Never()) as inner:
                 inner.step()
                 state["x"] = object()
                 with pytest.raises(Unsupported):
@@ -703,8 +703,8 @@ def test_a_failed_save_inside_of_a_save_leaves_the_outer_isolation_open() -> Non
 
     seed_all(1)
     expected = upcoming()
-    state = {"x": SavesInside(), "rng": holdfast.RNG()}
-    with holdfast.Checkpointer(MemoryStore(), state, save=holdfast.Never()) as ckpt:
+    state = {"x": SavesInside(), "rng": limpet.RNG()}
+    with limpet.Checkpointer(MemoryStore(), state, save=limpet.Never()) as ckpt:
         ckpt.step()
         ckpt.save()
         assert upcoming() == expected

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn, optim
 
-import holdfast
-from holdfast.errors import DTypeMismatch, HoldfastError, PlanError, ShapeMismatch
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet.errors import DTypeMismatch, LimpetError, PlanError, ShapeMismatch
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
 from tests.trainings import training
 
 Kind = type[optim.Optimizer]
@@ -27,8 +27,8 @@ def network(width: int = 2, layers: int = 1, kind: Kind = optim.AdamW, lr: float
         "model": model,
         "optimizer": optimizer,
         "schedule": optim.lr_scheduler.StepLR(optimizer, 2),
-        "progress": holdfast.Progress(),
-        "rng": holdfast.RNG(),
+        "progress": limpet.Progress(),
+        "rng": limpet.RNG(),
     }
 
 
@@ -43,7 +43,7 @@ def train(state: Any, ckpt: Checkpointer, steps: int) -> None:
 def make_run(url: str) -> str:
     """Save a run of five steps. Return its URL."""
     state = network()
-    with Checkpointer(url, state, save=holdfast.EverySteps(5)) as ckpt:
+    with Checkpointer(url, state, save=limpet.EverySteps(5)) as ckpt:
         train(state, ckpt, 5)
     return url
 
@@ -77,7 +77,7 @@ def test_the_advice_matches_the_difference_and_works(
     message, arguments = advice_of_resume(url, state, kind)
     assert arguments == {"start": f"{url}@latest", **expected}
     assert "to keys=" not in message
-    with Checkpointer(MemoryStore(), state, save=holdfast.EverySteps(1)) as ckpt:
+    with Checkpointer(MemoryStore(), state, save=limpet.EverySteps(1)) as ckpt:
         assert ckpt.resume(**arguments) is not None
         assert ckpt.current_step == 5
         is_loaded = "keys" not in expected
@@ -85,7 +85,7 @@ def test_the_advice_matches_the_difference_and_works(
         assert (state["optimizer"].param_groups[0]["lr"] == 0.5) is not is_loaded
         assert (state["schedule"].base_lrs == [0.5]) is not is_loaded
         train(state, ckpt, 2)
-    old = holdfast.load(f"memory://advice-{'-'.join(changed)}/version_5", keys="model")["model"]
+    old = limpet.load(f"memory://advice-{'-'.join(changed)}/version_5", keys="model")["model"]
     assert old["0.weight"].shape == (2, 3)
 
 
@@ -150,16 +150,16 @@ def test_the_advice_is_short() -> None:
 def test_the_error_for_an_address_says_how_to_resume(at: Any) -> None:
     message = r"whole numbers.*resume\(\) continues from the newest.*resume\(start="
     with (
-        training(MemoryStore(), holdfast.EverySteps(1)) as (_, ckpt),
-        pytest.raises(HoldfastError, match=message),
+        training(MemoryStore(), limpet.EverySteps(1)) as (_, ckpt),
+        pytest.raises(LimpetError, match=message),
     ):
         ckpt.resume(at)
 
 
 @pytest.mark.parametrize("start", [3, True, 2.5, ["runs/a"], b"runs/a"])
 def test_start_must_be_an_address(start: Any) -> None:
-    with training(MemoryStore(), holdfast.EverySteps(1)) as (_, ckpt):
-        with pytest.raises(HoldfastError, match=r'Invalid value for start=.*"RUN@120".*at=120'):
+    with training(MemoryStore(), limpet.EverySteps(1)) as (_, ckpt):
+        with pytest.raises(LimpetError, match=r'Invalid value for start=.*"RUN@120".*at=120'):
             ckpt.resume(start=start)
         ckpt.resume()
 

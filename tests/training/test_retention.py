@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import open_location
-from holdfast.errors import Denied, SaveFailed
-from holdfast.format.names import MANIFEST, Version
-from holdfast.run import catalog
-from holdfast.run.policy import (
+import limpet
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import open_location
+from limpet.errors import Denied, SaveFailed
+from limpet.format.names import MANIFEST, Version
+from limpet.run import catalog
+from limpet.run.policy import (
     AtSteps,
     EverySteps,
     KeepBest,
@@ -25,11 +25,11 @@ from holdfast.run.policy import (
     KeepSteps,
     Never,
 )
-from holdfast.run.retention import VERSIONS_PER_SAVE
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
-from holdfast.training.saves.version_checks import METRIC_CHECK_AFTER
+from limpet.run.retention import VERSIONS_PER_SAVE
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
+from limpet.training.saves.version_checks import METRIC_CHECK_AFTER
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import flip_bit, initial_state, train, training
@@ -235,7 +235,7 @@ def test_versions_are_kept_by_the_seconds_of_training_across_restarts() -> None:
 def test_versions_that_record_no_time_are_kept_by_seconds() -> None:
     store = MemoryStore()
     for step in (1, 2, 3):
-        holdfast.save(store.at(f"version_{step}"), {"x": [step]}, step=step)
+        limpet.save(store.at(f"version_{step}"), {"x": [step]}, step=step)
     assert Run(store).retain(KeepEvery(seconds=60)) == []
     assert Run(store).retain(KeepEvery(steps=2)) == [Version(1)]
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import Denied, Preempted, SaveFailed
-from holdfast.format.names import Version
-from holdfast.preemption.exit_status import forget_done
-from holdfast.run.policy import AtEnd, EverySteps, KeepLast, Never, StopWhen
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
+from limpet.errors import Denied, Preempted, SaveFailed
+from limpet.format.names import Version
+from limpet.preemption.exit_status import forget_done
+from limpet.run.policy import AtEnd, EverySteps, KeepLast, Never, StopWhen
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.training.test_preemption import Training
 from tests.trainings import delete_version, initial_state, train, training
 
-pytestmark = pytest.mark.filterwarnings("error", "ignore::holdfast.errors.MetricMissing")
+pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.MetricMissing")
 
 STOP = StopWhen("val_loss", patience=2)
 STOPPED = f"stopped by {STOP}"
@@ -75,7 +75,7 @@ def test_a_restart_without_a_step_records_nothing() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt(), SystemExit(1)])
-@pytest.mark.filterwarnings("ignore::holdfast.errors.UnsavedSteps")
+@pytest.mark.filterwarnings("ignore::limpet.errors.UnsavedSteps")
 def test_an_exception_is_not_an_end(error: BaseException) -> None:
     store = MemoryStore()
     with pytest.raises(type(error)), training(store, EverySteps(1)) as (state, ckpt):

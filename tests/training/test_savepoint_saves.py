@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.deadline import Deadline
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import Preempted
-from holdfast.preemption import PreemptionGuard, response
-from holdfast.preemption.notice import Notice
-from holdfast.preemption.policy import Preemption
-from holdfast.preemption.savepoints import step_savepoint
-from holdfast.run.catalog import read_training_metadata
-from holdfast.run.policy import EverySteps, Never, OnException, SavePolicy
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet.deadline import Deadline
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import Preempted
+from limpet.preemption import PreemptionGuard, response
+from limpet.preemption.notice import Notice
+from limpet.preemption.policy import Preemption
+from limpet.preemption.savepoints import step_savepoint
+from limpet.run.catalog import read_training_metadata
+from limpet.run.policy import EverySteps, Never, OnException, SavePolicy
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
 
 Ends = list[tuple[int, str]]
@@ -47,8 +47,8 @@ class TorchTraining:
         self.state: dict[str, Any] = {
             "model": self.model,
             "optimizer": self.optimizer,
-            "progress": holdfast.Progress(),
-            "rng": holdfast.RNG(),
+            "progress": limpet.Progress(),
+            "rng": limpet.RNG(),
         }
         save = EverySteps(10**9) if save is None else save
         tiers = settings.pop("tiers", ())
@@ -133,7 +133,7 @@ def test_an_evaluation_that_takes_minutes_is_no_obstacle(monkeypatch: pytest.Mon
             training.step()
         assert training.ckpt._savepoint.invalid_reason is not None
         expected = training.copy()
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             torch.rand(1000)
             training.notice(5.0)
             assert training.await_save() == 4
@@ -169,7 +169,7 @@ def test_a_block_in_the_middle_of_a_step_is_not_taken_for_an_evaluation(
             training.forward_and_backward()
         else:
             training.optimizer.step()
-        with holdfast.isolated_rng():
+        with limpet.isolated_rng():
             assert training.ckpt._savepoint.invalid_reason is not None
         training.ckpt.step()
 
@@ -362,7 +362,7 @@ def test_a_state_that_cannot_be_captured_does_not_end_the_training() -> None:
     events: list[str] = []
     training = TorchTraining(MemoryStore())
     training.state["failing"] = Failing()
-    with holdfast.attach(lambda name, fields: events.append(name)), training.ckpt:
+    with limpet.attach(lambda name, fields: events.append(name)), training.ckpt:
         training.step()
         armed.append(1)
         for _ in range(3):
@@ -413,7 +413,7 @@ def test_without_a_savepoint_the_newest_captured_state_is_saved_and_the_step_may
 ) -> None:
     monkeypatch.setattr(step_savepoint, "SHARE", 0.0)
     monkeypatch.setattr(step_savepoint, "_MEASURED_SHARE", 1e-9)
-    tier = holdfast.MemoryTier(every=EverySteps(3), copies=1, path=memory)
+    tier = limpet.MemoryTier(every=EverySteps(3), copies=1, path=memory)
     training = TorchTraining(tmp_path / "run", tiers=[tier])
     with pytest.raises(Preempted) as left, training.ckpt:
         for _ in range(4):

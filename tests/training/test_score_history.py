@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.run.policy import StopState, StopWhen
-from holdfast.training.saves.score_history import MAX_SCORES, ScoreHistory
+from limpet.run.policy import StopState, StopWhen
+from limpet.training.saves.score_history import MAX_SCORES, ScoreHistory
 
 SCORES = st.sampled_from([nan, -inf, -1, 0.0, 0.25, 0.5, 1, 2.5, inf])
 POLICIES = st.builds(

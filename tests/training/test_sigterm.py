@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.run.run import Run
+from limpet.run.run import Run
 
 SCRIPT = """
 import sys, time
-import torch, holdfast
+import torch, limpet
 
 torch.manual_seed(3)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters())
-progress = holdfast.Progress()
-state = {"model": model, "optimizer": optimizer, "progress": progress, "rng": holdfast.RNG()}
-with holdfast.Checkpointer(sys.argv[1], state) as ckpt:
+progress = limpet.Progress()
+state = {"model": model, "optimizer": optimizer, "progress": progress, "rng": limpet.RNG()}
+with limpet.Checkpointer(sys.argv[1], state) as ckpt:
     ckpt.resume()
     while progress.step < 12:
         loss = model(torch.randn(8, 4)).square().mean()

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.saving import stale_state
-from holdfast.errors import HoldfastError, InexactResume, PlanError, StateUnchanged
-from holdfast.run.policy import AtEnd, EverySteps, OnException
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet.engine.saving import stale_state
+from limpet.errors import InexactResume, LimpetError, PlanError, StateUnchanged
+from limpet.run.policy import AtEnd, EverySteps, OnException
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
 
 SMALL, LARGE = 4, 160
@@ -39,7 +39,7 @@ class Training:
 
     @property
     def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "rng": holdfast.RNG()}
+        return {"model": self.model, "optimizer": self.optimizer, "rng": limpet.RNG()}
 
     def train_step(self) -> None:
         self.optimizer.zero_grad()
@@ -86,7 +86,7 @@ def copied_model(training: Training) -> dict[str, Any]:
 def copied_tensors(training: Training) -> dict[str, Any]:
     """Return a state with a state dict of copies, as some libraries return it."""
     tensors = {name: t.detach().clone() for name, t in training.model.state_dict().items()}
-    return {"model": tensors, "rng": holdfast.RNG()}
+    return {"model": tensors, "rng": limpet.RNG()}
 
 
 class CachedStateDict:
@@ -176,7 +176,7 @@ def test_a_background_save_raises_at_the_next_step_whatever_on_error_says() -> N
 
 @pytest.mark.parametrize("value", ["ignore", None, True])
 def test_an_invalid_choice_is_refused(value: Any) -> None:
-    with pytest.raises(HoldfastError, match="Invalid value for on_unchanged="):
+    with pytest.raises(LimpetError, match="Invalid value for on_unchanged="):
         Checkpointer(MemoryStore(), {"x": 1}, on_unchanged=value)
 
 
@@ -336,7 +336,7 @@ def test_a_save_after_an_exception_is_not_checked() -> None:
 def test_the_first_version_after_a_resume_is_not_compared() -> None:
     training = Training()
     store = run_steps(training, training.state)
-    state = copied_state(training) | {"rng": holdfast.RNG()}
+    state = copied_state(training) | {"rng": limpet.RNG()}
     del state["n"]
     with stale_warnings(1) as caught, Checkpointer(store, state, save=AtEnd()) as ckpt:
         assert ckpt.resume() is not None  # a loop may know where it is

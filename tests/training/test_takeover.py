@@ -15,22 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.errors import HoldfastError, NoSpace, SaveFailed, UnsavedSteps
-from holdfast.run.policy import AtEnd, EverySteps, Never, OnException
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training import takeover
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet import events
+from limpet.errors import LimpetError, NoSpace, SaveFailed, UnsavedSteps
+from limpet.run.policy import AtEnd, EverySteps, Never, OnException
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training import takeover
+from limpet.training.checkpointer import Checkpointer
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import initial_state, train
 
 CELL = """
-import numpy as np, holdfast
-progress, weights = holdfast.Progress(), np.zeros(5)
-ckpt = holdfast.Checkpointer("runs/a", {"weights": weights, "progress": progress}, save=SAVE)
+import numpy as np, limpet
+progress, weights = limpet.Progress(), np.zeros(5)
+ckpt = limpet.Checkpointer("runs/a", {"weights": weights, "progress": progress}, save=SAVE)
 snapshot = ckpt.resume()
 print("resumed from", snapshot and snapshot.step)
 for _ in range(6):
@@ -71,7 +71,7 @@ def run_interpreter(
 
 @pytest.mark.slow
 def test_a_cell_can_be_run_again_in_an_interactive_session(tmp_path: Path) -> None:
-    cell = CELL.replace("SAVE", "holdfast.EverySteps(4)")
+    cell = CELL.replace("SAVE", "limpet.EverySteps(4)")
     done = run_interpreter(tmp_path, cell * 3 + "old = ckpt\nprint(ckpt.current_step)\n", "-i")
     assert done.stdout.split("\n")[:4] == [
         "resumed from None",
@@ -93,7 +93,7 @@ def test_a_cell_can_be_run_again_in_an_interactive_session(tmp_path: Path) -> No
 @pytest.mark.parametrize("flags", [[], ["-W", "error"]], ids=["", "warnings are errors"])
 def test_the_end_of_the_process_shows_no_traceback(tmp_path: Path, flags: list[str]) -> None:
     """Neither for unsaved steps nor for a save that is in flight."""
-    source = CELL.replace("SAVE", "holdfast.EverySteps(3)")
+    source = CELL.replace("SAVE", "limpet.EverySteps(3)")
     done = run_interpreter(tmp_path, "", *flags, "-c", source.replace("range(6)", "range(7)"))
     assert "weakref" not in done.stderr
     assert "Step 7 is not in any version of runs/a: the process ended" in done.stderr
@@ -103,15 +103,15 @@ def test_the_end_of_the_process_shows_no_traceback(tmp_path: Path, flags: list[s
 
 @pytest.mark.slow
 def test_a_save_that_fails_at_the_end_of_the_process_is_one_line(tmp_path: Path) -> None:
-    source = CELL.replace("SAVE", "holdfast.EverySteps(6)")
+    source = CELL.replace("SAVE", "limpet.EverySteps(6)")
     fail = (
-        "import holdfast.training.saves.saver as saver\n"
-        "from holdfast.errors import NoSpace\n"
+        "import limpet.training.saves.saver as saver\n"
+        "from limpet.errors import NoSpace\n"
         "def fail(*_):\n    raise NoSpace('The disk is full')\n"
         "saver.finish_save = fail\n"
     )
     done = run_interpreter(tmp_path, "", "-c", fail + source, code=1)
-    assert "holdfast: the save to runs/a/version_6 failed: NoSpace: The disk is full" in done.stderr
+    assert "limpet: the save to runs/a/version_6 failed: NoSpace: The disk is full" in done.stderr
 
 
 # -- the same run --------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def as_link(path: Path) -> Any:
 
 
 def as_store(path: Path) -> Any:
-    return holdfast.open_store(str(path))
+    return limpet.open_store(str(path))
 
 
 def as_url(path: Path) -> Any:
@@ -152,7 +152,7 @@ def test_the_same_run_may_be_spelled_differently(
     with pytest.warns(UnsavedSteps, match=r"^Steps 5 to 6 are not .* continue from step 4"):
         new = start(spell(path), 7)
     assert new.current_step == 7
-    with pytest.raises(HoldfastError, match=r"newer one of this process .* Use the newer one"):
+    with pytest.raises(LimpetError, match=r"newer one of this process .* Use the newer one"):
         old.step()
     new.close()
 
@@ -280,7 +280,7 @@ def test_a_discarded_checkpointer_still_completes_its_save() -> None:
 
 def test_an_invalid_new_one_leaves_the_earlier_one_open(tmp_path: Path) -> None:
     old = start(tmp_path / "a", 2)
-    with pytest.raises(HoldfastError, match="Invalid value"):
+    with pytest.raises(LimpetError, match="Invalid value"):
         Checkpointer(tmp_path / "a", initial_state(), busy="later")  # type: ignore[arg-type]
     assert old.save().step == 2
     old.close()
@@ -313,7 +313,7 @@ def test_an_interrupt_in_the_middle_of_a_step_is_taken_over_from() -> None:
 
 
 def test_a_with_block_of_another_thread_ends_with_a_clear_error() -> None:
-    store, taken, errors = MemoryStore(), threading.Event(), list[HoldfastError]()
+    store, taken, errors = MemoryStore(), threading.Event(), list[LimpetError]()
     started = threading.Event()
 
     def work() -> None:
@@ -324,7 +324,7 @@ def test_a_with_block_of_another_thread_ends_with_a_clear_error() -> None:
                 started.set()
                 taken.wait(30)
                 train(state, ckpt, 6)
-        except HoldfastError as e:
+        except LimpetError as e:
             errors.append(e)
 
     thread = threading.Thread(target=work)
@@ -362,7 +362,7 @@ def test_a_call_in_another_thread_is_awaited_for_a_while(
         with pytest.warns(UnsavedSteps, match="Step 1 is"):
             Checkpointer(store, initial_state()).close()
     else:
-        with pytest.raises(HoldfastError, match=r"in use .* call of step\(\) in another thread"):
+        with pytest.raises(LimpetError, match=r"in use .* call of step\(\) in another thread"):
             Checkpointer(store, initial_state())
         gate.set()
         thread.join()
@@ -372,11 +372,11 @@ def test_a_call_in_another_thread_is_awaited_for_a_while(
 
 
 def test_a_sink_cannot_replace_the_training_that_called_it() -> None:
-    store, found = MemoryStore(), list[HoldfastError]()
+    store, found = MemoryStore(), list[LimpetError]()
 
     def sink(name: str, fields: object) -> None:
         if name == "began":
-            with pytest.raises(HoldfastError, match=r"call of resume\(\) in this thread") as e:
+            with pytest.raises(LimpetError, match=r"call of resume\(\) in this thread") as e:
                 Checkpointer(store, initial_state())
             found.append(e.value)
 
@@ -410,12 +410,12 @@ def test_each_rank_of_a_job_takes_over_from_itself_only(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_another_process_is_still_refused(tmp_path: Path) -> None:
-    state = {"weights": np.zeros(5), "progress": holdfast.Progress()}
+    state = {"weights": np.zeros(5), "progress": limpet.Progress()}
     old = Checkpointer(tmp_path / "runs" / "a", state, save=EverySteps(4))
     for _ in range(4):
         old.step()
     old.wait()
-    source = CELL.replace("SAVE", "holdfast.EverySteps(4)")
+    source = CELL.replace("SAVE", "limpet.EverySteps(4)")
     done = subprocess.run(
         [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -428,11 +428,11 @@ def test_another_process_is_still_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_forked_process_does_not_close_the_training_of_its_parent(tmp_path: Path) -> None:
-    source = CELL.replace("SAVE", "holdfast.EverySteps(4)") + (
+    source = CELL.replace("SAVE", "limpet.EverySteps(4)") + (
         "import os\n"
         "if os.fork() == 0:\n"
         "    try:\n"
-        "        other = holdfast.Checkpointer('runs/a', {'progress': holdfast.Progress()})\n"
+        "        other = limpet.Checkpointer('runs/a', {'progress': limpet.Progress()})\n"
         "    finally:\n"
         "        os._exit(0)\n"
         "os.wait()\n"

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.errors import HoldfastError
-from holdfast.settings import read_settings
-from holdfast.sinks.default_terminal import DefaultTerminal
+import limpet
+from limpet import events
+from limpet.errors import LimpetError
+from limpet.settings import read_settings
+from limpet.sinks.default_terminal import DefaultTerminal
 from tests.sinks.sample_events import EVENTS, SAVED, RecordingStream
 
 TRAINING = """
 import os, signal, sys
-import holdfast
+import limpet
 
 def train(run, steps, failing_step=None, **options):
     state = {"weights": [0.0] * 4}
-    save = holdfast.EverySteps(2) | holdfast.AtEnd()
-    with holdfast.Checkpointer(run, state, save=save, **options) as ckpt:
+    save = limpet.EverySteps(2) | limpet.AtEnd()
+    with limpet.Checkpointer(run, state, save=save, **options) as ckpt:
         ckpt.resume()
         while ckpt.current_step < steps:
             ckpt.step({"loss": 0.5})
@@ -89,7 +89,7 @@ def test_the_lines_draw_no_random_numbers(tmp_path: Path) -> None:
         "state = random.getstate()\n"
         "train('a', 3)\n"
         "train('b', 3)\n"
-        "holdfast.sinks.Terminal(sys.stdout)('saved', {'step': 1})\n"
+        "limpet.sinks.Terminal(sys.stdout)('saved', {'step': 1})\n"
         "assert 'rich.style' in sys.modules\n"
         "assert random.getstate() == state\n"
     )
@@ -131,7 +131,7 @@ def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
 
 def test_a_notice_and_the_exit_are_one_line_each(tmp_path: Path) -> None:
     program = (
-        "with holdfast.Checkpointer('a', {'x': 1}) as ckpt:\n"
+        "with limpet.Checkpointer('a', {'x': 1}) as ckpt:\n"
         "    ckpt.resume()\n"
         "    ckpt.step()\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -144,7 +144,7 @@ def test_a_notice_and_the_exit_are_one_line_each(tmp_path: Path) -> None:
         "started a new training in a",
         "received a notice of SIGTERM",
         "saved step",
-        "holdfast",
+        "limpet",
     ], lines
 
 
@@ -152,8 +152,8 @@ def test_a_notice_and_the_exit_are_one_line_each(tmp_path: Path) -> None:
     ("program", "variables"),
     [
         ("train('a', 5, quiet=True)", {}),
-        ("train('a', 5)", {"HOLDFAST_QUIET": "1"}),
-        ("holdfast.attach(lambda name, fields: None)\ntrain('a', 5)", {}),
+        ("train('a', 5)", {"LIMPET_QUIET": "1"}),
+        ("limpet.attach(lambda name, fields: None)\ntrain('a', 5)", {}),
     ],
 )
 def test_the_lines_can_be_turned_off(
@@ -214,7 +214,7 @@ def test_lines_stop_with_the_last_training_and_never_show_a_quiet_one(
     events.emit("began", run="runs/quiet")
     first()
     events.emit("began", run="runs/a")
-    with holdfast.attach(lambda name, fields: None):
+    with limpet.attach(lambda name, fields: None):
         events.emit("began", run="runs/a")
     events.emit("request_unseen", **EVENTS["request_unseen"])  # names no run
     second()
@@ -227,8 +227,8 @@ def test_a_discarded_checkpointer_shows_no_more_lines(
 ) -> None:
     monkeypatch.setattr(events, "_defaults", {})  # trainings that other tests have left
     terminal = DefaultTerminal()
-    monkeypatch.setattr("holdfast.training.lifecycle.default_terminal", terminal)
-    ckpt: Any = holdfast.Checkpointer(tmp_path, {"x": 1})
+    monkeypatch.setattr("limpet.training.lifecycle.default_terminal", terminal)
+    ckpt: Any = limpet.Checkpointer(tmp_path, {"x": 1})
     assert events._defaults
     del ckpt
     gc.collect()
@@ -249,7 +249,7 @@ def test_a_closed_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("value", ["", "yes", "2"])
 def test_an_invalid_setting_is_an_error(value: str) -> None:
-    with pytest.raises(HoldfastError, match="HOLDFAST_QUIET"):
-        read_settings({"HOLDFAST_QUIET": value})
-    with pytest.raises(HoldfastError, match="quiet"):
-        holdfast.Checkpointer("memory://a/run", {"x": 1}, quiet=1)  # type: ignore[arg-type]
+    with pytest.raises(LimpetError, match="LIMPET_QUIET"):
+        read_settings({"LIMPET_QUIET": value})
+    with pytest.raises(LimpetError, match="quiet"):
+        limpet.Checkpointer("memory://a/run", {"x": 1}, quiet=1)  # type: ignore[arg-type]

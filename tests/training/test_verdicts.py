@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.errors import HoldfastError, NoSnapshot, SkippedVersion
-from holdfast.format.names import MANIFEST, Version
-from holdfast.restarts.records import read_restarts
-from holdfast.run.policy import AtEnd, EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.tiers.local_tier import LocalTier
-from holdfast.training.checkpointer import Checkpointer
+import limpet
+from limpet.errors import LimpetError, NoSnapshot, SkippedVersion
+from limpet.format.names import MANIFEST, Version
+from limpet.restarts.records import read_restarts
+from limpet.run.policy import AtEnd, EverySteps
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.tiers.local_tier import LocalTier
+from limpet.training.checkpointer import Checkpointer
 from tests.ranks.trainings import TrainingJob, TrainingRank
 from tests.tiers.conftest import host  # noqa: F401
 from tests.tiers.hosts import Host, end_as_killed, train
@@ -40,8 +40,8 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be under ``holdfast run``."""
-    monkeypatch.setenv("HOLDFAST_STATUS", str(tmp_path))
+    """Be under ``limpet run``."""
+    monkeypatch.setenv("LIMPET_STATUS", str(tmp_path))
 
 
 class Caught:
@@ -153,7 +153,7 @@ def test_a_branch_that_is_named_has_no_distrusted_versions(store: MemoryStore) -
 
 @pytest.mark.parametrize("trust", ["yes", None, True, "Attested", 1])
 def test_an_invalid_trust_is_refused(store: MemoryStore, trust: Any) -> None:
-    with pytest.raises(HoldfastError, match="Invalid value for trust="):
+    with pytest.raises(LimpetError, match="Invalid value for trust="):
         resume(store, trust=trust)
 
 
@@ -275,7 +275,7 @@ def test_a_verdict_that_was_withdrawn_lets_memory_count_again(host: Host) -> Non
 
 def resume_host(host: Host, **options: Any) -> Caught:  # noqa: F811
     state = initial_state()
-    tiers = [holdfast.MemoryTier(every=EverySteps(10), copies=1, path=host.path)]
+    tiers = [limpet.MemoryTier(every=EverySteps(10), copies=1, path=host.path)]
     ckpt = Checkpointer(host.run, state, save=EverySteps(50) | AtEnd(), tiers=tiers)
     host.ckpts.append(ckpt)
     caught = Caught(ckpt, **options)
@@ -354,5 +354,5 @@ def test_a_distrusted_version_is_no_progress_and_is_not_left_behind_twice() -> N
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", holdfast.errors.UnsavedSteps)
+        warnings.simplefilter("ignore", limpet.errors.UnsavedSteps)
         yield

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast import RNG
+from limpet import RNG
 from tests.zoo.training import Training, batch, make_step, net, train
 
 Build = Callable[[], Training]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.optim import lr_scheduler, swa_utils
 
-from holdfast import RNG
+from limpet import RNG
 from tests.zoo.training import Training, batch, make_step, net, train
 
 Build = Callable[[], Training]

@@ -1,4 +1,4 @@
-"""A small training of the zoo, and what its state looks like without the help of Holdfast."""
+"""A small training of the zoo, and what its state looks like without the help of Limpet."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def train(
     forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Training:
     """Return the training of a model, by default with AdamW."""
-    from holdfast import RNG
+    from limpet import RNG
 
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     step = make_step(forward or model, optimizer, shape)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-import holdfast
-from holdfast.errors import HoldfastError
+import limpet
+from limpet.errors import LimpetError
 from tests.torchvision_import import make_torchvision_importable
 from tests.zoo.training import Training, look_at
 
@@ -45,11 +45,11 @@ def _run(create: Any, path: Path, resume: bool) -> dict[str, Any]:
     training: Training = create()
     created = look_at(training, [])
     if resume:
-        holdfast.load(path, into=training.state)
+        limpet.load(path, into=training.state)
     else:
         for i in range(1, 4):
             training.step(i)
-        holdfast.save(path, training.state, step=3)
+        limpet.save(path, training.state, step=3)
     saved = look_at(training, [])
     results = [training.step(i) for i in (4, 5)]
     return {"created": created, "saved": saved, "ended": look_at(training, results)}
@@ -58,7 +58,7 @@ def _run(create: Any, path: Path, resume: bool) -> dict[str, Any]:
 def _attempt(create: Any, path: Path, resume: bool) -> dict[str, Any]:
     try:
         return _run(create, path, resume)
-    except HoldfastError as e:
+    except LimpetError as e:
         return {"refused": str(e)}
     except Exception:
         return {"error": traceback.format_exc()}

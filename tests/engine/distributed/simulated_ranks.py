@@ -10,11 +10,11 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from holdfast.engine.distributed.agreement import Agreement
-from holdfast.engine.distributed.group import StoreGroup
-from holdfast.engine.distributed.kv import KVClient, Timeouts
-from holdfast.engine.distributed.rounds import RoundDeadline
-from holdfast.errors import RankFailed
+from limpet.engine.distributed.agreement import Agreement
+from limpet.engine.distributed.group import StoreGroup
+from limpet.engine.distributed.kv import KVClient, Timeouts
+from limpet.engine.distributed.rounds import RoundDeadline
+from limpet.errors import RankFailed
 from tests.fakegroup import FakeStore
 
 TIMEOUTS = Timeouts(silent=60, stuck=600)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import holdfast
+import limpet
 from tests.engine.distributed.simulated_ranks import World
 
 SIZES = (2, 3, 5)
@@ -23,7 +23,7 @@ def failed_proposals() -> Iterator[list[str]]:
         if name == "not_agreed":
             reported.extend(fields["wanted"])
 
-    with holdfast.attach(sink):
+    with limpet.attach(sink):
         yield reported
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.distributed.error_report import decode_raised, encode_raised
-from holdfast.errors import RankFailed
+from limpet.engine.distributed.error_report import decode_raised, encode_raised
+from limpet.errors import RankFailed
 from tests.engine.distributed.simulated_ranks import World
 
 LEAVE = "leave"
@@ -222,7 +222,7 @@ def test_no_class_is_imported_for_a_report() -> None:
     assert isinstance(decode_raised(report), RankFailed)
 
 
-def test_an_error_of_holdfast_keeps_its_class_and_text() -> None:
+def test_an_error_of_limpet_keeps_its_class_and_text() -> None:
     error = RankFailed("Rank 2 failed", expected="a heartbeat", found="none", rank=2)
     decoded = decode_raised(encode_raised(error, 1))
     assert type(decoded) is RankFailed

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-import holdfast
-from holdfast.engine.distributed.agreement import Agreement, LocalAgreement, make_agreement
-from holdfast.engine.distributed.group import LocalGroup, StoreGroup, current_group
-from holdfast.engine.distributed.kv import Timeouts
-from holdfast.errors import RankFailed
+import limpet
+from limpet.engine.distributed.agreement import Agreement, LocalAgreement, make_agreement
+from limpet.engine.distributed.group import LocalGroup, StoreGroup, current_group
+from limpet.engine.distributed.kv import Timeouts
+from limpet.errors import RankFailed
 from tests.fakegroup import FakeGroup
 
 FAST_POLL = (0.0005, 0.002)
@@ -41,12 +41,12 @@ def failed_proposals() -> Iterator[list[tuple[list[str], Exception]]]:
         if name == "not_agreed":
             reports.append((fields["wanted"], fields["error"]))
 
-    with holdfast.attach(sink):
+    with limpet.attach(sink):
         yield reports
 
 
 def agreement_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "holdfast-agree"]
+    return [t for t in threading.enumerate() if t.name == "limpet-agree"]
 
 
 def test_four_threads_that_propose_at_random_perform_the_same_actions() -> None:
@@ -262,9 +262,9 @@ import os, sys, time, signal, json
 from datetime import timedelta
 import torch, torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from holdfast.engine.distributed.agreement import Agreement
-from holdfast.engine.distributed.group import current_group
-from holdfast.errors import RankFailed
+from limpet.engine.distributed.agreement import Agreement
+from limpet.engine.distributed.group import current_group
+from limpet.errors import RankFailed
 rank, size, port = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 """
 
@@ -328,9 +328,9 @@ time.sleep(600)
 LOSE_STORE = (
     COMMON
     + """
-import holdfast
+import limpet
 reports = []
-holdfast.attach(lambda name, fields: reports.append((name, fields["wanted"])))
+limpet.attach(lambda name, fields: reports.append((name, fields["wanted"])))
 store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 agreement = Agreement(current_group(), "run")
@@ -420,7 +420,7 @@ def test_a_step_returns_or_raises_within_the_bound_if_the_host_of_the_store_is_k
     assert host.stdout is not None
     host.stdout.readline()
     both = [
-        spawn(cleanup, LOSE_STORE, rank, port, HOLDFAST_SILENT="2", HOLDFAST_STUCK="5")
+        spawn(cleanup, LOSE_STORE, rank, port, LIMPET_SILENT="2", LIMPET_STUCK="5")
         for rank in (0, 1)
     ]
     for process in both:

@@ -20,18 +20,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import holdfast
-from holdfast.engine.distributed.collective import LocalCollective
-from holdfast.engine.distributed.failure_detector import FailureDetector
-from holdfast.engine.distributed.group import LocalGroup, current_group, use_group
-from holdfast.engine.distributed.kv import (
+import limpet
+from limpet.engine.distributed.collective import LocalCollective
+from limpet.engine.distributed.failure_detector import FailureDetector
+from limpet.engine.distributed.group import LocalGroup, current_group, use_group
+from limpet.engine.distributed.kv import (
     CLOSED_HEARTBEAT,
     MAX_VALUE_BYTES,
     Heartbeat,
     KVClient,
     Timeouts,
 )
-from holdfast.errors import HoldfastError, NotFound, PlanError, RankFailed, Unsupported
+from limpet.errors import LimpetError, NotFound, PlanError, RankFailed, Unsupported
 from tests.fakegroup import FakeGroup, FakeStore, StoreView
 
 SHORT_TIMEOUTS = Timeouts(silent=0.4, stuck=1.5)
@@ -495,7 +495,7 @@ def test_a_failed_collective_is_freed_without_a_garbage_collection(failing_rank:
 
 
 @pytest.mark.parametrize("kind", [PlanError, NotFound])
-def test_an_error_of_the_operation_is_the_same_on_all_ranks(kind: type[HoldfastError]) -> None:
+def test_an_error_of_the_operation_is_the_same_on_all_ranks(kind: type[LimpetError]) -> None:
     error = kind("a leaf is missing", expected="1", found="2", todo="look", leaf="a/b", list=[1])
     with FakeGroup(3) as group:
         outcomes = group.outcomes(fail_in_turn(error, 1, 1))
@@ -507,9 +507,9 @@ def test_an_error_of_the_operation_is_the_same_on_all_ranks(kind: type[HoldfastE
 
 def test_an_error_of_another_class_is_the_cause_of_rank_failed() -> None:
     with FakeGroup(2) as group:
-        raised = group.outcomes(fail_in_turn(holdfast.errors.NoSpace("full", key="k"), 1, 1))[0]
+        raised = group.outcomes(fail_in_turn(limpet.errors.NoSpace("full", key="k"), 1, 1))[0]
         assert isinstance(raised, RankFailed)
-        assert isinstance(raised.__cause__, holdfast.errors.NoSpace)
+        assert isinstance(raised.__cause__, limpet.errors.NoSpace)
         assert (raised.key, raised.rank) == ("k", 1)
 
 
@@ -588,7 +588,7 @@ def test_a_rank_that_fails_at_any_call_to_the_store_does_not_block_the_others() 
 def test_a_process_without_others_has_a_local_group() -> None:
     assert isinstance(current_group(), LocalGroup)
     assert isinstance(current_group("alone"), LocalGroup)
-    with pytest.raises(HoldfastError, match="Invalid value for group="):
+    with pytest.raises(LimpetError, match="Invalid value for group="):
         current_group("all")
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-import holdfast
-from holdfast.engine.distributed.failure_detector import FailureDetector
-from holdfast.engine.distributed.kv import KVClient, Timeouts
-from holdfast.engine.distributed.session import SessionKVClient
-from holdfast.engine.distributed.store_collective import StoreCollective
-from holdfast.errors import RankFailed
+import limpet
+from limpet.engine.distributed.failure_detector import FailureDetector
+from limpet.engine.distributed.kv import KVClient, Timeouts
+from limpet.engine.distributed.session import SessionKVClient
+from limpet.engine.distributed.store_collective import StoreCollective
+from limpet.errors import RankFailed
 from tests.fakegroup import FakeStore
 
 WHAT = "the save of version_5"
@@ -57,7 +57,7 @@ class Scenario:
 @pytest.fixture
 def scenario(request: pytest.FixtureRequest) -> Iterator[Scenario]:
     made = Scenario(getattr(request, "param", 0), 12)
-    with holdfast.attach(made):
+    with limpet.attach(made):
         yield made
     made.kv.close()
 
@@ -180,7 +180,7 @@ def test_a_rank_that_never_finds_rank_0_emits_an_event_and_raises() -> None:
     reports: list[Any] = []
     kv = SessionKVClient(FakeStore(), 1, 2, Timeouts(60, 300), lambda prefix: FakeStore(), clock)
     with (
-        holdfast.attach(lambda name, fields: reports.append((name, fields))),
+        limpet.attach(lambda name, fields: reports.append((name, fields))),
         pytest.raises(RankFailed, match="Rank 0"),
     ):
         kv.has_all(["a"])

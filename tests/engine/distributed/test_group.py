@@ -12,10 +12,10 @@ from types import FrameType
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.distributed import group
-from holdfast.errors import HoldfastError
-from holdfast.settings import read_settings
+import limpet
+from limpet.engine.distributed import group
+from limpet.errors import LimpetError
+from limpet.settings import read_settings
 from tests.fakegroup import FakeGroup
 from tests.interrupts import InterruptOpcode
 
@@ -31,11 +31,11 @@ def test_a_save_before_init_process_group_is_refused(
 ) -> None:
     state = {"w": np.zeros(3)}
     for call in (
-        lambda: holdfast.save(tmp_path / "a", state),
-        lambda: holdfast.save_async(tmp_path / "a", state),
-        lambda: holdfast.Checkpointer(tmp_path / "run", state),
+        lambda: limpet.save(tmp_path / "a", state),
+        lambda: limpet.save_async(tmp_path / "a", state),
+        lambda: limpet.Checkpointer(tmp_path / "run", state),
     ):
-        with pytest.raises(HoldfastError, match="torchrun started 4 processes") as e:
+        with pytest.raises(LimpetError, match="torchrun started 4 processes") as e:
             call()
         assert "init_process_group" in str(e.value)
     assert list(tmp_path.iterdir()) == []
@@ -45,13 +45,13 @@ def test_loads_and_saves_with_a_known_group_are_allowed(
     started_by_torchrun: None, tmp_path: Path
 ) -> None:
     state = {"w": np.ones(3)}
-    holdfast.save(tmp_path / "a", state, group="alone")
+    limpet.save(tmp_path / "a", state, group="alone")
     live = {"w": np.zeros(3)}
-    holdfast.load(tmp_path / "a", into=live)
+    limpet.load(tmp_path / "a", into=live)
     assert live["w"].sum() == 3
-    assert holdfast.load(tmp_path / "a")["w"].sum() == 3
+    assert limpet.load(tmp_path / "a")["w"].sum() == 3
     with FakeGroup(2) as ranks:
-        ranks.run(lambda rank: holdfast.save(tmp_path / "b", state))
+        ranks.run(lambda rank: limpet.save(tmp_path / "b", state))
 
 
 def test_a_world_size_that_torchrun_did_not_set_is_ignored(
@@ -62,7 +62,7 @@ def test_a_world_size_that_torchrun_did_not_set_is_ignored(
         read_settings({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "many"}).launched_world_size == 1
     )
     monkeypatch.setenv("WORLD_SIZE", "4")
-    holdfast.save(tmp_path / "a", {"n": 1})
+    limpet.save(tmp_path / "a", {"n": 1})
 
 
 def test_an_interrupted_call_leaves_no_group_behind(
@@ -70,12 +70,12 @@ def test_an_interrupted_call_leaves_no_group_behind(
 ) -> None:
     """Ctrl-C at any opcode that handles ``group="alone"``. A notebook keeps the last exception."""
     state = {"w": np.zeros(3)}
-    holdfast.save(tmp_path / "0", state, group="alone")
+    limpet.save(tmp_path / "0", state, group="alone")
     calls: dict[str, Callable[[int], object]] = {
-        "save": lambda n: holdfast.save(tmp_path / f"{n}", state, group="alone"),
-        "load": lambda n: holdfast.load(tmp_path / "0", into=dict(state), group="alone"),
+        "save": lambda n: limpet.save(tmp_path / f"{n}", state, group="alone"),
+        "load": lambda n: limpet.load(tmp_path / "0", into=dict(state), group="alone"),
     }
-    codes = {holdfast.save.__code__, holdfast.load.__code__}
+    codes = {limpet.save.__code__, limpet.load.__code__}
     files = {group.__file__, contextlib.__file__}
 
     def is_traced(frame: FrameType) -> bool:
@@ -97,8 +97,8 @@ def test_an_interrupted_call_leaves_no_group_behind(
                 kept.append(e)
             finally:
                 sys.settrace(before)
-            with pytest.raises(HoldfastError, match="torchrun started 4 processes"):
-                holdfast.save(tmp_path / "refused", state)
+            with pytest.raises(LimpetError, match="torchrun started 4 processes"):
+                limpet.save(tmp_path / "refused", state)
             if interrupt.seen < at:
                 break
         assert len(kept) > 40, name

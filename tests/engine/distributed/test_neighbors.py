@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import holdfast
-from holdfast import machine
-from holdfast.engine.distributed.failure_detector import Neighbors
-from holdfast.engine.distributed.kv import CLOSED_HEARTBEAT, Timeouts
-from holdfast.errors import RankFailed
+import limpet
+from limpet import machine
+from limpet.engine.distributed.failure_detector import Neighbors
+from limpet.engine.distributed.kv import CLOSED_HEARTBEAT, Timeouts
+from limpet.errors import RankFailed
 from tests.fakegroup import FakeGroup, FakeStore
 from tests.fork_server import FORK_SERVER
 
@@ -130,17 +130,17 @@ def _run_rank(rank: int, port: int, folder: Path) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    state = {"w": torch.ones(8), "mine": holdfast.PerRank(rank)}
-    holdfast.save(folder / "first", state)
+    state = {"w": torch.ones(8), "mine": limpet.PerRank(rank)}
+    limpet.save(folder / "first", state)
 
     def die(name: str, fields: dict[str, Any]) -> None:
         if name == "staged" and rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with holdfast.attach(die):
+    with limpet.attach(die):
         began = time.monotonic()
         try:
-            holdfast.save(folder / "second", state)
+            limpet.save(folder / "second", state)
         except RankFailed as e:
             found = f"{time.monotonic() - began} {e}"
             (folder / f"{rank}.txt").write_text(found)
@@ -149,7 +149,7 @@ def _run_rank(rank: int, port: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_process_is_known_within_seconds(tmp_path: Path) -> None:
-    """``HOLDFAST_SILENT`` is 60 seconds."""
+    """``LIMPET_SILENT`` is 60 seconds."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     processes = [
         FORK_SERVER.Process(target=_run_rank, args=(rank, store.port, tmp_path))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.engine.distributed.step_gate import NEVER, NO_ACTIONS, StepGate
-from holdfast.errors import RankFailed
+from limpet.engine.distributed.step_gate import NEVER, NO_ACTIONS, StepGate
+from limpet.errors import RankFailed
 
 SAVE = frozenset({"save"})
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as lrs
 
-import holdfast
-from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, UnexpectedLeaf
+import limpet
+from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, UnexpectedLeaf
 from tests.engine.loading.test_live_objects import SCHEDULERS, step
 from tests.engine.states import save_state
 
@@ -37,7 +37,7 @@ def load_object(saved, live, **options):
     """Save one object's state, load it into another, and return that object."""
     url = save_state({"o": Stateful(saved)})
     obj = live if hasattr(live, "state_dict") else Stateful(live)
-    holdfast.load(url, into={"o": obj}, **options)
+    limpet.load(url, into={"o": obj}, **options)
     return obj
 
 
@@ -47,7 +47,7 @@ def assert_refused(saved, live, kind, missing=(), unexpected=(), options=None):
     url = save_state({"o": Stateful(saved), "t": torch.ones(2)})
     tensor = torch.zeros(2)
     with pytest.raises(PlanError) as e:
-        holdfast.load(url, into={"o": obj, "t": tensor}, **options or {})
+        limpet.load(url, into={"o": obj, "t": tensor}, **options or {})
     assert type(e.value) is kind, e.value
     assert (set(e.value.missing), set(e.value.unexpected)) == (set(missing), set(unexpected))
     assert obj.loaded == []
@@ -84,7 +84,7 @@ def test_one_error_names_the_differences_of_all_objects_and_of_the_rest():
     state = {"o": Stateful({"a": 1}), "p": Stateful({"a": 1, "c": 3}), "t": torch.ones(2), "k": 1}
     live = {"o": Stateful({"b": 1}), "p": Stateful({"a": 1}), "t": torch.ones(3), "l": 1}
     with pytest.raises(PlanError) as e:
-        holdfast.load(save_state(state), into=live)
+        limpet.load(save_state(state), into=live)
     assert set(e.value.missing) == {"o/b", "l"}
     assert set(e.value.unexpected) == {"o/a", "p/c", "k"}
     assert e.value.misfits == ("t",)
@@ -94,12 +94,12 @@ def test_objects_in_containers_and_wrappers_are_compared():
     def nest(state):
         return {
             "list": [Stateful(state)],
-            "rank": holdfast.PerRank(Stateful(state)),
-            "first": holdfast.Replicated(Stateful(state)),
+            "rank": limpet.PerRank(Stateful(state)),
+            "first": limpet.Replicated(Stateful(state)),
         }
 
     with pytest.raises(PlanError) as e:
-        holdfast.load(save_state(nest({"a": 1})), into=nest({"b": 1}))
+        limpet.load(save_state(nest({"a": 1})), into=nest({"b": 1}))
     assert len(e.value.missing) == len(e.value.unexpected) == 3
 
 
@@ -160,7 +160,7 @@ def test_differences_outside_of_the_selected_keys_are_no_errors():
     assert load_object(saved, live, keys="o/a").loaded == [{"a": 1, "new": 6}]
     assert_refused(saved, live, UnexpectedLeaf, (), ["o/old"], {"keys": ["t", "o/a", "o/old"]})
     obj = Stateful(live)
-    holdfast.load(save_state({"o": Stateful(saved), "t": 1}), into={"o": obj, "t": 0}, keys="t")
+    limpet.load(save_state({"o": Stateful(saved), "t": 1}), into={"o": obj, "t": 0}, keys="t")
     assert (obj.saves, obj.loaded) == (0, [])
 
 
@@ -170,16 +170,16 @@ def test_a_load_calls_state_dict_once():
     assert load_object({"_snapshot": 1, "_steps": 2}, {"_snapshot": 1}).saves == 0
     absent = Stateful({"a": 1})
     with pytest.raises(MissingLeaf):
-        holdfast.load(save_state({"t": 1}), into={"t": 1, "o": absent})
+        limpet.load(save_state({"t": 1}), into={"t": 1, "o": absent})
     assert absent.saves == 0
 
 
 def test_random_generators_of_other_devices_are_no_difference():
-    state = holdfast.RNG().state_dict()
+    state = limpet.RNG().state_dict()
     url = save_state({"rng": Stateful({"0": {**state, "xpu": [state["torch"]]}})})
-    holdfast.load(url, into={"rng": holdfast.RNG()})
+    limpet.load(url, into={"rng": limpet.RNG()})
     del state["torch"]
-    holdfast.load(save_state({"rng": Stateful(state)}), into={"rng": holdfast.RNG()})
+    limpet.load(save_state({"rng": Stateful(state)}), into={"rng": limpet.RNG()})
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")
@@ -193,7 +193,7 @@ def test_a_stateful_data_loader_is_restored(workers):
     a, b = make(), make()
     batches = iter(a)
     next(batches)
-    holdfast.load(save_state({"loader": a}), into={"loader": b})
+    limpet.load(save_state({"loader": a}), into={"loader": b})
     assert [x.tolist() for x in b] == [x.tolist() for x in batches]
 
 
@@ -213,10 +213,10 @@ def test_the_state_of_another_class_of_scheduler_is_refused(name):
         live = make_scheduler(other)
         before = copy.deepcopy(live.state_dict())
         if {name, other} <= {"LambdaLR", "MultiplicativeLR"} or name == other:
-            holdfast.load(url, into={"s": live})  # equal keys: a snapshot does not name classes
+            limpet.load(url, into={"s": live})  # equal keys: a snapshot does not name classes
             continue
         with pytest.raises(PlanError, match="s/"):
-            holdfast.load(url, into={"s": live})
+            limpet.load(url, into={"s": live})
         assert live.state_dict() == before
 
 
@@ -228,18 +228,18 @@ def test_a_scheduler_inside_a_scheduler_is_compared():
     cosine = make(lambda o: [lrs.CosineAnnealingLR(o, 5)])
     url = save_state(make(lambda o: [lrs.StepLR(o, 2)]))
     with pytest.raises(PlanError) as e:
-        holdfast.load(url, into=cosine)
+        limpet.load(url, into=cosine)
     assert e.value.missing == ("s/_schedulers/1/T_max", "s/_schedulers/1/eta_min")
     assert e.value.unexpected == ("s/_schedulers/1/step_size", "s/_schedulers/1/gamma")
-    holdfast.load(url, into=cosine, missing="keep", unexpected="ignore")
+    limpet.load(url, into=cosine, missing="keep", unexpected="ignore")
     assert cosine["s"].state_dict()["_schedulers"][1]["T_max"] == 5
     three = make(lambda o: [lrs.StepLR(o, 2), lrs.StepLR(o, 3)])
     with pytest.raises(MissingLeaf, match="s/_schedulers/2"):
-        holdfast.load(url, into=three)
-    holdfast.load(url, into=three, missing="keep")
+        limpet.load(url, into=three)
+    limpet.load(url, into=three, missing="keep")
     assert three["s"].state_dict()["_schedulers"][2]["step_size"] == 3
     with pytest.raises(UnexpectedLeaf, match="s/_schedulers/2"):
-        holdfast.load(save_state(three), into=make(lambda o: [lrs.StepLR(o, 2)]))
+        limpet.load(save_state(three), into=make(lambda o: [lrs.StepLR(o, 2)]))
 
 
 @pytest.mark.parametrize("name", ["StepLR", "SequentialLR", "ChainedScheduler"])
@@ -251,12 +251,12 @@ def test_states_of_other_releases_of_pytorch_are_loaded(name):
         one.pop("_is_initial", None)
         one |= {"verbose": False, "_new": 1}
     for saved, live in ((Stateful(state), make_scheduler(name)), (make_scheduler(name), other)):
-        holdfast.load(save_state({"s": saved}), into={"s": live})
+        limpet.load(save_state({"s": saved}), into={"s": live})
     plateau = lrs.ReduceLROnPlateau(optim.SGD(nn.Linear(1, 1).parameters(), 0.1))
     old = plateau.state_dict()
     old.pop("default_min_lr", None)
     old.pop("_last_lr")
-    holdfast.load(save_state({"s": Stateful(old)}), into={"s": plateau})
+    limpet.load(save_state({"s": Stateful(old)}), into={"s": plateau})
 
 
 def test_lenient_loads_keep_the_options_of_another_scheduler():
@@ -265,7 +265,7 @@ def test_lenient_loads_keep_the_options_of_another_scheduler():
     trained.optimizer.step()
     trained.step()
     url = save_state({"s": trained})
-    holdfast.load(url, into={"s": live}, missing="keep", unexpected="ignore")
+    limpet.load(url, into={"s": live}, missing="keep", unexpected="ignore")
     assert (live.T_max, live.last_epoch) == (5, 1)
     assert not hasattr(live, "step_size")
 
@@ -274,12 +274,12 @@ def test_lenient_loads_keep_the_options_of_another_scheduler():
 def test_a_disabled_grad_scaler_has_no_keys(saved_on):
     on, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
     if saved_on:
-        holdfast.load(save_state({"s": on}), into={"s": off})  # GradScaler ignores the state
+        limpet.load(save_state({"s": on}), into={"s": off})  # GradScaler ignores the state
     else:
         url = save_state({"s": off})
         with pytest.raises(MissingLeaf, match=r"missing in the snapshot: s \(4 leaves\)"):
-            holdfast.load(url, into={"s": on})
-        holdfast.load(url, into={"s": on}, missing="keep")
+            limpet.load(url, into={"s": on})
+        limpet.load(url, into={"s": on}, missing="keep")
         assert on.get_scale() == 65536
 
 
@@ -291,5 +291,5 @@ def test_an_optimizer_with_its_own_methods_is_restored_before_its_first_step():
     m, live = nn.Linear(2, 2), nn.Linear(2, 2)
     opt, live_opt = Own(m.parameters()), Own(live.parameters())
     step(m, opt, torch.ones(1, 2))
-    holdfast.load(save_state({"o": opt}), into={"o": live_opt})
+    limpet.load(save_state({"o": opt}), into={"o": live_opt})
     assert len(live_opt.state) == 2

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import holdfast
-from holdfast.engine.loading.differences import fold_keys
-from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
+import limpet
+from limpet.engine.loading.differences import fold_keys
+from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from tests.engine.states import TORCH_DTYPES, assert_same, clone, random_tensor, save_state
 
 
@@ -25,7 +25,7 @@ def assert_load_fails(snapshot, live, kind, *parts, **options):
     that ``live`` is unchanged."""
     before = clone(live)
     with pytest.raises(PlanError) as e:
-        holdfast.load(save_state(snapshot), into=live, **options)
+        limpet.load(save_state(snapshot), into=live, **options)
     assert type(e.value) is kind
     for part in parts:
         assert part in str(e.value)
@@ -35,8 +35,8 @@ def assert_load_fails(snapshot, live, kind, *parts, **options):
 
 def assert_loads(snapshot, live, expected, **options):
     """Assert that the load gives ``live`` the values of ``expected``. Return its report."""
-    report = holdfast.load(save_state(snapshot), into=live, **options)
-    assert isinstance(report, holdfast.LoadReport)
+    report = limpet.load(save_state(snapshot), into=live, **options)
+    assert isinstance(report, limpet.LoadReport)
     assert_same(expected, live)
     return report
 
@@ -149,11 +149,11 @@ def test_the_advice_for_a_partial_state_begins_with_keys(state, live, keys):
     if live is None:
         state, live = state
     with pytest.raises(PlanError) as e:
-        holdfast.load(save_state(state), into=copy.deepcopy(live))
+        limpet.load(save_state(state), into=copy.deepcopy(live))
     advice = str(e.value).partition("as needed: ")[2]
     assert advice.startswith(f'keys={keys}, unexpected="ignore".' if keys else ("miss", "unexp"))
     if keys:
-        holdfast.load(save_state(state), into=copy.deepcopy(live), keys=json.loads(keys))
+        limpet.load(save_state(state), into=copy.deepcopy(live), keys=json.loads(keys))
 
 
 def test_the_advice_names_only_keys_within_the_given_keys():
@@ -230,13 +230,13 @@ def test_fold_keys_counts_every_missing_leaf_and_hides_no_present_one(keys, othe
 def test_one_error_names_all_differences_of_a_module():
     m, live = nn.Linear(2, 3), nn.Linear(2, 4)
     with pytest.raises(ShapeMismatch, match=r"2 with a different shape: m/weight .*, m/bias") as e:
-        holdfast.load(save_state({"m": m}), into={"m": live})
+        limpet.load(save_state({"m": m}), into={"m": live})
     assert "m/weight [3, 2], live [4, 2]" in str(e.value)
     bare = nn.Linear(2, 3, bias=False)
     with pytest.raises(UnexpectedLeaf, match="m/bias"):
-        holdfast.load(save_state({"m": m}), into={"m": bare})
+        limpet.load(save_state({"m": m}), into={"m": bare})
     with pytest.raises(MissingLeaf, match="m/bias"):
-        holdfast.load(save_state({"m": bare}), into={"m": m})
+        limpet.load(save_state({"m": bare}), into={"m": m})
 
 
 @pytest.mark.parametrize(
@@ -344,20 +344,20 @@ def test_a_live_dict_keeps_its_order():
 
 def test_an_expanded_live_tensor_is_refused():
     with pytest.raises(PlanError, match="'x' is expanded"):
-        holdfast.load(save_state({"x": torch.ones(3, 2)}), into={"x": torch.zeros(2).expand(3, 2)})
+        limpet.load(save_state({"x": torch.ones(3, 2)}), into={"x": torch.zeros(2).expand(3, 2)})
     with pytest.raises(PlanError, match="'x' is expanded"):
-        holdfast.load(save_state({"x": torch.ones(3, 2)}), into={"x": torch.zeros(1).expand(3, 2)})
+        limpet.load(save_state({"x": torch.ones(3, 2)}), into={"x": torch.zeros(1).expand(3, 2)})
     live = {"x": torch.zeros(2, 1).expand(2, 1)}
-    holdfast.load(save_state({"x": torch.ones(2, 1)}), into=live)
+    limpet.load(save_state({"x": torch.ones(2, 1)}), into=live)
 
 
 def test_tied_live_tensors_are_refused_if_the_snapshot_has_two_leaves():
     t = torch.zeros(2)
     with pytest.raises(PlanError, match="tied to another tensor, but the snapshot holds two") as e:
-        holdfast.load(save_state({"a": ONE, "b": TWO}), into={"a": t, "b": t})
+        limpet.load(save_state({"a": ONE, "b": TWO}), into={"a": t, "b": t})
     assert e.value.leaf == "b"
     assert t.tolist() == [0, 0]
-    holdfast.load(save_state({"a": ONE, "b": TWO}), into={"a": t, "b": t}, keys="a")
+    limpet.load(save_state({"a": ONE, "b": TWO}), into={"a": t, "b": t}, keys="a")
     assert t.tolist() == [1, 1]
 
 
@@ -367,7 +367,7 @@ def test_live_tensors_without_memory_are_refused():
     freed.untyped_storage().resize_(0)
     for live in (freed, torch.empty(2, device="meta")):
         with pytest.raises(PlanError, match="'x' has no memory"):
-            holdfast.load(url, into={"x": live})
+            limpet.load(url, into={"x": live})
 
 
 def test_inference_tensors_are_filled():
@@ -375,7 +375,7 @@ def test_inference_tensors_are_filled():
         live = {"a": torch.zeros(4, 3), "b": torch.zeros(3, 4).T}
     t = torch.randn(4, 3)
     with torch.inference_mode():
-        holdfast.load(save_state({"a": t, "b": t}), into=live)
+        limpet.load(save_state({"a": t, "b": t}), into=live)
     assert_same({"a": t, "b": t}, live)
 
 
@@ -399,7 +399,7 @@ def test_a_read_only_array_is_replaced(dtype):
     a, frozen = np.arange(3).astype(dtype), np.zeros(3, dtype)
     frozen.flags.writeable = False
     live = {"x": frozen}
-    holdfast.load(save_state({"x": a}), into=live)
+    limpet.load(save_state({"x": a}), into=live)
     assert_same(a, live["x"])
     assert live["x"] is not frozen
     assert_load_fails({"x": a[:2]}, {"x": frozen}, ShapeMismatch, "x [2], live [3]")
@@ -407,7 +407,7 @@ def test_a_read_only_array_is_replaced(dtype):
 
 def test_a_live_memmap_is_filled_in_place(tmp_path):
     live = np.memmap(tmp_path / "x", np.int64, "w+", shape=(4,))
-    holdfast.load(save_state({"x": np.arange(4)}), into={"x": live})
+    limpet.load(save_state({"x": np.arange(4)}), into={"x": live})
     assert live.tolist() == [0, 1, 2, 3]
 
 
@@ -435,7 +435,7 @@ def test_lenient_loads_still_refuse_other_shapes_and_dtypes():
 def test_an_invalid_value_of_a_lenient_option_is_refused():
     for name in ("missing", "unexpected", "mismatched", "cast"):
         with pytest.raises(PlanError, match=f"Invalid value for {name}="):
-            holdfast.load(save_state({"a": 1}), into={"a": 1}, **{name: "both"})
+            limpet.load(save_state({"a": 1}), into={"a": 1}, **{name: "both"})
 
 
 FLOATS = [d for d in TORCH_DTYPES if d.is_floating_point and d is not torch.float4_e2m1fn_x2]
@@ -500,8 +500,8 @@ def test_cast_converts_the_parameters_of_a_module():
     m, live = nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16)
     url = save_state({"m": m})
     with pytest.raises(DTypeMismatch, match="m/weight float32, live bfloat16"):
-        holdfast.load(url, into={"m": live})
-    holdfast.load(url, into={"m": live}, cast=True)
+        limpet.load(url, into={"m": live})
+    limpet.load(url, into={"m": live}, cast=True)
     assert_same(m.to(torch.bfloat16).weight.detach(), live.weight.detach())
 
 
@@ -530,16 +530,16 @@ def test_an_object_can_refuse_a_state_before_anything_is_changed():
     )
     live = {"t": TWO.clone(), "first": CheckedState(1), "second": CheckedState(3)}
     with pytest.raises(PlanError, match="not 3") as e:
-        holdfast.load(url, into=live)
+        limpet.load(url, into=live)
     assert "overwritten" not in str(e.value)
     assert live["t"].tolist() == [2, 2]
     assert (live["first"].more, live["second"].more) == (None, None)
     live["second"] = CheckedState({"x": (2, None)})
-    holdfast.load(url, into=live)
+    limpet.load(url, into=live)
     assert live["t"].tolist() == [1, 1]
     assert (live["first"].more, live["second"].more) == (5, [6])
     skipped = CheckedState(3)
-    holdfast.load(url, into=live | {"second": skipped}, keys=["t", "first"])
+    limpet.load(url, into=live | {"second": skipped}, keys=["t", "first"])
     assert skipped.checked == []
 
 
@@ -547,6 +547,6 @@ def test_an_object_can_refuse_a_state_before_anything_is_changed():
 def test_a_state_with_leaves_is_checked_only_by_load_state_dict(more):
     live = {"o": CheckedState(2, more)}
     with pytest.raises(PlanError, match="not 2") as e:
-        holdfast.load(save_state({"o": CheckedState(1, more)}), into=live)
+        limpet.load(save_state({"o": CheckedState(1, more)}), into=live)
     assert len(live["o"].checked) == 1
     assert e.value.live_state == "not valid"

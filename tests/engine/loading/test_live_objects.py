@@ -8,9 +8,9 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as lrs
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     DTypeMismatch,
     MemberFailed,
     MissingLeaf,
@@ -51,7 +51,7 @@ def assert_same_state_dict(a, b):
 
 
 def save_and_load(saved_module, live, key="model"):
-    holdfast.load(save_state({key: saved_module}), into={key: live})
+    limpet.load(save_state({key: saved_module}), into={key: live})
 
 
 def test_a_module_is_filled_in_place():
@@ -78,16 +78,16 @@ def test_a_plain_load_returns_the_state_dict_of_a_module():
 def test_a_state_dict_keeps_its_metadata_and_is_loaded_into_a_module():
     m = randomize(net())
     url = save_state({"model": m.state_dict()})
-    made = holdfast.load(url)["model"]
+    made = limpet.load(url)["model"]
     assert_same(m.state_dict(), made)
     assert made._metadata == m.state_dict()._metadata
-    assert holdfast.load(url, keys="**")["model"]._metadata == made._metadata
+    assert limpet.load(url, keys="**")["model"]._metadata == made._metadata
     live = net(1)
-    holdfast.load(url, into={"model": live})
+    limpet.load(url, into={"model": live})
     assert_same_state_dict(m, live)
     other = net(2)
     live = {"model": other.state_dict()}
-    holdfast.load(url, into=live)
+    limpet.load(url, into=live)
     assert_same_state_dict(m, other)
 
 
@@ -141,8 +141,8 @@ def test_extra_state_is_restored(value, before):
 
 
 def test_the_error_for_extra_state_that_cannot_be_saved_names_its_key():
-    with pytest.raises(holdfast.errors.Unsupported, match=r"'model/0\._extra_state/f'"):
-        holdfast.save(unused_url(), {"model": nn.Sequential(Extra({"f": len}))})
+    with pytest.raises(limpet.errors.Unsupported, match=r"'model/0\._extra_state/f'"):
+        limpet.save(unused_url(), {"model": nn.Sequential(Extra({"f": len}))})
 
 
 def tied():
@@ -159,11 +159,11 @@ def tied():
 def test_tied_weights_are_written_once_and_stay_tied():
     m, live = tied(), tied()
     url = save_state({"model": m})
-    assert list(reader_of(holdfast.open(url)).leaves) == ["model/embed.weight"]
-    holdfast.load(url, into={"model": live})
+    assert list(reader_of(limpet.open(url)).leaves) == ["model/embed.weight"]
+    limpet.load(url, into={"model": live})
     assert live.head.weight is live.embed.weight
     assert_same_state_dict(m, live)
-    made = holdfast.load(url)["model"]
+    made = limpet.load(url)["model"]
     assert made["head.weight"] is made["embed.weight"]
 
 
@@ -181,8 +181,8 @@ def test_tied_weights_are_loaded_into_an_untied_model_but_not_the_reverse():
 def test_a_module_under_two_keys_is_saved_once():
     m, live = net(), net(1)
     url = save_state({"a": m, "b": [m]})
-    assert all(k.startswith("a/") for k in reader_of(holdfast.open(url)).leaves)
-    holdfast.load(url, into={"a": live, "b": [live]})
+    assert all(k.startswith("a/") for k in reader_of(limpet.open(url)).leaves)
+    limpet.load(url, into={"a": live, "b": [live]})
     assert_same_state_dict(m, live)
 
 
@@ -230,8 +230,8 @@ def test_training_continues_with_a_frozen_base_and_an_adapter():
     step(m, opt, torch.randn(3, 6))
     live, live_opt = make()
     url = save_state({"model": m, "optimizer": opt})
-    assert "optimizer/state/model.base.weight/exp_avg" not in holdfast.open(url)
-    holdfast.load(url, into={"model": live, "optimizer": live_opt})
+    assert "optimizer/state/model.base.weight/exp_avg" not in limpet.open(url)
+    limpet.load(url, into={"model": live, "optimizer": live_opt})
     assert_same_state_dict(m, live)
     assert [p.requires_grad for p in live.parameters()] == [True, True, False, False]
     assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 6))
@@ -273,7 +273,7 @@ def test_hooks_on_state_dict_and_load_state_dict_are_called(which):
     before = live.w.detach().clone()
     url = save_state({"model": m})
     assert (
-        holdfast.open(url).keys()
+        limpet.open(url).keys()
         == {
             "clone": ["model/w"],
             "rename": ["model/weight"],
@@ -281,7 +281,7 @@ def test_hooks_on_state_dict_and_load_state_dict_are_called(which):
             "drop": [],
         }[which]
     )
-    holdfast.load(url, into={"model": live})
+    limpet.load(url, into={"model": live})
     assert_same((before if which == "drop" else m.w).detach(), live.w.detach())
     assert live.loads == 1
 
@@ -318,14 +318,14 @@ def test_a_shape_that_a_hook_changes_is_checked_before_anything_is_changed():
 
     live = {"first": torch.zeros(2), "m": make(3)}
     with pytest.raises(ShapeMismatch, match=r"m/weight \[1, 2\], live \[1, 3\]"):
-        holdfast.load(save_state({"first": torch.ones(2), "m": make(2)}), into=live)
+        limpet.load(save_state({"first": torch.ones(2), "m": make(2)}), into=live)
     assert live["first"].tolist() == [0, 0]
 
 
 def test_lazy_modules_are_restored_after_their_initialization():
     m = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
-    with pytest.raises(holdfast.errors.Unsupported, match="UninitializedParameter"):
-        holdfast.save(unused_url(), {"model": m})
+    with pytest.raises(limpet.errors.Unsupported, match="UninitializedParameter"):
+        limpet.save(unused_url(), {"model": m})
     m(torch.randn(4, 5))
     live = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     save_and_load(m, live)
@@ -340,9 +340,9 @@ def test_a_module_on_the_meta_device_is_refused_until_it_has_memory():
         live = net()
     url = save_state({"model": m})
     with pytest.raises(PlanError, match=r"'model/0.weight' has no memory.*to_empty"):
-        holdfast.load(url, into={"model": live})
+        limpet.load(url, into={"model": live})
     live.to_empty(device="cpu")
-    holdfast.load(url, into={"model": live})
+    limpet.load(url, into={"model": live})
     assert_same_state_dict(m, live)
 
 
@@ -430,11 +430,11 @@ def test_wrappers_do_not_change_the_saved_names(name):
             for p in m.parameters():
                 p.add_(torch.randn_like(p))
         url = save_state({"model": m, "optimizer": opt})
-        assert [k for k in holdfast.open(url) if k.startswith("model/")] == [
+        assert [k for k in limpet.open(url) if k.startswith("model/")] == [
             f"model/{k}" for k in keys
         ]
-        assert f"optimizer/state/model.{keys[0]}/exp_avg" in holdfast.open(url)
-        holdfast.load(url, into={"model": live, "optimizer": live_opt})
+        assert f"optimizer/state/model.{keys[0]}/exp_avg" in limpet.open(url)
+        limpet.load(url, into={"model": live, "optimizer": live_opt})
         assert_same(list(m.parameters()), list(live.parameters()))
         assert_same(list(opt.state.values()), list(live_opt.state.values()))
 
@@ -462,7 +462,7 @@ def test_names_that_become_equal_without_their_wrappers_are_refused():
     m._orig_mod = nn.Module()
     m._orig_mod.a = nn.Linear(1, 1)
     with pytest.raises(PlanError, match="the same name without their wrapper"):
-        holdfast.save(unused_url(), {"model": m})
+        limpet.save(unused_url(), {"model": m})
 
 
 # -- optimizers ----------------------------------------------------------------------------------
@@ -534,7 +534,7 @@ def test_training_continues_exactly_with_every_optimizer(name, before):
         for _ in range(3):
             step(live, live_opt, x)
     url = save_state({"model": m, "optimizer": opt})
-    holdfast.load(url, into={"model": live, "optimizer": live_opt})
+    limpet.load(url, into={"model": live, "optimizer": live_opt})
     for p, q in zip(m.parameters(), live.parameters(), strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
     assert_training_continues((m, opt), (live, live_opt), x)
@@ -553,7 +553,7 @@ def test_training_continues_exactly_with_muon():
     m, opt = make(0)
     step(m, opt, x)
     live, live_opt = make(1)
-    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert_training_continues((m, opt), (live, live_opt), x)
 
 
@@ -565,7 +565,7 @@ def test_training_continues_exactly_with_sparse_adam():
     (m, opt), (live, live_opt) = make(), make()
     x = torch.tensor([1, 3, 3])
     step(m, opt, x)
-    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert_training_continues((m, opt), (live, live_opt), x)
 
 
@@ -577,11 +577,11 @@ def test_slots_that_the_snapshot_lacks_are_removed_and_missing_slots_are_created
     step(live, live_opt, torch.randn(3, 4))
     assert len(live_opt.state) == 6
     kept = live_opt.state[live[0].weight]["momentum_buffer"]
-    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert list(live_opt.state) == [live[0].weight]
     assert live_opt.state[live[0].weight]["momentum_buffer"] is kept
     new = optim.SGD(live.parameters(), 0.1, momentum=0.9)
-    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": new})
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": new})
     assert list(new.state) == [live[0].weight]
 
 
@@ -597,12 +597,12 @@ def test_groups_keep_their_options_and_order():
     opt.param_groups[1]["lr"] = 0.03
     step(m, opt, torch.randn(3, 4))
     url = save_state({"m": m, "o": opt})
-    holdfast.load(url, into={"m": live, "o": live_opt})
+    limpet.load(url, into={"m": live, "o": live_opt})
     assert_same([options(g) for g in opt.param_groups], [options(g) for g in live_opt.param_groups])
     assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
     live_opt.param_groups.reverse()
     with pytest.raises(PlanError, match=r"groups/0/params/m\.0\.bias"):
-        holdfast.load(url, into={"m": live, "o": live_opt})
+        limpet.load(url, into={"m": live, "o": live_opt})
 
 
 def test_slots_are_matched_by_parameter_name_and_not_by_position():
@@ -612,7 +612,7 @@ def test_slots_are_matched_by_parameter_name_and_not_by_position():
     opt = optim.Adam(m.parameters())
     live_opt = optim.Adam(reversed(list(live.parameters())))
     step(m, opt, torch.randn(2, 3))
-    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     for name in ("weight", "bias"):
         assert_same(opt.state[getattr(m, name)], live_opt.state[getattr(live, name)])
 
@@ -622,12 +622,12 @@ def test_optimizers_with_and_without_named_parameters_are_compatible():
     opt, live_opt = optim.Adam(m.named_parameters()), optim.Adam(live.parameters())
     step(m, opt, torch.randn(3, 4))
     url = save_state({"m": m, "o": opt})
-    holdfast.load(url, into={"m": live, "o": live_opt})
+    limpet.load(url, into={"m": live, "o": live_opt})
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
     assert "param_names" not in live_opt.param_groups[0]
     named = optim.Adam(live.named_parameters())
     names = named.param_groups[0]["param_names"]
-    holdfast.load(url, into={"m": live, "o": named})
+    limpet.load(url, into={"m": live, "o": named})
     assert named.param_groups[0]["param_names"] == names
 
 
@@ -641,8 +641,8 @@ def test_parameters_without_a_module_in_the_state_are_named_by_position():
         p.grad = torch.randn_like(p)
     opt.step()
     url = save_state({"o": opt, "free": free})
-    assert "o/state/1.0/exp_avg" in holdfast.open(url)
-    holdfast.load(url, into={"o": live_opt, "free": live})
+    assert "o/state/1.0/exp_avg" in limpet.open(url)
+    limpet.load(url, into={"o": live_opt, "free": live})
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
     assert_same([p.detach() for p in free], [p.detach() for p in live])
 
@@ -662,7 +662,7 @@ def test_two_models_with_equal_parameter_names_are_restored():
     step(a["g"], a["opt_g"], x)
     step(a["d"], a["opt_d"], x)
     step(a["d"], a["opt_d"], x)
-    holdfast.load(save_state(a), into=b)
+    limpet.load(save_state(a), into=b)
     for m, o in (("g", "opt_g"), ("d", "opt_d")):
         assert_training_continues((a[m], a[o]), (b[m], b[o]), x)
 
@@ -684,7 +684,7 @@ def test_an_optimizer_of_two_modules_is_restored(modules):
     step(nn.Sequential(a, nn.Linear(2, 4), b), opt, torch.randn(3, 4))
     la, lb, live_opt = make(1)
     url = save_state({"models": modules(a, b), "o": opt})
-    holdfast.load(url, into={"models": modules(la, lb), "o": live_opt})
+    limpet.load(url, into={"models": modules(la, lb), "o": live_opt})
     assert_same_state_dict(a, la)
     assert_same_state_dict(b, lb)
     assert_same(list(opt.state.values()), list(live_opt.state.values()))
@@ -695,7 +695,7 @@ def test_two_parameters_with_the_same_name_are_refused():
     opt = optim.Adam([*a.parameters(), *b.parameters()])
     step(nn.Sequential(a, b), opt, torch.randn(1, 1))
     with pytest.raises(PlanError, match=r"would both be named x\.y\.weight"):
-        holdfast.save(unused_url(), {"x.y": a, "x": {"y": b}, "o": opt})
+        limpet.save(unused_url(), {"x.y": a, "x": {"y": b}, "o": opt})
 
 
 def test_optimizer_state_for_a_parameter_of_no_group_is_refused():
@@ -703,15 +703,15 @@ def test_optimizer_state_for_a_parameter_of_no_group_is_refused():
     opt = optim.Adam(m.parameters())
     opt.state[nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
     with pytest.raises(PlanError, match="not in any of its groups"):
-        holdfast.save(unused_url(), {"m": m, "o": opt})
+        limpet.save(unused_url(), {"m": m, "o": opt})
     opt.state.clear()
     opt.state["step"] = 5
     with pytest.raises(PlanError, match="an int for an object that is not in any of its groups"):
-        holdfast.save(unused_url(), {"m": m, "o": opt})
+        limpet.save(unused_url(), {"m": m, "o": opt})
     opt.state.clear()
     opt.state[m.weight] = torch.ones(1)
     with pytest.raises(PlanError, match=r"a Tensor for m\.weight"):
-        holdfast.save(unused_url(), {"m": m, "o": opt})
+        limpet.save(unused_url(), {"m": m, "o": opt})
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused():
@@ -721,12 +721,12 @@ def test_the_state_of_another_kind_of_optimizer_is_refused():
     message = r"o saved with .*momentum.*, live Adam with .*betas.*as needed: keys=.m.\."
     for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
         with pytest.raises(DTypeMismatch, match=message) as e:
-            holdfast.load(url, into={"m": m, "o": adam}, **lenient)
+            limpet.load(url, into={"m": m, "o": adam}, **lenient)
         assert e.value.misfits == ("o",)
         assert "cast=True" not in str(e.value)
         assert (adam.param_groups[0]["lr"], dict(adam.state)) == (0.5, {})
     # An option that both optimizers have can be loaded by its key.
-    holdfast.load(url, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
+    limpet.load(url, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
     assert adam.param_groups[0]["lr"] == 0.1
 
 
@@ -736,7 +736,7 @@ def test_an_option_that_an_optimizer_adds_at_its_first_step_is_loaded():
     m = net()
     trained, fresh = optim.SGD(m.parameters(), 0.1), optim.SGD(m.parameters(), 0.1)
     trained.param_groups[0]["step"] = 7
-    holdfast.load(save_state({"m": m, "o": trained}), into={"m": m, "o": fresh})
+    limpet.load(save_state({"m": m, "o": trained}), into={"m": m, "o": fresh})
     assert fresh.param_groups[0]["step"] == 7
 
 
@@ -748,8 +748,8 @@ def test_an_option_with_another_name_needs_a_lenient_load():
     for to in (older, newer):
         url = save_state({"m": m, "o": newer if to is older else older})
         with pytest.raises(UnexpectedLeaf, match=r"groups/0/(friction|dampening)"):
-            holdfast.load(url, into={"m": m, "o": to})
-        holdfast.load(url, into={"m": m, "o": to}, unexpected="ignore")
+            limpet.load(url, into={"m": m, "o": to})
+        limpet.load(url, into={"m": m, "o": to}, unexpected="ignore")
 
 
 def test_options_of_another_pytorch_version_do_not_make_another_kind_of_optimizer():
@@ -757,12 +757,12 @@ def test_options_of_another_pytorch_version_do_not_make_another_kind_of_optimize
     older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
     for group in (older.param_groups[0], older.defaults):
         del group["fused"]
-    holdfast.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
+    limpet.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
     with pytest.raises(UnexpectedLeaf, match="1 unexpected in the snapshot: o/groups/0/fused"):
-        holdfast.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older})
+        limpet.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older})
     newer.param_groups[0]["name"] = "all"  # a user's option does not make another kind either
-    holdfast.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
-    holdfast.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
+    limpet.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
+    limpet.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
 
 
 def test_an_option_that_the_snapshot_lacks_is_kept_and_reported():
@@ -771,15 +771,15 @@ def test_an_option_that_the_snapshot_lacks_is_kept_and_reported():
     for option in ("foreach", "fused", "nesterov"):  # as if a later PyTorch had added them
         del saved.param_groups[0][option]
     url = save_state({"m": m, "o": saved})
-    assert holdfast.load(url, into={"m": m, "o": live}).is_complete  # they are off
+    assert limpet.load(url, into={"m": m, "o": live}).is_complete  # they are off
     live.param_groups[0] |= {"scale": 0.5, "foreach": True}
-    report = holdfast.load(url, into={"m": m, "o": live})
+    report = limpet.load(url, into={"m": m, "o": live})
     assert live.param_groups[0]["scale"] == 0.5
     assert report.kept == dict.fromkeys(
         ("o/groups/0/foreach", "o/groups/0/scale"), "missing in the snapshot"
     )
     assert "kept 2 missing in the snapshot: o/groups/0/foreach, o/groups/0/scale" in report.summary
-    assert holdfast.load(url, into={"m": m, "o": live}, keys=["m", "o/groups/*/lr"]).is_complete
+    assert limpet.load(url, into={"m": m, "o": live}, keys=["m", "o/groups/*/lr"]).is_complete
 
 
 @pytest.mark.parametrize("node", [3, [1], {"state": {}}, {"state": 1, "groups": 2}, torch.ones(2)])
@@ -787,7 +787,7 @@ def test_a_value_that_is_no_optimizer_state_is_refused_by_an_optimizer(node):
     m = net()
     for state in (node, {"state": {}, "groups": [node]}):
         with pytest.raises(DTypeMismatch, match="live Adam"):
-            holdfast.load(save_state({"o": state}), into={"o": optim.Adam(m.parameters())})
+            limpet.load(save_state({"o": state}), into={"o": optim.Adam(m.parameters())})
 
 
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "LBFGS" not in n])
@@ -809,9 +809,9 @@ def test_the_state_dict_of_an_optimizer_is_loaded_into_a_live_optimizer(name, st
     if "Adafactor" in name and not steps:
         # its slots have other shapes than its parameters, so that positions cannot be checked
         with pytest.raises(DTypeMismatch, match="at its position in the groups"):
-            holdfast.load(url, into={"m": live, "o": live_opt})
+            limpet.load(url, into={"m": live, "o": live_opt})
         return
-    report = holdfast.load(url, into={"m": live, "o": live_opt})
+    report = limpet.load(url, into={"m": live, "o": live_opt})
     assert not report.summary
     for p, q in zip(m.parameters(), live.parameters(), strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
@@ -831,12 +831,12 @@ def test_the_state_dict_of_an_optimizer_must_fit_the_live_groups():
     other, other_opt = make(2, 3, 4)
     message = r"o groups of 4 parameters, live groups of 6, and state_dict\(\) numbers them"
     with pytest.raises(DTypeMismatch, match=message):
-        holdfast.load(url, into={"m": other, "o": other_opt}, keys="o")
+        limpet.load(url, into={"m": other, "o": other_opt}, keys="o")
     other, other_opt = make(3, 2)
     message = r"m\.0\.weight/exp_avg \[2, 2\], live \[3, 3\] for m\.0\.weight at its position"
     for options in ({}, {"mismatched": "keep", "missing": "keep", "cast": True}):
         with pytest.raises(DTypeMismatch, match=message) as e:
-            holdfast.load(url, into={"m": other, "o": other_opt}, keys="o", **options)
+            limpet.load(url, into={"m": other, "o": other_opt}, keys="o", **options)
     assert len(e.value.misfits) == 8
     assert not other_opt.state
     m, opt = make(2, 2, named=True)
@@ -844,7 +844,7 @@ def test_the_state_dict_of_an_optimizer_must_fit_the_live_groups():
     reordered = optim.Adam(reversed(list(other.named_parameters())))
     url = save_state({"o": opt.state_dict()})
     with pytest.raises(DTypeMismatch, match=r"o parameters 0\.weight, .*, live 1\.bias"):
-        holdfast.load(url, into={"m": other, "o": reordered}, keys="o")
+        limpet.load(url, into={"m": other, "o": reordered}, keys="o")
 
 
 def test_loading_only_the_model_leaves_the_optimizer_unchanged():
@@ -854,7 +854,7 @@ def test_loading_only_the_model_leaves_the_optimizer_unchanged():
     live = net(1)
     live_opt = optim.SGD(live.parameters(), 0.7, momentum=0.9)
     into = {"m": live, "o": live_opt, "history": [1]}
-    holdfast.load(save_state({"m": m, "o": opt, "history": [1, 2]}), into=into, keys="m/**")
+    limpet.load(save_state({"m": m, "o": opt, "history": [1, 2]}), into=into, keys="m/**")
     assert_same_state_dict(m, live)
     assert not live_opt.state
     assert live_opt.param_groups[0]["lr"] == 0.7
@@ -873,7 +873,7 @@ def test_an_optimizer_with_overridden_methods_or_hooks_is_saved_and_loaded_by_th
     m, live = net(), net(1)
     opt, live_opt = (Own(x.parameters(), 0.1, momentum=0.9) for x in (m, live))
     step(m, opt, torch.randn(3, 4))
-    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert live_opt.more == 5
     assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
 
@@ -883,7 +883,7 @@ def test_an_optimizer_with_overridden_methods_or_hooks_is_saved_and_loaded_by_th
         one.register_state_dict_post_hook(lambda o, s: s | {"hooked": 1})
     live_opt.register_load_state_dict_pre_hook(lambda o, s: loaded.append(s["hooked"]))
     step(m, opt, torch.randn(3, 4))
-    holdfast.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
     assert loaded == [1]
     assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
 
@@ -934,7 +934,7 @@ def test_schedulers_continue_exactly(name, lr):
 
     a, b = make(0), make(1)
     train(a, 3)
-    holdfast.load(save_state(a), into=b)
+    limpet.load(save_state(a), into=b)
     assert train(a, 6) == train(b, 6)
     assert_same(list(a["m"].parameters()), list(b["m"].parameters()))
 
@@ -947,7 +947,7 @@ def test_reduce_on_plateau_continues_exactly():
     a, b = make(), make()
     for loss in (1.0, 1.0, 1.0, 2.0):
         a["s"].step(loss)
-    holdfast.load(save_state(a), into=b)
+    limpet.load(save_state(a), into=b)
     for loss in (3.0, 3.0, 3.0):
         a["s"].step(loss)
         b["s"].step(loss)
@@ -968,7 +968,7 @@ def test_a_scheduler_with_a_callable_object_is_restored():
         return {"o": opt, "s": lrs.LambdaLR(opt, Decay(rate))}
 
     a, b = make(0.5), make(0.9)
-    holdfast.load(save_state(a), into=b)
+    limpet.load(save_state(a), into=b)
     assert b["s"].lr_lambdas[0].rate == 0.5
 
 
@@ -977,7 +977,7 @@ def test_options_that_a_scheduler_added_are_loaded_without_a_scheduler():
     opt = optim.SGD(m.parameters(), 0.1)
     lrs.OneCycleLR(opt, 0.5, total_steps=20)
     live = optim.SGD(m.parameters(), 0.1)
-    holdfast.load(save_state({"m": m, "o": opt}), into={"m": m, "o": live})
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": m, "o": live})
     assert_same([options(g) for g in opt.param_groups], [options(g) for g in live.param_groups])
 
 
@@ -995,17 +995,17 @@ def test_a_grad_scaler_is_restored():
         a.scale(m(torch.randn(3, 4)).sum()).backward()
         a.step(opt)
         a.update()
-    holdfast.load(save_state({"scaler": a}), into={"scaler": b})
+    limpet.load(save_state({"scaler": a}), into={"scaler": b})
     assert b.state_dict() == a.state_dict()
     assert b.state_dict()["scale"] == 2048.0
     off = torch.amp.GradScaler("cpu", enabled=False)
-    holdfast.load(save_state({"scaler": off}), into={"scaler": off})
+    limpet.load(save_state({"scaler": off}), into={"scaler": off})
 
 
 def test_a_disabled_grad_scaler_is_not_loaded_into_an_enabled_one():
     url = save_state({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
     with pytest.raises(MissingLeaf, match="scaler"):
-        holdfast.load(url, into={"scaler": torch.amp.GradScaler("cpu")})
+        limpet.load(url, into={"scaler": torch.amp.GradScaler("cpu")})
 
 
 @pytest.mark.parametrize("ema", [False, True])
@@ -1021,7 +1021,7 @@ def test_averaged_models_are_restored(ema):
     for _ in range(3):
         randomize(a["m"])
         a["average"].update_parameters(a["m"])
-    holdfast.load(save_state(a), into=b)
+    limpet.load(save_state(a), into=b)
     assert_same_state_dict(a["average"], b["average"])
     assert b["average"].n_averaged.item() == 3
     for s in (a, b):
@@ -1035,7 +1035,7 @@ def test_a_stateful_object_with_tensors_and_values_is_restored():
     state = {"t": t, "list": [t, {"x": (1, None)}], "raw": b"z" * 5000, "in": inner, 5: "five"}
     a, b = Stateful(), Stateful()
     a.state = state
-    holdfast.load(save_state({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
+    limpet.load(save_state({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
     assert_same({**state, "in": {"n": 1}}, b.state)
 
 
@@ -1048,7 +1048,7 @@ def test_a_dict_with_a_state_dict_method_is_saved_by_it():
             self.update(state["all"])
 
     live = Settings()
-    holdfast.load(save_state({"s": Settings(a=1)}), into={"s": live})
+    limpet.load(save_state({"s": Settings(a=1)}), into={"s": live})
     assert live == {"a": 1}
 
 
@@ -1056,7 +1056,7 @@ def test_load_state_dict_gets_tensors_with_their_own_memory():
     live = torch.zeros(3)
     b = Stateful()
     t = torch.ones(3)
-    holdfast.load(save_state({"t": t, "mine": Stateful(t=t)}), into={"t": live, "mine": b})
+    limpet.load(save_state({"t": t, "mine": Stateful(t=t)}), into={"t": live, "mine": b})
     assert b.state["t"].data_ptr() != live.data_ptr()
 
 
@@ -1067,7 +1067,7 @@ def test_an_error_from_load_state_dict_says_that_the_live_state_is_not_valid():
 
     url = save_state({"t": torch.ones(2), "mine": Stateful(n=1)})
     with pytest.raises(MemberFailed, match="not valid") as e:
-        holdfast.load(url, into={"t": torch.zeros(2), "mine": Broken()})
+        limpet.load(url, into={"t": torch.zeros(2), "mine": Broken()})
     assert isinstance(e.value.__cause__, ValueError)
 
 
@@ -1082,7 +1082,7 @@ def test_a_generator_can_be_saved_through_get_state():
 
 
 def test_random_number_generators_are_restored():
-    url = save_state({"rng": holdfast.RNG()})
+    url = save_state({"rng": limpet.RNG()})
     a = torch.rand(3)
-    holdfast.load(url, into={"rng": holdfast.RNG()})
+    limpet.load(url, into={"rng": limpet.RNG()})
     assert torch.equal(a, torch.rand(3))

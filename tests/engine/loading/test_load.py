@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import DigestMismatch, MissingLeaf, PlanError, ShapeMismatch, StoreError
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import DigestMismatch, MissingLeaf, PlanError, ShapeMismatch, StoreError
 from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
 
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
@@ -64,7 +64,7 @@ def nested_state():
     ids=str,
 )
 def test_keys_select_a_part_of_the_state(keys, expected):
-    assert_same(expected, holdfast.load(save_state(nested_state()), keys=keys))
+    assert_same(expected, limpet.load(save_state(nested_state()), keys=keys))
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_keys_select_a_part_of_the_state(keys, expected):
 def test_the_error_for_a_pattern_without_matches_names_existing_keys(keys):
     url = save_state(nested_state())
     with pytest.raises(MissingLeaf, match=r"keys like.*model/a\.weight"):
-        holdfast.load(url, keys=keys)
+        limpet.load(url, keys=keys)
     with pytest.raises(MissingLeaf, match="keys like"):
-        holdfast.load(url, into=nested_state(), keys=keys)
+        limpet.load(url, into=nested_state(), keys=keys)
 
 
 def test_keys_select_a_part_of_the_live_state():
     live = {"model": {"a.weight": ONE * 0, "a.bias": ONE * 0}, "note": "old", "other": 1}
-    holdfast.load(save_state(nested_state()), into=live, keys=["model/*", "note"])
+    limpet.load(save_state(nested_state()), into=live, keys=["model/*", "note"])
     assert_same({**live, "model": {"a.weight": ONE, "a.bias": TWO}, "note": "hi"}, live)
     assert live["other"] == 1
 
@@ -93,7 +93,7 @@ def test_a_load_into_live_tensors_increments_their_version_counters(mode):
     counts = model.weight._version, model.bias._version, other._version
     passed = model(torch.ones(1, 3, requires_grad=True)).sum()
     with mode():
-        holdfast.load(url, into={"model": model, "other": other}, keys="model")
+        limpet.load(url, into={"model": model, "other": other}, keys="model")
     assert model.weight._version > counts[0]
     assert model.bias._version > counts[1]
     assert other._version == counts[2]
@@ -103,28 +103,28 @@ def test_a_load_into_live_tensors_increments_their_version_counters(mode):
 
 def test_a_load_that_fails_after_a_change_increments_the_version_counters():
     url = save_state({"a": ONE, "b": torch.randn(100_000)})
-    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
+    damage(limpet.open_store(url.rpartition("/")[0]), "b", limpet.open(url))
     live = {"a": ONE * 0, "b": torch.zeros(100_000)}
     counts = [t._version for t in live.values()]
     with pytest.raises(DigestMismatch):
-        holdfast.load(url, into=live)
+        limpet.load(url, into=live)
     assert all(t._version > n for t, n in zip(live.values(), counts, strict=True))
 
 
 def test_inference_tensors_have_no_version_counter_and_are_loaded():
     with torch.inference_mode():
         live = {"a": ONE * 0}
-    holdfast.load(save_state({"a": ONE}), into=live)
+    limpet.load(save_state({"a": ONE}), into=live)
     assert_same({"a": ONE}, live)
 
 
 def test_only_selected_leaves_are_read():
     url = save_state({"a": ONE, "b": torch.randn(100_000)})
-    store = holdfast.open_store(url.rpartition("/")[0])
-    damage(store, "b", holdfast.open(url))
-    assert_same({"a": ONE}, holdfast.load(url, keys="a"))
+    store = limpet.open_store(url.rpartition("/")[0])
+    damage(store, "b", limpet.open(url))
+    assert_same({"a": ONE}, limpet.load(url, keys="a"))
     with pytest.raises(DigestMismatch, match="b"):
-        holdfast.load(url)
+        limpet.load(url)
 
 
 def damage(store, leaf, snapshot):
@@ -146,37 +146,37 @@ def test_renaming_a_submodule_renames_all_names_below_it():
     m = nn.ModuleDict({"old": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
     live = nn.ModuleDict({"new": nn.Linear(2, 2), "older": nn.Linear(2, 2)})
     url = save_state({"model": m})
-    holdfast.load(url, into={"model": live}, rename={"model/old": "model/new"})
+    limpet.load(url, into={"model": live}, rename={"model/old": "model/new"})
     assert_same(list(m.parameters()), list(live.parameters()))
-    made = holdfast.load(url, rename={"model/old": "model/new"})
+    made = limpet.load(url, rename={"model/old": "model/new"})
     assert list(made["model"]) == ["new.weight", "new.bias", "older.weight", "older.bias"]
 
 
 def test_containers_with_tied_tensors_can_be_renamed():
     t = torch.randn(3)
     state = {"a": {1: t, "x": [t, {"y": TWO}]}, "b": OrderedDict(c=t), "raw": b"z" * 5000}
-    made = holdfast.load(save_state(state), rename={"a": "p", "b": "q", "raw": "r"})
+    made = limpet.load(save_state(state), rename={"a": "p", "b": "q", "raw": "r"})
     assert_same({"p": state["a"], "q": state["b"], "r": state["raw"]}, made)
     live = {"p": {1: t * 0, "x": [t * 0, {"y": ONE * 0}]}, "q": OrderedDict(c=t * 0), "r": b""}
-    holdfast.load(save_state(state), into=live, rename={"a": "p", "b": "q", "raw": "r"})
+    limpet.load(save_state(state), into=live, rename={"a": "p", "b": "q", "raw": "r"})
     assert_same({"p": state["a"], "q": state["b"], "r": state["raw"]}, live)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_a_sparse_tensor_can_be_renamed():
     s = torch.eye(3).to_sparse()
-    assert_same({"new": s}, holdfast.load(save_state({"old": s}), rename={"old": "new"}))
+    assert_same({"new": s}, limpet.load(save_state({"old": s}), rename={"old": "new"}))
 
 
 def test_two_names_can_be_swapped():
-    made = holdfast.load(save_state({"a": ONE, "b": TWO}), rename={"a": "b", "b": "a"})
+    made = limpet.load(save_state({"a": ONE, "b": TWO}), rename={"a": "b", "b": "a"})
     assert_same({"b": ONE, "a": TWO}, made)
 
 
 @pytest.mark.parametrize(
     ("names", "message_part"),
     [
-        ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `holdfast show SNAPSHOT --keys"),
+        ({"x": "y", "w": "z"}, "not in the snapshot: w, x. `limpet show SNAPSHOT --keys"),
         ({"model/a.weight": "a.weight"}, "another level. Expected keys that differ"),
         ({"model/a.weight": "model/a.bias"}, "would be called 'a.bias'"),
         ({"net": "model"}, "not in the snapshot: net. The snapshot has model, so write "
@@ -189,12 +189,12 @@ def test_two_names_can_be_swapped():
         ({"model/*": "net/*"}, "rename={'model': 'net'} renames"),
         ({"model/a.????": "model/b"}, "must not be patterns, but 'model/a.????'"),
         ({"model/a.?": "net/b.?"}, "must not be patterns, but 'model/a.?': 'net/b.?' is a pattern. "
-                                   "`holdfast show SNAPSHOT --keys"),
-        ({"**": "x/**"}, "but '**': 'x/**' is a pattern. `holdfast show SNAPSHOT"),
+                                   "`limpet show SNAPSHOT --keys"),
+        ({"**": "x/**"}, "but '**': 'x/**' is a pattern. `limpet show SNAPSHOT"),
         ({"model": "net/**"}, "rename={'model': 'net'} renames"),
         ({"model.a.weight": "model.b.weight"}, "not in the snapshot: model.a.weight. Levels are "
                                                "separated by /; did you mean model/a.weight? `h"),
-        ({"model.a": "model.b"}, "did you mean model/a? `holdfast show"),
+        ({"model.a": "model.b"}, "did you mean model/a? `limpet show"),
         ({"model.deep.n": "model.deep.m"}, "did you mean model/deep/n?"),
         ({"model/a.wieght": "model/b"}, "in the snapshot: model/a.wieght. Did you mean model/a.w"),
     ],
@@ -202,14 +202,14 @@ def test_two_names_can_be_swapped():
 def test_an_invalid_rename_is_refused_with_advice(names, message_part):
     state = {k: v for k, v in nested_state().items() if isinstance(k, str)}
     with pytest.raises(PlanError) as e:
-        holdfast.load(save_state(state), rename=names)
+        limpet.load(save_state(state), rename=names)
     assert message_part in str(e.value)
     assert "None" not in str(e.value)
 
 
 def test_an_existing_name_with_a_star_is_not_a_pattern():
     assert_same(
-        {"x": ONE, "b": TWO}, holdfast.load(save_state({"a*": ONE, "b": TWO}), rename={"a*": "x"})
+        {"x": ONE, "b": TWO}, limpet.load(save_state({"a*": ONE, "b": TWO}), rename={"a*": "x"})
     )
 
 
@@ -223,7 +223,7 @@ def test_a_rename_applies_to_the_parameter_names_of_an_optimizer():
 
     (m, opt), (live, live_opt) = make("old"), make("new")
     opt.step()
-    holdfast.load(
+    limpet.load(
         save_state({"model": m, "o": opt}),
         into={"model": live, "o": live_opt},
         rename={"model/old": "model/new"},
@@ -237,9 +237,9 @@ def test_a_rename_applies_to_the_parameter_names_of_an_optimizer():
 
 def test_tensors_are_loaded_to_the_given_device():
     state = {"t": ONE, "a": np.ones(2), "n": 1}
-    assert_same(state, holdfast.load(save_state(state), device="cpu"))
-    assert_same(state, holdfast.load(save_state(state), device=torch.device("cpu")))
-    made = holdfast.load(save_state({"t": torch.ones(3, 2), "n": 1}), device="meta")
+    assert_same(state, limpet.load(save_state(state), device="cpu"))
+    assert_same(state, limpet.load(save_state(state), device=torch.device("cpu")))
+    made = limpet.load(save_state({"t": torch.ones(3, 2), "n": 1}), device="meta")
     assert made["t"].is_meta
     assert made["t"].shape == (3, 2)
 
@@ -247,7 +247,7 @@ def test_tensors_are_loaded_to_the_given_device():
 def test_into_must_be_a_dict():
     for into in ([], nn.Linear(2, 2), torch.ones(2)):
         with pytest.raises(PlanError, match="into= is a"):
-            holdfast.load(save_state({"a": 1}), into=into)
+            limpet.load(save_state({"a": 1}), into=into)
 
 
 # -- failures after the first change -------------------------------------------------------------
@@ -255,14 +255,14 @@ def test_into_must_be_a_dict():
 
 def test_the_error_for_damage_states_that_the_live_state_is_not_valid():
     url = save_state({"a": ONE, "b": torch.randn(100_000)})
-    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
+    damage(limpet.open_store(url.rpartition("/")[0]), "b", limpet.open(url))
     with pytest.raises(DigestMismatch) as e:
-        holdfast.load(url, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
+        limpet.load(url, into={"a": torch.zeros(2), "b": torch.zeros(100_000)})
     assert "is not valid" in str(e.value)
     assert e.value.live_state == "not valid"
     assert e.value.leaf == "b"
     with pytest.raises(DigestMismatch) as e:
-        holdfast.load(url)
+        limpet.load(url)
     assert "is not valid" not in str(e.value)
 
 
@@ -272,26 +272,26 @@ def test_the_error_of_a_store_states_that_the_live_state_is_not_valid(monkeypatc
     def broken(*args):
         raise StoreError("The disk is on fire")
 
-    monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", broken)
+    monkeypatch.setattr("limpet.storage.memory.MemoryStore.get_range", broken)
     with pytest.raises(StoreError, match=r"on fire.*is not valid") as e:
-        holdfast.load(url, into={"a": torch.zeros(1000)})
+        limpet.load(url, into={"a": torch.zeros(1000)})
     assert e.value.leaf == "a"
 
 
 def test_damaged_bytes_never_reach_the_live_state():
     url = save_state({"b": torch.ones(100_000)})
-    damage(holdfast.open_store(url.rpartition("/")[0]), "b", holdfast.open(url))
+    damage(limpet.open_store(url.rpartition("/")[0]), "b", limpet.open(url))
     live = torch.zeros(100_000)
     with pytest.raises(DigestMismatch):
-        holdfast.load(url, into={"b": live})
+        limpet.load(url, into={"b": live})
     assert not live.any()
 
 
 def test_differences_are_raised_before_any_bytes_are_read(monkeypatch):
     url = save_state({"a": ONE, "b": TWO})
-    monkeypatch.setattr("holdfast.storage.memory.MemoryStore.get_range", None)
+    monkeypatch.setattr("limpet.storage.memory.MemoryStore.get_range", None)
     with pytest.raises(ShapeMismatch):
-        holdfast.load(url, into={"a": ONE, "b": torch.zeros(3)})
+        limpet.load(url, into={"a": ONE, "b": torch.zeros(3)})
 
 
 # -- slices --------------------------------------------------------------------------------------
@@ -321,8 +321,8 @@ def saved_leaves():
         "scalar": torch.tensor(5),
         "blob": bytes(range(256)) * 40,
     }
-    holdfast.save(url, state)
-    return holdfast.open(url), state
+    limpet.save(url, state)
+    return limpet.open(url), state
 
 
 @settings(max_examples=150)
@@ -380,7 +380,7 @@ def test_leaves_have_dtype_shape_and_size_and_can_be_read():
 
 
 def test_the_error_for_a_key_that_is_missing_names_the_keys():
-    snapshot = holdfast.open(save_state({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
+    snapshot = limpet.open(save_state({"model": {"a": torch.zeros(2), "b": 1}, "models": 2}))
     named = r"mod is not a key; perhaps you meant model; the keys are model/a, model/b, models'"
     with pytest.raises(KeyError, match=named):
         snapshot["mod"]
@@ -392,17 +392,17 @@ def test_the_error_for_a_key_that_is_missing_names_the_keys():
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_slices_of_every_dtype_are_read(dtype):
     t = random_tensor(dtype, (40, 30))
-    view = holdfast.open(save_state({"t": t}))["t"]
+    view = limpet.open(save_state({"t": t}))["t"]
     assert_same(t[10:20], view[10:20])
     assert_same(t[3:30, 4:29], view[3:30, 4:29])
     assert_same(t[5, 7], view[5, 7])
 
 
 def test_a_slice_reads_only_its_chunks(monkeypatch):
-    from holdfast.storage.memory import MemoryStore
+    from limpet.storage.memory import MemoryStore
 
     url = save_state({"t": torch.arange(5_000_000)})
-    snapshot = holdfast.open(url)
+    snapshot = limpet.open(url)
     reader_of(snapshot).indexes()
     read, get_range = [], MemoryStore.get_range
 
@@ -429,11 +429,11 @@ def test_a_tensor_of_more_than_four_gigabytes_is_restored():
         marks = {0: 1, 5: 2, (1 << 31) + 3: 3, (1 << 32) - 1: 4, (1 << 32) + 5: 5, size - 1: 6}
         for at, mark in marks.items():
             t[at] = mark
-        snapshot = holdfast.save(f"{folder}/version_1", {"t": t, "after": ONE})
+        snapshot = limpet.save(f"{folder}/version_1", {"t": t, "after": ONE})
         assert {at: int(snapshot["t"][at]) for at in marks} == marks
         t.fill_(9)
         live = {"t": t, "after": torch.zeros(2)}
-        holdfast.load(f"{folder}/version_1", into=live)
+        limpet.load(f"{folder}/version_1", into=live)
         assert_same(ONE, live["after"])
         assert {at: int(t[at]) for at in marks} == marks
         for at in marks:
@@ -446,18 +446,18 @@ def test_a_hundred_thousand_leaves_are_restored(tmp_path):
     one = torch.arange(4.0)
     state = {f"layer{i}": {f"w{j}": one + i for j in range(100)} for i in range(1000)}
     began = time.perf_counter()
-    holdfast.save(tmp_path / "version_1", state)
+    limpet.save(tmp_path / "version_1", state)
     saved_at = time.perf_counter()
     live = {k: {n: torch.empty(4) for n in v} for k, v in state.items()}
     made_at = time.perf_counter()
-    holdfast.load(tmp_path / "version_1", into=live)
+    limpet.load(tmp_path / "version_1", into=live)
     loaded_at = time.perf_counter()
     print(f"saved in {saved_at - began:.2f} s, loaded in {loaded_at - made_at:.2f} s")
     assert all(torch.equal(t, live[k][n]) for k, v in state.items() for n, t in v.items())
 
 
 MEASURE_MEMORY = """
-import sys, torch, holdfast
+import sys, torch, limpet
 from pathlib import Path
 
 def peak(name):
@@ -469,21 +469,21 @@ what, folder = sys.argv[1:]
 url = folder + "/version_1"
 state = {f"t{i}": torch.ones(4096, 4096) for i in range(8)}
 warm = torch.ones(3)
-holdfast.save(folder + "/version_0", {"a": warm})
-holdfast.load(folder + "/version_0")
+limpet.save(folder + "/version_0", {"a": warm})
+limpet.load(folder + "/version_0")
 if what == "strided":
     state = {k: v.T for k, v in state.items()}
 Path("/proc/self/clear_refs").write_text("5")
 before = peak("VmRSS")
 if what == "load":
-    holdfast.load(url, into=state)
+    limpet.load(url, into=state)
 elif what == "plain":
     del state
     before = peak("VmRSS")
-    state = holdfast.load(url)
+    state = limpet.load(url)
     before += 512 << 20
 else:
-    holdfast.save(url, state)
+    limpet.save(url, state)
 print((peak("VmHWM") - before) >> 20)
 """
 

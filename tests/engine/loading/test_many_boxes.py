@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.format.digest import digest
-from holdfast.format.index import Index, encode_index
-from holdfast.format.index_columns import IndexBox, IndexLeaf
-from holdfast.format.manifest import FileEntry, Shard, encode_manifest
-from holdfast.format.names import MANIFEST, index_name, shard_name
-from holdfast.types import Box
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.format.digest import digest
+from limpet.format.index import Index, encode_index
+from limpet.format.index_columns import IndexBox, IndexLeaf
+from limpet.format.manifest import FileEntry, Shard, encode_manifest
+from limpet.format.names import MANIFEST, index_name, shard_name
+from limpet.types import Box
 
 RANKS, LEAVES = 1024, 978
 ROWS, WIDTH = 2, 16
@@ -26,7 +26,7 @@ NBYTES = ROWS * WIDTH * 4
 
 def write_snapshot(folder: Path) -> None:
     """Write a snapshot of zeros. Every rank has rows of every leaf, and each box is one chunk."""
-    small = holdfast.save(folder / "small", {"x": np.zeros(1, np.float32)})
+    small = limpet.save(folder / "small", {"x": np.zeros(1, np.float32)})
     folder = folder / "version_1"
     folder.mkdir()
     shape = (RANKS * ROWS, WIDTH)
@@ -57,23 +57,23 @@ LOAD = """
 state = dict()
 for key, (_, (rows, width)) in snapshot.leaves.items():
     mine = torch.ones(rows // ranks, width)
-    state[key] = holdfast.Boxed(mine, (part * len(mine), 0), (rows, width))
+    state[key] = limpet.Boxed(mine, (part * len(mine), 0), (rows, width))
 begin()
-holdfast.load(url, into=state)
+limpet.load(url, into=state)
 assert not any(boxed.tensor.any() for boxed in state.values())
 """
 
 RESHARD = """
-from holdfast.engine.snapshot.location import locate
-from holdfast.engine.transform.reshard import reshard
+from limpet.engine.snapshot.location import locate
+from limpet.engine.transform.reshard import reshard
 begin()
 new = reshard(snapshot, locate(url + "_new"), ranks)
 assert len(new.manifest.shards) == ranks and new.nbytes > snapshot.nbytes * 0.9
 """
 
 MEASURE_MEMORY = """
-import sys, torch, holdfast
-from holdfast.engine.snapshot.reader import open_snapshot
+import sys, torch, limpet
+from limpet.engine.snapshot.reader import open_snapshot
 url, part, ranks = sys.argv[1], *map(int, sys.argv[2:])
 def resident(field):
     with open("/proc/self/status") as status:
@@ -109,4 +109,4 @@ def test_loads_and_a_reshard_of_a_million_boxes_stay_within_their_memory_limits(
     for part, ranks in ((300, 512), (0, 1)):
         assert measure_memory_growth(LOAD, url, part, ranks) < 256, "MiB in addition to the state"
     assert measure_memory_growth(RESHARD, url, 0, 8) < 512
-    assert holdfast.open(tmp_path / "version_1_new").verify().ok
+    assert limpet.open(tmp_path / "version_1_new").verify().ok

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import MemberFailed, PlanError, RankFailed
+import limpet
+from limpet.errors import MemberFailed, PlanError, RankFailed
 from tests.engine.states import unused_url
 from tests.fakegroup import FakeGroup
 
@@ -72,7 +72,7 @@ class Module(torch.nn.Linear):
 
 def saved(member: Any) -> str:
     url = unused_url()
-    holdfast.save(url, {"w": np.ones(2), "in": {"a/b": member}})
+    limpet.save(url, {"w": np.ones(2), "in": {"a/b": member}})
     return url
 
 
@@ -91,46 +91,46 @@ def failure(call: Callable[[], object]) -> MemberFailed:
 
 
 @pytest.mark.parametrize("make", [Member, Module])
-@pytest.mark.parametrize("save", [holdfast.save, holdfast.save_async])
+@pytest.mark.parametrize("save", [limpet.save, limpet.save_async])
 def test_state_dict_in_a_save(make: Any, save: Any) -> None:
     error = failure(lambda: save(unused_url(), {"in": {"a/b": make("state_dict")}}))
     assert "state_dict(): Broken" in str(error)
-    assert "Nothing was saved. Holdfast has not modified the live state." in str(error)
+    assert "Nothing was saved. Limpet has not modified the live state." in str(error)
     assert not error.is_state_invalid
 
 
 def test_state_dict_in_a_step_and_the_next_step(tmp_path: Path) -> None:
     member = Member()
-    state = {"progress": holdfast.Progress(), "in": {"a/b": member}}
-    with holdfast.Checkpointer(str(tmp_path), state, save=holdfast.EverySteps(1)) as ckpt:
+    state = {"progress": limpet.Progress(), "in": {"a/b": member}}
+    with limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(1)) as ckpt:
         ckpt.step()
         ckpt.wait()
         member.fails = "state_dict"
         failure(ckpt.step)
         member.fails = ""
         ckpt.step()
-    assert [s.step for s in holdfast.Run(str(tmp_path)).snapshots()] == [1, 3]
+    assert [s.step for s in limpet.Run(str(tmp_path)).snapshots()] == [1, 3]
 
 
 @pytest.mark.parametrize("make", [Member, Module])
 def test_load_state_dict(make: Any) -> None:
     live = {"w": np.zeros(2), "in": {"a/b": make("load_state_dict")}}
-    error = failure(lambda: holdfast.load(saved(make()), into=live))
+    error = failure(lambda: limpet.load(saved(make()), into=live))
     assert error.is_state_invalid
     assert "The live state may be partly overwritten and is not valid" in str(error)
 
 
 def test_check_state_dict_is_called_before_anything_changes() -> None:
     live = {"w": np.zeros(2), "in": {"a/b": Checked("check_state_dict")}}
-    error = failure(lambda: holdfast.load(saved(Checked()), into=live))
+    error = failure(lambda: limpet.load(saved(Checked()), into=live))
     assert not error.is_state_invalid
-    assert "Nothing was loaded. Holdfast has not modified the live state." in str(error)
+    assert "Nothing was loaded. Limpet has not modified the live state." in str(error)
     assert live["w"].tolist() == [0, 0]
 
 
 def test_state_dict_of_a_module_before_anything_changes() -> None:
     live = {"w": np.zeros(2), "in": {"a/b": Module("state_dict")}}
-    error = failure(lambda: holdfast.load(saved(Module()), into=live))
+    error = failure(lambda: limpet.load(saved(Module()), into=live))
     assert not error.is_state_invalid
     assert live["w"].tolist() == [0, 0]
 
@@ -139,7 +139,7 @@ def test_derive_of_a_rank_without_a_saved_value() -> None:
     url = saved(Derived())
     with FakeGroup(2) as group:
         states = [{"w": np.zeros(2), "in": {"a/b": Derived("derive" * r)}} for r in range(2)]
-        errors = group.outcomes(lambda r: holdfast.load(url, into=states[r]))
+        errors = group.outcomes(lambda r: limpet.load(url, into=states[r]))
     assert isinstance(errors[1], MemberFailed)
     assert errors[1].member == "in/a~1b"
     assert isinstance(errors[0], RankFailed)
@@ -150,31 +150,31 @@ def test_the_other_ranks_of_a_save_name_the_rank_and_the_member() -> None:
     url = unused_url()
     with FakeGroup(2) as group:
         states = [{"in": {"a/b": Member("state_dict" * r)}} for r in range(2)]
-        errors = group.outcomes(lambda r: holdfast.save(url, states[r]))
+        errors = group.outcomes(lambda r: limpet.save(url, states[r]))
     assert isinstance(errors[1], MemberFailed)
     assert isinstance(errors[0], RankFailed)
     assert (errors[0].rank, errors[0].member) == (1, "in/a~1b")
     assert "MemberFailed: 'in/a~1b', a Member, raised an exception" in str(errors[0])
 
 
-def test_errors_of_holdfast_and_interrupts_pass() -> None:
+def test_errors_of_limpet_and_interrupts_pass() -> None:
     refused = PlanError("not this one")
     with pytest.raises(PlanError) as e:
-        holdfast.save(unused_url(), {"m": Member("state_dict", refused)})
+        limpet.save(unused_url(), {"m": Member("state_dict", refused)})
     assert e.value is refused
     with pytest.raises(KeyboardInterrupt):
-        holdfast.save(unused_url(), {"m": Member("state_dict", KeyboardInterrupt())})
+        limpet.save(unused_url(), {"m": Member("state_dict", KeyboardInterrupt())})
 
 
 def test_a_resume_does_not_go_back_to_an_older_version(tmp_path: Path) -> None:
     """The exception is not about the files, so an older version would not help."""
-    state = {"progress": holdfast.Progress(), "m": Member()}
-    with holdfast.Checkpointer(str(tmp_path), state, save=holdfast.EverySteps(1)) as ckpt:
+    state = {"progress": limpet.Progress(), "m": Member()}
+    with limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(1)) as ckpt:
         for _ in range(2):
             ckpt.step()
             ckpt.wait()
     state["m"] = Member("load_state_dict")
-    with holdfast.Checkpointer(str(tmp_path), state) as ckpt:
+    with limpet.Checkpointer(str(tmp_path), state) as ckpt:
         with pytest.raises(MemberFailed) as e:
             ckpt.resume()
         assert isinstance(e.value.__cause__, Broken)

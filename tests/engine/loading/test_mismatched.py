@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 
-import holdfast
-from holdfast.engine.planning.select import suggest_renames
-from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch
+import limpet
+from limpet.engine.planning.select import suggest_renames
+from limpet.errors import DTypeMismatch, PlanError, ShapeMismatch
 from tests.engine.states import Stateful, assert_same, clone, save_state
 
 ADAM_SLOTS = ("step", "exp_avg", "exp_avg_sq")
@@ -60,7 +60,7 @@ def test_a_head_of_another_size_is_kept_with_its_slots(steps, reverse):
     if reverse:
         live = dict(reversed(live.items()))
     before, slots = clone(live["model"].state_dict()), slots_of(live)
-    report = holdfast.load(save_state(saved), into=live, mismatched="keep")
+    report = limpet.load(save_state(saved), into=live, mismatched="keep")
     expected = clone(saved["model"].state_dict())
     expected |= {key: before[key] for key in ("fc.weight", "fc.bias")}
     assert_same(expected, clone(live["model"].state_dict()))
@@ -85,7 +85,7 @@ def test_the_load_stays_strict_by_default():
     url, before = save_state(saved), (clone(live["model"].state_dict()), slots_of(live))
     for options in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
         with pytest.raises(ShapeMismatch) as e:
-            holdfast.load(url, into=live, **options)
+            limpet.load(url, into=live, **options)
         assert e.value.mismatched == e.value.misfits == ("model/fc.weight", "model/fc.bias")
         assert str(e.value).endswith(
             'as needed: mismatched="keep", which keeps model/fc.weight, model/fc.bias.'
@@ -99,10 +99,10 @@ def test_slots_of_a_parameter_of_another_shape_are_never_loaded(keys):
     saved, live = training(1000, 2), training(10)
     url = save_state(saved)
     with pytest.raises(ShapeMismatch, match=r"6 with a different shape: optimizer/state") as e:
-        holdfast.load(url, into=live, keys=keys)
+        limpet.load(url, into=live, keys=keys)
     assert "which keeps optimizer/state/model.fc.weight (3 leaves), optimizer" in str(e.value)
     assert not live["optimizer"].state
-    report = holdfast.load(url, into=live, keys=keys, mismatched="keep")
+    report = limpet.load(url, into=live, keys=keys, mismatched="keep")
     assert len(report.kept) == 6
     step(live)
     assert live["optimizer"].state[live["model"].fc.weight]["step"] == 1
@@ -112,7 +112,7 @@ def test_slots_of_a_parameter_of_another_shape_are_never_loaded(keys):
 def test_a_strict_load_of_the_rest_of_the_model_needs_no_option():
     saved, live = training(1000, 2), training(10)
     rest = ["model/conv1.*", "model/bn1.*", "model/layer1.*", "n"]
-    report = holdfast.load(save_state(saved), into=live, keys=rest)
+    report = limpet.load(save_state(saved), into=live, keys=rest)
     assert report.is_complete
     assert len(report.loaded) == 15
     assert torch.equal(live["model"].conv1.weight, saved["model"].conv1.weight)
@@ -131,7 +131,7 @@ def test_a_parameter_outside_of_modules_keeps_its_slots():
     for reverse in (False, True):
         live = make(3, 0)
         into = dict(reversed(live.items())) if reverse else live
-        report = holdfast.load(save_state(saved), into=into, mismatched="keep")
+        report = limpet.load(save_state(saved), into=into, mismatched="keep")
         assert [*report.kept] == (
             ["prompt", "optimizer/state/0.0/momentum_buffer"]
             if reverse
@@ -154,10 +154,10 @@ def test_an_optimizer_with_its_own_loading_is_refused_by_name():
     url = save_state(saved)
     message = r"optimizer the state of all parameters, live Own with model\.fc\.weight of another"
     with pytest.raises(DTypeMismatch, match=message) as e:
-        holdfast.load(url, into=live, mismatched="keep")
+        limpet.load(url, into=live, mismatched="keep")
     assert 'keys=["model", "n"]' in str(e.value)
     assert not live["optimizer"].state
-    assert holdfast.load(url, into=live, mismatched="keep", keys=["model", "n"]).kept
+    assert limpet.load(url, into=live, mismatched="keep", keys=["model", "n"]).kept
 
 
 def test_frozen_and_added_layers():
@@ -170,8 +170,8 @@ def test_frozen_and_added_layers():
     live["model"].adapter = nn.Linear(8, 2)
     live["optimizer"] = optim.Adam(live["model"].parameters())
     with pytest.raises(PlanError, match=r'missing="keep", mismatched="keep", which keeps model/fc'):
-        holdfast.load(url := save_state(saved), into=live)
-    report = holdfast.load(url, into=live, mismatched="keep", missing="keep")
+        limpet.load(url := save_state(saved), into=live)
+    report = limpet.load(url, into=live, mismatched="keep", missing="keep")
     added = [key for key, reason in report.kept.items() if reason == "missing in the snapshot"]
     assert [key for key in added if key.startswith("model")] == [
         "model/adapter.weight", "model/adapter.bias",
@@ -190,7 +190,7 @@ def test_arrays_tensors_and_sparse_tensors_are_kept_whole():
         "deep": [{"x": torch.zeros(1)}],
     }  # fmt: skip
     before = clone(live)
-    report = holdfast.load(save_state(saved), into=live, mismatched="keep")
+    report = limpet.load(save_state(saved), into=live, mismatched="keep")
     assert_same(before, live)
     assert report.kept == {
         "a": "saved [3], live [2]",
@@ -208,9 +208,9 @@ def test_another_kind_or_dtype_is_not_kept():
         (torch.ones(2), torch.ones(2).int()), (torch.ones(2), torch.ones(2).double()),
     ):  # fmt: skip
         with pytest.raises(DTypeMismatch):
-            holdfast.load(save_state({"x": saved}), into={"x": live}, mismatched="keep")
+            limpet.load(save_state({"x": saved}), into={"x": live}, mismatched="keep")
     live = {"x": torch.ones(3).double()}  # both differ, so that no element could be loaded
-    holdfast.load(save_state({"x": torch.ones(2)}), into=live, mismatched="keep")
+    limpet.load(save_state({"x": torch.ones(2)}), into=live, mismatched="keep")
 
 
 def test_a_kept_tensor_is_not_overwritten_through_another_name():
@@ -218,17 +218,17 @@ def test_a_kept_tensor_is_not_overwritten_through_another_name():
     url = save_state({"a": torch.ones(2), "b": torch.ones(3)})
     for live in ({"a": shared, "b": shared}, {"b": shared, "a": shared}):
         with pytest.raises(PlanError, match=r"is tied to another tensor.*keep its live value"):
-            holdfast.load(url, into=live, mismatched="keep")
+            limpet.load(url, into=live, mismatched="keep")
         assert torch.equal(shared, torch.zeros(2))
     both = save_state({"a": torch.ones(4), "b": torch.ones(3)})
-    report = holdfast.load(both, into={"a": shared, "b": shared}, mismatched="keep")
+    report = limpet.load(both, into={"a": shared, "b": shared}, mismatched="keep")
     assert len(report.kept) == 2
 
 
 def test_objects_load_their_own_state_as_a_whole():
     live = {"buffer": Stateful(x=torch.zeros(2)), "t": torch.zeros(1)}
     url = save_state({"buffer": Stateful(x=torch.ones(3)), "t": torch.ones(2)})
-    holdfast.load(url, into=live, mismatched="keep")
+    limpet.load(url, into=live, mismatched="keep")
     assert torch.equal(live["buffer"].state["x"], torch.ones(3))
 
 
@@ -264,8 +264,8 @@ def test_the_suggested_rename_works():
     del live["model"].fc
     live["optimizer"] = optim.Adam(live["model"].parameters())
     with pytest.raises(PlanError, match=r'as needed: rename=\{"model/fc": "model/head"\}\.$'):
-        holdfast.load(url := save_state(saved), into=live)
-    report = holdfast.load(url, into=live, rename={"model/fc": "model/head"})
+        limpet.load(url := save_state(saved), into=live)
+    report = limpet.load(url, into=live, rename={"model/fc": "model/head"})
     assert report.is_complete
     assert report.renamed == {"model/fc": "model/head"}
     assert torch.equal(live["model"].head.weight, saved["model"].fc.weight)
@@ -289,7 +289,7 @@ def load_as_advised(url, into, model, *expected):
     The suggestions are ``ARGUMENTS or ARGUMENTS``, in which ``with`` separates two arguments.
     """
     with pytest.raises(PlanError) as e:
-        holdfast.load(url, into=into)
+        limpet.load(url, into=into)
     advice = str(e.value).partition("as needed: ")[2].removesuffix(".")
     assert advice.startswith(expected)
     advice, *others = advice.split(', missing="keep"')
@@ -297,9 +297,9 @@ def load_as_advised(url, into, model, *expected):
     for suggestion in advice.split(" or "):
         for p in model.parameters():
             nn.init.zeros_(p)
-        names = {"holdfast": holdfast, "model": into.get("model")}
+        names = {"limpet": limpet, "model": into.get("model")}
         arguments = eval(f"dict({suggestion.replace(' with ', ', ')})", names)
-        report = holdfast.load(url, **({"into": into} | options | arguments))
+        report = limpet.load(url, **({"into": into} | options | arguments))
         assert report.loaded
     return str(e.value)
 
@@ -348,9 +348,9 @@ def test_a_part_of_a_nested_model_that_is_wrapped():
     saved, live = small(), nn.Sequential(small())
     url = save_state({"nets": {"g": saved}})
     with pytest.raises(PlanError, match=r'into=\{"nets": \{"g": g\[0\]\}\}') as e:
-        holdfast.load(url, into={"nets": {"g": live}})
+        limpet.load(url, into={"nets": {"g": live}})
     assert 'missing="keep"' not in str(e.value)
-    holdfast.load(url, into={"nets": {"g": live[0]}})
+    limpet.load(url, into={"nets": {"g": live[0]}})
 
 
 def test_no_prefix_is_suggested_if_two_submodules_fit():
@@ -360,7 +360,7 @@ def test_no_prefix_is_suggested_if_two_submodules_fit():
             self.a, self.b = small(), small()
 
     with pytest.raises(PlanError) as e:
-        holdfast.load(save_state({"model": small()}), into={"model": Siamese()})
+        limpet.load(save_state({"model": small()}), into={"model": Siamese()})
     assert str(e.value).endswith("Load into the same state that was saved.")
 
 
@@ -376,10 +376,10 @@ def test_a_rename_is_suggested_whatever_is_tolerated(set_already):
     saved, model = small(), small()
     model[1] = Lora(model[1])
     with pytest.raises(PlanError, match=r'needed: rename=\{"model/1": "model/1\.base"\}') as e:
-        holdfast.load(url := save_state({"model": saved}), into={"model": model}, **set_already)
+        limpet.load(url := save_state({"model": saved}), into={"model": model}, **set_already)
     assert "ignore" not in str(e.value)
     rename = {"model/1": "model/1.base"}
-    report = holdfast.load(url, into={"model": model}, missing="keep", rename=rename)
+    report = limpet.load(url, into={"model": model}, missing="keep", rename=rename)
     assert set(report.kept) == {"model/1.a", "model/1.b"}
     assert torch.equal(model[1].base.weight, saved[1].weight)
 
@@ -398,10 +398,10 @@ def test_renames_of_an_optimizer_and_a_scheduler_are_suggested():
     saved, live = stepped(), stepped(("opt", "sched"))
     expected = {"optimizer": "opt", "schedule": "sched"}
     with pytest.raises(PlanError) as e:
-        holdfast.load(url := save_state(saved), into=live)
+        limpet.load(url := save_state(saved), into=live)
     advice = str(e.value).partition("as needed: ")[2].removesuffix(".")
     assert eval(f"dict({advice})") == {"rename": expected}
-    assert holdfast.load(url, into=live, rename=expected).is_complete
+    assert limpet.load(url, into=live, rename=expected).is_complete
     exp_avg = live["opt"].state[live["model"][0].weight]["exp_avg"]
     assert torch.equal(exp_avg, saved["optimizer"].state[saved["model"][0].weight]["exp_avg"])
 
@@ -413,7 +413,7 @@ def test_no_rename_of_an_optimizer_is_suggested_without_one_candidate(names):
     saved["second"].step()
     live = {"model": small()} | {name: optim.Adam(small().parameters()) for name in names}
     with pytest.raises(PlanError) as e:
-        holdfast.load(save_state(saved), into=live)
+        limpet.load(save_state(saved), into=live)
     assert "rename=" not in str(e.value)
 
 
@@ -423,17 +423,17 @@ def test_a_part_of_a_model_is_loaded_into_a_module_without_a_name(part):
     url = save_state({"model": saved, "n": 1})
     live = nn.ModuleDict({"body": nn.ModuleDict({"conv": nn.Linear(3, 3)})}).get_submodule(part)
     with pytest.raises(PlanError) as e:
-        holdfast.load(url, into={"model": live}, keys=f"model/{part}")
+        limpet.load(url, into={"model": live}, keys=f"model/{part}")
     advice = str(e.value).partition("as needed: ")[2]
     assert advice.endswith(f"}}, if model is the module model/{part} of the snapshot.")
     arguments = eval(f"dict({advice.partition(', if')[0]})", {"torch": torch, "model": live})
-    assert holdfast.load(url, keys=f"model/{part}", **arguments).is_complete
+    assert limpet.load(url, keys=f"model/{part}", **arguments).is_complete
     assert torch.equal(next(live.parameters()), saved["body"]["conv"].weight)
 
 
 def test_no_option_is_suggested_with_which_a_model_keeps_its_random_values():
     with pytest.raises(PlanError) as e:
-        holdfast.load(
+        limpet.load(
             save_state({"model": small(), "n": 1}),
             into={"model": nn.ModuleDict({"a": small(), "b": small()}), "n": 0},
         )
@@ -445,10 +445,10 @@ def test_the_advice_for_many_leaves_is_short():
     saved = {f"layer{i}": {"w": torch.ones(2)} for i in range(count)}
     live = {f"layer{i}": {"w": torch.ones(3), "x": 1} for i in range(count)}
     with pytest.raises(PlanError) as e:
-        holdfast.load(url := save_state(saved), into=live)
+        limpet.load(url := save_state(saved), into=live)
     assert len(str(e.value)) < 1500
     assert len(e.value.mismatched) == count
-    report = holdfast.load(url, into=live, missing="keep", mismatched="keep")
+    report = limpet.load(url, into=live, missing="keep", mismatched="keep")
     assert len(report.kept) == 2 * count
     assert len(str(report)) < 1500
 
@@ -465,8 +465,8 @@ def test_the_report_says_what_was_loaded_kept_ignored_and_cast():
     model = {"trunk": torch.zeros(2).bfloat16(), "fc": torch.ones(3), "n": n}
     live = {"model": model, "new": {"a": 1, "b": 2}}
     events = []
-    with holdfast.attach(lambda name, fields: events.append((name, fields))):
-        report = holdfast.load(
+    with limpet.attach(lambda name, fields: events.append((name, fields))):
+        report = limpet.load(
             save_state(saved, "memory://report/version_1"), into=live, missing="keep",
             unexpected="ignore", mismatched="keep", cast=True, rename={"model/body": "model/trunk"},
         )  # fmt: skip
@@ -487,12 +487,12 @@ def test_the_report_says_what_was_loaded_kept_ignored_and_cast():
 
 
 def test_a_complete_load_is_reported_but_not_shown(capsys):
-    with holdfast.attach(holdfast.sinks.Terminal()):
+    with limpet.attach(limpet.sinks.Terminal()):
         url = save_state({"a": 1, "t": torch.ones(2)}, "memory://complete/version_1")
-        report = holdfast.load(url, into={"a": 0, "t": torch.zeros(2)})
+        report = limpet.load(url, into={"a": 0, "t": torch.zeros(2)})
         assert capsys.readouterr().err == ""
         assert str(report) == "loaded 2 values of memory://complete/version_1"
-        holdfast.load(url, into={"a": 0}, unexpected="ignore")
+        limpet.load(url, into={"a": 0}, unexpected="ignore")
         assert capsys.readouterr().err == (
             "loaded 1 values of memory://complete/version_1; ignored 1 of the snapshot: t\n"
         )
@@ -508,7 +508,7 @@ def test_slots_are_cast_with_their_parameter(steps):
     for _ in range(steps):
         live["model"](torch.randn(2, 3, 8, 8).bfloat16()).sum().backward()
         live["optimizer"].step()
-    report = holdfast.load(save_state(saved), into=live, cast=True)
+    report = limpet.load(save_state(saved), into=live, cast=True)
     slots, source = slots_of(live)["fc.weight"], slots_of(saved)["fc.weight"]
     assert torch.equal(slots["exp_avg"], source["exp_avg"].bfloat16())
     assert_same(source["step"], slots["step"])
@@ -524,7 +524,7 @@ def test_a_slot_in_a_higher_precision_keeps_it():
         state["model"].bfloat16()
     for p in saved["model"].parameters():
         saved["optimizer"].state[p] = {"master": p.detach().float(), "step": torch.tensor(1.0)}
-    report = holdfast.load(save_state(saved), into=live, cast=True)
+    report = limpet.load(save_state(saved), into=live, cast=True)
     assert not report.cast
     assert_same(slots_of(saved), slots_of(live))
 
@@ -547,7 +547,7 @@ def test_every_leaf_is_loaded_or_kept_as_a_whole_and_reported(saved, live):
         }
 
     state, url = make(live, 0.0), save_state({**make(saved, 1.0), "always": 1})
-    report = holdfast.load(
+    report = limpet.load(
         url, into={**state, "always": 0}, missing="keep", unexpected="ignore", mismatched="keep",
         cast=True,
     )  # fmt: skip
@@ -564,11 +564,11 @@ def test_every_leaf_is_loaded_or_kept_as_a_whole_and_reported(saved, live):
 
 
 def test_texts_show_no_control_characters_of_keys(tmp_path):
-    holdfast.save(tmp_path / "s", {"a\x1b[2J\n": torch.ones(2), "b\x1b": torch.ones(3), "c": 1})
+    limpet.save(tmp_path / "s", {"a\x1b[2J\n": torch.ones(2), "b\x1b": torch.ones(3), "c": 1})
     live = {"b\x1b": torch.zeros(2), "c": 0}
     with pytest.raises(PlanError) as failure:
-        holdfast.load(tmp_path / "s", into=live)
-    report = holdfast.load(tmp_path / "s", into=live, unexpected="ignore", mismatched="keep")
+        limpet.load(tmp_path / "s", into=live)
+    report = limpet.load(tmp_path / "s", into=live, unexpected="ignore", mismatched="keep")
     assert report.ignored == ("a\x1b[2J\n",)
     for text in (str(failure.value), *str(report).split("\n")):
         assert text.isprintable(), text

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-import holdfast
-from holdfast.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch
+import limpet
+from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch
 from tests.engine.states import assert_same, clone, save_state
 
 X = torch.randn(5, 4)
@@ -52,7 +52,7 @@ def assert_refused(url, live, error, *parts, **options):
     training continues."""
     before = contents(live)
     with pytest.raises(PlanError) as e:
-        holdfast.load(url, into=live, **options)
+        limpet.load(url, into=live, **options)
     assert type(e.value) is error, e.value
     for part in parts:
         assert part in str(e.value), part
@@ -75,7 +75,7 @@ def test_a_slot_of_another_dtype_is_refused_or_cast(foreach):
     described = f"{WEIGHT}/exp_avg float64, live float32"
     error = assert_refused(url, live, DTypeMismatch, described, "as needed: cast=True")
     assert error.dtypes == (f"{WEIGHT}/exp_avg",)
-    report = holdfast.load(url, into=live, cast=True)
+    report = limpet.load(url, into=live, cast=True)
     assert report.cast == {f"{WEIGHT}/exp_avg": "float64 to float32"}
     assert slots(live)["exp_avg"].dtype == torch.float32
     step(live)
@@ -86,14 +86,14 @@ def test_a_slot_that_cannot_be_converted_is_refused():
     live = training()
     slots(live)["exp_avg_sq"] = slots(live)["exp_avg_sq"].to(torch.uint8)
     with pytest.raises(DTypeMismatch, match="exp_avg_sq float32, live uint8") as e:
-        holdfast.load(save_state(training()), into=live, cast=True)
+        limpet.load(save_state(training()), into=live, cast=True)
     assert "cast=True" not in str(e.value)
 
 
 def test_the_optimizer_alone_does_not_load_into_a_model_of_another_dtype():
     url, live = save_state(training()), training(dtype=torch.bfloat16)
     assert_refused(url, live, DTypeMismatch, "exp_avg_sq float32, live bfloat16", keys="optimizer")
-    holdfast.load(url, into=live, keys="optimizer", cast=True)
+    limpet.load(url, into=live, keys="optimizer", cast=True)
     step(live)
 
 
@@ -103,7 +103,7 @@ def test_the_optimizer_alone_does_not_load_into_a_model_of_another_dtype():
 def test_a_step_counter_of_another_dtype_gets_the_live_one(kind, dtype, steps):
     url = save_with(set_slot("step", lambda t: t.to(dtype)), kind=kind)
     live = training(steps, kind)
-    report = holdfast.load(url, into=live)
+    report = limpet.load(url, into=live)
     assert slots(live)["step"] == 2
     if steps or kind is optim.Adagrad:  # which has slots from the beginning
         assert slots(live)["step"].dtype == torch.float32
@@ -125,7 +125,7 @@ def test_a_step_counter_that_is_a_number_loads_as_a_tensor(kind, foreach, steps)
         slots(saved, name)["step"] = int(slots(saved, name)["step"])
         if kind is optim.NAdam:
             slots(saved, name)["mu_product"] = slots(saved, name)["mu_product"].item()
-    report = holdfast.load(save_state(saved), into=live)
+    report = limpet.load(save_state(saved), into=live)
     assert not report.summary
     assert_same(torch.tensor(2.0), slots(live)["step"])
     step(live)
@@ -143,7 +143,7 @@ def test_a_tensor_in_place_of_a_value_is_refused():
     for value in (0, [1.0], "text"):
         slots(live)["exp_avg"] = value
         with pytest.raises(DTypeMismatch, match=f"exp_avg tensor, live {type(value).__name__}"):
-            holdfast.load(url, into=live)
+            limpet.load(url, into=live)
 
 
 def test_an_unused_momentum_buffer_is_none():
@@ -151,13 +151,13 @@ def test_an_unused_momentum_buffer_is_none():
     saved, live = training(kind=optim.SGD), training(kind=optim.SGD, momentum=0.9)
     slots(saved)["momentum_buffer"] = None
     url = save_state(saved)
-    holdfast.load(url, into=live)
+    limpet.load(url, into=live)
     assert slots(live)["momentum_buffer"] is None
     step(live)
     assert live["optimizer"].param_groups[0]["momentum"] == 0
     slots(live)["momentum_buffer"] = None
     with_buffer = training(kind=optim.SGD, momentum=0.9)
-    holdfast.load(save_state(with_buffer), into=live)
+    limpet.load(save_state(with_buffer), into=live)
     step(live), step(with_buffer)
     assert_same(contents(with_buffer), contents(live))
 
@@ -174,7 +174,7 @@ def test_a_missing_slot_is_refused_or_kept():
     error = assert_refused(url, live, MissingLeaf, described, 'missing="keep"')
     assert error.missing == (key,)
     before = clone(slots(live)["exp_avg_sq"])
-    report = holdfast.load(url, into=live, missing="keep")
+    report = limpet.load(url, into=live, missing="keep")
     assert report.kept == {key: "missing in the snapshot"}
     assert_same(before, slots(live)["exp_avg_sq"])
     assert_same(slots(saved)["exp_avg"], slots(live)["exp_avg"])
@@ -185,7 +185,7 @@ def test_a_live_slot_may_have_another_name_than_a_string():
     live = training()
     slots(live)[0] = torch.ones(2)
     with pytest.raises(MissingLeaf, match=f"1 missing in the snapshot: {WEIGHT}/0"):
-        holdfast.load(save_state(training()), into=live)
+        limpet.load(save_state(training()), into=live)
 
 
 def test_the_slots_of_another_class_with_similar_options_are_refused():
@@ -208,7 +208,7 @@ def test_slots_that_differ_with_the_options_are_the_saved_ones(kind, without, wi
         pytest.skip("this PyTorch has no Adafactor")
     both = training(kind=kind, **without), training(kind=kind, **with_slot)
     saved, live = reversed(both) if reverse else both
-    holdfast.load(save_state(saved), into=live)
+    limpet.load(save_state(saved), into=live)
     assert_same(contents(saved), contents(live))
     step(saved), step(live)
     assert_same(contents(saved), contents(live))
@@ -226,13 +226,13 @@ def test_some_slots_are_loaded_only_next_to_live_ones(keys):
     url = save_state(training())
     live = training(0)
     with pytest.raises(DTypeMismatch, match=rf"{WEIGHT} exp_avg selected, live no slots") as e:
-        holdfast.load(url, into=live, keys=keys)
+        limpet.load(url, into=live, keys=keys)
     assert "step" in str(e.value)
     assert not live["optimizer"].state
     step(live)
-    holdfast.load(url, into=live, keys=keys)
+    limpet.load(url, into=live, keys=keys)
     assert slots(live)["step"] == 1
-    assert_same(holdfast.load(url, keys=f"{WEIGHT}/exp_avg")["optimizer"]["state"]["model.weight"],
+    assert_same(limpet.load(url, keys=f"{WEIGHT}/exp_avg")["optimizer"]["state"]["model.weight"],
                 {"exp_avg": slots(live)["exp_avg"]})  # fmt: skip
     step(live)
 
@@ -247,7 +247,7 @@ def test_a_slot_of_another_shape_is_refused_or_kept_with_all_slots_of_the_parame
     )
     assert error.mismatched == (f"{WEIGHT}/exp_avg",)
     before = clone(slots(live))
-    report = holdfast.load(url, into=live, mismatched="keep")
+    report = limpet.load(url, into=live, mismatched="keep")
     assert_same(before, clone(slots(live)))
     assert {*report.kept} == {f"{WEIGHT}/{slot}" for slot in before}
     assert slots(live, "bias")["step"] == 2
@@ -277,7 +277,7 @@ def test_the_slots_of_a_foreign_checkpoint_are_compared_too(tmp_path):
     del content["optimizer"]["state"][1]["exp_avg_sq"]
     torch.save(content, tmp_path / "c.pt")
     assert_refused(tmp_path / "c.pt", live, PlanError, "exp_avg float64", "model.bias/exp_avg_sq")
-    holdfast.load(tmp_path / "c.pt", into=live, cast=True, missing="keep")
+    limpet.load(tmp_path / "c.pt", into=live, cast=True, missing="keep")
     step(live)
 
 
@@ -288,6 +288,6 @@ def test_a_foreign_checkpoint_of_an_early_pytorch_continues(tmp_path, steps):
     for values in content["optimizer"]["state"].values():
         values["step"] = 2
     torch.save(content, tmp_path / "c.pt")
-    holdfast.load(tmp_path / "c.pt", into=live)
+    limpet.load(tmp_path / "c.pt", into=live)
     step(saved), step(live)
     assert_same(contents(saved), contents(live))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import DTypeMismatch
+import limpet
+from limpet.errors import DTypeMismatch
 from tests.engine.states import unused_url
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -68,11 +68,11 @@ def test_a_low_bit_optimizer(name: str) -> None:
     for number in range(3):
         step(model, optimizer, number)
     url = unused_url()
-    holdfast.save(url, {"model": model, "optimizer": optimizer})
+    limpet.save(url, {"model": model, "optimizer": optimizer})
     for number in (3, 4):
         step(model, optimizer, number)
     new_model, new_optimizer = training(name)
-    holdfast.load(url, into={"model": new_model, "optimizer": new_optimizer})
+    limpet.load(url, into={"model": new_model, "optimizer": new_optimizer})
     for number in (3, 4):
         step(new_model, new_optimizer, number)
     expected = bits([model.state_dict(), optimizer.state_dict()])
@@ -84,12 +84,12 @@ def test_slots_that_exist_are_filled_in_place() -> None:
     model, optimizer = training("AdamW8bit")
     step(model, optimizer, 0)
     url = unused_url()
-    holdfast.save(url, {"model": model, "optimizer": optimizer})
+    limpet.save(url, {"model": model, "optimizer": optimizer})
     expected = bits(optimizer.state_dict())
     step(model, optimizer, 1)
     slot = optimizer.state[model.weight]["exp_avg"]
     codes = slot.codes
-    holdfast.load(url, into={"model": model, "optimizer": optimizer})
+    limpet.load(url, into={"model": model, "optimizer": optimizer})
     assert optimizer.state[model.weight]["exp_avg"] is slot
     assert slot.codes is codes
     assert bits(optimizer.state_dict()) == expected
@@ -99,22 +99,22 @@ def test_another_optimizer_is_refused() -> None:
     model, optimizer = training("AdamW8bit")
     step(model, optimizer, 0)
     url = unused_url()
-    holdfast.save(url, {"model": model, "optimizer": optimizer})
+    limpet.save(url, {"model": model, "optimizer": optimizer})
     others = [training("AdamW4bit"), (model, torch.optim.AdamW(model.parameters(), lr=1e-2))]
     for other_model, other in others:
         with pytest.raises(DTypeMismatch, match=r"no tensor of the class .*OptimState8bit"):
-            holdfast.load(url, into={"model": other_model, "optimizer": other})
+            limpet.load(url, into={"model": other_model, "optimizer": other})
         assert not other.state
 
 
 def test_a_run_that_ends_with_an_exception(tmp_path: Path) -> None:
     """The savepoint has the slots of the last step, not those of the one that was interrupted."""
     model, optimizer = training("AdamW8bit")
-    state = {"model": model, "optimizer": optimizer, "progress": holdfast.Progress()}
-    policy = holdfast.EverySteps(100) | holdfast.OnException()
+    state = {"model": model, "optimizer": optimizer, "progress": limpet.Progress()}
+    policy = limpet.EverySteps(100) | limpet.OnException()
     with (
         pytest.raises(ZeroDivisionError),
-        holdfast.Checkpointer(str(tmp_path), state, save=policy) as ckpt,
+        limpet.Checkpointer(str(tmp_path), state, save=policy) as ckpt,
     ):
         for number in range(3):
             step(model, optimizer, number)
@@ -124,8 +124,8 @@ def test_a_run_that_ends_with_an_exception(tmp_path: Path) -> None:
             optimizer.state[model.weight][name].codes.add_(1)
         raise ZeroDivisionError
     new_model, new_optimizer = training("AdamW8bit")
-    state = {"model": new_model, "optimizer": new_optimizer, "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(str(tmp_path), state) as ckpt:
+    state = {"model": new_model, "optimizer": new_optimizer, "progress": limpet.Progress()}
+    with limpet.Checkpointer(str(tmp_path), state) as ckpt:
         resumed = ckpt.resume()
     assert resumed is not None
     assert resumed.step == 3
@@ -145,14 +145,14 @@ def test_quantized_weights(config: str) -> None:
         quantized.append(model)
     saved, live = quantized
     url = unused_url()
-    holdfast.save(url, {"model": saved})
+    limpet.save(url, {"model": saved})
     weight, x = live[0].weight, torch.randn(4, 64)
     assert bits(live.state_dict()) != bits(saved.state_dict())
-    holdfast.load(url, into={"model": live})
+    limpet.load(url, into={"model": live})
     assert live[0].weight is weight
     assert bits(live.state_dict()) == bits(saved.state_dict())
     assert torch.equal(live(x), saved(x))
     with pytest.raises(DTypeMismatch, match=r"model/0.weight"):
-        holdfast.load(
+        limpet.load(
             url, into={"model": nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))}
         )

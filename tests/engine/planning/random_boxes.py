@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.shard_layout import LeafBox
-from holdfast.types import Box
+from limpet.engine.planning.shard_layout import LeafBox
+from limpet.types import Box
 
 DTYPES = ("uint8", "bfloat16", "float32", "complex128")
 

@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.devices import find_device, make_device_map, merge_device_maps
+from limpet.engine.planning.devices import find_device, make_device_map, merge_device_maps
 
 DEVICES = st.sampled_from(["cpu", "cuda:0", "cuda:1", "xpu:0"])
 KEYS = st.text(st.sampled_from("ab./*~"), min_size=1, max_size=8) | st.just("x" + ".y" * 100)

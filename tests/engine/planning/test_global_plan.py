@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.global_plan import can_reuse_plan, make_global_plan
-from holdfast.engine.planning.local_plan import LocalPlan, make_local_plan
-from holdfast.engine.planning.shard_layout import LeafBox, digest_leaf_boxes
-from holdfast.errors import DTypeMismatch, PlanError, ShapeMismatch, Unsupported
-from holdfast.types import Box
+from limpet.engine.planning.global_plan import can_reuse_plan, make_global_plan
+from limpet.engine.planning.local_plan import LocalPlan, make_local_plan
+from limpet.engine.planning.shard_layout import LeafBox, digest_leaf_boxes
+from limpet.errors import DTypeMismatch, PlanError, ShapeMismatch, Unsupported
+from limpet.types import Box
 from tests.engine.planning.random_boxes import leaves, rank_boxes, tilings
 
 

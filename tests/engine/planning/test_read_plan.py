@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.global_plan import make_global_plan
-from holdfast.engine.planning.local_plan import make_local_plan
-from holdfast.engine.planning.read_plan import ReadRequest, chunk_read_items, make_read_plan
-from holdfast.engine.planning.shard_layout import LeafBox, chunk_cuts, file_order, itemsize
-from holdfast.errors import ManifestInvalid, MissingLeaf, PlanError
-from holdfast.format.index import Index, ShardIndex, decode_index, encode_index
-from holdfast.format.index_columns import IndexBox, IndexLeaf
-from holdfast.types import BLOCK_SIZE, Box
+from limpet.engine.planning.global_plan import make_global_plan
+from limpet.engine.planning.local_plan import make_local_plan
+from limpet.engine.planning.read_plan import ReadRequest, chunk_read_items, make_read_plan
+from limpet.engine.planning.shard_layout import LeafBox, chunk_cuts, file_order, itemsize
+from limpet.errors import ManifestInvalid, MissingLeaf, PlanError
+from limpet.format.index import Index, ShardIndex, decode_index, encode_index
+from limpet.format.index_columns import IndexBox, IndexLeaf
+from limpet.types import BLOCK_SIZE, Box
 from tests.engine.planning.random_boxes import leaves, rank_boxes, tilings
 from tests.engine.snapshot.manual_shards import index_columns
 
@@ -121,7 +121,7 @@ def test_a_state_in_any_layout_is_read_into_any_other_layout(data):
             "read_plan.BLOCK_SIZE": 128,
         }
         for name, size in sizes.items():
-            patches.enter_context(patch(f"holdfast.engine.planning.{name}", size))
+            patches.enter_context(patch(f"limpet.engine.planning.{name}", size))
         files, indexes = [], []
         for r, holdings in enumerate(ranks):
             mine = [h for h, w in zip(holdings, made.write_mask(r), strict=True) if w]

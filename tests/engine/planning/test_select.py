@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.select import find_renames, make_key_filter, number_renames
+from limpet.engine.planning.select import find_renames, make_key_filter, number_renames
 
 
 @pytest.mark.parametrize(

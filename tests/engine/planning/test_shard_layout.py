@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.planning.boxes import contiguous_boxes, flat_range, subtract
-from holdfast.engine.planning.shard_layout import (
+from limpet.engine.planning.boxes import contiguous_boxes, flat_range, subtract
+from limpet.engine.planning.shard_layout import (
     MAX_SHARED_CHUNK_BYTES,
     SMALL_BOX_BYTES,
     LeafBox,
     chunk_cuts,
     file_order,
 )
-from holdfast.errors import PlanError, Unsupported
-from holdfast.types import BLOCK_SIZE, Box
+from limpet.errors import PlanError, Unsupported
+from limpet.types import BLOCK_SIZE, Box
 from tests.engine.planning.random_boxes import DTYPES, shapes
 
 limits = [

@@ -11,15 +11,15 @@ REPOSITORY = Path(__file__).parents[3]
 SLOW_DISK_PRELUDE = """
 import os, resource, sys, time
 import numpy as np
-import holdfast
-from holdfast.run.policy import EverySteps
-from holdfast.storage.local import os_calls as fs
+import limpet
+from limpet.run.policy import EverySteps
+from limpet.storage.local import os_calls as fs
 real = fs.Fs.fsync
 def fsync(self, fd):
     time.sleep(0.02)
     real(self, fd)
 fs.Fs.fsync = fsync
-state = {"x": np.arange(500_000), "progress": holdfast.Progress()}
+state = {"x": np.arange(500_000), "progress": limpet.Progress()}
 root = sys.argv[1]
 def break_writer():
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
@@ -35,5 +35,5 @@ def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-SAVE = 'pending = holdfast.save_async(f"{root}/version_1", state)\n'
-STEP = "ckpt = holdfast.Checkpointer(root, state, save=EverySteps(1)); ckpt.step()\n"
+SAVE = 'pending = limpet.save_async(f"{root}/version_1", state)\n'
+STEP = "ckpt = limpet.Checkpointer(root, state, save=EverySteps(1)); ckpt.step()\n"

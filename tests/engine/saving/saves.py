@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import SaveJob, VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.storage.store import Store
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import SaveJob, VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.storage.store import Store
 from tests.trainings import state_after
 
 

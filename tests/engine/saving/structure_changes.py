@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import holdfast
+import limpet
 
 Json = dict[str, Any]
 
@@ -214,14 +214,14 @@ def _digest_of_fresh_save(change: Callable[[Json], object]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         state = build()
         change(state)
-        holdfast.save(folder + "/version_2", state)
+        limpet.save(folder + "/version_2", state)
         return digest_of(Path(folder))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     # import what each process would import otherwise; nothing is saved here
-    assert callable(holdfast.save)
+    assert callable(limpet.save)
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step()
     torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(1, 1))
     found = {}

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.deadline import CLEANUP_SECONDS, Deadline
-from holdfast.errors import HoldfastError, SaveFailed, Unavailable
-from holdfast.storage.memory import MemoryStore
-from holdfast.testing.contract import keys, partial_keys
+import limpet
+from limpet.deadline import CLEANUP_SECONDS, Deadline
+from limpet.errors import LimpetError, SaveFailed, Unavailable
+from limpet.storage.memory import MemoryStore
+from limpet.testing.contract import keys, partial_keys
 from tests.engine.unreliable_stores import HookedStore
 
 STATE = {"w": np.arange(1000.0), "n": 3}
@@ -56,8 +56,8 @@ class RemoteStore(SlowStore):
 
 def save(store: SlowStore, timeout: float | None, in_background: bool) -> Any:
     if not in_background:
-        return holdfast.save(store, STATE, step=1, timeout=timeout)
-    return holdfast.save_async(store, STATE, step=1, timeout=timeout).wait()
+        return limpet.save(store, STATE, step=1, timeout=timeout)
+    return limpet.save_async(store, STATE, step=1, timeout=timeout).wait()
 
 
 def outcome_of(
@@ -87,9 +87,9 @@ def test_a_save_commits_in_time_or_raises(kind: type[SlowStore], in_background: 
                     assert store.times[0] <= seconds + CLEANUP_SECONDS
             store.times[0] += 1000
             if error:
-                snapshot = holdfast.open(store) if is_committed else save(store, None, False)
+                snapshot = limpet.open(store) if is_committed else save(store, None, False)
             assert snapshot.verify().ok  # it has no deadline
-            assert_loaded(holdfast.load(store))
+            assert_loaded(limpet.load(store))
             assert not [key for key in keys(store.inner) if "pin-" in key]
             assert partial_keys(store.inner) == []
     assert {*outcomes} == {"raised", "committed"}
@@ -102,7 +102,7 @@ def test_a_load_ends_in_time_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes = []
     for seconds in range(1, 8):
         live = {"w": np.zeros(1000), "n": 0}
-        _, error = outcome_of(holdfast.load, store, live, timeout=seconds)
+        _, error = outcome_of(limpet.load, store, live, timeout=seconds)
         outcomes.append("raised" if error else "loaded")
         if error:
             assert f"The time is over for the load of {store.url}: {seconds} s" in str(error)
@@ -128,14 +128,14 @@ def test_a_training_goes_on_after_a_save_that_took_too_long(
     state: dict[str, Any] = {"x": 0}
     with (
         pytest.warns(SaveFailed, match="The time is over for the save of .*version_2: 30 s"),
-        holdfast.Checkpointer(
-            store, state, save=holdfast.EverySteps(1), save_timeout=30, on_error="warn"
+        limpet.Checkpointer(
+            store, state, save=limpet.EverySteps(1), save_timeout=30, on_error="warn"
         ) as ckpt,
     ):
         for step in range(1, 5):
             state["x"] = step
             ckpt.step()
-    run = holdfast.Run(store)
+    run = limpet.Run(store)
     assert [s.step for s in run.snapshots()] == [1, 3, 4]
     assert all(s.verify().ok for s in run.snapshots())
     assert not [key for key in keys(store.inner) if "pin-" in key]
@@ -144,12 +144,12 @@ def test_a_training_goes_on_after_a_save_that_took_too_long(
 @pytest.mark.parametrize("timeout", [0, -1, "60", True, float("nan")])
 def test_an_invalid_timeout_is_refused(tmp_path: Any, timeout: Any) -> None:
     for call in (
-        lambda: holdfast.save(tmp_path / "version_1", {"x": 1}, timeout=timeout),
-        lambda: holdfast.save_async(tmp_path / "version_1", {"x": 1}, timeout=timeout),
-        lambda: holdfast.load(tmp_path / "version_1", timeout=timeout),
-        lambda: holdfast.Checkpointer(tmp_path, {"x": 1}, save_timeout=timeout),
+        lambda: limpet.save(tmp_path / "version_1", {"x": 1}, timeout=timeout),
+        lambda: limpet.save_async(tmp_path / "version_1", {"x": 1}, timeout=timeout),
+        lambda: limpet.load(tmp_path / "version_1", timeout=timeout),
+        lambda: limpet.Checkpointer(tmp_path, {"x": 1}, save_timeout=timeout),
     ):
-        with pytest.raises(HoldfastError, match="seconds greater than 0"):
+        with pytest.raises(LimpetError, match="seconds greater than 0"):
             call()
     assert not [*tmp_path.iterdir()]
 
@@ -165,5 +165,5 @@ def test_only_the_outcome_of_the_manifest_is_that_of_the_save(name: str) -> None
 
     store.after = lose_reply
     with pytest.raises(Unavailable) as caught:
-        holdfast.save(store, STATE, step=1)
+        limpet.save(store, STATE, step=1)
     assert caught.value.is_outcome_unknown == (name == "manifest.json")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.buffers import Buffer
-from holdfast.engine.planning.shard_layout import LeafBox
-from holdfast.engine.saving import image as images
-from holdfast.engine.saving.image import make_image, split_into_pieces
-from holdfast.types import Box
+from limpet.buffers import Buffer
+from limpet.engine.planning.shard_layout import LeafBox
+from limpet.engine.saving import image as images
+from limpet.engine.saving.image import make_image, split_into_pieces
+from limpet.types import Box
 
 SIZES = (0, 1, 2, 7, 8, 64, 127, 128, 129, 600)
 

@@ -14,25 +14,25 @@ import safetensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.buffers import BufferPool, shared_pool
-from holdfast.engine.distributed.group import current_group
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.planning.shard_layout import own_spans
-from holdfast.engine.saving import image
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.errors import CommitError, DigestMismatch, FormatError, StoreError
-from holdfast.format import names
-from holdfast.format.names import MANIFEST, Version
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
+import limpet
+from limpet.buffers import BufferPool, shared_pool
+from limpet.engine.distributed.group import current_group
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.planning.shard_layout import own_spans
+from limpet.engine.saving import image
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.errors import CommitError, DigestMismatch, FormatError, StoreError
+from limpet.format import names
+from limpet.format.names import MANIFEST, Version
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.forging import files_of, values_equal
@@ -48,9 +48,9 @@ DTYPES = ["uint8", "int16", "float32", "float64", "complex128", "bool"]
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 1 KiB, shared by boxes below 64 bytes, so that small states have many."""
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{module}.BLOCK_SIZE", UNIT)
-    monkeypatch.setattr("holdfast.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
-    monkeypatch.setattr("holdfast.engine.planning.shard_layout.MAX_SHARED_CHUNK_BYTES", 256)
+        monkeypatch.setattr(f"limpet.engine.{module}.BLOCK_SIZE", UNIT)
+    monkeypatch.setattr("limpet.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
+    monkeypatch.setattr("limpet.engine.planning.shard_layout.MAX_SHARED_CHUNK_BYTES", 256)
 
 
 def save(
@@ -352,14 +352,14 @@ def test_increments_with_chunks_of_the_real_size_are_restored_from_a_disk(tmp_pa
 
 
 MEASURE_MEMORY = """
-import sys, numpy as np, holdfast
+import sys, numpy as np, limpet
 from pathlib import Path
-from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.snapshot.location import locate
-from holdfast.engine.saving.save import begin_save
-from holdfast.engine.saving.save import finish_save
-from holdfast.engine.snapshot.snapshot import reader_of
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.snapshot.location import locate
+from limpet.engine.saving.save import begin_save
+from limpet.engine.saving.save import finish_save
+from limpet.engine.snapshot.snapshot import reader_of
 
 def memory(name):
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -368,7 +368,7 @@ def memory(name):
 
 folder = sys.argv[1]
 state = {f"t{i}": np.ones(12_345_679 + i, np.float32) for i in range(8)}
-base = holdfast.save(folder + "/version_1", state)
+base = limpet.save(folder + "/version_1", state)
 for i in range(0, 8, 2):
     state[f"t{i}"][5_000_000:] = i  # many unaligned chunks, each of which crosses two pieces
 Path("/proc/self/clear_refs").write_text("5")
@@ -381,7 +381,7 @@ job = begin_save(
 saved = finish_save(job)
 print((memory("VmHWM") - before) >> 20, saved.nbytes, saved.referred_bytes)
 Path("/proc/self/clear_refs").write_text("5")
-holdfast.load(folder + "/version_2", into=state)
+limpet.load(folder + "/version_2", into=state)
 print((memory("VmHWM") - before) >> 20)
 """
 
@@ -431,7 +431,7 @@ def from_another_run(store: MemoryStore, base: SnapshotReader) -> SnapshotReader
 
 
 def without_version_number(store: MemoryStore, base: SnapshotReader) -> SnapshotReader:
-    return reader_of(holdfast.save(store.at("mine"), frozen()))
+    return reader_of(limpet.save(store.at("mine"), frozen()))
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_all_versions_that_a_save_refers_to_are_pinned_before_planning(small_chu
         calls.append((method, key))
         if method == "put" and key.startswith("version_2/"):
             pinned.extend(
-                holdfast.format.records.decode_pin(raw, key).version
+                limpet.format.records.decode_pin(raw, key).version
                 for key, raw in files_of(store.inner).items()  # type: ignore[arg-type]
                 if key.startswith("pin-")
             )
@@ -610,7 +610,7 @@ def test_an_increment_that_is_opened_outside_its_run_raises_an_error(small_chunk
     store = MemoryStore()
     save(store, 1, frozen(1), save(store, 0, frozen(), None))
     with pytest.raises(FormatError, match="which is outside of the store"):
-        holdfast.load(store.at("version_1"))
+        limpet.load(store.at("version_1"))
 
 
 # -- copies --------------------------------------------------------------------------------------

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.buffers import BufferPool
-from holdfast.engine.saving import save as saving
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.snapshot.location import Location
-from holdfast.errors import AlreadyExists, NoSpace, RankFailed
-from holdfast.storage.tmpfs.store import TmpfsStore
+import limpet
+from limpet.buffers import BufferPool
+from limpet.engine.saving import save as saving
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.snapshot.location import Location
+from limpet.errors import AlreadyExists, NoSpace, RankFailed
+from limpet.storage.tmpfs.store import TmpfsStore
 from tests.fakegroup import FakeGroup
 
 
 @pytest.fixture
 def folder():
-    path = Path(tempfile.mkdtemp(prefix="holdfast-", dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix="limpet-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
 
@@ -69,13 +69,13 @@ def test_the_state_is_staged_into_the_file(folder):
     snapshot = saving.finish_save(job)
     assert list(store.partials("")) == []
     assert snapshot.verify().ok
-    assert_equal(expected, holdfast.load(f"{folder}/version_1"))
+    assert_equal(expected, limpet.load(f"{folder}/version_1"))
 
 
 def test_the_bytes_and_digests_are_those_of_every_store(folder, tmp_path):
     state = make_state()
     saving.finish_save(begin(TmpfsStore(folder), 1, state))
-    holdfast.save(tmp_path / "version_1", state, step=1)
+    limpet.save(tmp_path / "version_1", state, step=1)
     names = [sorted(p.name.partition(".")[0] for p in (f / "version_1").iterdir())
              for f in (folder, tmp_path)]  # fmt: skip
     assert names[0] == names[1]
@@ -98,9 +98,9 @@ def test_generations_take_turns_and_each_is_whole(folder):
             for stat in stats:
                 store.delete(stat.key)
         for live in range(max(1, version - 1), version + 1):
-            snapshot = holdfast.open(folder / f"version_{live}")
+            snapshot = limpet.open(folder / f"version_{live}")
             assert snapshot.verify().ok
-            assert_equal(make_state(live), holdfast.load(folder / f"version_{live}"))
+            assert_equal(make_state(live), limpet.load(folder / f"version_{live}"))
     assert len(inodes) == 3
     assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == ["version_6", "version_7"]
 
@@ -129,7 +129,7 @@ def test_a_leaf_that_cannot_be_copied_leaves_nothing(folder, monkeypatch):
     def fail(*_):
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr("holdfast.engine.saving.image._begin_copy", fail)
+    monkeypatch.setattr("limpet.engine.saving.image._begin_copy", fail)
     with pytest.raises(RuntimeError, match="the device is gone"):
         begin(store, 1, make_state())
     assert list(folder.iterdir()) == []
@@ -142,7 +142,7 @@ def test_an_incremental_save_uses_buffers(folder):
     job = begin(store, 2, state, base=base, pool=BufferPool(1 << 30))
     assert job.upload is None
     assert saving.finish_save(job).verify().ok
-    assert_equal(state, holdfast.load(f"{folder}/version_2"))
+    assert_equal(state, limpet.load(f"{folder}/version_2"))
 
 
 def test_a_synchronous_save_is_not_staged(folder):
@@ -159,7 +159,7 @@ def test_deferred_pieces_are_staged_into_the_file(folder):
     job = begin(store, 1, {"model": model, "optimizer": optimizer}, overlap=True)
     assert not job.deferred.done.is_set()
     assert saving.finish_save(job).verify().ok
-    loaded = holdfast.load(f"{folder}/version_1")
+    loaded = limpet.load(f"{folder}/version_1")
     assert torch.equal(loaded["model"]["weight"], model.weight)
 
 
@@ -168,7 +168,7 @@ def test_ranks_stage_into_their_own_files(folder):
     with FakeGroup(3) as ranks:
 
         def work(rank, version):
-            state = {"mine": holdfast.PerRank(torch.full((1000,), rank)), "n": 1}
+            state = {"mine": limpet.PerRank(torch.full((1000,), rank)), "n": 1}
             job = begin(stores[rank], version, state, group=ranks.groups[rank])
             return saving.finish_save(job)
 
@@ -176,7 +176,7 @@ def test_ranks_stage_into_their_own_files(folder):
         stores[1].put_mapped = refuse
         outcomes = ranks.outcomes(lambda rank: work(rank, 2))
     assert len(list(folder.glob("version_1/shard-*.safetensors"))) == 3
-    assert holdfast.open(folder / "version_1").verify().ok
+    assert limpet.open(folder / "version_1").verify().ok
     assert [type(outcome) for outcome in outcomes] == [RankFailed, NoSpace, RankFailed]
     assert "No room" in str(outcomes[0].__cause__ or outcomes[0])
     assert not (folder / "version_2/manifest.json").exists()  # shards without it are orphans

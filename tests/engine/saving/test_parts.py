@@ -7,13 +7,13 @@ from threading import Lock
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.buffers import BufferPool
-from holdfast.engine.saving.image import split_into_pieces
-from holdfast.engine.saving.write import group_into_parts
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import MAX_PARTS, Traits, part_length
-from holdfast.types import BLOCK_SIZE, MIB
+import limpet
+from limpet.buffers import BufferPool
+from limpet.engine.saving.image import split_into_pieces
+from limpet.engine.saving.write import group_into_parts
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import MAX_PARTS, Traits, part_length
+from limpet.types import BLOCK_SIZE, MIB
 
 
 class PartStore(MemoryStore):
@@ -55,24 +55,24 @@ def check_writes(store):
     assert [offset + sum(sizes) for offset, sizes in writes] == ends
     assert writes[0][1][0] == head < 4097
     assert all(size <= BLOCK_SIZE for _, sizes in writes for size in sizes)
-    restored = holdfast.load(store)
+    restored = limpet.load(store)
     assert all(np.array_equal(restored[name], STATE[name]) for name in STATE)
 
 
 @pytest.mark.parametrize("threads", ["1", "8"])
 def test_a_save_writes_whole_parts(monkeypatch, threads):
-    monkeypatch.setenv("HOLDFAST_THREADS", threads)
+    monkeypatch.setenv("LIMPET_THREADS", threads)
     store = PartStore()
-    holdfast.save(store, STATE)
+    limpet.save(store, STATE)
     check_writes(store)
 
 
 @pytest.mark.parametrize(("connections", "threads"), [(1, "8"), (3, "8"), (8, "2")])
 def test_a_store_bounds_the_parts_in_memory(monkeypatch, connections, threads):
     """Also if a part takes long: without a bound, each thread would have one."""
-    monkeypatch.setenv("HOLDFAST_THREADS", threads)
+    monkeypatch.setenv("LIMPET_THREADS", threads)
     pool = BufferPool(1 << 30)
-    monkeypatch.setattr("holdfast.buffers._pool", pool)
+    monkeypatch.setattr("limpet.buffers._pool", pool)
 
     class SlowStore(PartStore):
         most = 0
@@ -94,7 +94,7 @@ def test_a_store_bounds_the_parts_in_memory(monkeypatch, connections, threads):
             return upload
 
     store = SlowStore()
-    holdfast.save(store, STATE)
+    limpet.save(store, STATE)
     expected = min(connections, int(threads), 5)
     assert pool.allocated_bytes <= expected * 8 * MIB + BLOCK_SIZE  # the header's block
     assert store.most > (expected - 1) * 8 * MIB - BLOCK_SIZE
@@ -103,13 +103,13 @@ def test_a_store_bounds_the_parts_in_memory(monkeypatch, connections, threads):
 
 def test_an_asynchronous_save_writes_whole_parts():
     store = PartStore()
-    holdfast.save_async(store, STATE).wait()
+    limpet.save_async(store, STATE).wait()
     check_writes(store)
 
 
 def test_an_incremental_save_writes_whole_parts():
     store, state = PartStore(), {"a": STATE["a"].copy(), "b": STATE["b"]}
-    with holdfast.Checkpointer(store, state, incremental=True) as checkpointer:
+    with limpet.Checkpointer(store, state, incremental=True) as checkpointer:
         checkpointer.step()
         checkpointer.save()
         state["a"][:2_500_000] += 1
@@ -118,7 +118,7 @@ def test_an_incremental_save_writes_whole_parts():
     key = next(k for k in store.writes if "version_2/shard" in k and k.endswith(".safetensors"))
     head, writes = store.heads[key], sorted(store.writes[key])
     assert [offset for offset, _ in writes] == [0, head + 8 * MIB, head + 16 * MIB]
-    assert holdfast.Run(store).latest().verify().ok
+    assert limpet.Run(store).latest().verify().ok
 
 
 def test_parts_of_more_buffers_than_the_pool_has_are_split():
@@ -153,7 +153,7 @@ def test_a_pool_lends_several_buffers_at_once_or_none():
     for buffer in buffers:
         pool.release(buffer)
     pool.close()
-    with pytest.raises(holdfast.errors.StoreError, match="closed"):
+    with pytest.raises(limpet.errors.StoreError, match="closed"):
         pool.acquire_many(2)
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import CommitError, HoldfastError, StoreError
-from holdfast.format.names import MANIFEST, WRITER_LOCK
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet import events
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import CommitError, LimpetError, StoreError
+from limpet.format.names import MANIFEST, WRITER_LOCK
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.engine.saving.child_scripts import SAVE, STEP, run_script
 from tests.engine.unreliable_stores import HookedStore
@@ -35,7 +35,7 @@ REPOSITORY = Path(__file__).parents[3]
 def store(monkeypatch: pytest.MonkeyPatch) -> HookedStore:
     """Return a store that every URL opens."""
     store = HookedStore(MemoryStore())
-    monkeypatch.setattr("holdfast.engine.snapshot.location.open_store", lambda url: store)
+    monkeypatch.setattr("limpet.engine.snapshot.location.open_store", lambda url: store)
     return store
 
 
@@ -67,7 +67,7 @@ def test_the_state_may_change_as_soon_as_the_call_returns(store: HookedStore) ->
         "list": [1, {"a": (2.5, "x")}],
     }
     expected = {"rows": rows.copy(), "strided": state["strided"].copy()}
-    pending = holdfast.save_async("run/version_1", state, note={"lr": 0.1})
+    pending = limpet.save_async("run/version_1", state, note={"lr": 0.1})
     pending.wait_staged()
     assert not pending.done
     rows[:] = -1
@@ -76,7 +76,7 @@ def test_the_state_may_change_as_soon_as_the_call_returns(store: HookedStore) ->
     state["list"].append("later")
     gate.set()
     pending.wait()
-    loaded = holdfast.load("run/version_1")
+    loaded = limpet.load("run/version_1")
     assert np.array_equal(loaded["rows"], expected["rows"])
     assert np.array_equal(loaded["strided"], expected["strided"])
     assert loaded["structured"]["a"].tolist() == [1] * 50
@@ -97,15 +97,15 @@ def test_tensors_may_change_as_soon_as_the_call_returns(store: HookedStore) -> N
     state = {"model": model, "optimizer": optimizer, "view": model.weight.detach().t()}
     weight = model.weight.detach().clone()
     moment = optimizer.state[model.weight]["exp_avg"].clone()
-    pending = holdfast.save_async("run/version_1", state)
+    pending = limpet.save_async("run/version_1", state)
     step()
     gate.set()
     pending.wait()
-    loaded = holdfast.load("run/version_1")
+    loaded = limpet.load("run/version_1")
     assert torch.equal(loaded["model"]["weight"], weight)
     assert torch.equal(loaded["view"], weight.t())
     assert not torch.equal(model.weight, weight)
-    found = holdfast.open("run/version_1")
+    found = limpet.open("run/version_1")
     [key] = [k for k in found.keys() if k.endswith("weight/exp_avg")]  # noqa: SIM118
     assert torch.equal(found[key].read(), moment)
 
@@ -125,8 +125,8 @@ def test_a_process_that_exits_immediately_finishes_its_save(
 ) -> None:
     done = run_script(tmp_path, f"{start}state['x'][:] = 0\n{end}")
     assert done.returncode == code, done.stderr
-    assert "holdfast" not in done.stderr
-    snapshot = holdfast.open(tmp_path / "run" / "version_1")
+    assert "limpet" not in done.stderr
+    snapshot = limpet.open(tmp_path / "run" / "version_1")
     assert snapshot.verify().ok
     assert np.array_equal(snapshot["x"].read(), np.arange(500_000))
     there = [s.key for s in LocalStore(tmp_path / "run").list("") if s.key != WRITER_LOCK]
@@ -142,7 +142,7 @@ def test_an_unobserved_failure_ends_the_process_with_exit_code_1(
     done = run_script(tmp_path, f"break_writer()\n{start}print('trained')\n{end}")
     assert done.returncode == 1
     assert done.stdout == "trained\n"
-    assert f"holdfast: the save to {tmp_path}/run/version_1 failed" in done.stderr
+    assert f"limpet: the save to {tmp_path}/run/version_1 failed" in done.stderr
     assert "NoSpace" in done.stderr
     assert check_promises(LocalStore(tmp_path / "run"), assume_dead_pins=False) == []
 
@@ -160,14 +160,14 @@ def test_exit_handlers_run_after_an_unobserved_failure(tmp_path: Path) -> None:
         "atexit.register(print, 'last')\n",
     )
     assert (done.returncode, done.stdout) == (1, "last\nfirst\nlogged\n")
-    assert done.stderr.count("holdfast: the save to") == 1
+    assert done.stderr.count("limpet: the save to") == 1
 
 
 def test_a_failure_that_the_program_handled_is_not_reported_again(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
         f"break_writer()\n{SAVE}"
-        "try:\n    pending.wait()\nexcept holdfast.errors.NoSpace:\n    print('seen')\n",
+        "try:\n    pending.wait()\nexcept limpet.errors.NoSpace:\n    print('seen')\n",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "seen\n", "")
 
@@ -194,7 +194,7 @@ def test_a_checkpointer_makes_its_saves_one_at_a_time() -> None:
     store.before = before
     state = initial_state()
     allocated = set()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         for step in range(1, 12):
             train(state, ckpt, step)
             allocated.add(ckpt._saver._pool.allocated_bytes)
@@ -213,7 +213,7 @@ def test_a_checkpointer_makes_its_saves_one_at_a_time() -> None:
 
 def test_ten_saves_without_a_checkpointer_run_concurrently(store: HookedStore) -> None:
     gate = block_writes(store)
-    pending = [holdfast.save_async(f"run/version_{n}", state_after(n)) for n in range(1, 11)]
+    pending = [limpet.save_async(f"run/version_{n}", state_after(n)) for n in range(1, 11)]
     assert not any(p.done for p in pending)
     gate.set()
     assert [p.wait().step for p in pending] == list(range(1, 11))
@@ -232,7 +232,7 @@ def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> N
     state = initial_state()
     if not progress:
         state["progress"] = 0
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(2))
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(2))
     ckpt.step()
     ckpt.step()
     assert ckpt._saver.in_flight.newest is not None
@@ -249,7 +249,7 @@ def test_the_step_that_raises_an_earlier_failure_is_counted(progress: bool) -> N
 def test_step_raises_if_no_save_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore()
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1))
 
     def refuse(self: Any) -> None:
         raise RuntimeError("can't start new thread")
@@ -278,16 +278,16 @@ def test_buffers_are_reserved_in_the_background_unless_the_first_step_saves(
 
     monkeypatch.setattr("threading.Thread.start", record_start)
     state = initial_state()
-    with holdfast.Checkpointer(MemoryStore(), state, save=EverySteps(every)) as ckpt:
+    with limpet.Checkpointer(MemoryStore(), state, save=EverySteps(every)) as ckpt:
         train(state, ckpt, 1)
-        assert ("holdfast-buffers" in started) == background
+        assert ("limpet-buffers" in started) == background
         if background:
             ckpt._saver.reservation.join()
             made = ckpt._saver._pool.allocated_bytes
             train(state, ckpt, every)
             assert ckpt._saver._pool.allocated_bytes == made > 0
         train(state, ckpt, 7)
-    assert started.count("holdfast-buffers") == background
+    assert started.count("limpet-buffers") == background
 
 
 def test_a_save_succeeds_if_not_all_worker_threads_can_be_started(
@@ -296,20 +296,20 @@ def test_a_save_succeeds_if_not_all_worker_threads_can_be_started(
     start = threading.Thread.start
 
     def refuse(self: threading.Thread) -> None:
-        if self.name == "holdfast-1":
+        if self.name == "limpet-1":
             raise RuntimeError("can't start new thread")
         start(self)
 
     monkeypatch.setattr("threading.Thread.start", refuse)
     store = MemoryStore()
-    snapshot = holdfast.save(store, {"x": np.arange(5_000_000)})
+    snapshot = limpet.save(store, {"x": np.arange(5_000_000)})
     assert snapshot.verify().ok
 
 
 def test_an_interrupt_in_a_sink_releases_the_pin_and_the_buffers() -> None:
     store = MemoryStore()
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1))
 
     def sink(name: str, fields: dict[str, Any]) -> None:
         if name == "staged":
@@ -343,7 +343,7 @@ def test_a_save_is_finished_after_an_interrupted_wait() -> None:
 
     before = signal.signal(signal.SIGINT, interrupt_once)
     interrupt = threading.Thread(target=send_sigint)
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1))
     try:
         with pytest.raises(KeyboardInterrupt), ckpt:
             train(state, ckpt, 1)
@@ -363,10 +363,10 @@ def test_a_save_is_finished_after_an_interrupted_wait() -> None:
 
 INTERRUPT_STEPS = """
 import os, signal, threading, time
-import holdfast
-from holdfast.run.policy import EverySteps
-from holdfast.run.policy import KeepLast
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.run.policy import EverySteps
+from limpet.run.policy import KeepLast
+from limpet.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.trainings import initial_state, train_step
 
@@ -379,7 +379,7 @@ for turn in range(80):
     store = MemoryStore()
     state = initial_state()
     try:
-        with holdfast.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
+        with limpet.Checkpointer(store, state, save=EverySteps(1), keep=KeepLast(2)) as ckpt:
             for _ in range(4):
                 loss = train_step(state)
                 signal.setitimer(signal.ITIMER_REAL, 0.0001 * (turn % 20 + 1))
@@ -391,7 +391,7 @@ for turn in range(80):
         signal.setitimer(signal.ITIMER_REAL, 0)
     deadline = time.monotonic() + 10
     # is_alive: if an interrupt stops the start of a thread, Python lists that thread forever
-    while left := [t for t in threading.enumerate() if t.name[:8] == "holdfast" and t.is_alive()]:
+    while left := [t for t in threading.enumerate() if t.name[:8] == "limpet" and t.is_alive()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.001)
     check_promises(store)
@@ -428,9 +428,9 @@ def test_an_error_of_a_signal_handler_while_the_thread_of_a_save_starts_is_raise
     monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     store, state = MemoryStore(), initial_state()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         train(state, ckpt, 2)
-        raise_at_start(monkeypatch, "holdfast-save", moment)
+        raise_at_start(monkeypatch, "limpet-save", moment)
         with pytest.raises(SignalError):
             train(state, ckpt, 3)
         train(state, ckpt, 4)
@@ -438,10 +438,10 @@ def test_an_error_of_a_signal_handler_while_the_thread_of_a_save_starts_is_raise
 
 
 def test_a_forked_child_cannot_wait_for_a_pending_save(store: HookedStore) -> None:
-    pending = holdfast.save_async("run/version_1", state_after(1))
+    pending = limpet.save_async("run/version_1", state_after(1))
     pending.wait()
     pending._pid += 1
-    with pytest.raises(HoldfastError, match="forked"):
+    with pytest.raises(LimpetError, match="forked"):
         pending.wait()
-    holdfast.load("run/version_1", into=(loaded := initial_state()))
+    limpet.load("run/version_1", into=(loaded := initial_state()))
     assert states_equal(loaded, state_after(1))

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.buffers import BufferPool
-from holdfast.engine.planning.merge_trees import RankNodes, merge
-from holdfast.engine.saving.replica_check import digest_on_device, digest_values
-from holdfast.engine.state.flatten import LocalLeaf
-from holdfast.engine.state.replication import Replication
-from holdfast.errors import PlanError
-from holdfast.text import format_ranks
-from holdfast.threads import Workers
-from holdfast.types import MIB, Box
+from limpet.buffers import BufferPool
+from limpet.engine.planning.merge_trees import RankNodes, merge
+from limpet.engine.saving.replica_check import digest_on_device, digest_values
+from limpet.engine.state.flatten import LocalLeaf
+from limpet.engine.state.replication import Replication
+from limpet.errors import PlanError
+from limpet.text import format_ranks
+from limpet.threads import Workers
+from limpet.types import MIB, Box
 
 COUNTING = torch.arange(1000, dtype=torch.float32)
 
@@ -86,7 +86,7 @@ def test_the_device_digest_does_not_depend_on_the_step_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = digest_on_device(COUNTING)
-    monkeypatch.setattr("holdfast.engine.saving.replica_check._WORDS_PER_STEP", 7)
+    monkeypatch.setattr("limpet.engine.saving.replica_check._WORDS_PER_STEP", 7)
     assert digest_on_device(COUNTING) == whole
 
 

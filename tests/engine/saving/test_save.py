@@ -13,21 +13,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.saving.job import SaveJob
-from holdfast.engine.saving.save import finish_save
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import AlreadyExists, CommitError, HoldfastError, StoreError
-from holdfast.format import names
-from holdfast.format.names import MANIFEST
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Store
-from holdfast.testing.crashfs import CrashFs
-from holdfast.testing.faults import FaultFs
+import limpet
+from limpet.engine.saving.job import SaveJob
+from limpet.engine.saving.save import finish_save
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import AlreadyExists, CommitError, LimpetError, StoreError
+from limpet.format import names
+from limpet.format.names import MANIFEST
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Store
+from limpet.testing.crashfs import CrashFs
+from limpet.testing.faults import FaultFs
 from tests.crash.promises import check_promises
 from tests.engine.saving.saves import begin_version, keys, save
 from tests.engine.unreliable_stores import HookedStore
@@ -60,7 +60,7 @@ def test_one_of_several_jobs_that_save_the_same_version_commits(jobs: int) -> No
         ready.wait(10) if method == "put_if_absent" and MANIFEST in key else None
     )
 
-    def job(_: int) -> SnapshotReader | HoldfastError:
+    def job(_: int) -> SnapshotReader | LimpetError:
         try:
             return save(store, 1)
         except (CommitError, AlreadyExists) as e:
@@ -83,16 +83,16 @@ def test_one_of_several_jobs_that_save_the_same_version_commits(jobs: int) -> No
 SAVE_24_VERSIONS = """
 import sys, time
 from pathlib import Path
-import holdfast
-from holdfast.errors import AlreadyExists
-from holdfast.errors import CommitError
+import limpet
+from limpet.errors import AlreadyExists
+from limpet.errors import CommitError
 from tests.trainings import state_after
 root, gate = sys.argv[1:]
 while not Path(gate).exists():
     time.sleep(0.001)
 for step in range(1, 25):
     try:
-        holdfast.save(f"{root}/version_{step}", state_after(step))
+        limpet.save(f"{root}/version_{step}", state_after(step))
         print(step)
     except (AlreadyExists, CommitError):
         pass
@@ -159,12 +159,10 @@ def test_files_of_a_crashed_save_are_ignored_and_swept(ranks: int) -> None:
     store.put_if_absent("version_1/shard-00000-of-00001.safetensors", b"of another program")
     snapshot = save(store, 1)
     assert snapshot.verify().ok
-    assert np.array_equal(
-        holdfast.load(store.at("version_1"))["weights"], state_after(1)["weights"]
-    )
+    assert np.array_equal(limpet.load(store.at("version_1"))["weights"], state_after(1)["weights"])
     swept = Run(store).sweep(now=time.time() + YEAR_SECONDS)
     assert sorted(swept.removed) == sorted(leftovers)
-    # The sweep leaves files that Holdfast did not write.
+    # The sweep leaves files that Limpet did not write.
     store.delete("version_1/shard-00000-of-00001.safetensors")
     check_promises(store, [1])
 
@@ -258,12 +256,12 @@ def test_a_save_that_begins_while_a_sweep_lists_files_is_safe() -> None:
 
 SAVE_THAT_HANGS = """
 import sys, time
-from holdfast.engine.snapshot import pins
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.buffers import shared_pool
-from holdfast.storage.local.store import LocalStore
+from limpet.engine.snapshot import pins
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save
+from limpet.engine.snapshot.location import Location
+from limpet.buffers import shared_pool
+from limpet.storage.local.store import LocalStore
 from tests.trainings import state_after
 store = LocalStore(sys.argv[1])
 location, metadata = Location(store, "version_1"), VersionMetadata(step=1)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.saving import image
-from holdfast.engine.state import flatten as flatten_module
+import limpet
+from limpet.engine.saving import image
+from limpet.engine.state import flatten as flatten_module
 from tests.engine.saving.structure_changes import CHANGES, build, digest_of
 
 Json = dict[str, Any]
@@ -55,8 +55,8 @@ def test_a_save_after_a_change_is_that_of_a_fresh_process(
     name: str, tmp_path: Path, fresh_digests: dict[str, str]
 ) -> None:
     state = build()
-    never = holdfast.EverySteps(10**9)
-    with holdfast.Checkpointer(str(tmp_path), state, save=never) as checkpointer:
+    never = limpet.EverySteps(10**9)
+    with limpet.Checkpointer(str(tmp_path), state, save=never) as checkpointer:
         for begin in (lambda s: None, lambda s: None, CHANGES[name], lambda s: None):
             checkpointer.step()
             begin(state)
@@ -73,11 +73,11 @@ def test_the_state_of_another_training_at_the_same_addresses_is_saved_anew(tmp_p
             return
         state: Json = {"t": torch.full((64 + i % 2,), float(i)), "n": {"a": i}}
         name = str(tmp_path / f"run{i}")
-        with holdfast.Checkpointer(name, state, save=holdfast.EverySteps(1)) as checkpointer:
+        with limpet.Checkpointer(name, state, save=limpet.EverySteps(1)) as checkpointer:
             ids.append(id(state["t"]))
             for _ in range(2):
                 checkpointer.step()
-        loaded = holdfast.load(f"{name}/version_2")
+        loaded = limpet.load(f"{name}/version_2")
         assert loaded["n"] == {"a": i}
         assert torch.equal(loaded["t"], torch.full((64 + i % 2,), float(i)))
         del state, checkpointer, loaded
@@ -92,9 +92,7 @@ def test_a_save_of_the_same_structure_makes_no_new_layout(
     build_header = image.build_header
     monkeypatch.setattr(image, "build_header", lambda e: made.append(1) or build_header(e))
     state = build()
-    with holdfast.Checkpointer(
-        str(tmp_path), state, save=holdfast.EverySteps(10**9)
-    ) as checkpointer:
+    with limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(10**9)) as checkpointer:
         for count, change in ((1, int), (1, int), (2, CHANGES["a leaf added"]), (2, int)):
             change(state) if change is not int else None
             checkpointer.step()

@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 import pytest
 
-import holdfast
-from holdfast import events
-from holdfast.buffers import shared_pool
-from holdfast.engine.saving.job import VersionMetadata
-from holdfast.engine.saving.save import begin_save, finish_save
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import AlreadyExists, CommitError, HoldfastError, NotFound, Unavailable
-from holdfast.format.names import MANIFEST
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet import events
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import AlreadyExists, CommitError, LimpetError, NotFound, Unavailable
+from limpet.format.names import MANIFEST
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.crash.promises import check_promises
 from tests.engine.saving.saves import keys, save
 from tests.engine.unreliable_stores import HookedStore
@@ -62,7 +62,7 @@ def test_a_lost_answer_fails_the_save(method: str, part: str, committed: bool) -
     versions = Run(store).listing().versions
     assert bool(versions) is committed
     if committed:
-        assert "holdfast ls" in str(caught.value)
+        assert "limpet ls" in str(caught.value)
         with pytest.raises(AlreadyExists):
             save(store, 1)
     else:
@@ -147,7 +147,7 @@ def test_saves_to_a_slow_store_succeed_after_a_wait_timed_out() -> None:
     answer = threading.Event()
     store.before = lambda method, key: answer.wait(20) if method == "commit" else time.sleep(0.002)
     state = initial_state()
-    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         train(state, ckpt, 1)
         pending = ckpt._saver.in_flight.newest
         assert pending is not None
@@ -167,7 +167,7 @@ def test_resume_does_not_treat_an_unavailable_store_as_damage() -> None:
         save(store, step)
     for method in ("get", "stat", "get_range", "list"):
         store.before = lose_answer(method, "")
-        ckpt = holdfast.Checkpointer(store, initial_state())
+        ckpt = limpet.Checkpointer(store, initial_state())
         with pytest.raises(Unavailable):
             ckpt.resume()
         store.before = lambda method, key: None
@@ -181,7 +181,7 @@ def test_resume_does_not_treat_an_unavailable_store_as_damage() -> None:
 def test_a_checkpointer_continues_after_a_save_with_an_unknown_outcome() -> None:
     store = HookedStore(MemoryStore())
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(1))
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(1))
     store.after = lose_answer("put_if_absent", MANIFEST)
     train(state, ckpt, 1)
     with pytest.raises(Unavailable):
@@ -195,7 +195,7 @@ def test_a_checkpointer_continues_after_a_save_with_an_unknown_outcome() -> None
 def test_a_retry_finds_the_version_of_a_save_with_an_unknown_outcome() -> None:
     store = HookedStore(MemoryStore())
     state = initial_state()
-    ckpt = holdfast.Checkpointer(store, state, save=EverySteps(100))
+    ckpt = limpet.Checkpointer(store, state, save=EverySteps(100))
     train(state, ckpt, 1)
     store.after = lose_answer("put_if_absent", MANIFEST)
     with pytest.raises(Unavailable, match="unknown whether this version was committed"):
@@ -214,10 +214,10 @@ def test_a_retry_finds_the_version_of_a_save_with_an_unknown_outcome() -> None:
 def test_a_version_of_another_training_is_not_mistaken_for_one_of_this_training() -> None:
     store = MemoryStore()
     state = initial_state()
-    with holdfast.Checkpointer(store, state, save=EverySteps(100)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(100)) as ckpt:
         train(state, ckpt, 1)
         save(store, 1)
-        with pytest.raises(HoldfastError, match="Another training has saved version_1"):
+        with pytest.raises(LimpetError, match="Another training has saved version_1"):
             ckpt.save()
         train(state, ckpt, 2)
         assert ckpt.save().step == 2
@@ -226,7 +226,7 @@ def test_a_version_of_another_training_is_not_mistaken_for_one_of_this_training(
 
 def test_a_refused_state_leaves_no_files() -> None:
     store = MemoryStore()
-    with pytest.raises(holdfast.errors.Unsupported, match="bad"):
+    with pytest.raises(limpet.errors.Unsupported, match="bad"):
         finish_save(
             begin_save(
                 Location(store, "version_1"),

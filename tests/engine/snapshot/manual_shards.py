@@ -7,24 +7,24 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from holdfast.engine.planning.read_plan import ReadRequest
-from holdfast.engine.planning.shard_layout import LeafBox, chunk_cuts, full_shard_entries
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.read import Target
-from holdfast.engine.snapshot.reader import SnapshotReader, open_location
-from holdfast.format.digest import digest
-from holdfast.format.index import Index, encode_index
-from holdfast.format.index_columns import (
+from limpet.engine.planning.read_plan import ReadRequest
+from limpet.engine.planning.shard_layout import LeafBox, chunk_cuts, full_shard_entries
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.read import Target
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.format.digest import digest
+from limpet.format.index import Index, encode_index
+from limpet.format.index_columns import (
     IndexBox,
     IndexLeaf,
     LeafColumns,
     SchemaCache,
     build_columns,
 )
-from holdfast.format.manifest import FileEntry, Shard, encode_manifest
-from holdfast.format.names import MANIFEST, index_name, random_id, shard_name
-from holdfast.format.safetensors import build_header
-from holdfast.types import DTYPES, Box
+from limpet.format.manifest import FileEntry, Shard, encode_manifest
+from limpet.format.names import MANIFEST, index_name, random_id, shard_name
+from limpet.format.safetensors import build_header
+from limpet.types import DTYPES, Box
 
 Layout = Callable[[str, tuple[int, ...]], Sequence[tuple[int, Box]]]
 """Maps the key and the shape of a leaf to its boxes, each with the number of its shard."""

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.snapshot import compare
-from holdfast.engine.snapshot.compare import compare_bytes, find_equal_by_digest
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.snapshot import compare
+from limpet.engine.snapshot.compare import compare_bytes, find_equal_by_digest
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.storage.memory import MemoryStore
 
 
 def saved(value: object) -> SnapshotReader:
-    return reader_of(holdfast.save(MemoryStore(), {"x": value}))
+    return reader_of(limpet.save(MemoryStore(), {"x": value}))
 
 
 def distance(a: object, b: object) -> tuple[int, float | None]:
@@ -81,8 +81,8 @@ def test_large_leaves_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_leaves_with_different_digests_are_not_reported_as_equal() -> None:
-    a = holdfast.save(MemoryStore(), {"x": np.zeros(70000), "y": np.ones(70000)})
-    b = holdfast.save(MemoryStore(), {"x": np.zeros(70000), "y": np.zeros(70000)})
+    a = limpet.save(MemoryStore(), {"x": np.zeros(70000), "y": np.ones(70000)})
+    b = limpet.save(MemoryStore(), {"x": np.zeros(70000), "y": np.zeros(70000)})
     pairs = [("x", "x"), ("y", "y"), ("x", "y")]
     assert find_equal_by_digest(reader_of(a), reader_of(b), pairs) >= {("x", "x")}
     assert ("y", "y") not in find_equal_by_digest(reader_of(a), reader_of(b), pairs)

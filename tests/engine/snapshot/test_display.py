@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.snapshot.leaf import LeafView
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import Snapshot, reader_of
-from holdfast.engine.snapshot.subtree import SubtreeView, missing_key
-from holdfast.errors import StoreError
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.snapshot.leaf import LeafView
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import Snapshot, reader_of
+from limpet.engine.snapshot.subtree import SubtreeView, missing_key
+from limpet.errors import StoreError
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.docs.reference import PAGE
 from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import trained_run
@@ -42,8 +42,8 @@ def save(state: dict[str, Any], **options: Any) -> tuple[Snapshot, list[tuple[st
     """Return the opened snapshot of a state, and the list of all later calls of its store."""
     calls = list[tuple[str, str]]()
     store = HookedStore(MemoryStore())
-    holdfast.save(store, state, **options)
-    snapshot = holdfast.open(store)
+    limpet.save(store, state, **options)
+    snapshot = limpet.open(store)
     store.before = lambda method, key: calls.append((method, key))
     return snapshot, calls
 
@@ -222,9 +222,9 @@ def test_html_shows_every_member_and_escapes_names_and_values() -> None:
 
 def test_metrics_are_shown() -> None:
     store = MemoryStore()
-    with holdfast.Checkpointer(store, {"x": np.zeros(2)}, save=holdfast.EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(store, {"x": np.zeros(2)}, save=limpet.EverySteps(1)) as ckpt:
         ckpt.step({"<loss>": 0.25})
-    snapshot = holdfast.open(store.at("version_1"))
+    snapshot = limpet.open(store.at("version_1"))
     assert snapshot.metrics == {"<loss>": 0.25}
     assert ", <loss> 0.25" in check_html(snapshot._repr_html_()).text
 
@@ -266,8 +266,8 @@ def test_the_public_names_are_those_of_the_reference() -> None:
     snapshot, _ = save({"x": 1})
     assert [name for name in dir(Snapshot) if not name.startswith("_")] == PUBLIC_NAMES
     assert [name for name in dir(snapshot) if not name.startswith("_")] == PUBLIC_NAMES
-    assert "SnapshotReader" not in holdfast.__all__
-    section = PAGE.read_text().split("### `holdfast.Snapshot`\n")[1].partition("\n### ")[0]
+    assert "SnapshotReader" not in limpet.__all__
+    section = PAGE.read_text().split("### `limpet.Snapshot`\n")[1].partition("\n### ")[0]
     listed = re.findall(r"^(?:\*\*`(\w+)`\*\* \(property\)|([a-z]\w*)\()", section, re.MULTILINE)
     assert sorted(name or method for name, method in listed) == PUBLIC_NAMES
     for name in PUBLIC_NAMES:
@@ -278,8 +278,8 @@ def test_the_public_names_are_those_of_the_reference() -> None:
 
 
 def test_every_public_class_says_what_its_objects_are() -> None:
-    public = [getattr(holdfast, name) for name in holdfast.__all__]
-    classes = [c for c in public if isinstance(c, type) and c is not holdfast.Store]
+    public = [getattr(limpet, name) for name in limpet.__all__]
+    classes = [c for c in public if isinstance(c, type) and c is not limpet.Store]
     assert len(classes) > 20
     assert [c for c in classes if c.__repr__ is object.__repr__] == []
 
@@ -288,7 +288,7 @@ def test_a_pending_save_shows_its_state() -> None:
     store = HookedStore(MemoryStore())
     gate = threading.Event()
     store.before = lambda method, key: method == "put" and gate.wait(20)
-    pending = holdfast.save_async(store, {"x": np.zeros(3)})
+    pending = limpet.save_async(store, {"x": np.zeros(3)})
     assert repr(pending) == f"<Pending save to {store.url}, in progress>"
     gate.set()
     pending.wait()
@@ -300,13 +300,13 @@ def test_a_pending_save_shows_its_state() -> None:
 
     store = HookedStore(MemoryStore())
     store.before = refuse
-    pending = holdfast.save_async(store, {"x": np.zeros(3)})
+    pending = limpet.save_async(store, {"x": np.zeros(3)})
     with pytest.raises(StoreError):
         pending.wait()
     assert repr(pending) == f"<Pending save to {store.url}, failed>"
 
 
 def test_a_random_state_and_a_source_of_notices_show_their_arguments(tmp_path: Path) -> None:
-    assert repr(holdfast.RNG()) == "RNG()"
-    source = holdfast.preemption.FileNotice(tmp_path / "stop")
+    assert repr(limpet.RNG()) == "RNG()"
+    source = limpet.preemption.FileNotice(tmp_path / "stop")
     assert repr(source) == f"<FileNotice the file {tmp_path}/stop, every 1 s>"

@@ -8,18 +8,18 @@ from threading import Lock
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.buffers import BufferPool
-from holdfast.engine.loading.load import load_snapshot
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.engine.transform.reshard import reshard
-from holdfast.errors import DigestMismatch, StoreError
-from holdfast.exporting.stream import stream_leaves
-from holdfast.storage.memory import MemoryStore
-from holdfast.testing.contract import keys
-from holdfast.types import BLOCK_SIZE, MIB
+import limpet
+from limpet.buffers import BufferPool
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.engine.transform.reshard import reshard
+from limpet.errors import DigestMismatch, StoreError
+from limpet.exporting.stream import stream_leaves
+from limpet.storage.memory import MemoryStore
+from limpet.testing.contract import keys
+from limpet.types import BLOCK_SIZE, MIB
 
 
 class RequestStore(MemoryStore):
@@ -87,7 +87,7 @@ def assert_loads(store, state):
     """Load into a copy with other values, and return the number of requests."""
     store.reads.clear()
     live = {key: np.zeros_like(value) for key, value in state.items()}
-    holdfast.load(store, into=live)
+    limpet.load(store, into=live)
     assert all(np.array_equal(live[key], state[key]) for key in state)
     return len(store.reads)
 
@@ -109,18 +109,18 @@ def shard_key(store):
     ],
 )
 def test_the_number_of_requests(monkeypatch, mib, threads, read_size, requests):
-    monkeypatch.setenv("HOLDFAST_THREADS", str(threads))
+    monkeypatch.setenv("LIMPET_THREADS", str(threads))
     store, state = RequestStore(read_size), random_state(mib)
-    holdfast.save(store, state)
+    limpet.save(store, state)
     assert assert_loads(store, state) == requests
     assert all(length <= max(read_size, BLOCK_SIZE + 4096) for _, _, length, _ in store.reads)
 
 
 def test_all_readers_group_their_reads(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "2")
+    monkeypatch.setenv("LIMPET_THREADS", "2")
     store, state = RequestStore(), random_state(64)
-    holdfast.save(store, state)
-    snapshot = holdfast.open(store)
+    limpet.save(store, state)
+    snapshot = limpet.open(store)
     copied, resharded = Location(MemoryStore(), ""), Location(MemoryStore(), "")
     for read in (
         snapshot.verify,
@@ -132,20 +132,20 @@ def test_all_readers_group_their_reads(monkeypatch):
         read()
         assert len([r for r in store.reads if r[2] > MIB]) <= 6
         assert max(steps for *_, steps in store.reads) == 4
-    assert holdfast.open(copied.store).verify().ok
-    assert holdfast.open(resharded.store).verify().ok
+    assert limpet.open(copied.store).verify().ok
+    assert limpet.open(resharded.store).verify().ok
 
 
 def test_of_a_group_only_the_damaged_item_is_read_again(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     store, state = RequestStore(), random_state(32)
-    holdfast.save(store, state)
+    limpet.save(store, state)
     key = shard_key(store)
     head = store.stat(key).length - 32 * MIB
     damaged = head + 2 * BLOCK_SIZE + 5
     store.flips[key, damaged] = 1
     events = []
-    with holdfast.attach(lambda name, fields: events.append(name)):
+    with limpet.attach(lambda name, fields: events.append(name)):
         assert assert_loads(store, state) == 4
     assert events.count("read_again") == 1
     groups = [(offset, length) for _, offset, length, _ in store.reads]
@@ -158,9 +158,9 @@ def test_of_a_group_only_the_damaged_item_is_read_again(monkeypatch):
 
 
 def test_damage_that_stays_is_an_error_and_all_of_it_is_reported(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     store, state = RequestStore(), random_state(32, leaves=32)
-    holdfast.save(store, state)
+    limpet.save(store, state)
     key = shard_key(store)
     head = store.stat(key).length - 32 * MIB
     damaged = [head + at * MIB + 9 for at in (9, 10, 18)]
@@ -169,16 +169,16 @@ def test_damage_that_stays_is_an_error_and_all_of_it_is_reported(monkeypatch):
     with pytest.raises(DigestMismatch) as caught:
         assert_loads(store, state)
     assert caught.value.offset == damaged[0] - 9
-    report = holdfast.open(store).verify()
+    report = limpet.open(store).verify()
     assert [p.offset for p in report.problems] == [at - 9 for at in damaged]
     assert report.nbytes == sum(store.stat(k).length for k in keys(store) if "manifest" not in k)
 
 
 def test_a_file_that_ends_early_is_an_error_that_names_the_leaf(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     store, state = RequestStore(), random_state(32)
-    holdfast.save(store, state)
-    snapshot, key = holdfast.open(store), shard_key(store)
+    limpet.save(store, state)
+    snapshot, key = limpet.open(store), shard_key(store)
     reader_of(snapshot).indexes()  # which also checks the lengths
     data, modified = store._objects[key]
     store._objects[key] = (data[: 30 * MIB], modified)
@@ -190,13 +190,13 @@ def test_a_file_that_ends_early_is_an_error_that_names_the_leaf(monkeypatch):
 
 @pytest.mark.parametrize("buffers", [1, 3, 5])
 def test_many_loads_share_few_buffers(monkeypatch, buffers):
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     pool = BufferPool(buffers * BLOCK_SIZE)
-    monkeypatch.setattr("holdfast.buffers._pool", pool)
+    monkeypatch.setattr("limpet.buffers._pool", pool)
     store, state = RequestStore(), random_state(32)
-    holdfast.save(store, state)
+    limpet.save(store, state)
     with ThreadPoolExecutor(12) as threads:
-        loads = [threads.submit(holdfast.load, store) for _ in range(24)]
+        loads = [threads.submit(limpet.load, store) for _ in range(24)]
         for loaded in loads:
             found = loaded.result(60)
             assert all(np.array_equal(found[key], state[key]) for key in state)
@@ -205,15 +205,15 @@ def test_many_loads_share_few_buffers(monkeypatch, buffers):
 
 
 def test_an_error_returns_all_buffers(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "2")
+    monkeypatch.setenv("LIMPET_THREADS", "2")
     pool = BufferPool(8 * BLOCK_SIZE)
-    monkeypatch.setattr("holdfast.buffers._pool", pool)
+    monkeypatch.setattr("limpet.buffers._pool", pool)
     store, state = RequestStore(), random_state(64)
-    holdfast.save(store, state)
+    limpet.save(store, state)
     store.flips[shard_key(store), 40 * MIB] = 99
     for _ in range(3):
         with pytest.raises(DigestMismatch):
-            holdfast.load(store)
+            limpet.load(store)
     assert pool.free_bytes == pool.allocated_bytes
     assert store.open_ranges == 0
 
@@ -221,22 +221,22 @@ def test_an_error_returns_all_buffers(monkeypatch):
 def test_a_state_of_tiny_leaves():
     store = RequestStore()
     state = {f"n{i}": np.full(i % 9, i, np.int32) for i in range(3000)}
-    holdfast.save(store, state)
+    limpet.save(store, state)
     assert assert_loads(store, state) == 1
 
 
 def test_an_incremental_snapshot_is_read_in_groups_of_one_file(monkeypatch):
-    monkeypatch.setenv("HOLDFAST_THREADS", "2")
+    monkeypatch.setenv("LIMPET_THREADS", "2")
     store, random = RequestStore(), np.random.default_rng(5)
     state = random_state(48, leaves=24)
-    with holdfast.Checkpointer(store, state, incremental=True) as checkpointer:
+    with limpet.Checkpointer(store, state, incremental=True) as checkpointer:
         for _ in range(3):
             for name in random.choice(sorted(state), 5, replace=False):
                 state[name] += 1
             checkpointer.step()
             checkpointer.save()
     expected = {name: value.copy() for name, value in state.items()}
-    snapshot = holdfast.Run(store).latest()
+    snapshot = limpet.Run(store).latest()
     assert len(snapshot.bases) == 2
     store.reads.clear()
     loaded = load_snapshot(reader_of(snapshot))
@@ -250,16 +250,16 @@ def test_an_incremental_snapshot_is_read_in_groups_of_one_file(monkeypatch):
 
 def test_bytes_that_are_consecutive_in_a_file_but_not_in_the_image(monkeypatch):
     """Every other leaf is unchanged, so that the new shard has gaps in its image."""
-    monkeypatch.setenv("HOLDFAST_THREADS", "1")
+    monkeypatch.setenv("LIMPET_THREADS", "1")
     store, state = RequestStore(), random_state(48, leaves=24)
-    with holdfast.Checkpointer(store, state, incremental=True) as checkpointer:
+    with limpet.Checkpointer(store, state, incremental=True) as checkpointer:
         checkpointer.step()
         checkpointer.save()
         for name in sorted(state)[::2]:
             state[name] += 1
         checkpointer.step()
         checkpointer.save()
-    snapshot = holdfast.Run(store).latest()
+    snapshot = limpet.Run(store).latest()
     store.reads.clear()
     loaded = load_snapshot(reader_of(snapshot))
     assert all(np.array_equal(loaded[name], state[name]) for name in state)

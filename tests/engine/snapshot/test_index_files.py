@@ -8,10 +8,10 @@ from threading import Lock
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot import index_files
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet.engine.snapshot import index_files
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.storage.memory import MemoryStore
 from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 
@@ -46,14 +46,14 @@ def test_requests_for_many_shards_overlap(
     inner, whole = MemoryStore(), np.arange(4.0 * SHARDS)
 
     def save(rank: int) -> None:
-        box = holdfast.Boxed(whole[4 * rank : 4 * rank + 4], (4 * rank,), whole.shape)
-        holdfast.save(inner, {"x": box})
+        box = limpet.Boxed(whole[4 * rank : 4 * rank + 4], (4 * rank,), whole.shape)
+        limpet.save(inner, {"x": box})
 
     with FakeGroup(SHARDS) as group:
         group.run(save)
     store = RemoteStore(inner)
-    reader_of(holdfast.open(store)).check_files()
+    reader_of(limpet.open(store)).check_files()
     assert store.most.pop("stat") > 8
-    assert np.array_equal(holdfast.load(store)["x"], whole)
+    assert np.array_equal(limpet.load(store)["x"], whole)
     assert store.most["stat"] > 8
     assert store.most["get"] > (8 if bytes_at_once > 4000 else 1)

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.location import Location, describe_run, locate, versions_in
-from holdfast.engine.snapshot.reader import open_snapshot
-from holdfast.errors import AlreadyExists, Denied, NotFound
-from holdfast.format.names import Version
-from holdfast.storage.local.os_calls import Fs
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
+import limpet
+from limpet.engine.snapshot.location import Location, describe_run, locate, versions_in
+from limpet.engine.snapshot.reader import open_snapshot
+from limpet.errors import AlreadyExists, Denied, NotFound
+from limpet.format.names import Version
+from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
 
 STATE = {"x": np.arange(3)}
 _numbers = count()
@@ -30,7 +30,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     url = "runs" if request.param == "local" else f"memory://location-{next(_numbers)}/runs"
     for version in ("version_10", "version_2"):
-        holdfast.save(f"{url}/{version}", STATE)
+        limpet.save(f"{url}/{version}", STATE)
     store = open_store(url)
     for key in ("version_10.1/manifest.json", "version_7/shard", "version_x/manifest.json",
                 "version_010/manifest.json", "other/version_5/manifest.json", "branch-1.json",
@@ -56,12 +56,12 @@ def test_the_folder_of_a_version_is_not_listed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(MemoryStore, "list", lambda self, prefix: 1 / 0)
     assert versions_in(Location(MemoryStore(), "a/version_3")) == []
     with pytest.raises(NotFound, match="There is no snapshot"):
-        holdfast.open("memory://location/none/version_3")
+        limpet.open("memory://location/none/version_3")
 
 
 def test_a_save_to_the_folder_of_a_run_is_refused(run: str) -> None:
     before = keys(run)
-    for save in (holdfast.save, holdfast.save_async):
+    for save in (limpet.save, limpet.save_async):
         for location in (run, f"{run}/", open_store(run)):
             with pytest.raises(AlreadyExists, match="is a run of 3 versions; nothing was") as e:
                 save(location, STATE)
@@ -71,11 +71,11 @@ def test_a_save_to_the_folder_of_a_run_is_refused(run: str) -> None:
 
 def test_a_snapshot_can_be_saved_next_to_a_run_and_below_it(run: str) -> None:
     for location in (f"{run}-best", f"{run}/version_11", f"{run}/best", f"{run}/version_7"):
-        assert holdfast.save(location, STATE).verify().ok
+        assert limpet.save(location, STATE).verify().ok
 
 
 def test_reading_a_run_as_a_snapshot_raises_an_error_that_names_a_version(run: str) -> None:
-    for read in (holdfast.load, holdfast.open):
+    for read in (limpet.load, limpet.open):
         with pytest.raises(NotFound) as e:
             read(run)
         message = str(e.value)
@@ -85,7 +85,7 @@ def test_reading_a_run_as_a_snapshot_raises_an_error_that_names_a_version(run: s
         assert "never committed" not in message
 
 
-@pytest.mark.parametrize("read", [holdfast.load, holdfast.open])
+@pytest.mark.parametrize("read", [limpet.load, limpet.open])
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -99,7 +99,7 @@ def test_the_error_for_a_missing_path_says_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any, name: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    holdfast.save("weights", STATE)
+    limpet.save("weights", STATE)
     Path("empty").mkdir()
     with pytest.raises(NotFound, match=message):
         read(name)
@@ -112,11 +112,11 @@ def test_a_file_is_no_snapshot(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_both_a_run_and_a_snapshot_is_loaded(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "a", STATE)
-    holdfast.save(tmp_path / "a/version_1", {"y": 1})
-    assert list(holdfast.load(tmp_path / "a")) == ["x"]
+    limpet.save(tmp_path / "a", STATE)
+    limpet.save(tmp_path / "a/version_1", {"y": 1})
+    assert list(limpet.load(tmp_path / "a")) == ["x"]
     with pytest.raises(AlreadyExists, match="A snapshot already exists"):
-        holdfast.save(tmp_path / "a", STATE)
+        limpet.save(tmp_path / "a", STATE)
 
 
 def test_versions_in_does_not_list_subfolders(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_versions_in_does_not_list_subfolders(tmp_path: Path) -> None:
             return super().scandir(path)
 
     for step in (1, 2):
-        holdfast.save(tmp_path / f"a/version_{step}", STATE)
+        limpet.save(tmp_path / f"a/version_{step}", STATE)
     (tmp_path / "a/deep/deeper").mkdir(parents=True)
     store = LocalStore(tmp_path, fs=RecordingFs())
     assert len(versions_in(Location(store, "a"))) == 2

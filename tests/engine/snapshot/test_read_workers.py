@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.read import read_workers
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.tmpfs.store import TmpfsStore
-from holdfast.tiers.inventory import Sources
-from holdfast.tiers.recovery_store import Peers, RecoveryStore
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.read import read_workers
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.tiers.inventory import Sources
+from limpet.tiers.recovery_store import Peers, RecoveryStore
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_load_from_memory_has_no_more_threads_than_processors(
     processes: int,
     threads: int,
 ) -> None:
-    monkeypatch.delenv("HOLDFAST_THREADS", raising=False)
+    monkeypatch.delenv("LIMPET_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(processors)})
     tmpfs = TmpfsStore(tmp_path)
     peers = Peers(0, lambda rank: [rank], lambda *_: nullcontext())
@@ -41,6 +41,6 @@ def test_a_load_from_memory_has_no_more_threads_than_processors(
 def test_the_number_of_threads_that_the_user_has_set_is_an_upper_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_THREADS", "2")
+    monkeypatch.setenv("LIMPET_THREADS", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(64)})
     assert read_workers(Location(MemoryStore(), "v")).threads == 2

@@ -13,28 +13,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.snapshot.spread import SpreadStore, _Known, read_spread, spread_store
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.snapshot.spread import SpreadStore, _Known, read_spread, spread_store
+from limpet.errors import (
     Denied,
     DigestMismatch,
     FormatError,
     FormatTooNew,
-    HoldfastError,
+    LimpetError,
     ManifestInvalid,
     NoSnapshot,
     NotFound,
 )
-from holdfast.format import names
-from holdfast.format.names import Version, index_name, shard_name
-from holdfast.format.records import Spread, encode_spread
-from holdfast.format.sealed import seal
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.open import open_store
-from holdfast.storage.store import Store
-from holdfast.testing.contract import keys, put
+from limpet.format import names
+from limpet.format.names import Version, index_name, shard_name
+from limpet.format.records import Spread, encode_spread
+from limpet.format.sealed import seal
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.open import open_store
+from limpet.storage.store import Store
+from limpet.testing.contract import keys, put
 from tests.storage.test_contract import StoreContract, TestMemoryInParts, _InFolder
 
 ATTEMPT = "7f3a9c01d2e4"
@@ -45,7 +45,7 @@ SPREAD = Spread("xxh3-128+rank", 16)
 
 def spread_memory(prefixes: int = 16) -> SpreadStore:
     store = spread_store(MemoryStore())
-    holdfast.Run(store).set_spread(prefixes)
+    limpet.Run(store).set_spread(prefixes)
     return store
 
 
@@ -104,7 +104,7 @@ del _InFolder, TestMemoryInParts, StoreContract  # they are collected where they
 
 
 def test_the_mapping_never_changes() -> None:
-    """Later versions of Holdfast must find what this one has written."""
+    """Later versions of Limpet must find what this one has written."""
     assert SPREAD.place(SHARD) == f"spread-02/{SHARD}"
     assert SPREAD.place(INDEX) == f"spread-02/{INDEX}"
     assert Spread("xxh3-128+rank", 256).place(SHARD) == f"spread-22/{SHARD}"
@@ -201,14 +201,14 @@ def test_an_unspread_run_looks_for_the_record_only_before_it_writes() -> None:
             return super().get(key, limit)
 
     inner = Counting()
-    state = {"x": np.arange(9), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(inner, state, save=holdfast.EverySteps(1)) as ckpt:
+    state = {"x": np.arange(9), "progress": limpet.Progress()}
+    with limpet.Checkpointer(inner, state, save=limpet.EverySteps(1)) as ckpt:
         for _ in range(3):
             ckpt.step()
             ckpt.wait()
     assert reads.count(names.SPREAD) == 1
     reads.clear()
-    run = holdfast.Run(inner)
+    run = limpet.Run(inner)
     assert [s.verify().ok for s in run.snapshots()] == [True] * 3
     assert run.latest().step == 3
     assert names.SPREAD not in reads
@@ -223,15 +223,15 @@ def test_a_spread_run_reads_the_record_once_and_each_file_once() -> None:
             return super()._find(key)
 
     inner = Counting()
-    holdfast.Run(inner).set_spread(16)
-    state = {"x": np.arange(9), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(inner, state, save=holdfast.EverySteps(1)) as ckpt:
+    limpet.Run(inner).set_spread(16)
+    state = {"x": np.arange(9), "progress": limpet.Progress()}
+    with limpet.Checkpointer(inner, state, save=limpet.EverySteps(1)) as ckpt:
         for _ in range(3):
             ckpt.step()
             ckpt.wait()
     assert calls[names.SPREAD] == 3  # two by set_spread, before and after it wrote the record
     calls.clear()
-    run = holdfast.Run(inner)
+    run = limpet.Run(inner)
     for snapshot in run.snapshots():
         reader_of(snapshot).check_files()
     wrong = [key for key in calls if names.is_spreadable(key)]
@@ -245,12 +245,12 @@ def test_one_of_several_creators_wins(kind: str, tmp_path) -> None:
         inner = MemoryStore() if kind == "memory" else LocalStore(tmp_path / str(attempt))
         barrier, values = Barrier(6), [4, 16, 16, 5, 256, 16]
 
-        def create(prefixes: int) -> int | HoldfastError:
-            run = holdfast.Run(inner)  # noqa: B023
+        def create(prefixes: int) -> int | LimpetError:
+            run = limpet.Run(inner)  # noqa: B023
             barrier.wait()  # noqa: B023
             try:
                 run.set_spread(prefixes)
-            except HoldfastError as e:
+            except LimpetError as e:
                 return e
             return prefixes
 
@@ -268,35 +268,35 @@ def test_one_of_several_creators_wins(kind: str, tmp_path) -> None:
 @pytest.mark.parametrize("prefixes", [0, 1, -3, 257, 16.0, "16", True, None])
 def test_an_invalid_number_is_refused(prefixes) -> None:
     store = MemoryStore()
-    with pytest.raises(HoldfastError, match="from 2 to 256"):
-        holdfast.Run(store).set_spread(prefixes)
+    with pytest.raises(LimpetError, match="from 2 to 256"):
+        limpet.Run(store).set_spread(prefixes)
     if prefixes is not None:
-        with pytest.raises(HoldfastError, match="spread="):
-            holdfast.Checkpointer(store, {}, spread=prefixes)
+        with pytest.raises(LimpetError, match="spread="):
+            limpet.Checkpointer(store, {}, spread=prefixes)
     assert keys(store) == []
 
 
 def test_another_number_is_refused() -> None:
     store = spread_memory(16)
-    holdfast.Run(store).set_spread(16)
-    with pytest.raises(HoldfastError, match="spread=16") as caught:
-        holdfast.Run(store).set_spread(8)
+    limpet.Run(store).set_spread(16)
+    with pytest.raises(LimpetError, match="spread=16") as caught:
+        limpet.Run(store).set_spread(8)
     assert "spread=8" in str(caught.value)
     assert read_spread(store) == SPREAD
 
 
 def test_a_run_with_versions_is_not_spread_later() -> None:
     store = MemoryStore()
-    holdfast.save(store.at("version_1"), {"x": 1}, step=1)
-    with pytest.raises(HoldfastError, match="versions that are not spread"):
-        holdfast.Run(store).set_spread(16)
+    limpet.save(store.at("version_1"), {"x": 1}, step=1)
+    with pytest.raises(LimpetError, match="versions that are not spread"):
+        limpet.Run(store).set_spread(16)
     assert names.SPREAD not in keys(store)
 
 
 def save_spread(store: Store, prefixes: int | None, steps: int) -> None:
-    state = {"x": np.arange(9), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(
-        store, state, save=holdfast.EverySteps(1), spread=prefixes
+    state = {"x": np.arange(9), "progress": limpet.Progress()}
+    with limpet.Checkpointer(
+        store, state, save=limpet.EverySteps(1), spread=prefixes
     ) as checkpointer:
         checkpointer.resume()
         for _ in range(steps):
@@ -304,12 +304,12 @@ def save_spread(store: Store, prefixes: int | None, steps: int) -> None:
             checkpointer.wait()
 
 
-def follow_advice(error: HoldfastError, number: int | None) -> None:
+def follow_advice(error: LimpetError, number: int | None) -> None:
     """Do what the message says."""
-    calls = re.findall(r"holdfast\.(?:open_store|Run)\([^)]*\)\.\w+\([^)]*\)", str(error))
+    calls = re.findall(r"limpet\.(?:open_store|Run)\([^)]*\)\.\w+\([^)]*\)", str(error))
     assert len(calls) == (1 if number is None else 2)
     for call in calls:
-        eval(call.replace("(N)", f"({number})"), {"holdfast": holdfast})
+        eval(call.replace("(N)", f"({number})"), {"limpet": limpet})
 
 
 @pytest.mark.parametrize("steps", [1, 5])
@@ -325,42 +325,42 @@ def test_the_advice_restores_a_record(
     store.delete(names.SPREAD)
     store.put_if_absent(names.SPREAD, raw)
     if prefixes is None:  # the files are at their usual places
-        assert holdfast.load(f"{url}/version_1")["x"].tolist() == [*range(9)]
-        assert holdfast.Run(url).latest().verify().ok
+        assert limpet.load(f"{url}/version_1")["x"].tolist() == [*range(9)]
+        assert limpet.Run(url).latest().verify().ok
     else:
-        for call in (holdfast.Run(url).latest, lambda: holdfast.load(f"{url}/version_1")):
+        for call in (limpet.Run(url).latest, lambda: limpet.load(f"{url}/version_1")):
             with pytest.raises(
                 FormatError, match=r"damaged or of another program.*Delete the file"
             ):
                 call()
     for call in (
         lambda: save_spread(open_store(url), None, 1),
-        lambda: holdfast.Run(url).set_spread(5),
+        lambda: limpet.Run(url).set_spread(5),
     ):
         with pytest.raises(FormatError, match="damaged or of another program") as caught:
             call()
     follow_advice(caught.value, prefixes)
     assert (store.get(names.SPREAD, 1 << 20) if prefixes else None) == before
     save_spread(open_store(url), prefixes, 1)
-    assert holdfast.Run(url).latest().step == steps + 1
-    assert holdfast.Run(url).latest().verify().ok
+    assert limpet.Run(url).latest().step == steps + 1
+    assert limpet.Run(url).latest().verify().ok
 
 
 def test_a_lost_record_of_a_run_without_versions_needs_a_number_that_fits() -> None:
     """With another number, sweep would not look where failed saves have left files."""
     store = MemoryStore("orphans")
-    holdfast.Run(store).set_spread(16)
-    spread = holdfast.Run(store).store.spread
+    limpet.Run(store).set_spread(16)
+    spread = limpet.Run(store).store.spread
     orphans = [
         spread.place(f"version_{n}/shard-00000-of-00001.0123456789ab.safetensors") for n in range(8)
     ]
     for key in orphans:
         store.put_if_absent(key, b"x")
     store.delete("spread.json")
-    with pytest.raises(HoldfastError, match="was lost, and 2 is not its number"):
-        holdfast.Run(store).set_spread(2)
-    holdfast.Run(store).set_spread(16)
-    assert len(holdfast.Run(store).sweep(grace=0).removed) == len(orphans)
+    with pytest.raises(LimpetError, match="was lost, and 2 is not its number"):
+        limpet.Run(store).set_spread(2)
+    limpet.Run(store).set_spread(16)
+    assert len(limpet.Run(store).sweep(grace=0).removed) == len(orphans)
     assert [s.key for s in store.list("")] == ["spread.json"]
 
 
@@ -371,16 +371,16 @@ def test_a_lost_record_is_restored_only_with_a_number_that_fits() -> None:
     store.delete(names.SPREAD)
     put(store, "spread-00/notes.txt", b"1")  # of somebody else
     with pytest.raises(NoSnapshot, match=r"is missing, and so is spread\.json"):
-        holdfast.Run(store).latest()
-    with pytest.raises(FormatError, match=r"Call holdfast\.Run\('.*'\)\.set_spread\(N\)"):
-        reader_of(holdfast.Run(store).open(Version(9))).check_files()
+        limpet.Run(store).latest()
+    with pytest.raises(FormatError, match=r"Call limpet\.Run\('.*'\)\.set_spread\(N\)"):
+        reader_of(limpet.Run(store).open(Version(9))).check_files()
     for number in (2, 15, 17, 256):
-        with pytest.raises(HoldfastError, match=r"lost.*that fits the files: 16, found"):
-            holdfast.Run(store).set_spread(number)
-    holdfast.Run(store).set_spread(16)
+        with pytest.raises(LimpetError, match=r"lost.*that fits the files: 16, found"):
+            limpet.Run(store).set_spread(number)
+    limpet.Run(store).set_spread(16)
     assert store.get(names.SPREAD, 1 << 20) == before
     save_spread(store, 16, 1)
-    assert len(holdfast.Run(store).snapshots()) == 10
+    assert len(limpet.Run(store).snapshots()) == 10
 
 
 RECORDS = {
@@ -390,37 +390,37 @@ RECORDS = {
     "hash": (seal(Spread("md5", 16))[0], ManifestInvalid),  # type: ignore[arg-type]
     "one": (seal(Spread("xxh3-128+rank", 1))[0], ManifestInvalid),
     "many": (seal(Spread("xxh3-128+rank", 257))[0], ManifestInvalid),
-    "long": (b" " * ((1 << 20) + 1), HoldfastError),
+    "long": (b" " * ((1 << 20) + 1), LimpetError),
 }
 
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_bad_record_is_never_absent(name: str) -> None:
     inner = MemoryStore()
-    state = {"x": np.arange(9), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(inner, state, save=holdfast.EverySteps(1), spread=16) as ckpt:
+    state = {"x": np.arange(9), "progress": limpet.Progress()}
+    with limpet.Checkpointer(inner, state, save=limpet.EverySteps(1), spread=16) as ckpt:
         ckpt.step()
     before = {s.key: inner.get(s.key, 1 << 20) for s in inner.list("")}
     raw, error = RECORDS[name]
     inner.delete(names.SPREAD)
     inner.put_if_absent(names.SPREAD, raw)
     for call in (
-        lambda: reader_of(holdfast.Run(inner).open(Version(1))).check_files(),
-        lambda: holdfast.Run(inner).set_spread(16),
-        lambda: holdfast.Run(inner).spread_folders(),
-        lambda: holdfast.Run(inner).sweep(grace=0, now=2e12),
-        lambda: holdfast.Run(inner).delete(Version(1)),
-        lambda: holdfast.Run(inner).store.put(SHARD, 1),
-        lambda: holdfast.Run(inner).store.delete(SHARD),
-        lambda: [*holdfast.Run(inner).store.list("")],
+        lambda: reader_of(limpet.Run(inner).open(Version(1))).check_files(),
+        lambda: limpet.Run(inner).set_spread(16),
+        lambda: limpet.Run(inner).spread_folders(),
+        lambda: limpet.Run(inner).sweep(grace=0, now=2e12),
+        lambda: limpet.Run(inner).delete(Version(1)),
+        lambda: limpet.Run(inner).store.put(SHARD, 1),
+        lambda: limpet.Run(inner).store.delete(SHARD),
+        lambda: [*limpet.Run(inner).store.list("")],
     ):
         with pytest.raises(error, match=names.SPREAD):
             call()
     for call in (
-        lambda: holdfast.Run(inner).latest(),
-        lambda: holdfast.Checkpointer(inner, dict(state)).resume(),
+        lambda: limpet.Run(inner).latest(),
+        lambda: limpet.Checkpointer(inner, dict(state)).resume(),
     ):
-        with pytest.raises(HoldfastError, match=names.SPREAD):  # no version can be read
+        with pytest.raises(LimpetError, match=names.SPREAD):  # no version can be read
             call()
     inner.delete(names.SPREAD)
     inner.put_if_absent(names.SPREAD, before[names.SPREAD])
@@ -436,7 +436,7 @@ def test_a_save_that_began_before_the_record_can_be_read() -> None:
     put(early, SHARD, b"early")
     reader = spread_store(inner)
     assert reader.get(SHARD, 9) == b"early"
-    holdfast.Run(inner).set_spread(16)
+    limpet.Run(inner).set_spread(16)
     for store in (early, reader, spread_store(inner)):
         assert store.get(SHARD, 9) == b"early"
         assert store.stat(SHARD).length == 5
@@ -490,8 +490,8 @@ def test_reading_needs_no_permission_for_the_record_of_an_unspread_run() -> None
 
 def test_a_snapshot_that_is_opened_without_its_run_says_so() -> None:
     inner = MemoryStore()
-    state = {"x": np.arange(9), "progress": holdfast.Progress()}
-    with holdfast.Checkpointer(inner, state, save=holdfast.EverySteps(1), spread=2) as ckpt:
+    state = {"x": np.arange(9), "progress": limpet.Progress()}
+    with limpet.Checkpointer(inner, state, save=limpet.EverySteps(1), spread=2) as ckpt:
         ckpt.step()
     with pytest.raises(FormatError, match="RUN/version_N"):
-        holdfast.load(inner.at("version_1"))
+        limpet.load(inner.at("version_1"))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.errors import ManifestInvalid, PlanError, Unsupported
-from holdfast.format.tree import MAX_DEPTH
+import limpet
+from limpet.errors import ManifestInvalid, PlanError, Unsupported
+from limpet.format.tree import MAX_DEPTH
 from tests.engine.states import unused_url
 from tests.fakegroup import FakeGroup
 from tests.forging import manifest_key, save_to_files, seal_body, store_of
@@ -81,8 +81,8 @@ STATES: dict[str, Any] = {
     "objects": lambda: nest(lambda v: Stateful({"a": v}), 300),
     "endless objects": Endless,
     "endless dicts": EndlessDict,
-    "per rank": lambda: holdfast.PerRank(nest(lambda v: [v])),
-    "replicated": lambda: holdfast.Replicated(dict(containing_itself())["list"]),
+    "per rank": lambda: limpet.PerRank(nest(lambda v: [v])),
+    "replicated": lambda: limpet.Replicated(dict(containing_itself())["list"]),
     "key": lambda: {nest(lambda v: (v,), 2_000): 1},
 }
 states = pytest.mark.parametrize("name", STATES)
@@ -98,20 +98,20 @@ def assert_refused(error: BaseException) -> None:
 def test_a_save_refuses_it(name: str) -> None:
     state = {"fine": np.ones(2), "x": STATES[name]()}
     with pytest.raises(Unsupported) as e:
-        holdfast.save(unused_url(), state)
+        limpet.save(unused_url(), state)
     assert_refused(e.value)
     with pytest.raises(Unsupported) as e:
-        holdfast.save_async(unused_url(), state).wait()
+        limpet.save_async(unused_url(), state).wait()
     assert_refused(e.value)
 
 
 @states
 def test_a_checkpointer_refuses_it(name: str, tmp_path: Path) -> None:
-    state = {"progress": holdfast.Progress(), "x": STATES[name]()}
-    every = holdfast.EverySteps(1)
+    state = {"progress": limpet.Progress(), "x": STATES[name]()}
+    every = limpet.EverySteps(1)
     with (
         pytest.raises(Unsupported) as e,
-        holdfast.Checkpointer(str(tmp_path), state, save=every) as ckpt,
+        limpet.Checkpointer(str(tmp_path), state, save=every) as ckpt,
     ):
         ckpt.resume()
         ckpt.step()
@@ -123,7 +123,7 @@ def test_a_checkpointer_refuses_it(name: str, tmp_path: Path) -> None:
 def test_all_ranks_of_a_save_refuse_it(name: str) -> None:
     url = unused_url()
     with FakeGroup(2) as group:
-        for error in group.outcomes(lambda r: holdfast.save(url, {"x": STATES[name]()})):
+        for error in group.outcomes(lambda r: limpet.save(url, {"x": STATES[name]()})):
             assert_refused(error)
 
 
@@ -132,20 +132,20 @@ def test_all_ranks_of_a_save_refuse_it(name: str) -> None:
 def test_a_load_into_it_changes_nothing(name: str, levels: int) -> None:
     url = unused_url()
     deep = nest(lambda v: {"a": v}, levels)
-    holdfast.save(url, {"w": np.ones(2), "x": deep})
+    limpet.save(url, {"w": np.ones(2), "x": deep})
     live = {"w": np.zeros(2), "x": STATES[name]()}
     if name.startswith(("object", "endless")):
         return  # the object's own code decides
     with pytest.raises(PlanError):
-        holdfast.load(url, into=live)
+        limpet.load(url, into=live)
     assert live["w"].tolist() == [0, 0]
 
 
 def test_a_live_dict_that_contains_itself_is_named() -> None:
     url = unused_url()
-    holdfast.save(url, {"x": {"other": 1}})
+    limpet.save(url, {"x": {"other": 1}})
     with pytest.raises(Unsupported, match="contains itself") as e:
-        holdfast.load(url, into={"x": STATES["itself in a dict"]()}, missing="keep")
+        limpet.load(url, into={"x": STATES["itself in a dict"]()}, missing="keep")
     assert_refused(e.value)
 
 
@@ -158,20 +158,20 @@ def test_whatever_is_saved_can_be_loaded(wrap: Any) -> None:
         "dict": lambda v: {"a": v},
     }
     outer: dict[Any, Callable[[Any], Any]] = {
-        "own": Own, "replicated": holdfast.Replicated, "object": Stateful,
+        "own": Own, "replicated": limpet.Replicated, "object": Stateful,
     }  # fmt: skip
     saved = 0
     for levels in range(MAX_DEPTH - 5, MAX_DEPTH + 3):
         value = nest(make.get(wrap, lambda v: {"a": v}), levels)
         url, finish = unused_url(), outer.get(wrap, lambda v: v)
         try:
-            holdfast.save(url, {"x": finish(value)})
+            limpet.save(url, {"x": finish(value)})
         except Unsupported:
             continue
         saved += 1
-        assert holdfast.load(url)
+        assert limpet.load(url)
         live = {"x": finish(nest(make.get(wrap, lambda v: {"a": v}), levels))}
-        holdfast.load(url, into=live)
+        limpet.load(url, into=live)
     assert saved
 
 
@@ -189,4 +189,4 @@ def test_a_manifest_that_is_nested_too_deeply_is_invalid(start: str, end: str, l
     files[key] = seal_body(body.replace(node, deep))
     location = store_of(files).at(key.partition("/")[0])
     with pytest.raises(ManifestInvalid):
-        holdfast.open(location)
+        limpet.open(location)

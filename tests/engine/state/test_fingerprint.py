@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.state import fingerprint
-from holdfast.engine.state.fingerprint import Fingerprint
+from limpet.engine.state import fingerprint
+from limpet.engine.state.fingerprint import Fingerprint
 from tests.engine.states import TORCH_DTYPES, random_tensor
 
 
@@ -123,7 +123,7 @@ def test_an_unchanged_nan_is_no_change(make: Callable[..., Fingerprint]) -> None
 
 
 def test_fingerprints_work_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.lazy_torch.torch_or_none", lambda: None)
+    monkeypatch.setattr("limpet.lazy_torch.torch_or_none", lambda: None)
     found = Fingerprint(())
     found.record()
     assert not found.has_changed()

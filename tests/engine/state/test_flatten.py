@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.state.flatten import flatten
-from holdfast.errors import NotFound, Unsupported
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.state.flatten import flatten
+from limpet.errors import NotFound, Unsupported
 from tests.engine.states import (
     TORCH_DTYPES,
     assert_same,
@@ -43,13 +43,13 @@ def assert_refused(value, message=None):
     Return the message of the error."""
     url = unused_url()
     with pytest.raises(Unsupported, match=message) as e:
-        holdfast.save(url, {"fine": torch.ones(2), "a": {"b": value}})
+        limpet.save(url, {"fine": torch.ones(2), "a": {"b": value}})
     assert "'a/b" in str(e.value)
     assert e.value.leaf.startswith("a/b")
-    store = holdfast.open_store(url.rpartition("/")[0])
+    store = limpet.open_store(url.rpartition("/")[0])
     assert list(store.list("")) == []
     with pytest.raises(NotFound):
-        holdfast.load(url)
+        limpet.load(url)
     return str(e.value)
 
 
@@ -83,7 +83,7 @@ def test_every_dtype_is_loaded_into_live_tensors_with_any_strides(dtype):
         "c": base_c.view(4, 6, 3)[:, :, 1],
     }
     addresses = [v.data_ptr() for v in live.values()]
-    holdfast.load(url, into=live)
+    limpet.load(url, into=live)
     assert_same({"a": t, "b": t, "c": t[:, :, 0]}, live)
     assert [v.data_ptr() for v in live.values()] == addresses
     # The memory between the elements of "c" is unchanged.
@@ -110,7 +110,7 @@ def test_views_are_saved_by_their_values():
     }
     assert_same(state, round_trip(state))
     live = {k: torch.zeros_like(v, memory_format=torch.contiguous_format) for k, v in state.items()}
-    holdfast.load(save_state(state), into=live)
+    limpet.load(save_state(state), into=live)
     assert_same(state, live)
 
 
@@ -120,7 +120,7 @@ def test_loads_into_live_conjugate_and_negative_views_change_their_base(view):
     url = save_state({"z": z})
     memory = torch.zeros(4, 5, dtype=torch.complex64)
     live = memory.conj() if view == "conj" else torch._neg_view(memory)
-    holdfast.load(url, into={"z": live})
+    limpet.load(url, into={"z": live})
     assert_same_tensor(z, live)
     assert_same_tensor(z.conj() if view == "conj" else -z, memory)
 
@@ -132,7 +132,7 @@ def test_requires_grad_and_the_parameter_type_are_not_saved():
     assert not any(v.requires_grad for v in made.values())
     live = {"p": nn.Parameter(torch.zeros(3)), "t": torch.zeros(3, requires_grad=True)}
     p, t = live["p"], live["t"]
-    holdfast.load(save_state(state), into=live)
+    limpet.load(save_state(state), into=live)
     assert live["p"] is p
     assert live["t"] is t
     assert p.requires_grad
@@ -144,9 +144,9 @@ def test_requires_grad_and_the_parameter_type_are_not_saved():
 def test_a_tied_tensor_is_written_once_and_loaded_as_one_tensor():
     t = torch.randn(100, 10)
     url = save_state({"a": t, "b": t, "c": [t.view(100, 10)], "other": t[:50], "flat": t.view(-1)})
-    snapshot = holdfast.open(url)
+    snapshot = limpet.open(url)
     assert set(reader_of(snapshot).leaves) == {"a", "other", "flat"}
-    made = holdfast.load(url)
+    made = limpet.load(url)
     assert made["a"] is made["b"] is made["c"][0]
     assert made["flat"].data_ptr() != made["a"].data_ptr()
     assert_same_tensor(t[:50], made["other"])
@@ -187,7 +187,7 @@ def test_overlapping_views_are_loaded_into_overlapping_views():
     make = lambda t: {"all": t, "first": t[:15], "last": t[5:], "bits": t.view(torch.int32)}  # noqa: E731
     url = save_state(make(t))
     live = make(torch.zeros(20))
-    holdfast.load(url, into=live)
+    limpet.load(url, into=live)
     assert_same(make(t), live)
 
 
@@ -197,7 +197,7 @@ def test_empty_tensors_are_never_tied():
     assert made["a"] is not made["b"]
     assert_same(state, made)
     live = {k: torch.empty_like(v) for k, v in state.items()}
-    holdfast.load(save_state(state), into=live)
+    limpet.load(save_state(state), into=live)
 
 
 def sparse_tensors():
@@ -228,7 +228,7 @@ def test_sparse_tensors_are_restored(name):
     assert_same_tensor(t, made["t"])
     assert_same_tensor(t, made["again"][0])
     live = {"t": torch.zeros_like(t), "again": [torch.zeros_like(t)]}
-    holdfast.load(save_state({"t": t, "again": [t]}), into=live)
+    limpet.load(save_state({"t": t, "again": [t]}), into=live)
     assert_same_tensor(t, live["t"])
 
 
@@ -310,7 +310,7 @@ def test_arrays_are_restored(name):
     assert made["a"].flags.writeable
     live = {"a": np.zeros_like(state["a"], order="C", subok=False)}
     target = live["a"]
-    holdfast.load(save_state(state), into=live)
+    limpet.load(save_state(state), into=live)
     assert_same(state, live)
     assert live["a"] is target
 
@@ -364,7 +364,7 @@ def test_numpy_scalars_are_restored(value):
     state = {"a": value, "b": [value]}
     assert_same(state, round_trip(state))
     live = {"a": type(value)(0) if value.dtype.kind in "biufc" else value, "b": [None]}
-    holdfast.load(save_state(state), into=live)
+    limpet.load(save_state(state), into=live)
     assert_same(state, live)
 
 
@@ -443,14 +443,14 @@ def test_the_text_of_a_key_does_not_depend_on_the_order_of_a_set():
 
 
 def saved_keys(state):
-    return holdfast.open(save_state(state)).keys()
+    return limpet.open(save_state(state)).keys()
 
 
 def test_keys_with_equal_text_are_distinguished_in_any_order():
     url = save_state({"x": {1: torch.ones(2), "1": torch.zeros(2)}})
-    assert holdfast.open(url).keys() == ["x/1", "x/1~2"]
+    assert limpet.open(url).keys() == ["x/1", "x/1~2"]
     live = {"x": {"1": torch.full((2,), 5.0), 1: torch.full((2,), 5.0)}}
-    holdfast.load(url, into=live)
+    limpet.load(url, into=live)
     assert live["x"][1].tolist() == [1, 1]
     assert live["x"]["1"].tolist() == [0, 0]
 
@@ -621,7 +621,7 @@ def test_a_state_that_contains_itself_is_refused():
     state = {"x": torch.ones(2)}
     state["self"] = state
     with pytest.raises(Unsupported, match=r"'The state' is a dict .* itself, as 'self'") as e:
-        holdfast.save(unused_url(), state)
+        limpet.save(unused_url(), state)
     assert e.value.__cause__ is None
 
 
@@ -666,7 +666,7 @@ def test_the_error_for_a_value_deep_in_an_object_s_state_names_the_object(value,
     inner = isinstance(value, Loader)
     at = DEEP if inner else "loader"  # the object whose state has the refused value
     with pytest.raises(Unsupported, match=message) as e:
-        holdfast.save(unused_url(), {"a": 1, "loader": Loader(value)})
+        limpet.save(unused_url(), {"a": 1, "loader": Loader(value)})
     start = f"'{at}', a Loader, cannot be saved because of a value in its state_dict(): "
     assert str(e.value).startswith(f"{start}'{DEEP}{deep}' is a")
     assert f". Or leave the whole of '{at}' out of the state, or wrap it in" in str(e.value)
@@ -682,7 +682,7 @@ def test_the_state_itself_must_be_a_dict():
     for state in ([], None, OrderedDict(), nn.Linear(1, 1), torch.ones(1)):
         url = unused_url()
         with pytest.raises(Unsupported, match="The state is a"):
-            holdfast.save(url, state)
+            limpet.save(url, state)
 
 
 @pytest.mark.parametrize("state", [{}, {"a": {}}, {"a": 1}, {"a": [], "b": ()}], ids=repr)
@@ -690,7 +690,7 @@ def test_states_without_tensors_are_restored(state, tmp_path):
     assert_same(state, round_trip(state))
     assert_same(state, round_trip(state, tmp_path / "version_1"))
     live = clone_of(state)
-    holdfast.load(save_state(state), into=live)
+    limpet.load(save_state(state), into=live)
     assert_same(state, live)
 
 
@@ -716,9 +716,9 @@ def test_an_array_that_occurs_twice_is_loaded_as_two_arrays():
 
 def test_a_bytearray_may_change_its_size_during_a_save():
     data = bytearray(b"x" * 10_000)
-    pending = holdfast.save_async(unused_url(), {"data": data})
+    pending = limpet.save_async(unused_url(), {"data": data})
     data.extend(b"more")
-    assert_same({"data": bytearray(b"x" * 10_000)}, holdfast.load(pending.wait().url))
+    assert_same({"data": bytearray(b"x" * 10_000)}, limpet.load(pending.wait().url))
 
 
 plain = st.recursive(
@@ -746,7 +746,7 @@ plain = st.recursive(
 @given(st.dictionaries(st.text("abc/~"), plain, max_size=4))
 def test_any_plain_state_is_restored(state):
     url = save_state(state)
-    assert_same(state, holdfast.load(url))
+    assert_same(state, limpet.load(url))
     live = clone_of(state)
-    holdfast.load(url, into=live)
+    limpet.load(url, into=live)
     assert_same(state, live)

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import Unsupported
+import limpet
+from limpet.errors import Unsupported
 from tests.engine.states import unused_url
 
 
@@ -99,7 +99,7 @@ def deprecated_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rejection(state: dict[str, Any], **options: Any) -> Unsupported:
     with pytest.raises(Unsupported) as e:
-        holdfast.save(unused_url(), state, **options)
+        limpet.save(unused_url(), state, **options)
     return e.value
 
 
@@ -124,8 +124,8 @@ def test_the_error_for_one_value_has_its_advice(name: str) -> None:
 
 def test_values_at_every_level_are_listed() -> None:
     path = pathlib.PurePosixPath("x")
-    state = {"a": [1, {"b": (path,)}], "own": holdfast.PerRank([path]), "object": WithPaths()}
-    state["first"] = holdfast.Replicated({"c": path})
+    state = {"a": [1, {"b": (path,)}], "own": limpet.PerRank([path]), "object": WithPaths()}
+    state["first"] = limpet.Replicated({"c": path})
     error = rejection(state, step=1)
     assert error.leaves == ("a/1/b/0", "own/0/0", "object/folder", "object/days/0", "first/c")
     assert "in the state_dict() of 'object', a WithPaths" in str(error)
@@ -168,5 +168,5 @@ def test_no_code_of_a_value_runs() -> None:
 
 def test_nothing_is_left_of_a_refused_state() -> None:
     """A value after a refused PerRank value is not treated as per-rank."""
-    state = {"own": holdfast.PerRank(object()), "other": holdfast.PerRank(holdfast.PerRank(1))}
+    state = {"own": limpet.PerRank(object()), "other": limpet.PerRank(limpet.PerRank(1))}
     assert rejection(state).leaves == ("own/0", "other/0")

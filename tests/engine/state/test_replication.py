@@ -10,9 +10,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from holdfast.engine.state.flatten import flatten
-from holdfast.engine.state.replication import Replication, find_ddp_replication
-from holdfast.errors import Unsupported
+from limpet.engine.state.flatten import flatten
+from limpet.engine.state.replication import Replication, find_ddp_replication
+from limpet.errors import Unsupported
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.engine.state.flatten import FlatState, flatten
-from holdfast.engine.state.savepoint import Savepoint
-from holdfast.engine.state.walk import map_containers
-from holdfast.errors import Unsupported
+import limpet
+from limpet.engine.state.flatten import FlatState, flatten
+from limpet.engine.state.savepoint import Savepoint
+from limpet.engine.state.walk import map_containers
+from limpet.errors import Unsupported
 from tests.engine.states import TORCH_DTYPES, random_tensor, save_state, tensor_bytes
 
 Json = dict[str, Any]
@@ -64,8 +64,8 @@ def make_training(make: Callable[..., Any], seed: int = 0) -> Json:
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
         "scaler": torch.amp.GradScaler("cpu"),
-        "progress": holdfast.Progress(),
-        "rng": holdfast.RNG(),
+        "progress": limpet.Progress(),
+        "rng": limpet.RNG(),
         "plain": {"t": torch.zeros(2), "a": np.zeros(3), "l": [1, [2.0]], "s": {1}},
         "alias": [model[1].running_mean, model[0].weight.data],
     }
@@ -235,7 +235,7 @@ INVALIDATING_CHANGES: dict[str, Callable[[Json], object]] = {
         optimizer=torch.optim.SGD(s["model"].parameters(), lr=0.1)
     ),
     "a load": lambda s: s["model"].load_state_dict(network().state_dict()),
-    "a load by holdfast": lambda s: holdfast.load(
+    "a load by limpet": lambda s: limpet.load(
         save_state({"model": network()}), into={"model": s["model"]}
     ),
     "through .data": lambda s: s["model"][0].weight.data.copy_(torch.zeros(4, 3)),

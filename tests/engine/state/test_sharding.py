@@ -19,11 +19,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-import holdfast
-from holdfast.engine.planning.placements import ShardPlacement, infer_shard_order, local_boxes
-from holdfast.engine.state import sharding
-from holdfast.errors import PlanError
-from holdfast.types import Box
+import limpet
+from limpet.engine.planning.placements import ShardPlacement, infer_shard_order, local_boxes
+from limpet.engine.state import sharding
+from limpet.errors import PlanError
+from limpet.types import Box
 
 meshes = (
     st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple).filter(lambda m: prod(m) < 25)
@@ -295,7 +295,7 @@ def test_the_shard_order_of_a_spec_is_read_if_it_has_one(spec, shardings, order)
     "make", [np.zeros, torch.zeros, lambda s: torch.nn.Parameter(torch.zeros(s))]
 )
 def test_a_boxed_tensor_has_one_box_that_shares_its_memory(make):
-    boxed = holdfast.Boxed(make((2, 3)), offsets=[np.int64(4), 0], shape=torch.Size([6, 3]))
+    boxed = limpet.Boxed(make((2, 3)), offsets=[np.int64(4), 0], shape=torch.Size([6, 3]))
     assert (boxed.offsets, boxed.shape) == ((4, 0), (6, 3))
     assert type(boxed.shape) is tuple
     assert {type(n) for n in (*boxed.offsets, *boxed.shape)} == {int}
@@ -311,14 +311,14 @@ def test_a_boxed_tensor_has_one_box_that_shares_its_memory(make):
 
 def test_a_tensor_in_two_different_boxes_is_not_tied():
     tensor = torch.zeros(2)
-    first, again, other = (holdfast.Boxed(tensor, (at,), (4,)) for at in (0, 0, 2))
+    first, again, other = (limpet.Boxed(tensor, (at,), (4,)) for at in (0, 0, 2))
     storage = sharding.get_local_boxes(first, "k").tie_key
     assert (
         storage
         == sharding.get_local_boxes(again, "k").tie_key
         != sharding.get_local_boxes(other, "k").tie_key
     )
-    array = holdfast.Boxed(np.zeros(2), (0,), (4,))
+    array = limpet.Boxed(np.zeros(2), (0,), (4,))
     keys = [sharding.get_local_boxes(array, "k").tie_key for _ in range(2)]
     assert keys[0] != keys[1], "arrays are never tied"
 
@@ -334,7 +334,7 @@ def test_a_tensor_in_two_different_boxes_is_not_tied():
 )
 def test_boxes_of_scalars_empty_tensors_and_whole_tensors(size, offsets, shape, boxes):
     for make in (np.zeros, torch.zeros):
-        parts = sharding.get_local_boxes(holdfast.Boxed(make(size), offsets, shape), "k")
+        parts = sharding.get_local_boxes(limpet.Boxed(make(size), offsets, shape), "k")
         assert [box for box, _ in parts.box_tensors] == boxes
         assert all(tuple(t.shape) == box.sizes for box, t in parts.box_tensors)
 
@@ -360,14 +360,14 @@ def test_boxes_of_scalars_empty_tensors_and_whole_tensors(size, offsets, shape, 
 )
 def test_an_invalid_box_is_refused_when_it_is_created(tensor, offsets, shape, message):
     with pytest.raises(PlanError, match=message):
-        holdfast.Boxed(tensor, offsets, shape)
+        limpet.Boxed(tensor, offsets, shape)
 
 
 def test_a_boxed_tensor_is_immutable_and_compared_by_identity():
-    boxed = holdfast.Boxed(np.zeros(3), (0,), (4,))
+    boxed = limpet.Boxed(np.zeros(3), (0,), (4,))
     with pytest.raises(AttributeError):
         boxed.offsets = (1,)
-    assert boxed != holdfast.Boxed(boxed.tensor, (0,), (4,)), "elements are not compared"
+    assert boxed != limpet.Boxed(boxed.tensor, (0,), (4,)), "elements are not compared"
     assert {boxed: 1}[boxed] == 1
 
 
@@ -384,7 +384,7 @@ def test_ordinary_values_are_not_distributed():
 @pytest.mark.parametrize("first", ["", "import torch"])
 def test_checking_for_distributed_tensors_imports_no_modules(first):
     code = (
-        f"import sys\n{first}\nfrom holdfast.engine.state import sharding\n"
+        f"import sys\n{first}\nfrom limpet.engine.state import sharding\n"
         "before = {m for m in sys.modules if m.startswith('torch')}\n"
         "value = sys.modules['torch'].zeros(3) if before else 3\n"
         "assert not sharding.is_distributed_tensor(value)\n"

@@ -26,11 +26,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.engine.planning.placements import local_boxes
-from holdfast.engine.state import sharding
-from holdfast.engine.state.sharding import empty_like, get_local_boxes, is_distributed_tensor
-from holdfast.errors import Unsupported
-from holdfast.types import Box
+from limpet.engine.planning.placements import local_boxes
+from limpet.engine.state import sharding
+from limpet.engine.state.sharding import empty_like, get_local_boxes, is_distributed_tensor
+from limpet.errors import Unsupported
+from limpet.types import Box
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.engine.state.flatten import flatten
-from holdfast.engine.state.step_hooks import StepPreHook, find_stable_leaves
-from holdfast.engine.state.walk import find_instances, modules_in, optimizers_in
+import limpet
+from limpet.engine.state.flatten import flatten
+from limpet.engine.state.step_hooks import StepPreHook, find_stable_leaves
+from limpet.engine.state.walk import find_instances, modules_in, optimizers_in
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
@@ -48,7 +48,7 @@ def test_only_parameters_and_slots_are_stable() -> None:
     state = {
         "model": model,
         "optimizer": step_once(model),
-        "rng": holdfast.RNG(),
+        "rng": limpet.RNG(),
         "plain": torch.zeros(3),
         "array": torch.zeros(3).numpy(),
     }

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-import holdfast
-from holdfast.engine.snapshot.location import Location
-from holdfast.engine.snapshot.reader import SnapshotReader
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform import copy as copy_module
-from holdfast.engine.transform.copy import copy_snapshot
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform import copy as copy_module
+from limpet.engine.transform.copy import copy_snapshot
+from limpet.errors import (
     AlreadyExists,
     CommitError,
     DigestMismatch,
@@ -22,11 +22,11 @@ from holdfast.errors import (
     NoSpace,
     NotFound,
 )
-from holdfast.format.names import MANIFEST, parse_pin
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Stat, Traits
-from holdfast.types import MIB
+from limpet.format.names import MANIFEST, parse_pin
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Stat, Traits
+from limpet.types import MIB
 from tests.engine.unreliable_stores import HookedStore
 
 
@@ -61,7 +61,7 @@ def store() -> MemoryStore:
 @pytest.fixture
 def snapshot(store: MemoryStore) -> SnapshotReader:
     state = {"big": np.arange(300_000.0), "small": np.ones(3), "n": 1}
-    return reader_of(holdfast.save(store.at("version_7"), state))
+    return reader_of(limpet.save(store.at("version_7"), state))
 
 
 def test_a_copy_is_identical(store: MemoryStore, snapshot: SnapshotReader) -> None:
@@ -81,7 +81,7 @@ def test_a_copy_to_a_folder_and_back_is_intact_and_leaves_no_unfinished_files(
     copy_snapshot(snapshot, Location(run.store, "version_7"))
     back = MemoryStore()
     copy = copy_snapshot(
-        reader_of(holdfast.open(tmp_path / "run/version_7")), Location(back, "version_7")
+        reader_of(limpet.open(tmp_path / "run/version_7")), Location(back, "version_7")
     )
     assert copy.verify().ok
     assert not list(run.store.partials(""))
@@ -113,7 +113,7 @@ def test_a_failed_copy_leaves_no_snapshot_and_can_be_continued(snapshot: Snapsho
     with pytest.raises(NoSpace):
         copy_snapshot(snapshot, Location(to, "version_7"))
     with pytest.raises(NotFound):
-        holdfast.open(to.at("version_7"))
+        limpet.open(to.at("version_7"))
     assert Run(to).listing().process_pins == []
     to.suffix = ""
     assert copy_snapshot(snapshot, Location(to, "version_7")).verify().ok
@@ -157,7 +157,7 @@ def test_a_sweep_removes_no_files_of_a_copy_in_progress(snapshot: SnapshotReader
     copy_snapshot(snapshot, Location(to, "version_7"), sweep)
     assert swept
     assert not any(s.removed for s in swept)
-    assert holdfast.open(to.at("version_7")).verify().ok
+    assert limpet.open(to.at("version_7")).verify().ok
     assert not [k for k in objects(to) if parse_pin(k)]
 
 
@@ -166,7 +166,7 @@ def test_a_snapshot_that_was_replaced_during_a_copy_is_refused(
 ) -> None:
     snapshot.indexes()
     store.delete(f"version_7/{MANIFEST}")
-    holdfast.save(store.at("version_7"), {"n": 2})
+    limpet.save(store.at("version_7"), {"n": 2})
     with pytest.raises(FormatError, match="replaced"):
         copy_snapshot(snapshot, Location(MemoryStore(), "version_7"))
 
@@ -194,11 +194,11 @@ def test_the_threads_of_a_copy_are_bounded_by_the_memory_of_an_upload(
     parts: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first writes wait until as many threads write as may."""
-    monkeypatch.setenv("HOLDFAST_THREADS", "8")
+    monkeypatch.setenv("LIMPET_THREADS", "8")
     monkeypatch.setattr(copy_module, "MAX_UPLOAD_BYTES", parts * MIB)
     traits = Traits("collecting", 1, durable=False, upload_memory=MIB)
     monkeypatch.setattr(MemoryStore, "traits", traits)
-    snapshot = holdfast.save(MemoryStore().at("version_7"), {"w": np.zeros(64 * MIB, "u1")})
+    snapshot = limpet.save(MemoryStore().at("version_7"), {"w": np.zeros(64 * MIB, "u1")})
     to, lock, all_write = HookedStore(MemoryStore()), Lock(), Event()
     writing = most = 0
 

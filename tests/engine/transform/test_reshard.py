@@ -18,35 +18,35 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast.buffers import shared_pool
-from holdfast.engine.planning.placements import ShardPlacement, local_boxes
-from holdfast.engine.snapshot import pins
-from holdfast.engine.snapshot.compare import compare_bytes
-from holdfast.engine.snapshot.location import Location, is_snapshot
-from holdfast.engine.snapshot.reader import SnapshotReader, open_location
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.engine.transform import reshard as reshard_module
-from holdfast.engine.transform import reshard_plan
-from holdfast.engine.transform.reshard import reshard
-from holdfast.errors import (
+import limpet
+from limpet.buffers import shared_pool
+from limpet.engine.planning.placements import ShardPlacement, local_boxes
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.compare import compare_bytes
+from limpet.engine.snapshot.location import Location, is_snapshot
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.engine.transform import reshard as reshard_module
+from limpet.engine.transform import reshard_plan
+from limpet.engine.transform.reshard import reshard
+from limpet.errors import (
     AlreadyExists,
     CommitError,
     DigestMismatch,
     FormatError,
-    HoldfastError,
+    LimpetError,
     NoSpace,
     NotFound,
 )
-from holdfast.format.names import MANIFEST, parse_attempt, parse_pin
-from holdfast.run.policy import EverySteps
-from holdfast.run.run import Run
-from holdfast.storage.local.store import LocalStore
-from holdfast.storage.memory import MemoryStore
-from holdfast.storage.store import Stat, Traits, Upload
-from holdfast.testing.crashfs import CrashFs, PowerCut
-from holdfast.testing.faults import Fault, FaultFs
-from holdfast.types import Box
+from limpet.format.names import MANIFEST, parse_attempt, parse_pin
+from limpet.run.policy import EverySteps
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.storage.store import Stat, Traits, Upload
+from limpet.testing.crashfs import CrashFs, PowerCut
+from limpet.testing.faults import Fault, FaultFs
+from limpet.types import Box
 from tests.engine.planning.random_boxes import shapes, tilings
 from tests.engine.snapshot.manual_shards import (
     index_columns,
@@ -68,12 +68,12 @@ _numbers = itertools.count()
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 1 KiB and windows of 4 KiB, so that small states have many."""
     for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{name}.BLOCK_SIZE", 1024)
+        monkeypatch.setattr(f"limpet.engine.{name}.BLOCK_SIZE", 1024)
     for name in ("planning.shard_layout", "transform.reshard_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{name}.SMALL_BOX_BYTES", 64)
-        monkeypatch.setattr(f"holdfast.engine.{name}.MAX_SHARED_CHUNK_BYTES", 256)
+        monkeypatch.setattr(f"limpet.engine.{name}.SMALL_BOX_BYTES", 64)
+        monkeypatch.setattr(f"limpet.engine.{name}.MAX_SHARED_CHUNK_BYTES", 256)
     monkeypatch.setattr(reshard_plan, "WINDOW_BYTES", 4096)
-    monkeypatch.setenv("HOLDFAST_THREADS", "3")
+    monkeypatch.setenv("LIMPET_THREADS", "3")
 
 
 def url() -> str:
@@ -141,7 +141,7 @@ def test_a_snapshot_in_any_layout_is_resharded_into_any_other(
     tiled_state: Any, shards: int, split: str, window: int, at_a_time: int, small_chunks: None
 ) -> None:
     state, layout = tiled_state
-    whole = holdfast.save(url(), {**state, "n": 1})
+    whole = limpet.save(url(), {**state, "n": 1})
     old = write_resharded(reader_of(whole), new_location(), lambda key, shape: layout[key], 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard_plan, "WINDOW_BYTES", window)
@@ -169,12 +169,10 @@ def test_the_bits_of_every_dtype_are_unchanged(dtype: torch.dtype, small_chunks:
     raw = torch.arange(7 * 6 * dtype.itemsize).to(torch.uint8)
     tensor = (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(7, 6)
     state = {"a": tensor, "b": tensor[0], "c": tensor[:, 3].clone(), "n": 1}
-    old = write_resharded(
-        reader_of(holdfast.save(url(), state)), new_location(), split_columns(2), 2
-    )
+    old = write_resharded(reader_of(limpet.save(url(), state)), new_location(), split_columns(2), 2)
     for shards in (1, 3):
         new = reshard(old, new_location(), shards)
-        assert_same(holdfast.load(new.location.store.at("version_1")), state)
+        assert_same(limpet.load(new.location.store.at("version_1")), state)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 64])
@@ -183,7 +181,7 @@ def test_rows_are_split_like_fsdp2(shards: int) -> None:
     shapes = [(64, 3), (65, 2), (7,), (4, 4, 2), (63, 1), (1000,), (8, 0)]
     state = {str(i): np.arange(np.prod(s), dtype="f4").reshape(s) for i, s in enumerate(shapes)}
     new = reshard(
-        reader_of(holdfast.save(url(), {**state, "scalar": np.float32(1)})), new_location(), shards
+        reader_of(limpet.save(url(), {**state, "scalar": np.float32(1)})), new_location(), shards
     )
     for rank, index in enumerate(new.indexes()):
         found = {leaf.key: [Box(b.offsets, b.sizes) for b in leaf.boxes] for leaf in index.leaves}
@@ -197,7 +195,7 @@ def test_rows_are_split_like_fsdp2(shards: int) -> None:
 
 def test_leaves_that_are_not_split_are_balanced_by_bytes() -> None:
     state = {f"{i}": np.zeros(1000 + i) for i in range(40)}
-    new = reshard(reader_of(holdfast.save(url(), state)), new_location(), 4, "none")
+    new = reshard(reader_of(limpet.save(url(), state)), new_location(), 4, "none")
     sizes = [sum(8 * leaf.shape[0] for leaf in i.leaves) for i in new.indexes()]
     assert max(sizes) - min(sizes) <= 8 * 1040
     assert [len(parts) for parts in plain_files(new).values()] == [1] * 40
@@ -205,9 +203,7 @@ def test_leaves_that_are_not_split_are_balanced_by_bytes() -> None:
 
 def test_a_single_shard_is_a_plain_safetensors_file_with_whole_tensors() -> None:
     state = {f"w{i}": np.random.default_rng(i).random((40, 3 + i), np.float32) for i in range(9)}
-    old = write_resharded(
-        reader_of(holdfast.save(url(), state)), new_location(), split_rows(16), 16
-    )
+    old = write_resharded(reader_of(limpet.save(url(), state)), new_location(), split_rows(16), 16)
     new = reshard(old, new_location(), 1)
     [shard] = new.manifest.shards
     loaded = safetensors.numpy.load(new.location.store.get(new.location.key(shard.name), 1 << 30))
@@ -217,16 +213,16 @@ def test_a_single_shard_is_a_plain_safetensors_file_with_whole_tensors() -> None
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_state_without_tensors_is_resharded(shards: int) -> None:
-    new = reshard(reader_of(holdfast.save(url(), {"n": 1, "s": "x"})), new_location(), shards)
+    new = reshard(reader_of(limpet.save(url(), {"n": 1, "s": "x"})), new_location(), shards)
     assert new.verify().ok
     assert len(new.manifest.shards) == shards
-    assert holdfast.load(new.location.store.at("version_1")) == {"n": 1, "s": "x"}
+    assert limpet.load(new.location.store.at("version_1")) == {"n": 1, "s": "x"}
 
 
 def test_an_incremental_version_becomes_self_contained(small_chunks: None) -> None:
     store = MemoryStore()
     state: dict[str, Any] = {"frozen": np.arange(5000.0), "a": np.zeros(300)}
-    with holdfast.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1), incremental=True) as ckpt:
         ckpt.step()
         ckpt.wait()
         state["a"] += 1
@@ -240,7 +236,7 @@ def test_an_incremental_version_becomes_self_contained(small_chunks: None) -> No
     for stat in list(store.list("")):
         store.delete(stat.key)
     assert new.verify().ok
-    assert holdfast.load(new.location.store.at("version_2"))["a"].tolist() == [1.0] * 300
+    assert limpet.load(new.location.store.at("version_2"))["a"].tolist() == [1.0] * 300
 
 
 # -- the manifest and the metadata ----------------------------------------------------------------
@@ -248,7 +244,7 @@ def test_an_incremental_version_becomes_self_contained(small_chunks: None) -> No
 
 def test_other_fields_are_unchanged_and_the_metadata_records_the_reshard() -> None:
     store, state = MemoryStore(), {"a": np.arange(9.0), "list": [1, (2, None)]}
-    with holdfast.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         ckpt.step({"loss": 1.0})
         ckpt.wait()
         ckpt.step({"loss": 0.5})
@@ -265,7 +261,7 @@ def test_other_fields_are_unchanged_and_the_metadata_records_the_reshard() -> No
 def test_the_source_is_unchanged_and_all_pins_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pins, "MIN_PINNED_BYTES", 0)
     source, to = MemoryStore(), MemoryStore()
-    holdfast.save(source.at("version_1"), {"a": np.arange(99.0)})
+    limpet.save(source.at("version_1"), {"a": np.arange(99.0)})
     old = open_location(Location(source, "version_1"))
     before = {s.key: source.get(s.key, 1 << 30) for s in source.list("")}
     pin_counts: list[int] = []
@@ -285,8 +281,8 @@ def test_the_source_is_unchanged_and_all_pins_are_removed(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("at", ["version_1", ""])
 def test_a_reshard_over_an_existing_snapshot_or_run_is_refused(at: str) -> None:
-    old, to = holdfast.save(url(), {"a": np.arange(9.0)}), MemoryStore()
-    holdfast.save(to.at("version_1"), {"n": 2})
+    old, to = limpet.save(url(), {"a": np.arange(9.0)}), MemoryStore()
+    limpet.save(to.at("version_1"), {"n": 2})
     before = [s.key for s in to.list("")]
     with pytest.raises(AlreadyExists, match="nothing was changed"):
         reshard(reader_of(old), Location(to, at), 2)
@@ -328,15 +324,15 @@ def test_few_bytes_are_read_twice(
     leaves that share chunks in more shards than fit in a window. All sizes are scaled down."""
     unit = 16 << 10
     for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{name}.BLOCK_SIZE", unit)
+        monkeypatch.setattr(f"limpet.engine.{name}.BLOCK_SIZE", unit)
     for name in ("planning.shard_layout", "transform.reshard_plan"):
-        monkeypatch.setattr(f"holdfast.engine.{name}.SMALL_BOX_BYTES", unit // 64)
-        monkeypatch.setattr(f"holdfast.engine.{name}.MAX_SHARED_CHUNK_BYTES", unit // 4)
+        monkeypatch.setattr(f"limpet.engine.{name}.SMALL_BOX_BYTES", unit // 64)
+        monkeypatch.setattr(f"limpet.engine.{name}.MAX_SHARED_CHUNK_BYTES", unit // 4)
     monkeypatch.setattr(reshard_plan, "WINDOW_BYTES", 24 * unit)
     state = {"large": np.zeros((512, 544), np.float32)}
     state |= {f"w{i}": np.zeros((256, 32), np.float32) for i in range(64)}
     state |= {f"b{i}": np.zeros(60, np.float32) for i in range(50)}
-    whole = holdfast.save(url(), {"model": state})
+    whole = limpet.save(url(), {"model": state})
     store = Counting()
     location = Location(store, "version_1")
     old = write_resharded(
@@ -353,14 +349,14 @@ def test_few_bytes_are_read_twice(
 MEASURE_MEMORY = """
 import sys
 import numpy as np
-import holdfast
-from holdfast.engine.snapshot.location import locate
-from holdfast.engine.snapshot.reader import open_snapshot
-from holdfast.engine.transform.reshard import reshard
+import limpet
+from limpet.engine.snapshot.location import locate
+from limpet.engine.snapshot.reader import open_snapshot
+from limpet.engine.transform.reshard import reshard
 from tests.memory_peak import print_peak_memory
 
 old_url, new_url, shards = sys.argv[1:]
-holdfast.save("memory://warm/version_1", {"x": np.ones(3)})
+limpet.save("memory://warm/version_1", {"x": np.ones(3)})
 reshard(open_snapshot("memory://warm/version_1"), locate("memory://warm2/version_1"), 2)
 old = open_snapshot(old_url)
 with print_peak_memory():
@@ -372,7 +368,7 @@ with print_peak_memory():
 def test_resharding_1_gib_needs_at_most_256_mib_of_memory(tmp_path: Any) -> None:
     state = {f"w{i}": np.ones((64 << 10, 1 << 10), np.float32) for i in range(4)}
     state |= {f"b{i}": np.ones(3000) for i in range(100)}
-    holdfast.save(tmp_path / "version_1", state)
+    limpet.save(tmp_path / "version_1", state)
     del state
     done = subprocess.run(
         [sys.executable, "-c", MEASURE_MEMORY, tmp_path / "version_1", tmp_path / "to", "100"],
@@ -426,7 +422,7 @@ def test_the_uploads_of_a_store_that_collects_bytes_are_bounded(
     store = CollectingStore()
     store.is_ordered = is_ordered
     state = {f"w{i}": np.arange(2400.0).reshape(24, 100) + i for i in range(5)}
-    old = holdfast.save(url(), state)
+    old = limpet.save(url(), state)
     new = reshard(reader_of(old), Location(store, "version_1"), 12)
     assert_same_leaves(reader_of(old), new)
     assert new.verify().ok
@@ -455,7 +451,7 @@ def test_the_error_names_the_damaged_file_and_nothing_is_committed(
     state = {"a": np.arange(3000.0).reshape(30, 100), "b": np.ones((6, 5))}
     source, to = MemoryStore(), MemoryStore()
     old = write_resharded(
-        reader_of(holdfast.save(url(), state)), Location(source, "version_1"), layout, 3
+        reader_of(limpet.save(url(), state)), Location(source, "version_1"), layout, 3
     )
     [name] = [s.name for s in old.manifest.shards if "shard-00001" in s.name]
     flip_bit(source, f"version_1/{name}", byte=-300)
@@ -469,19 +465,19 @@ def test_the_error_names_the_damaged_file_and_nothing_is_committed(
 def test_a_missing_shard_and_a_deleted_version_raise_different_errors(small_chunks: None) -> None:
     for first in (".safetensors", MANIFEST):
         source, to = MemoryStore(), MemoryStore()
-        old = holdfast.save(source.at("version_1"), {"a": np.arange(999.0)})
+        old = limpet.save(source.at("version_1"), {"a": np.arange(999.0)})
         reader_of(old).indexes()
         keys = [s.key for s in source.list("")]
         for key in sorted(keys, key=lambda k: not k.endswith(first))[: 1 + 2 * (first == MANIFEST)]:
             source.delete(key)
-        with pytest.raises(NotFound if first == MANIFEST else HoldfastError) as raised:
+        with pytest.raises(NotFound if first == MANIFEST else LimpetError) as raised:
             reshard(reader_of(old), Location(to, "version_1"), 2)
         assert ("was deleted" in str(raised.value)) == (first == MANIFEST)
         assert_nothing_left(to)
 
 
 def test_nothing_is_committed_if_the_store_loses_a_shard_or_changes_an_index() -> None:
-    old = holdfast.save(url(), {"a": np.arange(999.0)})
+    old = limpet.save(url(), {"a": np.arange(999.0)})
     for kind, error in ((".safetensors", CommitError), (".index.json", FormatError)):
         to = HookedStore(MemoryStore())
 
@@ -499,7 +495,7 @@ def test_nothing_is_committed_if_the_store_loses_a_shard_or_changes_an_index() -
 
 
 def test_one_of_two_reshards_to_the_same_location_commits() -> None:
-    old, to = holdfast.save(url(), {"a": np.arange(999.0)}), HookedStore(MemoryStore())
+    old, to = limpet.save(url(), {"a": np.arange(999.0)}), HookedStore(MemoryStore())
 
     def reshard_first(method: str, key: str) -> None:
         if method == "put_if_absent" and key.endswith(MANIFEST):
@@ -509,7 +505,7 @@ def test_one_of_two_reshards_to_the_same_location_commits() -> None:
     to.before = reshard_first
     with pytest.raises(CommitError, match="another save has committed"):
         reshard(reader_of(old), Location(to, "version_1"), 2)
-    new = holdfast.open(to.inner.at("version_1"))
+    new = limpet.open(to.inner.at("version_1"))
     assert len(reader_of(new).manifest.shards) == 3
     assert new.verify().ok
 
@@ -518,7 +514,7 @@ def save_to_crash_fs() -> tuple[CrashFs, SnapshotReader]:
     """Save a small version on a file system that can simulate power cuts."""
     fs = CrashFs()
     state = {"a": np.arange(1500.0).reshape(15, 100), "b": np.ones(7), "n": 1}
-    saved = holdfast.save(LocalStore(f"{SOURCE_URL}/version_1", fs=fs), state)
+    saved = limpet.save(LocalStore(f"{SOURCE_URL}/version_1", fs=fs), state)
     return fs, reader_of(saved)
 
 
@@ -545,7 +541,7 @@ def check_snapshots(fs: Any, whole: SnapshotReader) -> bool:
 def test_a_power_cut_at_any_call_leaves_a_complete_snapshot_or_none(
     every: int, small_chunks: None
 ) -> None:
-    whole = holdfast.save(url(), holdfast.load(save_to_crash_fs()[1].location.store))
+    whole = limpet.save(url(), limpet.load(save_to_crash_fs()[1].location.store))
     seen = set()
     for cut_at in itertools.count(1, every):
         fs, _ = save_to_crash_fs()
@@ -582,7 +578,7 @@ def test_a_failed_call_leaves_a_complete_snapshot_or_none(
         fs = FaultFs(inner, Fault(None, at, kind, lost=error == "lost"))
         try:
             reshard_on(fs)
-        except HoldfastError as e:
+        except LimpetError as e:
             failed += 1
             unknown = e.fields.get("outcome") == "unknown"
         else:
@@ -599,7 +595,7 @@ def test_a_failed_call_leaves_a_complete_snapshot_or_none(
 def test_an_index_without_some_of_its_boxes_is_refused(small_chunks: None) -> None:
     """The boxes do not cover their leaf, and the reshard must not fill the gaps."""
     old = write_resharded(
-        reader_of(holdfast.save(url(), {"a": np.arange(60.0).reshape(6, 10)})),
+        reader_of(limpet.save(url(), {"a": np.arange(60.0).reshape(6, 10)})),
         new_location(),
         split_rows(3),
         3,

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.format.names import Version
-from holdfast.format.records import FailedEvaluation
-from holdfast.run.policy import EverySteps, KeepBest
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.checkpointer import Checkpointer
+from limpet.format.names import Version
+from limpet.format.records import FailedEvaluation
+from limpet.run.policy import EverySteps, KeepBest
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.checkpointer import Checkpointer
 from tests.trainings import initial_state
 
 SCORE = st.one_of(st.none(), st.sampled_from([nan, -inf, 0, 0.5, 1.0, inf]))

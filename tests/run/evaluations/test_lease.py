@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast import events
-from holdfast.errors import HoldfastError, Unavailable
-from holdfast.format.names import Version, lease_name
-from holdfast.format.records import encode_lease
-from holdfast.run.evaluations import lease as leases
-from holdfast.run.evaluations.lease import LeaseHolder, LeaseObserver, list_leases, read_lease
-from holdfast.run.policy import KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet import events
+from limpet.errors import LimpetError, Unavailable
+from limpet.format.names import Version, lease_name
+from limpet.format.records import encode_lease
+from limpet.run.evaluations import lease as leases
+from limpet.run.evaluations.lease import LeaseHolder, LeaseObserver, list_leases, read_lease
+from limpet.run.policy import KeepLast
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.run.test_retention import make_run
 
 V1, V2 = Version(1), Version(2)
@@ -72,7 +72,7 @@ def test_a_lease_protects_its_versions_from_retention_until_it_is_released() -> 
     held.start()
     held.protect([V1])
     assert [v.step for v in Run(store).retain(KeepLast(1))] == [2, 3]
-    with pytest.raises(HoldfastError, match="the evaluation val is using it"):
+    with pytest.raises(LimpetError, match="the evaluation val is using it"):
         Run(store).delete(V1)
     held.protect([])
     assert Run(store).retain(KeepLast(1)) == [V1]
@@ -132,7 +132,7 @@ def test_a_second_evaluation_of_the_same_name_is_refused_when_the_first_renews()
     first = holder(store, clock)
     first.acquire()
     clock.at(3, lambda: first.protect([]))
-    with pytest.raises(HoldfastError, match=r"Another process evaluates .* under the name val"):
+    with pytest.raises(LimpetError, match=r"Another process evaluates .* under the name val"):
         holder(store, clock).acquire()
     assert clock.now < 100 + 5
     holder(store, clock, "test").acquire()
@@ -150,7 +150,7 @@ def test_another_process_takes_over_within_the_time_of_the_lease(
     second.acquire()
     assert 10 <= clock.now - 100 <= 12
     second.protect([V2])
-    with pytest.raises(HoldfastError, match=r"lost\b.*taken the evaluation over"):
+    with pytest.raises(LimpetError, match=r"lost\b.*taken the evaluation over"):
         first.protect([V1])
     assert [lease.versions for lease in LeaseObserver(store, clock).live().values()] == [
         ["version_2"]
@@ -163,7 +163,7 @@ def test_the_error_of_a_lease_whose_run_was_moved_names_no_other_process() -> No
     held.acquire()
     for key in list_leases(store):
         store.delete(key)
-    with pytest.raises(HoldfastError, match=r"no file of this lease.*may have been moved"):
+    with pytest.raises(LimpetError, match=r"no file of this lease.*may have been moved"):
         held.protect([V1])
 
 
@@ -178,7 +178,7 @@ def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere: Callabl
         clock = Clock()
         own = holder(store, clock)
         barrier.wait(20)
-        with suppress(HoldfastError):
+        with suppress(LimpetError):
             own.acquire()
             acquired.append(own)
 
@@ -189,7 +189,7 @@ def test_of_many_processes_that_take_a_lease_over_one_gets_it(elsewhere: Callabl
         thread.join()
     held = []
     for own in acquired * 2:  # who was overtaken finds that out
-        with suppress(HoldfastError):
+        with suppress(LimpetError):
             own.protect([])
             held.append(own)
     assert len(set(held)) == 1
@@ -229,7 +229,7 @@ def test_a_process_that_was_stopped_takes_no_later_lease_with_its_number_for_its
         second.release()
         third = holder(store, clock)
         third.acquire()
-        with pytest.raises(HoldfastError, match="taken the evaluation over"):
+        with pytest.raises(LimpetError, match="taken the evaluation over"):
             stopped.protect([V1])
         stopped.release()
         third.protect([V2])
@@ -277,7 +277,7 @@ class Failing(MemoryStore):
 def test_a_store_that_fails_costs_the_lease_only_if_it_fails_for_its_time(
     failures: int, is_lost: bool
 ) -> None:
-    store, clock, lost = Failing(), Clock(), list[HoldfastError]()
+    store, clock, lost = Failing(), Clock(), list[LimpetError]()
     held = holder(store, clock, on_lost=lost.append)
     held.acquire()
     store.failures = failures
@@ -324,7 +324,7 @@ class FailingOnce(MemoryStore):
 def test_one_error_of_the_store_in_a_renewal_does_not_lose_the_lease(
     fails_at: int, takes_effect: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, clock, lost = FailingOnce(), Clock(), list[HoldfastError]()
+    store, clock, lost = FailingOnce(), Clock(), list[LimpetError]()
 
     def now() -> str:
         return f"2026-01-02T03:04:{int(clock.now) % 60:02}+00:00"

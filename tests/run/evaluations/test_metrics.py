@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast import events
-from holdfast.errors import FormatError, HoldfastError, NotFound
-from holdfast.format.names import MANIFEST, Version
-from holdfast.format.records import Evaluation, decode_about_version
-from holdfast.run.evaluations.metrics import put_about_version
-from holdfast.run.policy import EverySteps, KeepBest, KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+import limpet
+from limpet import events
+from limpet.errors import FormatError, LimpetError, NotFound
+from limpet.format.names import MANIFEST, Version
+from limpet.format.records import Evaluation, decode_about_version
+from limpet.run.evaluations.metrics import put_about_version
+from limpet.run.policy import EverySteps, KeepBest, KeepLast
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.trainings import flip_bit, shard_of, state_after, train, trained_run, training
 
 V20 = Version(20)
@@ -119,14 +119,14 @@ def test_tensors_and_arrays_of_one_element_are_numbers(store: MemoryStore) -> No
 
 @pytest.mark.parametrize("value", ["0.5", None, True, 1 << 63, 1j, [0.5], {"float": "nan"}])
 def test_the_error_for_an_invalid_number_names_the_metric(store: MemoryStore, value: Any) -> None:
-    with pytest.raises(HoldfastError, match=r"'accuracy' is not a number"):
+    with pytest.raises(LimpetError, match=r"'accuracy' is not a number"):
         Run(store).add_metrics(V20, {"loss": 1.0, "accuracy": value})
     assert not [s for s in store.list("version_20") if "/eval-" in s.key]
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a/b", "../x", "é", "-a", "a" * 65, "a b", "a\n"])
 def test_an_invalid_evaluation_name_is_rejected(store: MemoryStore, name: str) -> None:
-    with pytest.raises(HoldfastError, match="is not a valid name for an evaluation"):
+    with pytest.raises(LimpetError, match="is not a valid name for an evaluation"):
         Run(store).add_metrics(V20, {"loss": 1.0}, name=name)
 
 
@@ -148,7 +148,7 @@ def test_a_version_that_replaced_the_evaluated_one_gets_no_metrics(store: Memory
     for stat in list(store.list("version_20")):
         if "/eval-" not in stat.key:
             store.delete(stat.key)
-    holdfast.save(store.at("version_20"), state_after(1), step=20)
+    limpet.save(store.at("version_20"), state_after(1), step=20)
     with pytest.raises(FormatError, match="not the snapshot that was evaluated"):
         Run(store).add_metrics(snapshot, {"loss": -2})
     assert Run(store).metrics(V20) == {}, "the old evaluation belongs to another snapshot"
@@ -257,16 +257,16 @@ def test_a_step_can_be_an_integer_of_any_type(store: MemoryStore, step: Any) -> 
 @pytest.mark.parametrize("value", ["", "20", "version_20", None, 20.0, True, False, b"", object()])
 def test_arguments_that_name_no_version_are_rejected(store: MemoryStore, value: Any) -> None:
     run, before = Run(store), [s.key for s in store.list("")]
-    with pytest.raises(HoldfastError, match="Expected a Snapshot, a Version, or a step") as caught:
+    with pytest.raises(LimpetError, match="Expected a Snapshot, a Version, or a step") as caught:
         run.add_metrics(value, {"val": 1})
     assert repr(value)[:80] in str(caught.value)
-    with pytest.raises(HoldfastError, match="Expected a Snapshot, a Version, or a step"):
+    with pytest.raises(LimpetError, match="Expected a Snapshot, a Version, or a step"):
         run.metrics(value)
     for use in (run.find, run.pin, run.unpin):
-        with pytest.raises(HoldfastError, match="a whole number"):
+        with pytest.raises(LimpetError, match="a whole number"):
             use(value)
         if value is not None:
-            with pytest.raises(HoldfastError, match="a branch, a whole number"):
+            with pytest.raises(LimpetError, match="a branch, a whole number"):
                 use(20, value)
     assert [s.key for s in store.list("")] == before
 

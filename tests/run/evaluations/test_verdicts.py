@@ -11,26 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import holdfast
-from holdfast import events
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet import events
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     Denied,
     FormatError,
-    HoldfastError,
+    LimpetError,
     NoSnapshot,
     NotFound,
     NotTrusted,
     StoreError,
 )
-from holdfast.format.names import Version
-from holdfast.format.records import Verdict
-from holdfast.run.address import open_version
-from holdfast.run.evaluations import metrics
-from holdfast.run.evaluations.trust import trust_of
-from holdfast.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
+from limpet.format.names import Version
+from limpet.format.records import Verdict
+from limpet.run.address import open_version
+from limpet.run.evaluations import metrics
+from limpet.run.evaluations.trust import trust_of
+from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
 from tests.engine.unreliable_stores import HookedStore
 from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit, shard_of, state_after, train, trained_run, training
@@ -81,7 +81,7 @@ def test_a_distrusted_version_is_never_the_latest(
     assert "sdc-replay does not trust it: step 58 differs." in skipped[-1][1]
     assert open_version_step(store, "60") == 60, "a version that is named is opened"
     assert run.newest(lambda s: None, at=60)[0] is not None
-    assert holdfast.load(store.at("version_60"))["progress"]
+    assert limpet.load(store.at("version_60"))["progress"]
     run.attest(40, ok=True, by="sdc-replay")
     assert (trust(store, 20), trust(store, 40), trust(store, 60)) == (
         None, "attested", "distrusted",
@@ -89,7 +89,7 @@ def test_a_distrusted_version_is_never_the_latest(
 
 
 def open_version_step(store: MemoryStore, address: str) -> int | None:
-    with mock.patch("holdfast.run.address.Run", return_value=Run(store)):
+    with mock.patch("limpet.run.address.Run", return_value=Run(store)):
         return open_version(f"memory://verdicts@{address}").step
 
 
@@ -116,7 +116,7 @@ def test_the_last_verdict_of_each_author_counts_whatever_the_clocks_say(
     verdicts: list[tuple[str, bool, int]],
 ) -> None:
     store = MemoryStore()
-    holdfast.save(store.at("version_20"), {"x": 1}, step=20)
+    limpet.save(store.at("version_20"), {"x": 1}, step=20)
     last: dict[str, bool] = {}
     for author, ok, days in verdicts:
         with mock.patch.object(metrics, "datetime", wraps=datetime) as clock:
@@ -136,7 +136,7 @@ def test_trust_attested_accepts_only_versions_with_a_positive_verdict(
     assert "version_60: It has no verdict; version_40: It has no verdict; version_20" in str(
         caught.value
     )
-    assert "holdfast attest RUN STEP --ok" in str(caught.value)
+    assert "limpet attest RUN STEP --ok" in str(caught.value)
     run.attest(20, ok=True, by="ann")
     skipped.clear()
     assert latest(store, "attested") == 20
@@ -145,7 +145,7 @@ def test_trust_attested_accepts_only_versions_with_a_positive_verdict(
     assert Run(store).newest(lambda s: None, at=20, trust="attested")[0] is not None
     with pytest.raises(NoSnapshot, match="has no intact and trusted version of step 40"):
         Run(store).newest(lambda s: None, at=40, trust="attested")
-    with pytest.raises(HoldfastError, match='"not-distrusted", for all'):
+    with pytest.raises(LimpetError, match='"not-distrusted", for all'):
         latest(store, "ok")
 
 
@@ -253,7 +253,7 @@ def test_a_verdict_on_a_replaced_snapshot_is_refused_and_an_old_one_says_nothing
     for stat in list(store.list("version_60")):
         if "/eval-" not in stat.key:
             store.delete(stat.key)
-    holdfast.save(store.at("version_60"), state_after(1), step=60)
+    limpet.save(store.at("version_60"), state_after(1), step=60)
     assert trust(store, 60) is None
     assert latest(store) == 60
     with pytest.raises(FormatError, match="not the snapshot that was evaluated"):
@@ -264,19 +264,19 @@ def test_a_verdict_on_a_replaced_snapshot_is_refused_and_an_old_one_says_nothing
 def test_arguments_and_versions_that_do_not_exist(store: MemoryStore) -> None:
     run, before = Run(store), [s.key for s in store.list("")]
     for ok in (1, None, "yes", 0):
-        with pytest.raises(HoldfastError, match="Invalid value for ok="):
+        with pytest.raises(LimpetError, match="Invalid value for ok="):
             run.attest(60, ok=ok, by="x")  # type: ignore[arg-type]
     for note in (None, b"x", "x" * 16_385, "\ud800"):
-        with pytest.raises(HoldfastError, match="Invalid value for note="):
+        with pytest.raises(LimpetError, match="Invalid value for note="):
             run.attest(60, ok=True, by="x", note=note)  # type: ignore[arg-type]
     for by in ("", "a b", "../x", "x.y", "x" * 65, None):
-        with pytest.raises(HoldfastError, match="not a valid name"):
+        with pytest.raises(LimpetError, match="not a valid name"):
             run.attest(60, ok=True, by=by)  # type: ignore[arg-type]
     with pytest.raises(NotFound, match="no version of step 50"):
         run.attest(50, ok=True, by="x")
     with pytest.raises(NotFound):
         run.attest(Version(61), ok=True, by="x")
-    with pytest.raises(HoldfastError, match="a Snapshot, a Version, or a step"):
+    with pytest.raises(LimpetError, match="a Snapshot, a Version, or a step"):
         run.attest("60", ok=True, by="x")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         run.attest(60, False, "x")  # type: ignore[misc]
@@ -390,7 +390,7 @@ def test_retention_of_a_training_keeps_the_newest_attested_version() -> None:
 
 def test_only_the_verdicts_of_the_versions_that_are_tried_are_read() -> None:
     store = MemoryStore()
-    holdfast.save(store.at("version_1"), {"x": 1}, step=1)
+    limpet.save(store.at("version_1"), {"x": 1}, step=1)
     for step in range(2, 301):
         for stat in list(store.list("version_1")):
             name = stat.key.partition("/")[2]
@@ -399,7 +399,7 @@ def test_only_the_verdicts_of_the_versions_that_are_tried_are_read() -> None:
     for step in (299, 300):  # the only ones that are what their names say
         for stat in list(store.list(f"version_{step}")):
             store.delete(stat.key)
-        holdfast.save(store.at(f"version_{step}"), {"x": 1}, step=step)
+        limpet.save(store.at(f"version_{step}"), {"x": 1}, step=step)
     Run(store).attest(300, ok=False, by="sdc")
     touched: list[str] = []
     hooked = HookedStore(store)

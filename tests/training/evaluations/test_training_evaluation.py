@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import HoldfastError, Preempted, Unavailable
-from holdfast.format.records import Evaluation, InexactEvaluation
-from holdfast.preemption.notice import Notice
-from holdfast.run.policy import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import LimpetError, Preempted, Unavailable
+from limpet.format.records import Evaluation, InexactEvaluation
+from limpet.preemption.notice import Notice
+from limpet.run.policy import (
     AtEnd,
     EverySeconds,
     EverySteps,
@@ -29,9 +29,9 @@ from holdfast.run.policy import (
     Never,
     StopWhen,
 )
-from holdfast.run.run import Run
-from holdfast.storage.memory import MemoryStore
-from holdfast.training.evaluations.training_evaluation import TrainingEvaluation
+from limpet.run.run import Run
+from limpet.storage.memory import MemoryStore
+from limpet.training.evaluations.training_evaluation import TrainingEvaluation
 from tests.engine.unreliable_stores import HookedStore
 from tests.evaluation.functions import data, evaluate, expected, make_model
 
@@ -53,10 +53,10 @@ class Training:
         self.store = store
         self.model = make_model()
         self.state = {
-            "model": self.model, "progress": holdfast.Progress(), "rng": holdfast.RNG()
+            "model": self.model, "progress": limpet.Progress(), "rng": limpet.RNG()
         }  # fmt: skip
         options = {"save": Never(), **options}
-        self.ckpt = holdfast.Checkpointer(store, self.state, **options)
+        self.ckpt = limpet.Checkpointer(store, self.state, **options)
         self.evaluation: TrainingEvaluation = None  # type: ignore[assignment]
 
     def evaluating(self, function: Any = mean_weight, **options: Any) -> TrainingEvaluation:
@@ -119,7 +119,7 @@ def ends() -> Iterator[list[dict[str, Any]]]:
         if name == "training_evaluated":
             found.append(fields)
 
-    with holdfast.attach(add):
+    with limpet.attach(add):
         yield found
 
 
@@ -131,7 +131,7 @@ def test_paused_metrics_are_exactly_those_of_the_version_of_the_step() -> None:
         for _ in range(11):
             job.step()
         (snapshot,) = Run(job.store).snapshots()
-        state = holdfast.load(job.store.at("version_10"))
+        state = limpet.load(job.store.at("version_10"))
         wanted = expected({"model": state["model"]})
         assert snapshot.step == 10
         assert Run(job.store).metrics(10) == pytest.approx(wanted, rel=1e-6)
@@ -140,7 +140,7 @@ def test_paused_metrics_are_exactly_those_of_the_version_of_the_step() -> None:
 
 
 def test_every_epoch_evaluates_at_the_first_batch_after_end_epoch_and_at_the_end() -> None:
-    with training() as job, job.evaluating(every=holdfast.EveryEpoch()):
+    with training() as job, job.evaluating(every=limpet.EveryEpoch()):
         for _ in range(3):
             for _ in range(4):
                 job.step()
@@ -151,10 +151,10 @@ def test_every_epoch_evaluates_at_the_first_batch_after_end_epoch_and_at_the_end
 
 def test_every_epoch_needs_what_counts_epochs() -> None:
     with (
-        holdfast.Checkpointer(MemoryStore(), {"x": [1.0]}, save=Never()) as ckpt,
-        pytest.raises(HoldfastError, match="can never fire"),
+        limpet.Checkpointer(MemoryStore(), {"x": [1.0]}, save=Never()) as ckpt,
+        pytest.raises(LimpetError, match="can never fire"),
     ):
-        TrainingEvaluation(ckpt, None, evaluate, data=DATA, every=holdfast.EveryEpoch())
+        TrainingEvaluation(ckpt, None, evaluate, data=DATA, every=limpet.EveryEpoch())
 
 
 @settings(derandomize=True, max_examples=30)
@@ -248,7 +248,7 @@ def test_current_parameters_are_evaluated_one_batch_before_each_mini_batch() -> 
         assert not evaluation.newest.is_exact
 
 
-@pytest.mark.filterwarnings("ignore::holdfast.errors.MetricMissing")
+@pytest.mark.filterwarnings("ignore::limpet.errors.MetricMissing")
 def test_an_inexact_score_never_makes_a_version_the_best_and_never_stops() -> None:
     stop = StopWhen("weight", patience=1)
     with training(save=EverySteps(5), stop=stop) as job, job.evaluating(on="current"):
@@ -309,7 +309,7 @@ def test_seconds_start_an_evaluation() -> None:
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     with (
-        mock.patch("holdfast.training.cadence.time", clock),
+        mock.patch("limpet.training.cadence.time", clock),
         training() as job,
         job.evaluating(every=EverySeconds(60)),
     ):
@@ -379,7 +379,7 @@ def test_a_loop_that_never_calls_step_is_warned_about_and_one_without_steps_is_n
 
 def test_a_result_that_is_no_metric_is_named_once_with_its_records() -> None:
     with training() as job, job.evaluating(lambda model, batch: 0.5, on="paused"):
-        with pytest.raises(HoldfastError) as e:
+        with pytest.raises(LimpetError) as e:
             for _ in range(30):
                 job.step()
         text = str(e.value)
@@ -396,7 +396,7 @@ def test_an_error_records_nothing_and_names_the_records_and_the_step(on: Any) ->
 
     with ends() as ended, training() as job, job.evaluating(fail, on=on):
         job.model.train()
-        with pytest.raises(HoldfastError, match=r"records 40 to 44 at step 1[08].*one bad") as e:
+        with pytest.raises(LimpetError, match=r"records 40 to 44 at step 1[08].*one bad") as e:
             for _ in range(30):
                 job.step()
         assert isinstance(e.value.__cause__, ZeroDivisionError)
@@ -415,7 +415,7 @@ def test_an_error_records_nothing_and_names_the_records_and_the_step(on: Any) ->
 def test_a_function_that_returns_no_metrics_is_an_error(function: Callable[..., Any]) -> None:
     with training() as job, job.evaluating(function, every=EverySteps(1)):
         job.step()
-        with pytest.raises(HoldfastError, match="evaluation val at step 1 failed"):
+        with pytest.raises(LimpetError, match="evaluation val at step 1 failed"):
             job.step()
         job.evaluation._every = EverySteps(100)
     assert exact(job.store) == []
@@ -431,7 +431,7 @@ def test_a_notice_leaves_nothing_half_recorded_and_the_resume_evaluates_again(on
             job.ckpt._preemption.on_notice(Notice("test"))
         return mean_weight(model, batch)
 
-    options = {"preemption": holdfast.Preemption(notices=[]), "save": EverySteps(10**9)}
+    options = {"preemption": limpet.Preemption(notices=[]), "save": EverySteps(10**9)}
     with (
         ends() as ended,
         pytest.raises(Preempted),
@@ -617,7 +617,7 @@ def test_going_back_abandons_the_evaluation_in_progress() -> None:
     ("option", "value", "match"),
     [
         ("every", Never(), "every="), ("every", 10, "every="),
-        ("every", holdfast.OnException(), "every="), ("on", "version", "on="),
+        ("every", limpet.OnException(), "every="), ("on", "version", "on="),
         ("batch_size", 0, "batch_size="), ("batch_size", True, "batch_size="),
         ("keep", True, "keep="), ("data", [], "is empty"), ("data", iter([1]), "map-style"),
         ("name", "a b", "not a valid name"), ("name", "metrics", "cannot have the name metrics"),
@@ -625,21 +625,21 @@ def test_going_back_abandons_the_evaluation_in_progress() -> None:
     ],
 )  # fmt: skip
 def test_an_invalid_argument_is_an_error(option: str, value: Any, match: str) -> None:
-    with training() as job, pytest.raises(HoldfastError, match=match):
+    with training() as job, pytest.raises(LimpetError, match=match):
         job.evaluating(**{option: value})
 
 
 def test_it_must_be_entered_and_the_checkpointer_open() -> None:
     with training() as job:
         job.evaluating()
-        with pytest.raises(HoldfastError, match="outside of its `with` block"):
+        with pytest.raises(LimpetError, match="outside of its `with` block"):
             job.step()
         with job.evaluation as evaluation:
             job.step()
-        with pytest.raises(HoldfastError, match="outside of its `with` block"):
+        with pytest.raises(LimpetError, match="outside of its `with` block"):
             evaluation.step()
-        with pytest.raises(HoldfastError, match="used before"), evaluation:
+        with pytest.raises(LimpetError, match="used before"), evaluation:
             pass
         late = job.evaluating()
-    with late, pytest.raises(HoldfastError, match="closed"):
+    with late, pytest.raises(LimpetError, match="closed"):
         late.step()

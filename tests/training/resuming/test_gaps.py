@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-import holdfast
-from holdfast.errors import InexactResume
-from holdfast.preemption import PreemptionGuard
-from holdfast.training.resuming import gaps
+import limpet
+from limpet.errors import InexactResume
+from limpet.preemption import PreemptionGuard
+from limpet.training.resuming import gaps
 
 pytestmark = pytest.mark.usefixtures("find_live")
 
@@ -41,7 +41,7 @@ def warnings_of_steps(
     """Train as a user does, and return the warnings about gaps."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with holdfast.Checkpointer(folder / "run", state, **options) as ckpt:
+        with limpet.Checkpointer(folder / "run", state, **options) as ckpt:
             ckpt.resume()
             for batch in loader:
                 for model in (v for v in state.values() if isinstance(v, nn.Module)):
@@ -79,9 +79,9 @@ def test_a_complete_state_causes_no_warning(tmp_path: Path) -> None:
     first = torch.optim.lr_scheduler.LinearLR(optimizer)
     second = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [5])
-    sampler = holdfast.ElasticSampler(len(DATA), batch_size=2)
+    sampler = limpet.ElasticSampler(len(DATA), batch_size=2)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
-    state |= {"rng": holdfast.RNG(), "progress": holdfast.Progress()}
+    state |= {"rng": limpet.RNG(), "progress": limpet.Progress()}
     assert warnings_of_steps(tmp_path, state, DataLoader(DATA, batch_sampler=sampler)) == []
 
 
@@ -116,7 +116,7 @@ def test_a_dropout_that_draws_nothing_is_no_gap(tmp_path: Path) -> None:
 def test_the_users_own_generator_states_are_recognized(tmp_path: Path) -> None:
     state = {"model": model_of(nn.Dropout()), "torch_rng": torch.get_rng_state()}
     assert warnings_of_steps(tmp_path, state, range(2)) == []
-    state = {"model": model_of(nn.Dropout()), "rng": holdfast.PerRank(holdfast.RNG())}
+    state = {"model": model_of(nn.Dropout()), "rng": limpet.PerRank(limpet.RNG())}
     assert warnings_of_steps(tmp_path / "b", state, range(2)) == []
 
 
@@ -183,7 +183,7 @@ def test_a_position_of_the_user_is_recognized(tmp_path: Path) -> None:
 
     assert warnings_of_steps(tmp_path / "b", state, loader, add) == []
 
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     state = {"model": model_of(), "progress": progress}
 
     def add_samples() -> None:
@@ -191,26 +191,26 @@ def test_a_position_of_the_user_is_recognized(tmp_path: Path) -> None:
 
     assert warnings_of_steps(tmp_path / "c", state, loader, add_samples) == []
     # an epoch alone is no position
-    state = {"model": model_of(), "epoch": 0, "progress": holdfast.Progress()}
+    state = {"model": model_of(), "epoch": 0, "progress": limpet.Progress()}
     assert len(warnings_of_steps(tmp_path / "d", state, loader)) == 1
 
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        (holdfast.AtEnd(), 0),
-        (holdfast.AtEnd() | holdfast.OnException(), 1),
-        (holdfast.EverySteps(2), 1),
-        (holdfast.AtEnd() | holdfast.EverySeconds(600), 1),
+        (limpet.AtEnd(), 0),
+        (limpet.AtEnd() | limpet.OnException(), 1),
+        (limpet.EverySteps(2), 1),
+        (limpet.AtEnd() | limpet.EverySeconds(600), 1),
     ],
 )
 def test_a_training_that_saves_between_epochs_needs_no_position(
-    policy: holdfast.SavePolicy, expected: int, tmp_path: Path
+    policy: limpet.SavePolicy, expected: int, tmp_path: Path
 ) -> None:
     loader = DataLoader(DATA, batch_size=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with holdfast.Checkpointer(tmp_path, {"model": model_of()}, save=policy) as ckpt:
+        with limpet.Checkpointer(tmp_path, {"model": model_of()}, save=policy) as ckpt:
             ckpt.resume()
             for _ in loader:
                 ckpt.step()
@@ -257,12 +257,12 @@ def test_a_scheduler_inside_an_object_of_the_state_is_no_gap(in_dict: bool, tmp_
 
 def test_a_training_that_saves_nothing_is_not_checked(tmp_path: Path) -> None:
     state = {"model": model_of(nn.Dropout())}
-    assert warnings_of_steps(tmp_path, state, range(2), save=holdfast.Never()) == []
+    assert warnings_of_steps(tmp_path, state, range(2), save=limpet.Never()) == []
 
 
 def test_a_save_before_the_first_step_is_not_the_first_step(tmp_path: Path) -> None:
     model = model_of(nn.Dropout())
-    with holdfast.Checkpointer(tmp_path / "run", {"model": model}) as ckpt:
+    with limpet.Checkpointer(tmp_path / "run", {"model": model}) as ckpt:
         ckpt.save()
         model(torch.ones(1, 1))
         with pytest.warns(InexactResume, match="Dropout"):
@@ -271,7 +271,7 @@ def test_a_save_before_the_first_step_is_not_the_first_step(tmp_path: Path) -> N
 
 def test_the_steps_of_a_guarded_call_are_checked(tmp_path: Path) -> None:
     model = model_of(nn.Dropout())
-    with holdfast.Checkpointer(tmp_path / "run", {"model": model}) as ckpt:
+    with limpet.Checkpointer(tmp_path / "run", {"model": model}) as ckpt:
 
         def step() -> None:
             model(torch.ones(1, 1))
@@ -289,8 +289,8 @@ def test_live_objects_are_searched_only_if_something_may_be_lacking(
     monkeypatch.setattr(gaps, "_find_live", lambda: (searches.append(None), ([], []))[1])
     model = model_of(nn.Dropout(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sampler = holdfast.ElasticSampler(len(DATA), batch_size=2)
-    state = {"model": model, "optimizer": optimizer, "sampler": sampler, "rng": holdfast.RNG()}
+    sampler = limpet.ElasticSampler(len(DATA), batch_size=2)
+    state = {"model": model, "optimizer": optimizer, "sampler": sampler, "rng": limpet.RNG()}
     assert warnings_of_steps(tmp_path, state, DataLoader(DATA, batch_sampler=sampler)) == []
     assert searches == []
     del state["rng"]

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-import holdfast
-from holdfast.errors import HoldfastError, KeptValues, MissingLeaf, UnexpectedLeaf
+import limpet
+from limpet.errors import KeptValues, LimpetError, MissingLeaf, UnexpectedLeaf
 
 
 def train(folder: Path, state: dict[str, Any], steps: int = 1, **options: Any) -> Any:
     """Resume, make some steps, and return the newest version."""
-    with holdfast.Checkpointer(folder, state) as ckpt:
+    with limpet.Checkpointer(folder, state) as ckpt:
         ckpt.resume(**options)
         for _ in range(steps):
             ckpt.step()
-    return holdfast.Run(folder).latest()
+    return limpet.Run(folder).latest()
 
 
 def test_new_members_are_kept_named_and_recorded(tmp_path: Path) -> None:
     run = tmp_path / "run"
     train(run, {"weights": torch.ones(3)}, steps=3)
-    state = {"weights": torch.zeros(3), "rng": holdfast.RNG(), "ema": torch.full((3,), 7.0)}
+    state = {"weights": torch.zeros(3), "rng": limpet.RNG(), "ema": torch.full((3,), 7.0)}
     with pytest.raises(MissingLeaf, match=r'resume\(missing="keep"\)'):
         train(run, state)
     assert state["weights"].tolist() == [0, 0, 0]
@@ -45,7 +45,7 @@ def test_new_members_are_kept_named_and_recorded(tmp_path: Path) -> None:
 def test_a_new_layer_of_a_model_is_kept_with_its_slots(tmp_path: Path) -> None:
     def make() -> tuple[torch.nn.Module, dict[str, Any]]:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        return model, {"model": model, "progress": holdfast.Progress()}
+        return model, {"model": model, "progress": limpet.Progress()}
 
     model, state = make()
     train(tmp_path / "run", state, steps=2)
@@ -67,7 +67,7 @@ def test_nothing_else_is_tolerated_in_the_own_versions(tmp_path: Path) -> None:
         {"missing": "keep", "unexpected": "ignore"},
     ]  # fmt: skip
     for option in options:
-        with pytest.raises(HoldfastError, match="all of its own"):
+        with pytest.raises(LimpetError, match="all of its own"):
             train(run, {"a": torch.zeros(3)}, **option)
 
 

@@ -14,34 +14,34 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-import holdfast
-from holdfast.errors import InexactResume
-from holdfast.preemption import PreemptionGuard
+import limpet
+from limpet.errors import InexactResume
+from limpet.preemption import PreemptionGuard
 
 State = dict[str, Any]
-Loop = Callable[[holdfast.Checkpointer, State], object]
+Loop = Callable[[limpet.Checkpointer, State], object]
 
 
 def make_state(**more: Any) -> State:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {"model": model, "optimizer": optimizer, "rng": holdfast.RNG(), **more}
+    return {"model": model, "optimizer": optimizer, "rng": limpet.RNG(), **more}
 
 
-def make_sampler() -> holdfast.ElasticSampler:
-    return holdfast.ElasticSampler(8, batch_size=2)
+def make_sampler() -> limpet.ElasticSampler:
+    return limpet.ElasticSampler(8, batch_size=2)
 
 
 def make_state_with_progress(has_sampler: bool) -> State:
     more = {"sampler": make_sampler()} if has_sampler else {}
-    return make_state(progress=holdfast.Progress(), **more)
+    return make_state(progress=limpet.Progress(), **more)
 
 
 def train(folder: Path, state: State, loop: Loop, **options: Any) -> list[str]:
     """Train as a script does; return the warnings about the loop, which name the user's file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with holdfast.Checkpointer(folder, state, save=holdfast.EverySteps(1), **options) as ckpt:
+        with limpet.Checkpointer(folder, state, save=limpet.EverySteps(1), **options) as ckpt:
             ckpt.resume()
             loop(ckpt, state)
     found = [w for w in caught if w.category is InexactResume and "its loop" in str(w.message)]
@@ -49,7 +49,7 @@ def train(folder: Path, state: State, loop: Loop, **options: Any) -> list[str]:
     return [str(w.message) for w in found]
 
 
-def epochs(ckpt: holdfast.Checkpointer, state: State) -> None:
+def epochs(ckpt: limpet.Checkpointer, state: State) -> None:
     """The loop of a script that saved nothing before."""
     for _ in range(2):
         for _ in state.get("sampler", range(4)):
@@ -75,7 +75,7 @@ def test_a_loop_that_repeats_its_epochs_is_reported_once(
 
 
 def test_a_loop_over_a_loader_is_reported(tmp_path: Path) -> None:
-    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+    def loop(ckpt: limpet.Checkpointer, state: State) -> None:
         loader = DataLoader(range(8), batch_sampler=state["sampler"])  # type: ignore[arg-type]
         for _ in range(2):
             for _ in loader:
@@ -85,24 +85,24 @@ def test_a_loop_over_a_loader_is_reported(tmp_path: Path) -> None:
     assert len(train(tmp_path, make_state(sampler=make_sampler()), loop)) == 1
 
 
-def while_step(ckpt: holdfast.Checkpointer, state: State) -> None:
+def while_step(ckpt: limpet.Checkpointer, state: State) -> None:
     while ckpt.current_step < 16:
         ckpt.step()
 
 
-def for_step(ckpt: holdfast.Checkpointer, state: State) -> None:
+def for_step(ckpt: limpet.Checkpointer, state: State) -> None:
     for _ in range(ckpt.current_step, 16):
         ckpt.step()
 
 
-def break_at_step(ckpt: holdfast.Checkpointer, state: State) -> None:
+def break_at_step(ckpt: limpet.Checkpointer, state: State) -> None:
     for _ in range(1000):
         ckpt.step()
         if ckpt.current_step >= 16:
             break
 
 
-def in_a_function(ckpt: holdfast.Checkpointer, state: State) -> None:
+def in_a_function(ckpt: limpet.Checkpointer, state: State) -> None:
     def is_done() -> bool:
         return ckpt.current_step >= 16
 
@@ -110,7 +110,7 @@ def in_a_function(ckpt: holdfast.Checkpointer, state: State) -> None:
         ckpt.step()
 
 
-def guarded(ckpt: holdfast.Checkpointer, state: State) -> None:
+def guarded(ckpt: limpet.Checkpointer, state: State) -> None:
     guard = PreemptionGuard(ckpt)
     for _ in range(guard.total_run_calls, 8):
         guard.run(lambda: None)
@@ -120,14 +120,14 @@ def guarded(ckpt: holdfast.Checkpointer, state: State) -> None:
 def test_a_loop_that_reads_the_position_is_not_reported(loop: Loop, tmp_path: Path) -> None:
     for _ in range(2):
         assert train(tmp_path, make_state(), loop) == []
-        with holdfast.Checkpointer(tmp_path, make_state(), save=holdfast.EverySteps(1)) as ckpt:
+        with limpet.Checkpointer(tmp_path, make_state(), save=limpet.EverySteps(1)) as ckpt:
             ckpt.resume()
             ckpt.step()
 
 
 def test_the_step_of_the_snapshot_is_a_position(tmp_path: Path) -> None:
     train(tmp_path, make_state(), epochs)
-    with holdfast.Checkpointer(tmp_path, make_state(), save=holdfast.EverySteps(1)) as ckpt:
+    with limpet.Checkpointer(tmp_path, make_state(), save=limpet.EverySteps(1)) as ckpt:
         snapshot = ckpt.resume()
         assert snapshot is not None
         for _ in range(snapshot.step or 0, 12):
@@ -135,7 +135,7 @@ def test_the_step_of_the_snapshot_is_a_position(tmp_path: Path) -> None:
 
 
 def test_the_epochs_of_a_sampler_are_a_position(tmp_path: Path) -> None:
-    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+    def loop(ckpt: limpet.Checkpointer, state: State) -> None:
         while state["sampler"].epochs < 4:
             for _ in state["sampler"]:
                 ckpt.step()
@@ -145,7 +145,7 @@ def test_the_epochs_of_a_sampler_are_a_position(tmp_path: Path) -> None:
 
 
 def test_one_pass_over_the_rest_of_the_data_needs_no_count(tmp_path: Path) -> None:
-    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+    def loop(ckpt: limpet.Checkpointer, state: State) -> None:
         for number, _ in enumerate(state["sampler"]):
             ckpt.step()
             if number == 1:
@@ -155,7 +155,7 @@ def test_one_pass_over_the_rest_of_the_data_needs_no_count(tmp_path: Path) -> No
         assert train(tmp_path, make_state(sampler=make_sampler()), loop) == []
 
 
-def repeated_epochs(ckpt: holdfast.Checkpointer, state: State) -> None:
+def repeated_epochs(ckpt: limpet.Checkpointer, state: State) -> None:
     """An old loop, whose Progress counts."""
     for _ in range(2):
         for _ in state.get("sampler", range(4)):
@@ -175,21 +175,21 @@ def test_a_loop_that_does_not_read_its_progress_is_reported_once(
     assert "no Progress" not in warning
 
 
-def while_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
+def while_epoch(ckpt: limpet.Checkpointer, state: State) -> None:
     while state["progress"].epoch < 4:
         for _ in state.get("sampler", range(4)):
             ckpt.step()
         ckpt.end_epoch()
 
 
-def for_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
+def for_epoch(ckpt: limpet.Checkpointer, state: State) -> None:
     for _ in range(state["progress"].epoch, 4):
         for _ in state.get("sampler", range(4)):
             ckpt.step()
         ckpt.end_epoch()
 
 
-def at_the_end_of_an_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
+def at_the_end_of_an_epoch(ckpt: limpet.Checkpointer, state: State) -> None:
     while True:
         for _ in state.get("sampler", range(4)):
             ckpt.step()
@@ -198,7 +198,7 @@ def at_the_end_of_an_epoch(ckpt: holdfast.Checkpointer, state: State) -> None:
             break
 
 
-def for_step_of_progress(ckpt: holdfast.Checkpointer, state: State) -> None:
+def for_step_of_progress(ckpt: limpet.Checkpointer, state: State) -> None:
     step = state["progress"].step
     while step < 16:
         for _ in state.get("sampler", range(4)):
@@ -206,14 +206,14 @@ def for_step_of_progress(ckpt: holdfast.Checkpointer, state: State) -> None:
             step += 1
 
 
-def counted_by_the_user(ckpt: holdfast.Checkpointer, state: State) -> None:
+def counted_by_the_user(ckpt: limpet.Checkpointer, state: State) -> None:
     for epoch in range(state["progress"].epoch, 4):
         state["progress"].epoch = epoch
         for _ in state.get("sampler", range(4)):
             ckpt.step()
 
 
-def by_samples(ckpt: holdfast.Checkpointer, state: State) -> None:
+def by_samples(ckpt: limpet.Checkpointer, state: State) -> None:
     while state["progress"].samples < 32:
         for _ in state.get("sampler", range(4)):
             ckpt.step()
@@ -234,7 +234,7 @@ def test_a_loop_that_reads_its_progress_is_not_reported(
 ) -> None:
     make = partial(make_state_with_progress, has_sampler)
 
-    def a_part(ckpt: holdfast.Checkpointer, state: State) -> None:
+    def a_part(ckpt: limpet.Checkpointer, state: State) -> None:
         for _, _ in zip(range(2), state.get("sampler", range(2)), strict=False):
             ckpt.step()
 
@@ -243,7 +243,7 @@ def test_a_loop_that_reads_its_progress_is_not_reported(
         assert train(tmp_path, make(), loop) == []
 
 
-def counted_with_increments(ckpt: holdfast.Checkpointer, state: State) -> None:
+def counted_with_increments(ckpt: limpet.Checkpointer, state: State) -> None:
     """An old loop, which counts itself."""
     progress = state["progress"]
     for _ in range(2):
@@ -253,7 +253,7 @@ def counted_with_increments(ckpt: holdfast.Checkpointer, state: State) -> None:
         state["progress"].epoch += 1
 
 
-def should_stop(ckpt: holdfast.Checkpointer, state: State) -> None:
+def should_stop(ckpt: limpet.Checkpointer, state: State) -> None:
     for _ in range(2):
         for _ in state.get("sampler", range(4)):
             ckpt.step({"loss": 1.0 / (ckpt._step_counter.step + 1)})
@@ -273,15 +273,13 @@ def test_an_increment_and_a_test_for_an_early_stop_are_no_position(
 
 
 def test_a_loop_that_ends_by_its_stop_policy_is_not_reported(tmp_path: Path) -> None:
-    stop = holdfast.StopWhen("loss", patience=100, mode="min")
+    stop = limpet.StopWhen("loss", patience=100, mode="min")
     for _ in range(2):
-        assert (
-            train(tmp_path, make_state(progress=holdfast.Progress()), should_stop, stop=stop) == []
-        )
+        assert train(tmp_path, make_state(progress=limpet.Progress()), should_stop, stop=stop) == []
 
 
 def test_what_is_left_of_an_epoch_is_a_position(tmp_path: Path) -> None:
-    def loop(ckpt: holdfast.Checkpointer, state: State) -> None:
+    def loop(ckpt: limpet.Checkpointer, state: State) -> None:
         for _ in range(2):
             batches = iter(state["sampler"])
             while state["sampler"].left:
@@ -294,7 +292,7 @@ def test_what_is_left_of_an_epoch_is_a_position(tmp_path: Path) -> None:
 
 def test_a_read_of_the_process_before_a_second_resume_does_not_count(tmp_path: Path) -> None:
     """A notebook: an earlier cell has read the position."""
-    state = make_state(progress=holdfast.Progress())
+    state = make_state(progress=limpet.Progress())
     assert train(tmp_path, state, while_epoch) == []
     assert len(train(tmp_path, state, repeated_epochs)) == 1
 
@@ -306,7 +304,7 @@ def test_a_read_of_the_process_before_a_second_resume_does_not_count(tmp_path: P
         {"counts": [1.5]},
         {"counts": {"epoch": np.zeros(1)}},
         {"epoch": torch.zeros(1)},
-        {"epoch": holdfast.PerRank(torch.zeros(1))},
+        {"epoch": limpet.PerRank(torch.zeros(1))},
     ],
 )
 def test_a_member_that_may_count_is_not_reported(more: State, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-import holdfast
-from holdfast.errors import ReplacedOptions
-from holdfast.training.resuming.options import OptionCheck
+import limpet
+from limpet.errors import ReplacedOptions
+from limpet.training.resuming.options import OptionCheck
 
 Optimizer = torch.optim.Optimizer
 
@@ -40,10 +40,10 @@ def train(
 ) -> list[str]:
     """Resume, and train two steps. Return the warnings about options."""
     start = more.pop("start", None)
-    state = {"optimizer": optimizer, "progress": holdfast.Progress(), **more}
+    state = {"optimizer": optimizer, "progress": limpet.Progress(), **more}
     with (
         warnings.catch_warnings(record=True) as caught,
-        holdfast.Checkpointer(folder, state, save=holdfast.EverySteps(1)) as ckpt,
+        limpet.Checkpointer(folder, state, save=limpet.EverySteps(1)) as ckpt,
     ):
         warnings.simplefilter("always")
         ckpt.resume(start=start)
@@ -175,7 +175,7 @@ def test_the_options_of_each_group_are_compared(tmp_path: Path) -> None:
 
 def test_a_version_stores_the_options_once(tmp_path: Path) -> None:
     train(tmp_path, grouped(*[0.1] * 1000, 0.2))
-    snapshot = holdfast.Run(tmp_path).latest()
+    snapshot = limpet.Run(tmp_path).latest()
     assert snapshot is not None
     recorded = snapshot.metadata["training"]["options"]
     first, *others = recorded["optimizer"]
@@ -263,7 +263,7 @@ def test_unusual_optimizers_do_not_end_a_resume(tmp_path: Path) -> None:
         state = {"equal": Equal(nn.Linear(2, 1).parameters(), lr=lr), "composite": Composite()}
         with (
             warnings.catch_warnings(record=True) as caught,
-            holdfast.Checkpointer(tmp_path, state, save=holdfast.EverySteps(1)) as ckpt,
+            limpet.Checkpointer(tmp_path, state, save=limpet.EverySteps(1)) as ckpt,
         ):
             warnings.simplefilter("always")
             ckpt.resume()
@@ -288,16 +288,16 @@ def test_unusual_values_do_not_end_a_resume(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_one_rank_is_compared(tmp_path: Path) -> None:
-    train(tmp_path, adam(), own=holdfast.PerRank({"o": adam(lr=0.1)}))
-    (warning,) = train(tmp_path, adam(), own=holdfast.PerRank({"o": adam(lr=0.3)}))
+    train(tmp_path, adam(), own=limpet.PerRank({"o": adam(lr=0.1)}))
+    (warning,) = train(tmp_path, adam(), own=limpet.PerRank({"o": adam(lr=0.3)}))
     assert "own/o/lr is 0.1, not 0.3" in warning
 
 
 def test_the_record_is_bounded(tmp_path: Path) -> None:
     optimizers = [adam(lr=0.1) for _ in range(300)]
-    with holdfast.Checkpointer(tmp_path, {"o": optimizers}, save=holdfast.AtEnd()) as ckpt:
+    with limpet.Checkpointer(tmp_path, {"o": optimizers}, save=limpet.AtEnd()) as ckpt:
         ckpt.resume()
         ckpt.step()
-    snapshot = holdfast.Run(tmp_path).latest()
+    snapshot = limpet.Run(tmp_path).latest()
     assert snapshot is not None
     assert len(json.dumps(snapshot.metadata["training"]["options"])) < 20_000

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
-from holdfast.errors import InexactResume
+import limpet
+from limpet.errors import InexactResume
 
 Model = nn.Sequential
 
@@ -28,7 +28,7 @@ def adam(*modules: nn.Module) -> torch.optim.Optimizer:
 def warnings_of(folder: Path, state: dict[str, Any], **options: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with holdfast.Checkpointer(folder / "run", state, **options) as ckpt:
+        with limpet.Checkpointer(folder / "run", state, **options) as ckpt:
             ckpt.resume()
             for _ in range(2):
                 ckpt.step()
@@ -96,15 +96,15 @@ def complete_states() -> dict[str, dict[str, Any]]:
             "optimizer": torch.optim.SGD([free], lr=0.1),
         },
         "state_dict": {"model": net, "other": dict(other.state_dict()), "optimizer": adam(other)},
-        "per rank": {"model": net, "own": holdfast.PerRank(other), "optimizer": adam(other, net)},
+        "per rank": {"model": net, "own": limpet.PerRank(other), "optimizer": adam(other, net)},
         "a parameter per rank": {
             "model": net,
-            "own": holdfast.PerRank({"scale": free}),
+            "own": limpet.PerRank({"scale": free}),
             "optimizer": torch.optim.SGD([free], lr=0.1),
         },
         "a replicated parameter": {
             "model": net,
-            "scale": holdfast.Replicated(free),
+            "scale": limpet.Replicated(free),
             "optimizer": torch.optim.SGD([free], lr=0.1),
         },
         "an array": {
@@ -138,11 +138,11 @@ def complete_states() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", complete_states())
 def test_a_complete_state_is_not_reported(name: str, tmp_path: Path) -> None:
     state = complete_states()[name]
-    assert warnings_of(tmp_path, state, save=holdfast.EverySteps(100)) == []
+    assert warnings_of(tmp_path, state, save=limpet.EverySteps(100)) == []
 
 
 def test_an_optimizer_of_one_rank_is_checked(tmp_path: Path) -> None:
-    state = {"model": model(), "own": holdfast.PerRank(adam(model()[2]))}
+    state = {"model": model(), "own": limpet.PerRank(adam(model()[2]))}
     (warning,) = warnings_of(tmp_path, state)
     assert "2 parameters of own (float32 [1, 3], float32 [1]): no module in the state" in warning
 
@@ -168,4 +168,4 @@ def test_an_object_that_may_have_the_parameters_is_believed(tmp_path: Path) -> N
 
 def test_a_training_that_saves_nothing_is_not_checked(tmp_path: Path) -> None:
     state = {"model": model(), "optimizer": adam(model())}
-    assert warnings_of(tmp_path, state, save=holdfast.Never()) == []
+    assert warnings_of(tmp_path, state, save=limpet.Never()) == []

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-import holdfast
-from holdfast.data.next_batch import find_next_batch
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import UnconsumedSamples
-from holdfast.training.resuming import receipt
+import limpet
+from limpet.data.next_batch import find_next_batch
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import UnconsumedSamples
+from limpet.training.resuming import receipt
 from tests.trainings import forget
 
 Event = tuple[str, dict[str, Any]]
@@ -34,8 +34,8 @@ def make_state(**more: Any) -> dict[str, Any]:
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
         "scaler": torch.amp.GradScaler("cpu", init_scale=8.0),
-        "progress": holdfast.Progress(),
-        "rng": holdfast.RNG(),
+        "progress": limpet.Progress(),
+        "rng": limpet.RNG(),
         "array": np.arange(5),
         "note": "x",
         "nothing": float("nan"),
@@ -51,16 +51,16 @@ def resume(folder: Path, state: dict[str, Any], **options: Any) -> list[Event]:
         if name.startswith("resume_"):
             found.append((name, fields))
 
-    with holdfast.attach(sink):
-        ckpt = holdfast.Checkpointer(folder, state, preemption=None)
+    with limpet.attach(sink):
+        ckpt = limpet.Checkpointer(folder, state, preemption=None)
         ckpt.resume(**options)
         ckpt.close()
     return found
 
 
 def save_run(folder: Path, state: dict[str, Any], steps: int = 2, **options: Any) -> None:
-    save = holdfast.EverySteps(1)
-    with holdfast.Checkpointer(folder, state, save=save, preemption=None, **options) as ckpt:
+    save = limpet.EverySteps(1)
+    with limpet.Checkpointer(folder, state, save=save, preemption=None, **options) as ckpt:
         ckpt.resume()
         sampler = state.get("sampler")
         for _ in zip(range(steps), sampler or range(steps), strict=False):
@@ -73,8 +73,8 @@ def test_an_exact_resume_is_reported_with_the_bytes_of_all_leaves(
 ) -> None:
     save_run(tmp_path, make_state(), incremental=incremental)
     ((name, fields),) = resume(tmp_path, make_state())
-    assert (name, fields["run"]) == ("resume_checked", holdfast.Run(tmp_path).url)
-    snapshot = holdfast.Run(tmp_path).latest()
+    assert (name, fields["run"]) == ("resume_checked", limpet.Run(tmp_path).url)
+    snapshot = limpet.Run(tmp_path).latest()
     assert snapshot is not None
     nbytes = sum(
         np.prod(shape) * np.dtype(dtype).itemsize
@@ -161,7 +161,7 @@ def test_a_state_that_cannot_be_compared_is_reported_and_ends_no_resume(
 
 def test_a_tensor_from_the_first_rank_is_equal(tmp_path: Path) -> None:
     def make() -> dict[str, Any]:
-        return {"one": holdfast.Replicated(torch.ones(3)), "own": holdfast.PerRank(torch.ones(2))}
+        return {"one": limpet.Replicated(torch.ones(3)), "own": limpet.PerRank(torch.ones(2))}
 
     save_run(tmp_path, make())
     ((name, fields),) = resume(tmp_path, make())
@@ -197,7 +197,7 @@ def test_each_part_of_a_state_is_compared(tmp_path: Path, monkeypatch: pytest.Mo
             change(state)
             check(run, snapshot, state, group)
 
-        monkeypatch.setattr("holdfast.training.checkpointer.check_resume", changed_check)
+        monkeypatch.setattr("limpet.training.checkpointer.check_resume", changed_check)
         ((name, fields),) = resume(tmp_path, make_state())
         assert name == "resume_differs"
         assert any(k == key or k.startswith(f"{key}/") for k in fields["differing"]), fields
@@ -206,7 +206,7 @@ def test_each_part_of_a_state_is_compared(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_kept_value_is_not_compared(tmp_path: Path) -> None:
     save_run(tmp_path, make_state())
-    with pytest.warns(holdfast.errors.KeptValues):
+    with pytest.warns(limpet.errors.KeptValues):
         ((name, _),) = resume(tmp_path, make_state(ema=torch.rand(3)), missing="keep")
     assert name == "resume_checked"
 
@@ -229,15 +229,15 @@ def test_a_lenient_start_is_compared_if_it_has_changed_nothing(tmp_path: Path) -
 
 
 def test_a_state_in_memory_is_compared(tmp_path: Path, memory: str) -> None:
-    tier = holdfast.MemoryTier(every=holdfast.EverySteps(1), copies=1, path=memory)
+    tier = limpet.MemoryTier(every=limpet.EverySteps(1), copies=1, path=memory)
     found: list[Event] = []
     for number in range(2):
         state = make_state()
-        options: Any = {"save": holdfast.EverySteps(100), "tiers": [tier], "preemption": None}
+        options: Any = {"save": limpet.EverySteps(100), "tiers": [tier], "preemption": None}
         with (
             pytest.raises(ZeroDivisionError),
-            holdfast.attach(lambda *event: found.append(event)),
-            holdfast.Checkpointer(tmp_path / "run", state, **options) as ckpt,
+            limpet.attach(lambda *event: found.append(event)),
+            limpet.Checkpointer(tmp_path / "run", state, **options) as ckpt,
         ):
             ckpt.resume()
             assert ckpt.current_step == number
@@ -257,14 +257,14 @@ def test_a_branch_is_compared(tmp_path: Path) -> None:
 # -- the next batch --------------------------------------------------------------------------------
 
 
-def make_sampler(**options: Any) -> holdfast.ElasticSampler:
-    return holdfast.ElasticSampler(**{"length": 40, "batch_size": 4, "seed": 1, **options})
+def make_sampler(**options: Any) -> limpet.ElasticSampler:
+    return limpet.ElasticSampler(**{"length": 40, "batch_size": 4, "seed": 1, **options})
 
 
 def test_a_version_records_the_next_batch(tmp_path: Path) -> None:
     sampler = make_sampler()
     save_run(tmp_path, make_state(sampler=sampler), steps=3)
-    snapshot = holdfast.Run(tmp_path).latest()
+    snapshot = limpet.Run(tmp_path).latest()
     assert snapshot is not None
     (recorded,) = snapshot.metadata["training"]["next_batches"].values()
     assert (recorded["epoch"], recorded["samples"], recorded["left"]) == (0, 12, 28)
@@ -322,8 +322,8 @@ def warnings_of_an_idle_loop(folder: Path, state: dict[str, Any]) -> list[str]:
 
 
 def test_a_loop_that_takes_no_step_although_samples_are_left(tmp_path: Path) -> None:
-    ckpt = holdfast.Checkpointer(
-        tmp_path, make_state(sampler=make_sampler()), save=holdfast.EverySteps(1), preemption=None
+    ckpt = limpet.Checkpointer(
+        tmp_path, make_state(sampler=make_sampler()), save=limpet.EverySteps(1), preemption=None
     )
     try:
         with ckpt:
@@ -341,7 +341,7 @@ def test_a_loop_that_takes_no_step_although_samples_are_left(tmp_path: Path) -> 
 def test_a_second_close_repeats_no_warning_of_samples_that_are_left(tmp_path: Path) -> None:
     state = make_state(sampler=make_sampler())
     for number in range(2):
-        ckpt = holdfast.Checkpointer(tmp_path, state, save=holdfast.EverySteps(1), preemption=None)
+        ckpt = limpet.Checkpointer(tmp_path, state, save=limpet.EverySteps(1), preemption=None)
         ckpt.resume()
         if number == 0:
             for _ in zip(range(3), state["sampler"], strict=False):

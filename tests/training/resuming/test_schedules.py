@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-import holdfast
-from holdfast.errors import ReplacedSchedule
+import limpet
+from limpet.errors import ReplacedSchedule
 
 Make = Callable[[torch.optim.Optimizer, int], lr_scheduler.LRScheduler]
 
@@ -34,7 +34,7 @@ def make_state(make: Make, steps: int) -> dict[str, Any]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = make(optimizer, steps)
-    progress = holdfast.Progress()
+    progress = limpet.Progress()
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
 
 
@@ -48,7 +48,7 @@ def train(
     rates = []
     with (
         warnings.catch_warnings(record=True) as caught,
-        holdfast.Checkpointer(folder, state, save=holdfast.EverySteps(1)) as ckpt,
+        limpet.Checkpointer(folder, state, save=limpet.EverySteps(1)) as ckpt,
     ):
         warnings.simplefilter("always")
         own = scheduler.state_dict()

@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import holdfast
-from holdfast.engine.snapshot.snapshot import reader_of
-from holdfast.errors import (
+import limpet
+from limpet.engine.snapshot.snapshot import reader_of
+from limpet.errors import (
     DTypeMismatch,
-    HoldfastError,
+    LimpetError,
     ManifestInvalid,
     MemberFailed,
     NotFound,
@@ -87,7 +87,7 @@ def inner(t: Any) -> list[Any]:
 
 def save(state: dict[str, Any]) -> str:
     url = unused_url()
-    holdfast.save(url, state)
+    limpet.save(url, state)
     return url
 
 
@@ -97,7 +97,7 @@ def save(state: dict[str, Any]) -> str:
 def test_a_load_fills_the_inner_tensors_in_place() -> None:
     live = {"w": scaled(7), "list": [scaled(8)]}
     objects = live["w"], live["w"].codes, live["w"].scale
-    holdfast.load(save({"w": scaled(1), "list": [scaled(2)]}), into=live)
+    limpet.load(save({"w": scaled(1), "list": [scaled(2)]}), into=live)
     assert inner(live["w"]) == inner(scaled(1))
     assert inner(live["list"][0]) == inner(scaled(2))
     assert (live["w"], live["w"].codes, live["w"].scale) == objects or all(
@@ -106,7 +106,7 @@ def test_a_load_fills_the_inner_tensors_in_place() -> None:
 
 
 def test_a_load_without_a_live_tensor_gives_what_it_consists_of() -> None:
-    loaded = holdfast.load(save({"w": scaled(1)}))["w"]
+    loaded = limpet.load(save({"w": scaled(1)}))["w"]
     assert loaded["class"] == "tests.golden.make.Scaled"
     assert (loaded["dtype"], loaded["shape"]) == (torch.float32, torch.Size([2, 3]))
     assert loaded["context"] == {"bits": 8, "dtype": torch.float32}
@@ -114,7 +114,7 @@ def test_a_load_without_a_live_tensor_gives_what_it_consists_of() -> None:
 
 
 def test_the_leaves_are_the_inner_tensors() -> None:
-    snapshot = holdfast.open(save({"w": scaled(1)}))
+    snapshot = limpet.open(save({"w": scaled(1)}))
     assert reader_of(snapshot).manifest.number == 3
     assert snapshot.keys() == ["w/codes", "w/scale"]
     assert snapshot["w/scale"][0:1].tolist() == [[0.5]]
@@ -124,10 +124,10 @@ def test_the_leaves_are_the_inner_tensors() -> None:
 def test_tied_tensors_are_stored_once() -> None:
     t = scaled(1)
     url = save({"a": t, "b": t, "codes": t.codes})
-    assert len(reader_of(holdfast.open(url)).leaves) == 2
+    assert len(reader_of(limpet.open(url)).leaves) == 2
     tied = scaled(9)
     live = {"a": tied, "b": tied, "codes": tied.codes}
-    holdfast.load(url, into=live)
+    limpet.load(url, into=live)
     assert inner(tied) == inner(t)
 
 
@@ -136,7 +136,7 @@ def test_nested_subclasses() -> None:
         return Scaled(scaled(step), torch.full((2, 1), float(step)))
 
     live = {"w": nested(5)}
-    holdfast.load(save({"w": nested(1)}), into=live)
+    limpet.load(save({"w": nested(1)}), into=live)
     assert inner(live["w"].codes) == inner(scaled(1))
     assert live["w"].scale.tolist() == [[1.0], [1.0]]
 
@@ -152,7 +152,7 @@ def test_parameters_and_buffers_of_a_module() -> None:
 
     live = {"m": module(5)}
     weight = live["m"].weight
-    holdfast.load(save({"m": module(1)}), into=live)
+    limpet.load(save({"m": module(1)}), into=live)
     assert live["m"].weight is weight
     for name in ("weight", "table"):
         assert inner(getattr(live["m"], name)) == inner(getattr(module(1), name))
@@ -179,20 +179,20 @@ def test_parameters_and_buffers_of_a_module() -> None:
 def test_another_live_value_is_refused(live: Any, message: str, cast: bool) -> None:
     url = save({"w": scaled(1), "x": torch.ones(2)})
     state = {"w": live, "x": torch.zeros(2)}
-    with pytest.raises(HoldfastError, match=message):
-        holdfast.load(url, into=state, cast=cast)
+    with pytest.raises(LimpetError, match=message):
+        limpet.load(url, into=state, cast=cast)
     assert state["x"].tolist() == [0, 0]
 
 
 def test_a_plain_tensor_does_not_fill_a_subclass() -> None:
     with pytest.raises(DTypeMismatch, match=r"tensor, live tests.golden.make.Scaled"):
-        holdfast.load(save({"w": torch.ones(2, 3)}), into={"w": scaled(0)})
+        limpet.load(save({"w": torch.ones(2, 3)}), into={"w": scaled(0)})
 
 
 def test_a_list_that_would_get_new_elements_is_refused() -> None:
     live: dict[str, Any] = {"w": []}
-    with pytest.raises(HoldfastError, match="no tensor of the class"):
-        holdfast.load(save({"w": [scaled(1)]}), into=live)
+    with pytest.raises(LimpetError, match="no tensor of the class"):
+        limpet.load(save({"w": [scaled(1)]}), into=live)
     assert live == {"w": []}
 
 
@@ -202,14 +202,14 @@ def test_a_list_that_would_get_new_elements_is_refused() -> None:
 def test_contexts_are_compared_but_never_created() -> None:
     context = {"options": Options(), "kinds": [Kind.BLOCKS], "size": torch.Size([1]), "n": None}
     url = save({"w": with_context(context)})
-    stored = holdfast.load(url)["w"]["context"]
+    stored = limpet.load(url)["w"]["context"]
     assert stored["kinds"] == [f"{__name__}.Kind.BLOCKS"]
-    holdfast.load(url, into={"w": with_context(dict(context))})
+    limpet.load(url, into={"w": with_context(dict(context))})
     for changed in ({"n": 0}, {"options": Options(Kind.BLOCKS)}, {"kinds": [Kind.ROWS]}):
         with pytest.raises(DTypeMismatch, match="context"):
-            holdfast.load(url, into={"w": with_context({**context, **changed})})
+            limpet.load(url, into={"w": with_context({**context, **changed})})
     with pytest.raises(DTypeMismatch, match="context"):
-        holdfast.load(save({"w": with_context([1])}), into={"w": with_context([True])})
+        limpet.load(save({"w": with_context([1])}), into={"w": with_context([True])})
 
 
 def test_other_contexts_and_classes_are_refused_by_name() -> None:
@@ -257,17 +257,15 @@ def test_a_tensor_in_the_state_of_an_object_is_refused() -> None:
 def test_ranks_store_equal_tensors_once_and_refuse_different_ones() -> None:
     url = unused_url()
     with FakeGroup(2) as group:
-        group.run(
-            lambda r: holdfast.save(url, {"w": scaled(1), "own": holdfast.PerRank(scaled(r))})
-        )
-        states = [{"w": scaled(9), "own": holdfast.PerRank(scaled(9))} for _ in range(2)]
-        group.run(lambda r: holdfast.load(url, into=states[r]))
+        group.run(lambda r: limpet.save(url, {"w": scaled(1), "own": limpet.PerRank(scaled(r))}))
+        states = [{"w": scaled(9), "own": limpet.PerRank(scaled(9))} for _ in range(2)]
+        group.run(lambda r: limpet.load(url, into=states[r]))
         for r, state in enumerate(states):
             assert inner(state["w"]) == inner(scaled(1))
             assert inner(state["own"].value) == inner(scaled(r))
         url = unused_url()
-        for error in group.outcomes(lambda r: holdfast.save(url, {"w": scaled(r)})):
-            assert isinstance(error, HoldfastError)
+        for error in group.outcomes(lambda r: limpet.save(url, {"w": scaled(r)})):
+            assert isinstance(error, LimpetError)
             assert "w/codes" in str(error)
 
 
@@ -275,11 +273,11 @@ def test_a_savepoint_has_the_values_of_its_step(tmp_path: Path) -> None:
     """An exception after a step is followed by a save of the state at the end of that step."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    state = {"m": model, "o": optimizer, "w": scaled(0), "progress": holdfast.Progress()}
-    policy = holdfast.EverySteps(100) | holdfast.OnException()
+    state = {"m": model, "o": optimizer, "w": scaled(0), "progress": limpet.Progress()}
+    policy = limpet.EverySteps(100) | limpet.OnException()
     with (
         pytest.raises(ZeroDivisionError),
-        holdfast.Checkpointer(str(tmp_path), state, save=policy) as ckpt,
+        limpet.Checkpointer(str(tmp_path), state, save=policy) as ckpt,
     ):
         for step in range(3):
             model(torch.ones(1)).sum().backward()
@@ -288,7 +286,7 @@ def test_a_savepoint_has_the_values_of_its_step(tmp_path: Path) -> None:
             ckpt.step()
         state["w"].codes.fill_(99)
         raise ZeroDivisionError
-    (snapshot,) = holdfast.Run(str(tmp_path)).snapshots()
+    (snapshot,) = limpet.Run(str(tmp_path)).snapshots()
     assert snapshot.step == 3
     assert snapshot["w/codes"].read().unique().tolist() == [3]
 
@@ -296,16 +294,14 @@ def test_a_savepoint_has_the_values_of_its_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_run_with_incremental_versions(tmp_path: Path, overlap: bool) -> None:
     big = Scaled(torch.zeros(2, 400_000, dtype=torch.int8), torch.ones(2, 1))
-    state = {"w": big, "progress": holdfast.Progress()}
+    state = {"w": big, "progress": limpet.Progress()}
     options: dict[str, Any] = {"incremental": True, "overlap": overlap}
-    with holdfast.Checkpointer(
-        str(tmp_path), state, save=holdfast.EverySteps(1), **options
-    ) as ckpt:
+    with limpet.Checkpointer(str(tmp_path), state, save=limpet.EverySteps(1), **options) as ckpt:
         for step in range(3):
             big.scale.fill_(step)
             ckpt.step()
             ckpt.wait()
-    last = holdfast.Run(str(tmp_path)).snapshots()[-1]
+    last = limpet.Run(str(tmp_path)).snapshots()[-1]
     assert last.chain == 2
     assert last["w/scale"].read().tolist() == [[2.0], [2.0]]
     assert last.verify().ok
@@ -313,14 +309,14 @@ def test_a_run_with_incremental_versions(tmp_path: Path, overlap: bool) -> None:
 
 def test_rename_keys_and_exports(tmp_path: Path) -> None:
     url = str(tmp_path / "version_1")
-    holdfast.save(url, {"m": {"w": scaled(1), "x": torch.ones(2)}})
+    limpet.save(url, {"m": {"w": scaled(1), "x": torch.ones(2)}})
     live = {"m": {"new": scaled(5), "x": torch.zeros(2)}}
-    holdfast.load(url, into=live, rename={"m/w": "m/new"})
+    limpet.load(url, into=live, rename={"m/w": "m/new"})
     assert inner(live["m"]["new"]) == inner(scaled(1))
-    assert holdfast.load(url, keys="m/x")["m"]["x"].tolist() == [1, 1]
+    assert limpet.load(url, keys="m/x")["m"]["x"].tolist() == [1, 1]
     for to in ("torch", "safetensors"):
         with pytest.raises(Unsupported, match=r"of class tests.golden.make.Scaled"):
-            holdfast.export(url, str(tmp_path / to), to=to)
+            limpet.export(url, str(tmp_path / to), to=to)
 
 
 # -- forged files --------------------------------------------------------------------------------
@@ -373,7 +369,7 @@ def test_a_malformed_node_is_refused(node: Json) -> None:
     content["tree"]["dict"]["x"] = node
     files[key] = seal(content, 3)
     with pytest.raises(ManifestInvalid):
-        holdfast.open(store_of(files).at(key.partition("/")[0]))
+        limpet.open(store_of(files).at(key.partition("/")[0]))
 
 
 # -- distributed tensors -------------------------------------------------------------------------
@@ -405,15 +401,15 @@ def test_a_distributed_tensor_of_such_a_class_is_refused(
     )
     url = unused_url()
     with pytest.raises(Unsupported, match=described):
-        holdfast.save(url, live)
+        limpet.save(url, live)
     with pytest.raises(NotFound):
-        holdfast.open(url)
+        limpet.open(url)
     dense = DTensor.from_local(torch.ones(2, 3), mesh, [placement])
-    holdfast.save(url, {"m": {"weight": dense}, "n": 2})
+    limpet.save(url, {"m": {"weight": dense}, "n": 2})
     with pytest.raises(Unsupported, match=described):
-        holdfast.load(url, into=live)
+        limpet.load(url, into=live)
     assert live["n"] == 1
     assert inner(local) == inner(scaled(1))
     parts = {name: DTensor.from_local(t, mesh, [placement]) for name, t in vars(local).items()
              if name != "bits"}  # fmt: skip
-    holdfast.save(unused_url(), {"m": parts})  # as advised
+    limpet.save(unused_url(), {"m": parts})  # as advised

@@ -1,0 +1,162 @@
+"""Limpet keeps the state of a training run safe and resumes the run after anything that stops it.
+
+This module exports the public names. Each name is imported on first use, so that
+``import limpet`` imports neither torch nor rich.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from limpet.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from limpet import errors, preemption, sinks, tasks
+    from limpet.data.progress import Progress
+    from limpet.data.rng import RNG
+    from limpet.data.sampler import ElasticSampler
+    from limpet.engine.loading.report import LoadReport
+    from limpet.engine.saving.pending import Pending
+    from limpet.engine.saving.save import save, save_async
+    from limpet.engine.snapshot.leaf import LeafView
+    from limpet.engine.snapshot.snapshot import Snapshot
+    from limpet.engine.snapshot.verify import Report
+    from limpet.engine.state.replication import PerRank, Replicated
+    from limpet.engine.state.sharding import Boxed
+    from limpet.evaluation.evaluation import Evaluation
+    from limpet.events import attach
+    from limpet.exporting.export import export
+    from limpet.generators import isolated_rng
+    from limpet.preemption.policy import Preemption
+    from limpet.run.address import load
+    from limpet.run.address import open_version as open
+    from limpet.run.policy import (
+        AtEnd,
+        AtSteps,
+        EveryEpoch,
+        EverySeconds,
+        EverySteps,
+        KeepBest,
+        KeepEvery,
+        KeepLast,
+        KeepSteps,
+        Never,
+        OnException,
+        StopWhen,
+    )
+    from limpet.run.run import Run
+    from limpet.storage.open import open_store, register_store
+    from limpet.storage.store import Store
+    from limpet.tiers.local_tier import LocalTier
+    from limpet.tiers.memory_tier import MemoryTier
+    from limpet.training.checkpointer import Checkpointer
+    from limpet.training.evaluations.training_evaluation import TrainingEvaluation
+
+__all__ = [
+    "AtEnd",
+    "AtSteps",
+    "Boxed",
+    "Checkpointer",
+    "ElasticSampler",
+    "Evaluation",
+    "EveryEpoch",
+    "EverySeconds",
+    "EverySteps",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepSteps",
+    "LeafView",
+    "LoadReport",
+    "LocalTier",
+    "MemoryTier",
+    "Never",
+    "OnException",
+    "Pending",
+    "PerRank",
+    "Preemption",
+    "Progress",
+    "RNG",
+    "Replicated",
+    "Report",
+    "Run",
+    "Snapshot",
+    "StopWhen",
+    "Store",
+    "TrainingEvaluation",
+    "attach",
+    "errors",
+    "export",
+    "isolated_rng",
+    "load",
+    "open",
+    "open_store",
+    "preemption",
+    "register_store",
+    "save",
+    "save_async",
+    "sinks",
+    "tasks",
+]
+
+_LAZY_NAMES = {
+    "AtEnd": "run.policy",
+    "AtSteps": "run.policy",
+    "Boxed": "engine.state.sharding",
+    "Checkpointer": "training.checkpointer",
+    "ElasticSampler": "data.sampler",
+    "Evaluation": "evaluation.evaluation",
+    "EveryEpoch": "run.policy",
+    "EverySeconds": "run.policy",
+    "EverySteps": "run.policy",
+    "KeepBest": "run.policy",
+    "KeepEvery": "run.policy",
+    "KeepLast": "run.policy",
+    "KeepSteps": "run.policy",
+    "LeafView": "engine.snapshot.leaf",
+    "LoadReport": "engine.loading.report",
+    "LocalTier": "tiers.local_tier",
+    "MemoryTier": "tiers.memory_tier",
+    "Never": "run.policy",
+    "OnException": "run.policy",
+    "Pending": "engine.saving.pending",
+    "PerRank": "engine.state.replication",
+    "Preemption": "preemption.policy",
+    "Progress": "data.progress",
+    "RNG": "data.rng",
+    "Replicated": "engine.state.replication",
+    "Report": "engine.snapshot.verify",
+    "Run": "run.run",
+    "Snapshot": "engine.snapshot.snapshot",
+    "StopWhen": "run.policy",
+    "Store": "storage.store",
+    "TrainingEvaluation": "training.evaluations.training_evaluation",
+    "attach": "events",
+    "errors": "errors",
+    "export": "exporting.export",
+    "isolated_rng": "generators",
+    "load": "run.address",
+    "open": "run.address:open_version",
+    "open_store": "storage.open",
+    "preemption": "preemption",
+    "register_store": "storage.open",
+    "save": "engine.saving.save",
+    "save_async": "engine.saving.save",
+    "sinks": "sinks",
+    "tasks": "tasks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY_NAMES:
+        raise AttributeError(f"module 'limpet' has no attribute {name!r}")
+    module_name, _, attribute = _LAZY_NAMES[name].partition(":")
+    module = import_module(f"limpet.{module_name}")
+    value = module if name == module_name else getattr(module, attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,307 @@
+"""Page-aligned buffers for direct I/O, a pool of buffers, and alignment arithmetic.
+
+A fork must not turn a buffer into copy-on-write memory. A data loader may start a worker while a
+save runs, and a direct write in flight could then read from a page that this process no longer
+owns. Buffers are therefore wiped on fork: the child process sees zeros. Memory that is wiped on
+fork can be private and can use huge pages, which the kernel creates ten times as fast as small
+pages. The alternative, shared memory, uses small pages by default.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Condition, Lock
+from typing import Any, Self
+
+import numpy as np
+
+from limpet.errors import LimpetError, StoreError
+from limpet.lazy_torch import torch_or_none
+from limpet.machine import IS_LINUX, after_fork, find_libc
+from limpet.types import ALIGNMENT, BLOCK_SIZE, MIB
+
+_MADV_WIPEONFORK = 18
+_MADV_POPULATE_WRITE = 23
+_LIBC = find_libc()
+
+_WAIT_PART = 0.5
+"""Seconds of a wait after which it is checked whether the wait must end."""
+
+
+class Buffer:
+    """A page-aligned block of ``size`` bytes at ``address``, whose pages are already allocated.
+
+    ``view`` is a memoryview of the block. The memory returns to the system when the buffer and all
+    views of it are gone.
+    """
+
+    def __init__(self, size: int) -> None:
+        mapping = _map_for_linux(size) if IS_LINUX else mmap.mmap(-1, size)
+        self.size = size
+        self.view = memoryview(mapping)
+        self.address = address_of(self.view)
+        self.is_free = False
+        self.is_pooled = True
+        # Call madvise through ctypes: mmap.madvise holds the GIL while the kernel allocates pages.
+        start, length = ctypes.c_void_p(self.address), ctypes.c_size_t(size)
+        # before Linux 5.14, it fails
+        if not IS_LINUX or _LIBC.madvise(start, length, _MADV_POPULATE_WRITE) != 0:
+            ctypes.memset(self.address, 0, size)
+
+    @classmethod
+    def over(cls, view: memoryview) -> Self:
+        """Return a buffer that is a part of other memory. A pool does not keep it."""
+        buffer = cls.__new__(cls)
+        buffer.size, buffer.view, buffer.address = len(view), view, address_of(view)
+        buffer.is_free = buffer.is_pooled = False
+        return buffer
+
+
+def _map_for_linux(size: int) -> mmap.mmap:
+    mapping = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping.madvise(_MADV_WIPEONFORK)
+    except OSError:  # before Linux 4.14
+        mapping = mmap.mmap(-1, size)  # shared memory
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+class BufferPool:
+    """A thread-safe pool of equal-sized buffers under a byte budget, reused last in, first out.
+
+    ``budget`` may be set at any time. A larger budget wakes waiting threads; a smaller budget takes
+    effect as buffers are released. ``allocated_bytes`` is the size of all buffers, and
+    ``free_bytes`` the size of those that are not in use. ``on_create`` is called with every new
+    buffer.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        buffer_size: int = BLOCK_SIZE,
+        on_create: Callable[[Buffer], object] | None = None,
+    ) -> None:
+        self.buffer_size = buffer_size
+        self._on_create = on_create
+        self._lock = Lock()  # ``with`` on a Condition can leave it acquired (see ``Latch``)
+        self._condition = Condition(self._lock)
+        self._may_collect = Condition(self._lock)
+        self._collector: object = None
+        self._free: list[Buffer] = []
+        self._count = 0
+        self._closed = False
+        self.budget = budget
+
+    @property
+    def budget(self) -> int:
+        return self._limit * self.buffer_size
+
+    @budget.setter
+    def budget(self, budget: int) -> None:
+        if budget < self.buffer_size:
+            raise LimpetError(
+                "The budget of a buffer pool is smaller than one buffer",
+                expected=f"at least {self.buffer_size} bytes",
+                found=budget,
+            )
+        with self._lock:
+            self._limit = budget // self.buffer_size
+            self._condition.notify_all()
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._count * self.buffer_size
+
+    @property
+    def free_bytes(self) -> int:
+        return len(self._free) * self.buffer_size
+
+    def acquire(
+        self, timeout: float | None = None, check: Callable[[], object] = lambda: None
+    ) -> Buffer:
+        """Return a buffer, and wait for one while the budget is used up.
+
+        Without a ``timeout``, ``check`` is called regularly during the wait; it raises to end the
+        wait. Raises ``StoreError`` if no buffer is released within ``timeout`` seconds, or if the
+        pool is closed.
+        """
+        with self._lock:
+            while not self._condition.wait_for(
+                lambda: self._closed or self._free or self._count < self._limit,
+                _WAIT_PART if timeout is None else timeout,
+            ):
+                if timeout is None:
+                    check()
+                    continue  # wait in parts: an exception may have prevented a notification
+                raise StoreError(
+                    "Timed out while waiting for a free buffer",
+                    expected=f"a buffer within {timeout} s",
+                    found=f"{self.allocated_bytes} bytes in use, which is the budget",
+                    todo="Find out why writes are slow, or raise the budget",
+                )
+            if self._closed:
+                raise StoreError("Cannot acquire a buffer: the pool is closed")
+            if self._free:
+                buffer = self._free.pop()
+                buffer.is_free = False
+                return buffer
+            self._count += 1
+        return self._create_buffer()
+
+    def acquire_many(self, count: int, check: Callable[[], object] = lambda: None) -> list[Buffer]:
+        """Return ``count`` buffers, at most as many as the budget allows, as ``acquire`` does.
+
+        Only one thread at a time collects several buffers. If two did, each could wait for what
+        the other has. ``check``: as in ``acquire``.
+        """
+        if count == 1:
+            return [self.acquire(check=check)]
+        buffers: list[Buffer] = []
+        own = object()  # not a lock: the wait for a lock cannot call ``check``
+        try:
+            with self._lock:
+                while not self._may_collect.wait_for(lambda: self._collector is None, _WAIT_PART):
+                    check()
+                self._collector = own
+            while len(buffers) < count:
+                buffers.append(self.acquire(check=check))
+        except BaseException:
+            for buffer in buffers:
+                self.release(buffer)
+            raise
+        finally:
+            if self._collector is own:
+                self._collector = None
+                with self._lock:
+                    self._may_collect.notify()
+        return buffers
+
+    def preallocate(self, nbytes: int) -> None:
+        """Create buffers until the pool holds ``nbytes``, the budget is used up, or it is closed.
+
+        A background thread calls this. Other threads can use the pool at the same time.
+        """
+        while True:
+            with self._lock:
+                enough = self._count >= min(-(-nbytes // self.buffer_size), self._limit)
+                if enough or self._closed:
+                    return
+                self._count += 1
+            self.release(self._create_buffer())
+
+    def _create_buffer(self) -> Buffer:
+        """Create a buffer that the caller has already counted.
+
+        This runs outside the lock because allocating the pages takes milliseconds.
+        """
+        try:
+            buffer = Buffer(self.buffer_size)
+            if self._on_create is not None:
+                self._on_create(buffer)
+        except BaseException:
+            with self._lock:
+                self._count -= 1
+                self._condition.notify()
+            raise
+        return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        """Return a buffer to the pool, also after ``close``.
+
+        Raises ``LimpetError`` if the buffer was already released.
+        """
+        with self._lock:
+            if buffer.is_free:
+                raise LimpetError("A buffer was released twice: its bytes may be in use")
+            buffer.is_free = True
+            if not buffer.is_pooled:
+                return
+            if self._closed or self._count > self._limit:
+                self._count -= 1
+            else:
+                self._free.append(buffer)
+                self._condition.notify()
+
+    def trim(self, max_bytes: int) -> None:
+        """Free unused buffers until at most ``max_bytes`` are allocated."""
+        with self._lock:
+            while self._free and self.allocated_bytes > max_bytes:
+                self._free.pop(0)
+                self._count -= 1
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Make all waiting and later calls of ``acquire`` raise, and free all unused buffers."""
+        with self._lock:
+            self._closed = True
+        self.trim(0)
+
+
+POOL_BUDGET = 128 * MIB
+"""Half of the memory that a synchronous save or a load may use beyond the state, in bytes."""
+
+
+def page_lock(buffer: Buffer) -> None:
+    """Page-lock a buffer's memory for its lifetime, if the program uses CUDA: copies from and to
+    devices are then three times as fast. If the driver refuses, the memory stays pageable."""
+    torch = torch_or_none()
+    # registering memory would otherwise create a CUDA context, which takes memory of the device
+    if torch is not None and torch.cuda.is_initialized():
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(buffer.address, buffer.size, 0)) == 0:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.address)
+
+
+_pool = BufferPool(POOL_BUDGET, on_create=page_lock)
+
+
+def shared_pool() -> BufferPool:
+    """Return the pool of this process."""
+    return _pool
+
+
+def _replace_pool() -> None:
+    """Replace the pool that a forked child inherits.
+
+    The buffers belong to the parent. If they are shared memory, data that the child writes into
+    them would reach the parent's files. The lock of the inherited pool may be locked forever.
+    """
+    global _pool
+    _pool = BufferPool(POOL_BUDGET, on_create=page_lock)
+
+
+after_fork(_replace_pool)
+
+
+def as_byte_view(data: memoryview) -> memoryview:
+    """Return a view of the same memory as single bytes.
+
+    Raises ``TypeError`` if the memory is not contiguous.
+    """
+    data = memoryview(data)
+    return data.cast("B") if data.nbytes else memoryview(bytearray())
+
+
+def address_of(data: memoryview) -> int:
+    """Return the memory address at which a flat view begins, or 0 if it is empty."""
+    if not len(data):
+        return 0
+    return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+
+
+def direct_io_length(offset: int, address: int, length: int, capacity: int) -> int:
+    """Return how many bytes can be transferred with direct I/O; 0 if none.
+
+    The caller wants ``length`` bytes and can accept up to ``capacity``. If the end is not aligned,
+    the result is rounded up to the alignment if ``capacity`` allows it, and down if not.
+    """
+    if offset % ALIGNMENT or address % ALIGNMENT:
+        return 0
+    span = -(-length // ALIGNMENT) * ALIGNMENT
+    return span if span <= capacity else length // ALIGNMENT * ALIGNMENT

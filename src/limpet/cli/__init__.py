@@ -1,0 +1,190 @@
+"""The command-line interface, ``limpet VERB ...``, with one module per verb in ``cli/verbs``.
+
+This module finds the verb, and converts errors to a message and an exit code. It imports a verb
+only when the verb runs; rich is imported only to print for people. A script that uses ``--json``
+therefore waits for neither.
+
+Terms: a *verb* is the word that selects a command, such as ``ls``.
+May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
+``run``, ``exporting``, ``preemption``, ``tiers``, ``evaluation``, and ``training``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from keyword import iskeyword
+from typing import IO, Any
+
+import click
+
+from limpet import events
+from limpet.cli.completion import LocationType
+from limpet.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, epilog, exit_code
+from limpet.errors import LimpetError
+from limpet.text import hide_secrets
+
+VERBS = (
+    "ls",
+    "show",
+    "verify",
+    "diff",
+    "copy",
+    "reshard",
+    "import",
+    "export",
+    "evaluate",
+    "pin",
+    "attest",
+    "rm",
+    "sweep",
+    "request-save",
+    "run",
+)
+_IN_RECORDS = ("pin", "attest", "rm")
+
+
+class UsageErrorLine(click.UsageError):
+    """An invalid command line, which is shown as one line, as every other error is."""
+
+    def show(self, file: IO[str] | None = None) -> None:
+        message = " ".join(hide_secrets(self.format_message()).split())
+        end = "" if message.endswith((".", "?")) else "."
+        path = "limpet" if self.ctx is None else self.ctx.command_path
+        click.echo(f"limpet: {message}{end} See `{path} --help`.", file, err=file is None)
+
+
+_NoArguments: type[click.UsageError] = getattr(
+    click.exceptions, "NoArgsIsHelpError", UsageErrorLine
+)
+"""What click raises to show the help, from click 8.2 on."""
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except (UsageErrorLine, _NoArguments):
+        raise
+    except click.UsageError as e:
+        raise UsageErrorLine(e.format_message(), e.ctx) from e
+
+
+def _store_json_flag(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        from limpet.cli.output import store_json_flag
+
+        store_json_flag(ctx, param, value)
+
+
+class VerbGroup(click.Group):
+    """Find verbs by name, and convert errors to one line on stderr and an exit code."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _one_line():
+            return super().make_context(*args, **extra)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module = cmd_name.replace("-", "_") + "_" * iskeyword(cmd_name)
+        package = "limpet.cli.verbs" + ".records" * (cmd_name in _IN_RECORDS)
+        command: click.Command = import_module(f"{package}.{module}").command
+        for param in command.params:
+            if isinstance(param, click.Argument) and param.type is click.STRING:
+                param.type = param.type if param.callback else LocationType()
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not name.startswith("-") and name not in VERBS:
+            close = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
+            advice = f"Did you mean {close[0]}?" if close else f"Commands: {', '.join(VERBS)}."
+            raise click.UsageError(f"No such command {name!r}. {advice}", ctx)
+        resolved = super().resolve_command(ctx, args)
+        gc.freeze()  # a garbage collection need not look at what was imported
+        return resolved
+
+    def invoke(self, ctx: click.Context) -> Any:
+        thresholds = gc.get_threshold()
+        # A command creates millions of small objects that live until its end. With Python's
+        # thresholds, a quarter of its time is scanning them.
+        gc.set_threshold(100_000, 20, 50)
+        try:
+            with events.attach(_WaitingLine(ctx)), _one_line():
+                result = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # otherwise the flush of the remaining buffer at exit raises a second error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(BROKEN_PIPE)
+        except (LimpetError, OSError) as e:
+            from limpet.cli.output import add_advice, describe_error, print_json, wants_json
+
+            document = describe_error(add_advice(e))
+            click.echo(f"limpet: {document['message']}", err=True)
+            if wants_json(ctx):
+                print_json({"error": document, "exit": exit_code(e)})
+            ctx.exit(exit_code(e))
+        except KeyboardInterrupt:
+            click.echo("limpet: interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.unfreeze()
+        return result
+
+
+class _WaitingLine:
+    """A sink that prints one line for each server for which a command waits."""
+
+    def __init__(self, ctx: click.Context) -> None:
+        self._ctx = ctx
+        self._shown: set[str] = set()
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        if name != "waiting":
+            return
+        from limpet.cli.output import describe_wait, wants_json
+
+        store = str(fields.get("store"))
+        if store not in self._shown and not wants_json(self._ctx):
+            self._shown.add(store)
+            click.echo(f"limpet: {describe_wait(fields)}", err=True)
+
+
+@click.group(
+    cls=VerbGroup, epilog=epilog(), context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.version_option(package_name="limpet", message="limpet %(version)s")
+@click.option(
+    "--json",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_store_json_flag,
+    help="Print one JSON document, for programs. Also after the command.",
+)
+def cli() -> None:
+    """Inspect, verify, compare, copy, and clean up the snapshots of a training run, request a new
+    one, or run a training.
+
+    RUN is a folder or URL that contains versions. SNAPSHOT is one version, such as
+    runs/a/version_120, runs/a@120, or runs/a@best. With --json, a command prints one JSON
+    document on stdout.
+    """
+
+
+def main() -> None:
+    """Run the ``limpet`` command."""
+    cli.main(prog_name="limpet")

@@ -1,0 +1,397 @@
+"""Resolve an argument to a run or a snapshot, or report what is there instead."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+
+from limpet.engine.snapshot.location import (
+    Location,
+    Url,
+    is_snapshot,
+    locate,
+    path_advice,
+    versions_in,
+)
+from limpet.engine.snapshot.reader import SnapshotReader, open_snapshot
+from limpet.engine.snapshot.spread import SpreadStore, unspread
+from limpet.errors import AlreadyExists, NoSnapshot, NotFound, StoreError
+from limpet.format import names
+from limpet.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
+from limpet.run.lineage import find_latest
+from limpet.run.listing import Listing
+from limpet.run.run import Run
+from limpet.storage.local.store import LocalStore
+from limpet.storage.open import is_built_in, open_store
+from limpet.storage.store import Store, list_level
+from limpet.text import format_count
+
+_MAX_NAMES = 1000
+"""The number of names in a folder of a server that are looked at: what S3 lists by one request."""
+
+_MAX_LOOKS = 10
+
+_SMALL_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES)
+"""The number of folders on a server in which a run is looked for, to suggest it."""
+
+
+def resolve_snapshot(url: str) -> SnapshotReader:
+    """Return the snapshot at ``url``, which may be an address (see ``limpet.open``).
+
+    Raises ``NotFound``, which states what is there instead.
+    """
+    if _is_address(url):
+        resolve_run(resolve_address(url)[0])  # raises an error that states what is there instead
+        return open_reader(url)
+    url = _normalize_path(url)
+    try:
+        return open_snapshot(url)
+    except NotFound as e:
+        if "versions" in e.fields:
+            raise
+    raise _not_found_error(url, "snapshot")
+
+
+def resolve_newest(url: str) -> tuple[SnapshotReader, str | None]:
+    """Do the same as ``resolve_snapshot``, but of a run, return the newest version.
+
+    That is ``RUN@latest``. The second value is a note that says so, or None.
+    """
+    try:
+        return resolve_snapshot(url), None
+    except NotFound as e:
+        if "versions" not in e.fields:
+            raise
+    run, _ = resolve_run(url)
+    newest = find_latest(run.catalog)
+    if newest is None:
+        raise _not_found_error(url, "snapshot")
+    return newest, f"{url} is a run; this is its newest version, {newest.version}"
+
+
+def resolve_run(url: str, *, require_version: bool = True) -> tuple[Run, Listing]:
+    """Return the run at ``url`` and its listing.
+
+    Raises ``NotFound`` if there is no run, and ``NoSnapshot`` if ``require_version`` is True and
+    the run has no version.
+    """
+    if not _is_bucket_address(url) and not (_has_version_name(url) and _is_snapshot(url)):
+        run, has_files = Run(url), _has_run_files(url)
+        if has_files or (not require_version and _has_partials(run.store)):
+            listing = run.listing()
+            if not require_version or listing.has_version():
+                return run, listing
+            raise NoSnapshot(
+                f"{url} has no version",
+                found=format_count(len(listing.folders), "uncommitted save"),
+                todo="A save may be in progress; `limpet sweep` removes leftover files",
+            )
+    if _is_address(url):
+        run_url, _ = resolve_address(url)
+        resolve_run(run_url, require_version=require_version)  # raises an error if there is no run
+        raise NotFound(f"{url} is one version, not a run", todo=f"Use the run: {run_url}")
+    if _is_snapshot(url):
+        raise NotFound(
+            f"{url} is one snapshot, not a run",
+            todo=f"Use the run that contains it: {_parent(url)}"
+            if _has_version_name(url)
+            else f"Its name is not that of a version. To show it: limpet show {url}",
+        )
+    raise _not_found_error(url, "run")
+
+
+def split_version(url: str) -> tuple[str, str] | None:
+    """Split what names a version into the run and what follows the ``@`` of its address.
+
+    That is an address, or the folder of a version, which need not exist. The result is None for
+    anything else, such as a run in a folder that has the name of a version.
+    """
+    if _is_address(url):
+        run, version = resolve_address(url)
+        return run, version or ""
+    if not _has_version_name(url) or (not _is_snapshot(url) and _has_run_files(url)):
+        return None
+    name = names.parse_version(os.path.basename(_normalize_path(url).rstrip("/")))
+    return None if name is None else (_parent(url), f"{name.step}.{name.branch}")
+
+
+def is_same_run(url: str, other: str) -> bool:
+    """Return True if two URLs are those of one run, as far as their text says."""
+    paths = _local_path(url), _local_path(other)
+    if None not in paths:
+        url, other = (os.path.realpath(path or "") for path in paths)
+    return url.rstrip("/") == other.rstrip("/")
+
+
+def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | SnapshotReader:
+    """Return the run or the snapshot at ``url``.
+
+    If both are there, return the run; ``stray_snapshot_warning`` then warns about the snapshot.
+    Raises as ``resolve_run`` and ``resolve_snapshot`` do.
+    """
+    is_run = not _is_address(url) and (
+        not _is_snapshot(url) or versions_in(locate(_normalize_path(url)))
+    )
+    return resolve_run(url) if is_run else resolve_snapshot(url)
+
+
+def check_version_name(snapshot: SnapshotReader, location: Location) -> None:
+    """Check that a copy of the snapshot may have the name of the location.
+
+    Raises ``AlreadyExists`` if it is the name of another version, or an address.
+    """
+    refuse_address(location.url)
+    manifest = snapshot.manifest
+    version = names.parse_version(location.folder.rpartition("/")[2])
+    if version is not None and (version.step, version.branch) != (manifest.step, manifest.branch):
+        raise AlreadyExists(
+            f"{snapshot.url} cannot become {version}",
+            expected="the snapshot's own step and branch, or a name that is not a version",
+            found=f"step {manifest.step}, branch {manifest.branch}",
+        )
+
+
+def check_run_target(run: Run) -> None:
+    """Check that a run may be written to ``run``.
+
+    Raises ``AlreadyExists`` if the location is a snapshot, or has the name of a version.
+    """
+    refuse_address(run.url)
+    if _has_version_name(run.url) or _is_snapshot(run.store):
+        raise AlreadyExists(
+            f"{run.url} is the location of a snapshot, not of a run; nothing was changed",
+            todo="Give a folder for the whole run",
+        )
+
+
+def refuse_address(url: str) -> None:
+    """Check that a location to write to is not the address of a version, such as ``RUN@120``.
+
+    A folder of that name would hide the version. Raises ``AlreadyExists`` if ``RUN`` is a run and
+    the literal location has nothing.
+    """
+    run, version = resolve_address(url)
+    if version is not None and _is_address(url) and versions_in(locate(run)) and not _names_in(url):
+        raise AlreadyExists(
+            f"{url} is the address of a version, not of a folder; nothing was changed",
+            todo=f"Give the run, {run}, or a folder in it: {os.path.join(run, 'version_N')}",
+        )
+
+
+def stray_snapshot_warning(run: Run) -> str | None:
+    """Return a warning if a snapshot lies directly in the folder of the run, else None.
+
+    ``save`` refuses to write into the folder of a run, but the snapshot may have been there first.
+    """
+    if not _is_snapshot(run.store):
+        return None
+    return (
+        f"{run.url} is a run, but its folder also contains a snapshot that is not a version. This"
+        f" command ignores that snapshot. If you do not need it, delete {names.MANIFEST} in the"
+        " folder, then the shard-* files there"
+    )
+
+
+def _is_address(url: str) -> bool:
+    """Return True if ``url`` is an address within a run; an existing path of that name takes
+    precedence."""
+    if _is_bucket_address(url):
+        return True
+    if resolve_address(url)[1] is None or _is_snapshot(url):
+        return False
+    path = _local_path(url)
+    return _names_in(url) is None if path is None else not os.path.lexists(path)
+
+
+def _is_bucket_address(url: str) -> bool:
+    run, version = resolve_address(url)
+    return version is not None and is_bucket(run)
+
+
+def resolve_run_allow_empty(url: str) -> Run:
+    """Return the run at ``url``, even if its training has not saved anything yet.
+
+    If there is no file of a run yet, there must be an empty local folder. Otherwise raises as
+    ``resolve_run`` does.
+    """
+    try:
+        return resolve_run(url, require_version=False)[0]
+    except NotFound:
+        path = _local_path(url)
+        if path is None or not os.path.isdir(path) or os.listdir(path):
+            raise
+        return Run(url)
+
+
+def _has_version_name(url: str) -> bool:
+    return names.parse_version(os.path.basename(_normalize_path(url).rstrip("/"))) is not None
+
+
+def _parent(url: str) -> str:
+    return _normalize_path(url).rstrip("/").rpartition("/")[0] or "."
+
+
+def _is_snapshot(url: Url) -> bool:
+    """Return True if there is a manifest, damaged or not."""
+    return is_snapshot(Location(open_store(url), ""))
+
+
+def _normalize_path(url: str) -> str:
+    """Return a path whose last level is a name, so that it has a parent folder."""
+    if "://" not in url and os.path.basename(url.rstrip("/")) in ("", ".", ".."):
+        return os.path.abspath(url) if url else url
+    return url
+
+
+def _local_path(url: Url) -> str | None:
+    """Return the path of a location in a local store; None for other stores."""
+    store = unspread(open_store(url))
+    return store.url if isinstance(store, LocalStore) else None
+
+
+def _names_in(url: Url) -> list[str] | None:
+    """Return the first names directly in a folder, or None if there is no such folder.
+
+    Nothing below the folder is listed, and of a bucket with very many names only the beginning.
+    """
+    path = _local_path(url)
+    if path is not None:
+        return sorted(os.listdir(path)) if os.path.isdir(path) else None
+    entries = list_level(unspread(open_store(url)), "")
+    return sorted(entry.name for entry in islice(entries, _MAX_NAMES)) or None
+
+
+def _has_run_files(url: Url) -> bool:
+    """Return True if a file or folder of a run is directly in a folder."""
+    found = _names_in(url) or []
+    if len(found) >= _MAX_NAMES and _local_path(url) is None:
+        store = unspread(open_store(url))
+        for prefix in ("version_", "branch-", "pin-", "spread", *_SMALL_FILES):
+            found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
+    return any(map(_is_run_member, found))
+
+
+def _has_partials(store: SpreadStore) -> bool:
+    """Return True if there are unfinished uploads: in a local folder, directly in it, because what
+    is below it may be a whole disk."""
+    path = _local_path(store)
+    if path is not None:
+        return any(name.endswith(".partial") for name in _names_in(store) or ())
+    return next(iter(store.partials("")), None) is not None
+
+
+def _is_run_member(name: str) -> bool:
+    parsers = (
+        names.parse_version,
+        names.parse_branch,
+        names.parse_pin,
+        names.parse_lasting_pin,
+    )
+    known = name in (*_SMALL_FILES, names.SPREAD) or names.is_spread_folder(name)
+    return known or names.is_restart_name(name) or any(parse(name) is not None for parse in parsers)
+
+
+def _not_found_error(url: str, wanted: str) -> NotFound:
+    """Return the error that states what is at ``url`` instead of a run or a snapshot."""
+    place = _local_path(url) or url.rstrip("/")
+    inside = _names_in(url)
+    if inside is None:
+        found, todo = _describe_missing(place, wanted)
+    else:
+        found, todo = _describe_folder(place, inside) if inside else ("an empty folder", None)
+    return NotFound(
+        f"There is no {wanted} at {_normalize_path(url)}",
+        expected="a folder of versions" if wanted == "run" else f"a folder with {names.MANIFEST}",
+        found=found,
+        todo=todo,
+        key=url,
+    )
+
+
+def _describe_folder(place: str, inside: list[str]) -> tuple[str, str | None]:
+    """Return a description of a folder with these names, and advice."""
+    if any(names.parse_attempt(name) is not None for name in inside):
+        return "files of a save that was never committed", "Use another version"
+    store = unspread(open_store(place))
+    looks = inside if _local_path(place) is not None else inside[:_MAX_LOOKS]
+    if runs := [name for name in looks if _holds_run(store, name)]:
+        examples = ", ".join(os.path.join(place, name) for name in runs[:3])
+        least = "" if looks == inside else "at least "
+        return f"{least}{format_count(len(runs), 'run')} in it", f"Use one of them: {examples}"
+    return f"a folder with {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}", None
+
+
+def _describe_missing(place: str, wanted: str) -> tuple[str, str | None]:
+    """Return a description of what is around a place that is not a folder, and advice."""
+    forms = ADDRESS_FORMS if wanted == "snapshot" else None
+    parent, name = _split(place)
+    if not parent:
+        return "nothing", forms
+    if _is_file(place):
+        if name == names.MANIFEST or names.parse_attempt(name) is not None:
+            return "a file of a snapshot", f"Use its folder: {os.path.dirname(place) or '.'}"
+        return "a file", "Give a folder"
+    around = _names_in(parent)
+    if around is None:
+        check = "Check the path" if forms is None else f"Check the path. {forms}"
+        return f"nothing, and {parent} is not a folder", check
+    versions = sorted(v for v in map(names.parse_version, around) if v is not None)
+    if forms and versions:
+        found = f"{format_count(len(versions), 'version')} in the same folder"
+        if len(around) >= _MAX_NAMES and _local_path(place) is None:
+            return f"at least {found}", forms  # the newest one may not be among them
+        return found, f"The newest is {versions[-1]}. {forms}"
+    run_name = name.rpartition("@")[0]
+    if run_name in around:
+        return "nothing", forms or path_advice(f"{place.rpartition('@')[0]}")
+    similar = difflib.get_close_matches(name, around, n=1)
+    return "nothing", path_advice(
+        os.path.join(os.path.dirname(place), similar[0]) if similar else None
+    )
+
+
+def _split(place: str) -> tuple[str, str]:
+    """Return the folder that contains a place, and the name of the place in it.
+
+    The folder is empty if there is none, or if only a store of others could know it.
+    """
+    scheme, separator, path = place.rpartition("://")
+    if not separator:
+        return os.path.split(os.path.abspath(place))
+    parent, _, name = path.rpartition("/")
+    return f"{scheme}://{parent}" if parent and is_built_in(scheme) else "", name
+
+
+def _is_file(place: str) -> bool:
+    """Return True if there is a file or an object at a place, which is not a folder."""
+    if (path := _local_path(place)) is not None:
+        return os.path.lexists(path)
+    parent, name = _split(place)
+    try:
+        open_store(parent).stat(name)
+    except StoreError:
+        return False  # the result is only a suggestion
+    return True
+
+
+def _holds_run(store: Store, name: str) -> bool:
+    try:
+        return any(names.parse_version(e.name) for e in list_level(store, name, "version_"))
+    except (OSError, StoreError):
+        return False  # the result is only a suggestion
+
+
+@contextmanager
+def remove_folder_if_empty(store: Store) -> Iterator[None]:
+    """On exit, remove the folder of a local store if it is empty and did not exist on entry."""
+    path = _local_path(store)
+    is_new = path is not None and not os.path.lexists(path)
+    try:
+        yield
+    finally:
+        if is_new and path is not None:
+            with suppress(OSError):
+                os.rmdir(path)

@@ -1,0 +1,102 @@
+"""The tree of a snapshot as rows: one for every container, leaf, and plain value, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.format import tree
+from limpet.format.names import join_key
+from limpet.format.values import torch_types
+from limpet.text import LongRepr
+from limpet.types import DTYPES
+
+CONTAINER_KINDS = ("dict", "ordered", "counter", "list", "tuple", *tree.PART_TAGS)
+
+_short_repr = LongRepr()
+_short_repr.maxlist = _short_repr.maxtuple = _short_repr.maxset = _short_repr.maxdict = 6
+_short_repr.maxstring = _short_repr.maxother = 60
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRow:
+    """A node of the tree.
+
+    ``kind`` is one of ``CONTAINER_KINDS``, ``tensor``, ``array``, ``blob``, ``tied``, or ``value``.
+    ``dtype`` and ``shape`` describe the stored elements; only leaves and tied tensors have them. A
+    list or tuple whose elements are all plain is one value.
+    """
+
+    key: str
+    depth: int
+    kind: str
+    node: Any
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.kind in tree.LEAF_TAGS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements of a leaf; 0 for every other row."""
+        if self.dtype is None or self.shape is None or not self.is_leaf:
+            return 0
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    @property
+    def tied_to(self) -> str | None:
+        """The key of the leaf that contains this tensor, if the row is a ``tied`` one."""
+        return self.node["tied"] if self.kind == "tied" else None
+
+    def value(self) -> Any:
+        """Return the plain value of a row of kind ``value``."""
+        return tree.decode(self.node, self.key, _describe)
+
+
+def format_short(value: Any) -> str:
+    """Format a plain value as its ``repr``, shortened if it is long."""
+    return _short_repr.repr(value)
+
+
+def iter_tree_rows(snapshot: SnapshotReader) -> Iterator[TreeRow]:
+    """Yield all rows below the root, in the order of the tree."""
+    return (row for row in _walk(snapshot, snapshot.manifest.tree, "", -1) if row.depth >= 0)
+
+
+def _walk(snapshot: SnapshotReader, node: Any, key: str, depth: int) -> Iterator[TreeRow]:
+    tag = next(iter(node), "") if type(node) is dict else ""
+    if tag in ("dict", "ordered", "items"):
+        yield TreeRow(key, depth, node["of"] if tag == "items" else tag, node)
+        for _, child, k in tree.children(node, key):
+            yield from _walk(snapshot, child, k, depth + 1)
+    elif tag in ("list", "tuple") and not all(map(_is_plain_value, node[tag])):
+        yield TreeRow(key, depth, tag, node)
+        for i, child in enumerate(node[tag]):
+            yield from _walk(snapshot, child, join_key(key, str(i)), depth + 1)
+    elif tag in tree.PART_TAGS:
+        yield TreeRow(key, depth, tag, node)
+        for part, k in tree.parts(node, key):
+            yield from _walk(snapshot, part, k, depth + 1)
+    elif tag == "tied" or tag in tree.LEAF_TAGS:
+        leaf = snapshot.leaves.get(node["tied"] if tag == "tied" else key)
+        yield TreeRow(key, depth, tag, node, *(leaf or ()))
+    else:
+        yield TreeRow(key, depth, "value", node)
+
+
+def _describe(node: Any, key: str) -> Any:
+    """Return one of torch's types as text: a command does not import torch."""
+    if torch_types.TAGS.isdisjoint(node):
+        return tree.reject_leaf(node, key)
+    return torch_types.describe(node)
+
+
+def _is_plain_value(node: Any) -> bool:
+    """Return True if a node is a single value without members."""
+    plain_tags = ("int", "float", "complex", "bytes", "bytearray", "scalar", *torch_types.TAGS)
+    return type(node) is not dict or next(iter(node)) in plain_tags

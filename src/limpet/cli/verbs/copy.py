@@ -1,0 +1,394 @@
+"""``limpet copy A B``: copy a snapshot or a run, and check every digest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import click
+from msgspec.structs import replace
+
+from limpet.cli.console import (
+    format_size,
+    format_speed,
+    make_console,
+    print_line,
+    progress_bar,
+    styled_text,
+)
+from limpet.cli.divergence import find_divergence
+from limpet.cli.exit_codes import exit_on_errors
+from limpet.cli.output import describe_error, format_error_line, json_option, print_result
+from limpet.cli.resolve import (
+    check_run_target,
+    check_version_name,
+    remove_folder_if_empty,
+    resolve_run_or_snapshot,
+    stray_snapshot_warning,
+)
+from limpet.cli.verbs.verify import bytes_to_read
+from limpet.engine.saving.commit import raise_if_exists
+from limpet.engine.snapshot.location import Location, get_bounded, is_snapshot, locate
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.engine.transform.copy import Advance, attempt_of_copy, copy_snapshot
+from limpet.errors import AlreadyExists, FormatError, FormatTooNew, LimpetError, NotFound
+from limpet.format.names import (
+    MANIFEST,
+    Version,
+    branch_name,
+    parse_version,
+    pin_name,
+)
+from limpet.format.records import (
+    MAX_RECORD,
+    Ended,
+    LastingPin,
+    encode_about_version,
+    encode_lasting_pin,
+)
+from limpet.machine import utc_now
+from limpet.run.catalog import read_training_metadata
+from limpet.run.listing import Listing
+from limpet.run.run import Run
+from limpet.text import format_count
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy of a run keeps of one snapshot at the destination.
+
+    A ``SnapshotReader`` keeps its tree and indexes in memory, which a run of many versions would
+    fill.
+    """
+
+    location: Location
+    digest: str
+    step: int | None
+    nbytes: int
+    nbytes_checked: int
+
+    @classmethod
+    def of(cls, copy: SnapshotReader) -> Copied:
+        return cls(copy.location, copy.digest, copy.step, copy.nbytes, bytes_to_read(copy))
+
+    @property
+    def url(self) -> str:
+        return self.location.url
+
+
+@dataclass(slots=True)
+class CopyResult:
+    """The snapshots that were copied, were already present, or are damaged and were not copied."""
+
+    source: str
+    destination: str
+    copied: list[Copied] = field(default_factory=list)
+    present: list[Copied] = field(default_factory=list)
+    damaged: list[tuple[str, LimpetError]] = field(default_factory=list)
+    branches: int = 0
+    evaluations: int = 0
+    pins: int = 0
+    stray_warning: str | None = None
+
+
+@click.command("copy", short_help="Copy a snapshot or a run, and check every byte.")
+@click.argument("a")
+@click.argument("b")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, a: str, b: str, as_json: bool) -> None:
+    """Copy the snapshot or run A to B. Nothing at B is overwritten.
+
+    The copy of an incremental version is self-contained: it refers to no other version. Every byte
+    is checked, so damage is never copied. If A is a run, damaged versions are reported and skipped,
+    and versions that B already has are not copied again: an interrupted copy continues where it
+    stopped. Branches, evaluations, and lasting pins are copied with their versions.
+    """
+    source = resolve_run_or_snapshot(a)
+    began = perf_counter()
+    with remove_folder_if_empty(
+        locate(b).store if isinstance(source, SnapshotReader) else Run(b).store
+    ):
+        result = (
+            _copy_single(source, b, as_json)
+            if isinstance(source, SnapshotReader)
+            else _copy_run(*source, Run(b), as_json)
+        )
+    print_result(as_json, _build_document, render, result, perf_counter() - began)
+    exit_on_errors(ctx, (e for _, e in result.damaged))
+
+
+def _copy_single(snapshot: SnapshotReader, destination: str, quiet: bool) -> CopyResult:
+    location = locate(destination)
+    check_version_name(snapshot, location)
+    raise_if_exists(location)
+    with progress_bar("copying", bytes_to_read(snapshot), quiet=quiet) as advance:
+        copied = copy_snapshot(snapshot, location, advance)
+    return CopyResult(snapshot.url, copied.url, [Copied.of(copied)])
+
+
+def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> CopyResult:
+    """Copy the branch records of a run, then all intact versions, oldest first.
+
+    Whenever this function stops, the destination is a run that training can resume from.
+    """
+    check_run_target(destination)
+    existing = destination.listing()  # first: what appears later belongs to a concurrent copy
+    result = CopyResult(
+        run.url,
+        destination.url,
+        branches=len(listing.branches),
+        stray_warning=stray_snapshot_warning(run),
+    )
+    digests: dict[Version, str] = {}  # of the versions in ``result.present``
+    remaining: dict[Version, int] = {}  # the bytes to read
+    for version in listing.versions:
+        try:
+            snapshot = run.catalog.open(version)
+            copy = _find_copy(snapshot, destination.location(version))
+            if copy is not None:
+                result.present.append(Copied.of(copy))
+                digests[version] = snapshot.digest
+            else:
+                remaining[version] = bytes_to_read(snapshot)
+        except NotFound:
+            continue  # deleted in the meantime
+        except FormatError as e:
+            result.damaged.append((str(version), e))
+    _refuse_other_training(run, listing, destination, existing, result, [*remaining])
+    for file in map(branch_name, listing.branches):
+        try:
+            raw = get_bounded(run.store, file, MAX_RECORD)
+        except FormatError as e:
+            result.damaged.append((file, e))
+        else:
+            destination.store.put_if_absent(file, raw)
+    for (version, digest), copied in zip(digests.items(), result.present, strict=True):
+        _copy_records(run, listing, version, digest, copied, result)
+    with progress_bar("copying", sum(remaining.values()), quiet=quiet) as advance:
+        for version in remaining:
+            try:
+                snapshot = run.catalog.open(version)
+                location = destination.location(version)
+                copied = _copy_unless_present(snapshot, location, advance, result)
+                _copy_records(run, listing, version, snapshot.digest, copied, result)
+            except NotFound:
+                if is_snapshot(run.location(version)):  # otherwise it was deleted in the meantime
+                    raise
+            except FormatError as e:
+                result.damaged.append((str(version), e))
+    return result
+
+
+def _copy_unless_present(
+    snapshot: SnapshotReader, location: Location, advance: Advance, result: CopyResult
+) -> Copied:
+    """Copy a snapshot, and return the copy, which a concurrent copy may have made meanwhile."""
+    try:
+        result.copied.append(Copied.of(copy_snapshot(snapshot, location, advance)))
+        return result.copied[-1]
+    except AlreadyExists:
+        copy = _find_copy(snapshot, location)  # raises for any other snapshot
+        if copy is None:
+            raise
+        result.present.append(Copied.of(copy))
+        return result.present[-1]
+
+
+def _copy_records(
+    run: Run, listing: Listing, version: Version, digest: str, target: Copied, result: CopyResult
+) -> None:
+    """Copy the records about a version, which also hold for its copy, and its lasting pin.
+
+    ``digest``: that of the version's manifest.
+    """
+    evaluations = run.catalog.evaluations.read(version, digest)
+    for unreadable in evaluations.unreadable:  # it may be a negative one: the copy must not lack it
+        result.damaged.append((unreadable.key, unreadable.error))
+        with suppress(AlreadyExists):
+            file = unreadable.key.rpartition("/")[2]
+            target.location.store.put_if_absent(target.location.key(file), b"")
+    for record in evaluations.records:
+        key = target.location.key(record.file_name)
+        copied = replace(record, manifest_digest=target.digest)
+        try:
+            target.location.store.put_if_absent(key, encode_about_version(copied))
+            result.evaluations += not isinstance(record, Ended)
+        except AlreadyExists as e:  # the other versions are copied all the same
+            advice = "If `limpet verify` says that it is damaged, delete it, and copy again"
+            result.damaged.append((key, e.with_advice(advice)))
+    if version in listing.lasting_pins:
+        pin = encode_lasting_pin(LastingPin(str(version), utc_now()))
+        with suppress(AlreadyExists):
+            target.location.store.put_if_absent(pin_name(str(version)), pin)
+        result.pins += 1
+
+
+def _find_copy(snapshot: SnapshotReader, location: Location) -> SnapshotReader | None:
+    """Return the copy of the snapshot at ``location``, or the original of this snapshot.
+
+    Returns None if there is no snapshot. Raises ``AlreadyExists`` for any other snapshot, and for a
+    damaged one.
+    """
+    try:
+        other = open_location(location)
+        other.check_files()
+    except NotFound:
+        return None
+    except FormatTooNew as e:
+        raise AlreadyExists(
+            f"There is already a snapshot of a later format at {location.url}; nothing was changed",
+            found=e.what,
+            todo="Copy with a newer Limpet, or to another location",
+        ) from e
+    except FormatError as e:
+        raise AlreadyExists(
+            f"There is already a damaged snapshot at {location.url}; nothing was changed",
+            found=e.what,
+            todo=f"Move its {MANIFEST} away, and nothing else (newer versions may refer to other"
+            " files there), then copy again; or copy to another location",
+        ) from e
+    is_copy = (
+        other.digest == snapshot.digest
+        or other.manifest.attempt == attempt_of_copy(snapshot)
+        or snapshot.manifest.attempt == attempt_of_copy(other)
+    )
+    if not is_copy:
+        raise AlreadyExists(
+            f"There is already another snapshot at {location.url}; nothing was changed",
+            expected=f"a copy of {snapshot.url}, or nothing",
+            found=f"a snapshot that another save created at {other.manifest.created}",
+            todo="Copy to another location",
+        )
+    return other
+
+
+def _find_divergence(
+    run: Run,
+    listing: Listing,
+    destination: Run,
+    existing: Listing,
+    result: CopyResult,
+    remaining: Sequence[Version],
+) -> str | None:
+    """Return evidence that both runs continued training. See ``find_divergence``.
+
+    If the source has deleted all versions of the copy, a version of the copy that is not older
+    than the remaining ones is evidence, too.
+    """
+    divergence = find_divergence(run.catalog, listing, destination.catalog, existing)
+    if divergence is None and not result.present:
+        newest = max(existing.versions, key=_position)
+        if _position(newest) >= min(map(_position, remaining)):
+            return str(newest)
+    return divergence
+
+
+def _position(version: Version) -> tuple[int, int]:
+    """Return the position of a version in its run. A branch starts after all earlier branches."""
+    return version.branch, version.step
+
+
+def _began_together(
+    run: Run, version: Version, destination: Run, versions: Sequence[Version]
+) -> bool:
+    """Return True if a version of the source and the destination belong to one training.
+
+    The time at which the training began identifies it.
+    """
+    try:
+        began = read_training_metadata(run.catalog.open(version)).get("began")
+        return began is not None and began == read_training_metadata(
+            destination.catalog.open(versions[-1])
+        ).get("began")
+    except (FormatError, NotFound):
+        return False
+
+
+def _refuse_other_training(
+    run: Run,
+    listing: Listing,
+    destination: Run,
+    existing: Listing,
+    result: CopyResult,
+    remaining: Sequence[Version],
+) -> None:
+    """Raise ``AlreadyExists`` if the destination contains versions that the source never had.
+
+    Merging two trainings would create a run that no training produced.
+    """
+    versions = existing.versions
+    if not versions:
+        return
+    if not result.present and not (
+        remaining and _began_together(run, remaining[0], destination, versions)
+    ):
+        raise AlreadyExists(
+            f"{destination.url} contains another training; nothing was changed",
+            expected=f"an empty location, or an earlier copy of {result.source}",
+            found=f"{format_count(len(versions), 'version')} that {result.source} does not have",
+            todo="Copy to another location, or copy single versions",
+        )
+    divergence = _find_divergence(run, listing, destination, existing, result, remaining)
+    if divergence is not None:
+        advice = "Copy to another location"
+        records = [branch_name(n) for n in listing.branches if n not in existing.branches]
+        if records and parse_version(divergence) is not None:
+            advice += (
+                f". Exception: if a sweep of abandoned versions deleted {divergence} from"
+                f" {result.source}, copy {' and '.join(records)} into {destination.url} by hand,"
+                " so that it becomes an abandoned version there too, and copy again"
+            )
+        raise AlreadyExists(
+            f"{destination.url} and {result.source} seem to have both continued training since one"
+            " was copied from the other; nothing was changed",
+            expected=f"nothing that {result.source} never had",
+            found=divergence,
+            todo=advice,
+        )
+
+
+def _build_document(result: CopyResult, seconds: float) -> dict[str, Any]:
+    return {
+        "from": result.source,
+        "to": result.destination,
+        "copied": [_build_snapshot_document(s) for s in result.copied],
+        "present": [_build_snapshot_document(s) for s in result.present],
+        "damaged": [{"version": v, **describe_error(e)} for v, e in result.damaged],
+        "branches": result.branches,
+        "evaluations": result.evaluations,
+        "pins": result.pins,
+        "stray": result.stray_warning is not None,
+        "bytes": sum(copy.nbytes_checked for copy in result.copied),
+        "seconds": round(seconds, 6),
+    }
+
+
+def _build_snapshot_document(copy: Copied) -> dict[str, Any]:
+    return {"snapshot": copy.url, "step": copy.step, "bytes": copy.nbytes}
+
+
+def render(result: CopyResult, seconds: float) -> None:
+    """Print the outcome for each version, and a summary."""
+    console = make_console()
+    for copy in result.present:
+        print_line(console, f"already present  {copy.url}", "dim")
+    for copy in result.copied:
+        print_line(console, f"copied           {copy.url}")
+    for version, error in result.damaged:
+        print_line(console, f"NOT copied       {version}: {format_error_line(error)}", "red")
+    if result.stray_warning is not None:
+        print_line(console, result.stray_warning, "yellow")
+    nbytes = sum(copy.nbytes_checked for copy in result.copied)
+    count = format_count(len(result.copied), "snapshot")
+    summary = f"{count} copied, {format_size(nbytes)}, all checked{format_speed(nbytes, seconds)}"
+    parts = (
+        summary if result.copied else "Nothing copied",
+        f"{len(result.present):,} already present" if result.present else "",
+        f"{len(result.damaged):,} NOT copied" if result.damaged else "",
+    )
+    style = "red" if result.damaged else "green"
+    console.print(styled_text("; ".join(filter(None, parts)), style))

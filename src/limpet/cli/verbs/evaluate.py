@@ -1,0 +1,205 @@
+"""``limpet evaluate RUN``: evaluate the versions of a run with several worker processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from threading import Timer
+from typing import Any, Literal
+
+import click
+
+from limpet import events
+from limpet.cli.console import make_console, print_line
+from limpet.cli.exit_codes import EVALUATION_FAILED
+from limpet.cli.output import json_option, keys_option, parse_duration, print_json
+from limpet.cli.resolve import check_run_target, resolve_run
+from limpet.evaluation.evaluation import Evaluation, Outcome
+from limpet.evaluation.pool import Limits
+from limpet.format.names import Version, parse_version
+from limpet.run.run import Run
+from limpet.sinks.wording import format_error_brief
+from limpet.text import format_list
+from limpet.threads import no_op
+
+_LONG_SECONDS = 3.0
+"""The time after which an evaluation in progress is named."""
+
+
+@click.command("evaluate", short_help="Evaluate the versions of a run with several workers.")
+@click.argument("run")
+@click.option(
+    "--with",
+    "module",
+    metavar="MODULE",
+    required=True,
+    help="The module with the functions setup(snapshot) and evaluate(model, batch).",
+)
+@click.option(
+    "--data",
+    metavar="MODULE:FUNCTION",
+    required=True,
+    help="The function that returns a map-style dataset.",
+)
+@click.option("--name", default="evaluation", show_default=True, help="Names the evaluation.")
+@click.option("--metric", metavar="NAME", help="The metric by which versions are compared.")
+@click.option("--mode", type=click.Choice(["min", "max"]), help="Whether less or more is better.")
+@click.option("--workers", default=4, show_default=True, help="0: in this process.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="What runs the workers: processes here, or actors on a Ray cluster.",
+)
+@click.option("--batch-size", default=32, show_default=True, help="0: a record is a batch.")
+@keys_option
+@click.option("--device", help="Where to load the leaves that --keys selects.")
+@click.option("--follow", is_flag=True, help="Evaluate new versions until the training ends.")
+@click.option("--all", "skip_none", is_flag=True, help="Skip no version; the oldest first.")
+@click.option("--retry", is_flag=True, help="Also evaluate versions that failed before.")
+@click.option("--every-steps", type=int, metavar="N", help="Only the first version after N steps.")
+@click.option(
+    "--every-seconds",
+    callback=parse_duration,
+    default="0",
+    metavar="TIME",
+    help="Start at most one evaluation in this time: 90 (seconds), 15m, 1h.",
+)
+@click.option(
+    "--throttle",
+    callback=parse_duration,
+    default="0",
+    metavar="TIME",
+    help="Wait for this time after each evaluation.",
+)
+@click.option(
+    "--task-time",
+    callback=parse_duration,
+    default="10m",
+    show_default=True,
+    metavar="TIME",
+    help="Replace a worker that needs longer for a part of the data.",
+)
+@json_option
+@click.pass_context
+def command(  # noqa: PLR0913  (one parameter for each option)
+    ctx: click.Context,
+    *,
+    run: str,
+    module: str,
+    data: str,
+    name: str,
+    metric: str | None,
+    mode: str | None,
+    workers: int,
+    engine: Literal["local", "ray"],
+    batch_size: int,
+    keys: Sequence[str],
+    device: str | None,
+    follow: bool,
+    skip_none: bool,
+    retry: bool,
+    every_steps: int | None,
+    every_seconds: float,
+    throttle: float,
+    task_time: float,
+    as_json: bool,
+) -> None:
+    """Evaluate versions of RUN and record their metrics, from which RUN@best follows.
+
+    Several processes share the data of each version. Without --follow and --all, only the newest
+    version is evaluated. With --keys, setup gets a dict of these leaves instead of the snapshot.
+    """
+    if (metric is None) != (mode is None):
+        raise click.UsageError("--metric and --mode belong together", ctx)
+    if follow:  # the run need not exist yet
+        check_run_target(Run(run))
+    else:
+        resolve_run(run)
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    evaluation = Evaluation(
+        run,
+        f"{module}:setup",
+        f"{module}:evaluate",
+        data=data,
+        name=name,
+        objective=(metric, mode) if metric is not None and mode is not None else None,
+        workers=workers,
+        engine=engine,
+        batch_size=batch_size or None,
+        keys=keys,
+        device=device,
+        follow=follow,
+        skip_none=skip_none,
+        retry=retry,
+        every_steps=every_steps,
+        every_seconds=every_seconds,
+        throttle=throttle,
+        limits=Limits(task=task_time),
+    )
+    with nullcontext() if as_json else _printed_events():
+        outcomes = evaluation.run(no_op if as_json else _print_outcome)
+    if as_json:
+        print_json({"run": evaluation.url, "name": name, "versions": [*map(_to_json, outcomes)]})
+    elif not outcomes:
+        print_line(make_console(), _describe_nothing(name, evaluation.failed))
+    if evaluation.failed or any(outcome.state == "FAILED" for outcome in outcomes):
+        ctx.exit(EVALUATION_FAILED)  # also if a restarted command has nothing left to evaluate
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    metrics = "  ".join(f"{name} {value:.6g}" for name, value in outcome.metrics.items())
+    style = {"FAILED": "red", "SKIPPED": "dim"}.get(outcome.state, "")
+    text = metrics if outcome.state == "DONE" else f"{outcome.state}: {outcome.cause}"
+    print_line(make_console(), f"{outcome.version}  {text}  ({outcome.seconds:.1f} s)", style)
+
+
+@contextmanager
+def _printed_events() -> Iterator[None]:
+    """Print to stderr what the evaluation waits for, and on a terminal also what takes long."""
+    timer = Timer(0.0, no_op)
+
+    def show(name: str, fields: dict[str, Any]) -> None:
+        nonlocal timer
+        if name == "evaluation_waits":
+            _print_note(f"waiting for a new version of {fields['run']} (Ctrl-C stops it)")
+        elif name == "skipped" and parse_version(fields["version"]) is None:  # that has an outcome
+            _print_note(f"skipped {fields['version']}: {format_error_brief(fields['error'])}")
+        elif name == "evaluation_started" and sys.stderr.isatty():
+            timer = Timer(_LONG_SECONDS, _print_note, (f"evaluating {fields['url']}",))
+            timer.daemon = True
+            timer.start()
+        elif name == "evaluation_ended":
+            timer.cancel()
+
+    try:
+        with events.attach(show):
+            yield
+    finally:
+        timer.cancel()
+
+
+def _print_note(text: str) -> None:
+    click.echo(f"limpet: {text}", err=True)
+
+
+def _describe_nothing(name: str, failed: Sequence[Version]) -> str:
+    """Return why nothing was evaluated. A failure is not tried again by itself."""
+    text = f"Nothing to evaluate: {name} has a record of each selected version"
+    if not failed:
+        return f"{text} (another --name evaluates them again)"
+    return f"{text}; it failed on {format_list(failed, 5)} (--retry evaluates what failed again)"
+
+
+def _to_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "version": str(outcome.version),
+        "step": outcome.version.step,
+        "state": outcome.state,
+        "metrics": outcome.metrics,
+        "cause": outcome.cause,
+        "seconds": round(outcome.seconds, 6),
+    }

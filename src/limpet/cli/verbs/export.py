@@ -1,0 +1,148 @@
+"""``limpet export SNAPSHOT --to FORMAT DIR``: write files for other libraries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import click
+
+from limpet.cli.console import (
+    format_size,
+    format_speed,
+    make_console,
+    print_line,
+    progress_bar,
+)
+from limpet.cli.output import json_option, keys_option, print_result
+from limpet.cli.resolve import refuse_address, resolve_newest
+from limpet.exporting.export import ExportResult, PreparedExport, prepare_export
+from limpet.exporting.plan import SUFFIXES
+from limpet.text import format_count
+
+_SIZE_PREFIXES = ("", "K", "M", "G", "T")
+
+
+def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """Parse a size in bytes, such as ``5GB`` or ``500MB`` (as Hugging Face does) or ``4GiB``."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", value, re.IGNORECASE)
+    if match is not None and (match[2] or not match[3]):
+        unit = (1024 if match[3] else 1000) ** _SIZE_PREFIXES.index(match[2].upper())
+        if (size := int(float(match[1]) * unit)) > 0:
+            return size
+    raise click.BadParameter(f"{value!r} is not a size; write 5GB, 500MB, or 4GiB")
+
+
+@click.command("export", short_help="Write a snapshot's tensors in another format.")
+@click.argument("snapshot")
+@click.argument("to", metavar="DIR")
+@click.option(
+    "--to",
+    "kind",
+    type=click.Choice(list(SUFFIXES)),
+    required=True,
+    help="safetensors: one file. torch: one file for torch.load. hf: Hugging Face files."
+    " accelerate, transformers, lightning: a checkpoint from which that library resumes.",
+)
+@click.option(
+    "--root",
+    metavar="KEY",
+    help='Export only what is below KEY, and remove KEY from the names. "/": everything. Default:'
+    ' "model", or everything for torch.',
+)
+@keys_option
+@click.option(
+    "--max-shard-size",
+    callback=parse_size,
+    default="5GB",
+    show_default=True,
+    metavar="SIZE",
+    help="hf: maximum bytes of tensors in one file.",
+)
+@click.option(
+    "--like",
+    metavar="DIR",
+    help="hf: copy the configuration and the tokenizer of the model in DIR, a folder or URL.",
+)
+@click.option(
+    "--average",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="Export the average of the last N versions, up to SNAPSHOT.",
+)
+@json_option
+def command(  # noqa: PLR0913  (one for each option)
+    snapshot: str,
+    to: str,
+    kind: str,
+    *,
+    root: str | None,
+    keys: Sequence[str],
+    max_shard_size: int,
+    like: str | None,
+    average: int,
+    as_json: bool,
+) -> None:
+    """Write the tensors of SNAPSHOT into the folder DIR, in a format of another library.
+
+    If SNAPSHOT is a run, its newest version is exported. Every byte is checked. No existing file is
+    overwritten, and a failed export leaves no file behind. DIR may also be the name of the file,
+    such as out/llama.safetensors.
+    """
+    opened, note = resolve_newest(snapshot)
+    if note is not None and not as_json:
+        click.echo(f"limpet: {note}", err=True)
+    prepared = prepare_export(
+        opened,
+        to,
+        kind,
+        root=root,
+        keys=keys,
+        average=average,
+        like=like,
+        max_shard_size=max_shard_size,
+    )
+    refuse_address(prepared.location.url)
+    if not as_json:
+        for warning in prepared.warnings:
+            click.echo(f"limpet: {warning}", err=True)
+    began = perf_counter()
+    with progress_bar("exporting", prepared.plan.nbytes, quiet=as_json) as advance:
+        result = prepared.write(advance)
+    seconds = perf_counter() - began
+    if result.left_out and not as_json:
+        omitted = format_count(result.left_out, "plain value")
+        click.echo(f"limpet: {omitted} omitted: {kind} files contain only tensors", err=True)
+    print_result(as_json, _build_document, _render, prepared, result, seconds)
+
+
+def _build_document(
+    prepared: PreparedExport, result: ExportResult, seconds: float
+) -> dict[str, Any]:
+    return {
+        "snapshot": result.snapshot,
+        "step": prepared.versions[-1].step,
+        "averaged": list(result.averaged),
+        "to": prepared.plan.kind,
+        "root": prepared.plan.root,
+        "files": [{"file": url, "bytes": nbytes} for url, nbytes in result.files],
+        "tensors": result.tensors,
+        "left_out": result.left_out,
+        "bytes": result.nbytes,
+        "warnings": list(prepared.warnings),
+        "seconds": round(seconds, 6),
+    }
+
+
+def _render(prepared: PreparedExport, result: ExportResult, seconds: float) -> None:
+    console, root = make_console(), prepared.plan.root
+    for url, nbytes in result.files:
+        print_line(console, f"{url}  {format_size(nbytes)}")
+    below = f" below {root}" if root else ""
+    average = f", the average of {', '.join(result.averaged)}" if result.averaged else ""
+    count = format_count(result.tensors, "tensor")
+    checked = f"{format_size(result.nbytes)}, all checked{format_speed(result.nbytes, seconds)}"
+    print_line(console, f"{count}{below}{average}, {checked}", "green")

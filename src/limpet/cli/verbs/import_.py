@@ -1,0 +1,128 @@
+"""``limpet import FILE_OR_DIR RUN``: save another library's checkpoint as a version."""
+
+from __future__ import annotations
+
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import click
+
+from limpet.cli.console import format_size, make_console, print_line, progress_bar
+from limpet.cli.output import json_option, print_result
+from limpet.cli.resolve import check_run_target
+from limpet.engine.saving.commit import raise_if_exists
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.format.names import MAX_STEP, Version
+from limpet.interop.arrange import ArrangedState, arrange_state
+from limpet.interop.import_ import (
+    ForeignCheckpoint,
+    flatten_foreign_state,
+    read_foreign_checkpoint,
+    save_foreign_checkpoint,
+)
+from limpet.interop.stored_files import size_of_foreign
+from limpet.run.run import Run
+from limpet.text import format_count
+
+_KIND_NAMES = {
+    "torch": "a file of torch.save",
+    "lightning": "a Lightning checkpoint",
+    "safetensors": "a safetensors file",
+    "huggingface": "a Hugging Face folder",
+    "dcp": "a torch.distributed.checkpoint folder",
+}
+
+
+@click.command("import", short_help="Save another library's checkpoint as a version.")
+@click.argument("file_or_dir")
+@click.argument("run")
+@click.option(
+    "--step",
+    type=click.IntRange(0, MAX_STEP),
+    help="The step of the version. Default: the step that the checkpoint records.",
+)
+@click.option("--as", "under", metavar="KEY", help="Store everything under KEY of the state.")
+@click.option(
+    "--keep-names", is_flag=True, help='Keep "module." and other wrapper prefixes in names.'
+)
+@json_option
+def command(
+    file_or_dir: str,
+    run: str,
+    step: int | None,
+    under: str | None,
+    keep_names: bool,
+    as_json: bool,
+) -> None:
+    """Save the checkpoint FILE_OR_DIR as a version of RUN. No code in it is run.
+
+    Supported are files of torch.save, Lightning, and safetensors, and folders of Hugging Face and
+    torch.distributed.checkpoint, whatever their names. A dict of dicts, such as
+    {"model": ..., "optimizer": ...}, is kept as it is; the state dict of a model alone is stored
+    under "model", and that of an optimizer under "optimizer".
+    FILE_OR_DIR may be a URL. A safetensors file there is not copied to the local disk. The other
+    formats are, temporarily: set TMPDIR to a folder with enough space.
+    """
+    began = perf_counter()
+    target = Run(run)
+    check_run_target(target)
+    with progress_bar("checking", size_of_foreign(file_or_dir), quiet=as_json) as advance:
+        checkpoint = read_foreign_checkpoint(file_or_dir, advance)
+    step = checkpoint.step if step is None else step
+    if step is None:
+        raise click.UsageError(f"{file_or_dir} does not record its step: give --step N")
+    version = Version(step, target.branch())
+    location = target.location(version)
+    raise_if_exists(location)
+    arranged = arrange_state(checkpoint.value, under, keep_names=keep_names)
+    flat = flatten_foreign_state(arranged.state)
+    nbytes = sum(leaf.source.nbytes for leaf in flat.leaves)
+    with progress_bar("importing", nbytes, quiet=as_json) as advance:
+        snapshot = save_foreign_checkpoint(
+            location, flat, checkpoint, step, version.branch, advance
+        )
+    build_document = partial(_build_document, perf_counter() - began)
+    print_result(as_json, build_document, render, checkpoint, arranged, snapshot)
+
+
+def _build_document(
+    seconds: float, checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: SnapshotReader
+) -> dict[str, Any]:
+    return {
+        "from": checkpoint.path,
+        "kind": checkpoint.kind,
+        "snapshot": snapshot.url,
+        "step": snapshot.step,
+        "leaves": len(snapshot.leaves),
+        "bytes": snapshot.nbytes,
+        "mapped": checkpoint.mapped,
+        "renamed": arranged.renamed,
+        "converted": arranged.converted,
+        "left_out": list(checkpoint.left_out),
+        "seconds": round(seconds, 6),
+    }
+
+
+def render(
+    checkpoint: ForeignCheckpoint, arranged: ArrangedState, snapshot: SnapshotReader
+) -> None:
+    """Print the snapshot, and how it differs from the checkpoint."""
+    renamed, converted = ", ".join(arranged.renamed), ", ".join(arranged.converted)
+    left_out = ", ".join(checkpoint.left_out[:5]) + (" ..." if checkpoint.left_out[5:] else "")
+    notes = (
+        (renamed, f"Removed wrapper prefixes from the names in {renamed}"),
+        (converted, f"Keyed by parameter name: {converted}"),
+        (
+            not checkpoint.mapped,
+            "Read into memory as a whole: files in this old format cannot be mapped",
+        ),
+        (left_out, f"Not imported: {left_out}"),
+    )
+    console = make_console()
+    print_line(console, f"{_KIND_NAMES[checkpoint.kind]}  {checkpoint.path}", "dim")
+    for applies, note in notes:
+        if applies:
+            print_line(console, note, "yellow")
+    leaves = format_count(len(snapshot.leaves), "leaf", "leaves")
+    print_line(console, f"{snapshot.url}  {leaves}, {format_size(snapshot.nbytes)}", "green")

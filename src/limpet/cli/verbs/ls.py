@@ -1,0 +1,332 @@
+"""``limpet ls RUN``: list all versions of a run, from manifests and file lengths only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from limpet.cli.console import (
+    format_age,
+    format_metrics,
+    format_size,
+    make_console,
+    make_table,
+    print_line,
+    print_table,
+    progress_bar,
+    styled_text,
+)
+from limpet.cli.output import describe_error, json_option, print_result
+from limpet.cli.resolve import resolve_run, stray_snapshot_warning
+from limpet.cli.verdicts import build_verdicts, describe_verdicts
+from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, StoreError
+from limpet.format.names import Version
+from limpet.format.records import Branch, Lease
+from limpet.run.catalog import VersionRecord, make_version_record
+from limpet.run.evaluations.reader import VersionEvaluations
+from limpet.run.evaluations.status import find_statuses
+from limpet.run.evaluations.trust import trust_of
+from limpet.run.listing import Listing
+from limpet.run.run import Run
+from limpet.run.sweep import find_orphans
+from limpet.sinks.wording import format_error_brief
+from limpet.storage.store import Stat
+from limpet.text import format_count
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+@dataclass(slots=True)
+class VersionEntry:
+    """One version of the run.
+
+    ``nbytes`` counts all files of the version that are not orphans: what deleting it frees.
+    ``referred_bytes``: those in files of other versions.
+    ``metrics`` are those of the save and of evaluations. ``reason``: that of the save, if the
+    manifest can be read and states one. (The manifest itself would fill the memory if a run has
+    many versions.)
+    """
+
+    version: Version
+    problem: LimpetError | None
+    on_lineage: bool
+    pinned: bool
+    nbytes: int
+    created: str
+    record: VersionRecord = VersionRecord()  # noqa: RUF009  (frozen)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    referred_bytes: int = 0
+    reason: str | None = None
+    evaluations: VersionEvaluations = VersionEvaluations()  # noqa: RUF009  (frozen)
+    is_latest: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        """True if a training could resume from it, or ``RUN@latest`` be this version."""
+        return self.on_lineage and self.problem is None and self.trust != "distrusted"
+
+    @property
+    def trust(self) -> str | None:
+        return trust_of(self.evaluations)
+
+    @property
+    def status(self) -> str:
+        if isinstance(self.problem, FormatTooNew):
+            return "too new"
+        if self.problem is not None:
+            return "damaged" if isinstance(self.problem, FormatError) else "unreadable"
+        if self.trust == "distrusted":
+            return "distrusted"
+        if self.is_latest:
+            return "latest"
+        return "ok" if self.on_lineage else "abandoned"
+
+
+@dataclass(slots=True)
+class ListResult:
+    """What ``ls`` shows of a run; ``orphans``: files that no manifest names."""
+
+    run: Run
+    entries: list[VersionEntry]
+    branch: int
+    branches: dict[int, Branch | LimpetError]
+    orphans: list[Stat]
+    stray_warning: str | None = None
+    leases: Sequence[Lease] = ()
+
+    @property
+    def latest(self) -> VersionEntry | None:
+        return next((e for e in self.entries if e.is_latest), None)
+
+
+@click.command("ls", short_help="List versions: step, age, size, metrics, intact or not.")
+@click.argument("run")
+@json_option
+def command(run: str, as_json: bool) -> None:
+    """List the versions of RUN: step, age, size, metrics, and whether they are intact.
+
+    Damaged versions and versions on abandoned branches are listed too. A version is intact here
+    if its manifest is valid and its files exist with their full length; "verify" reads the bytes.
+    """
+    opened, listing = resolve_run(run)
+    count = len(listing.versions)
+    with progress_bar("reading manifests", count, quiet=as_json, unit="versions") as advance:
+        result = list_versions(opened, listing, advance)
+    print_result(as_json, _build_document, render, result)
+
+
+def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
+    """Open every version. A version that is deleted in the meantime is omitted."""
+    lineage = set(run.line(listing))
+    files = run.catalog.all_files(listing)
+    entries: list[VersionEntry] = []
+    for version in listing.versions:
+        pinned = version in listing.lasting_pins
+        entry = _read_entry(run, version, version in lineage, pinned, files[version].stats)
+        if entry is not None:
+            entries.append(entry)
+        advance(1)
+    records = {e.version: e.record for e in entries}
+    orphans = [*find_orphans(files, records)]
+    orphan_bytes = Counter[Version]()
+    for version, stat in orphans:
+        orphan_bytes[version] += stat.length
+    for entry in entries:
+        entry.nbytes -= orphan_bytes[entry.version]
+    usable = [e for e in entries if e.is_usable]
+    if usable:
+        usable[-1].is_latest = True
+    branches: dict[int, Branch | LimpetError] = {}
+    for number in listing.branches:
+        try:
+            branches[number] = run.read_branch(number)
+        except (FormatError, NotFound) as e:
+            branches[number] = e
+    return ListResult(
+        run,
+        entries,
+        run.branch(listing),
+        branches,
+        [*(stat for _, stat in orphans), *run.store.partials("")],
+        stray_snapshot_warning(run),
+        [*run.catalog.leases.live(listing.leases).values()],
+    )
+
+
+def _read_entry(
+    run: Run, version: Version, on_lineage: bool, pinned: bool, files: Sequence[Stat]
+) -> VersionEntry | None:
+    snapshot, problem = None, None
+    nbytes = sum(f.length for f in files)
+    try:
+        snapshot = run.catalog.open(version)
+        snapshot.check_files()
+    except NotFound:
+        return None
+    except (FormatError, StoreError) as e:
+        problem = e
+    if snapshot is not None:
+        record = make_version_record(snapshot)
+        evaluations = run.catalog.evaluations.read(version, record.digest)
+        return VersionEntry(
+            version,
+            problem,
+            on_lineage,
+            pinned,
+            nbytes,
+            snapshot.manifest.created,
+            record,
+            {**snapshot.metadata.get("metrics", {}), **record.metrics, **evaluations.metrics()},
+            snapshot.referred_bytes,
+            snapshot.metadata.get("reason"),
+            evaluations,
+        )
+    modified = datetime.fromtimestamp(max((f.modified for f in files), default=0), UTC)
+    created = modified.isoformat(timespec="seconds")
+    return VersionEntry(version, problem, on_lineage, pinned, nbytes, created)
+
+
+def _build_document(result: ListResult) -> dict[str, Any]:
+    latest = result.latest
+    return {
+        "run": result.run.url,
+        "latest": None if latest is None else str(latest.version),
+        "branch": result.branch,
+        "versions": [_build_version_document(result, e) for e in result.entries],
+        "branches": [
+            {"number": number, "problem": describe_error(b)}
+            if isinstance(b, LimpetError)
+            else {
+                "number": number,
+                "from": b.from_version,
+                "reason": b.reason,
+                "created": b.created,
+                "problem": None,
+            }
+            for number, b in result.branches.items()
+        ],
+        "orphans": {"files": len(result.orphans), "bytes": sum(s.length for s in result.orphans)},
+        "stray": result.stray_warning is not None,
+        "bytes_checked": False,
+    }
+
+
+def _build_version_document(result: ListResult, entry: VersionEntry) -> dict[str, Any]:
+    statuses = find_statuses(entry.version, entry.evaluations, result.leases)
+    return {
+        "version": str(entry.version),
+        "url": result.run.location(entry.version).url,
+        "step": entry.version.step,
+        "branch": entry.version.branch,
+        "on_line": entry.on_lineage,
+        "latest": entry.is_latest,
+        "created": entry.created,
+        "bytes": entry.nbytes,
+        "referred_bytes": entry.referred_bytes,
+        "reason": entry.reason,
+        "metrics": entry.metrics,
+        "evaluations": {name: asdict(status) for name, status in statuses.items()},
+        "pinned": entry.pinned,
+        **build_verdicts(entry.evaluations),
+        "intact": entry.problem is None,
+        "problem": None if entry.problem is None else describe_error(entry.problem),
+    }
+
+
+def render(result: ListResult) -> None:
+    """Print the table of versions, their problems, and the other files in the run."""
+    console = make_console()
+    total = format_size(sum(e.nbytes for e in result.entries))
+    count = format_count(len(result.entries), "version")
+    console.print(
+        styled_text(result.run.url, "bold"),
+        styled_text(f"{count}, {total}", "dim"),
+        sep="  ", soft_wrap=True,
+    )  # fmt: skip
+    show_branch = any(e.version.branch for e in result.entries)
+    show_referred = any(e.referred_bytes for e in result.entries)
+    sizes = ("own", "referred") if show_referred else ("size",)
+    names = ("step", *(("branch",) if show_branch else ()), "age", *sizes, "state", "reason")
+    table = make_table(*names, "metrics", right_aligned=("step", "branch", "age", *sizes))
+    rows = [_table_cells(entry, show_branch, show_referred) for entry in result.entries]
+    # metrics get the rest of the line; no other column is truncated, even on a narrow terminal
+    used = sum(max(len(n), *(r[i].cell_len for r in rows)) + 2 for i, n in enumerate(names))
+    metrics_width = max(len("metrics"), console.width - used)
+    for row in rows:
+        row[-1].truncate(metrics_width, overflow="ellipsis")
+        table.add_row(*row)
+    console.width = max(console.width, used + metrics_width)  # the terminal wraps longer lines
+    print_table(console, table)
+    for note, style in _footnotes(result):
+        print_line(console, note, style)
+
+
+_STATUS_STYLES = {"latest": "green", "ok": "", "abandoned": "dim"}
+"""Styles of intact versions. Every other status is red."""
+
+
+def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) -> list[Text]:
+    base = "" if entry.on_lineage else "dim"
+    branch = [styled_text(entry.version.branch or "", base)] if show_branch else []
+    referred = (
+        [styled_text(format_size(entry.referred_bytes) if entry.referred_bytes else "", base)]
+        if show_referred
+        else []
+    )
+    return [
+        styled_text(entry.version.step, base),
+        *branch,
+        styled_text(format_age(entry.created), base),
+        styled_text(format_size(entry.nbytes), base),
+        *referred,
+        styled_text(_describe_state(entry), _STATUS_STYLES.get(entry.status, "red")),
+        styled_text(entry.reason or "", base, 12),
+        styled_text(format_metrics(entry.metrics), base),
+    ]
+
+
+def _describe_state(entry: VersionEntry) -> str:
+    """Return ``latest, attested, pinned``. A damaged version may be distrusted as well."""
+    trust = () if entry.trust in (None, entry.status) else (entry.trust,)
+    return ", ".join((entry.status, *trust, *(("pinned",) if entry.pinned else ())))
+
+
+def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
+    """Yield the lines below the table, each with its style."""
+    for entry in result.entries:
+        if entry.problem is not None:
+            yield f"{entry.version}: {format_error_brief(entry.problem)}", "red"
+        if entry.trust == "distrusted":
+            for line in describe_verdicts(entry.evaluations):
+                yield f"{entry.version}: {line}", "red"
+        statuses = find_statuses(entry.version, entry.evaluations, result.leases)
+        for name, status in statuses.items():
+            if status.state == "FAILED":
+                yield f"{entry.version}: evaluation {name} failed: {status.cause}", "yellow"
+            elif status.state == "PENDING":
+                yield f"{entry.version}: evaluation {name} is pending ({status.cause})", "dim"
+    for number, branch in result.branches.items():
+        if isinstance(branch, LimpetError):
+            yield f"branch {number}: {format_error_brief(branch)}", "red"
+        else:
+            yield f"branch {number} starts at {branch.from_version} ({branch.reason})", "dim"
+    if result.latest is None:
+        trusted = " and trusted" * any(e.trust == "distrusted" for e in result.entries)
+        yield f"No version on the current lineage is intact{trusted}.", "red"
+    if result.orphans:
+        nbytes = format_size(sum(s.length for s in result.orphans))
+        yield (
+            f"{format_count(len(result.orphans), 'file')} ({nbytes}) that no manifest names, from"
+            " a save in progress or one that was never committed; to clean up: limpet sweep"
+            f" {result.run.url}",
+            "yellow",
+        )
+    if result.stray_warning is not None:
+        yield result.stray_warning, "yellow"
+    yield f"File contents were not checked; to check them: limpet verify {result.run.url}", "dim"

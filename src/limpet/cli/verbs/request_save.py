@@ -1,0 +1,57 @@
+"""``limpet request-save RUN``: request a save from the training that writes to a run."""
+
+from __future__ import annotations
+
+from time import sleep
+
+import click
+
+from limpet.cli.console import make_console, print_line, progress_bar
+from limpet.cli.output import json_option, parse_duration, print_json
+from limpet.cli.resolve import resolve_run_allow_empty
+from limpet.format.names import random_id
+from limpet.run.run import Run
+from limpet.run.save_request import RequestedSave, put_request, request_and_wait
+
+
+@click.command("request-save", short_help="Request a save from a running training.")
+@click.argument("run")
+@click.option(
+    "--timeout",
+    callback=parse_duration,
+    default="300s",
+    show_default=True,
+    metavar="TIME",
+    help="Stop waiting after this time: 90 (seconds), 15m, 24h.",
+)
+@click.option("--no-wait", is_flag=True, help="Do not wait for the version.")
+@json_option
+def command(run: str, timeout: float, no_wait: bool, as_json: bool) -> None:
+    """Request a save from the training that writes to RUN, at its next step; print the version.
+
+    If a request already exists, this command waits for the same save. If the training does not
+    answer in time, or on Ctrl-C, the request is withdrawn.
+    """
+    opened = resolve_run_allow_empty(run)
+    if no_wait:
+        attempt = random_id()
+        version, joined = None, put_request(opened.store, attempt) != attempt
+    else:
+        answer = _request_and_wait(opened, timeout, quiet=as_json)
+        version, joined = str(answer.version), answer.joined
+    if as_json:
+        print_json({"run": opened.url, "version": version, "joined": joined})
+    else:
+        status = "A request already exists" if joined else "Requested a save at the next step"
+        print_line(make_console(), version or status)
+
+
+def _request_and_wait(run: Run, timeout: float, quiet: bool) -> RequestedSave:
+    """Request a save and wait for it, with a progress bar that counts the seconds."""
+    with progress_bar("waiting for the training", round(timeout), quiet=quiet, unit="s") as advance:
+
+        def wait(seconds: float) -> None:
+            sleep(seconds)
+            advance(1)
+
+        return request_and_wait(run, timeout, wait=wait)

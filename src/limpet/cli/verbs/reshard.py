@@ -1,0 +1,104 @@
+"""``limpet reshard SNAPSHOT DEST --shards N``: write the same state in another number of shards,
+and check every digest."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from time import perf_counter
+from typing import Any
+
+import click
+
+from limpet.cli.console import (
+    format_size,
+    format_speed,
+    make_console,
+    print_line,
+    progress_bar,
+)
+from limpet.cli.output import json_option, print_result
+from limpet.cli.resolve import check_version_name, remove_folder_if_empty, resolve_snapshot
+from limpet.engine.snapshot.location import Location, locate, versions_in
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.transform.reshard import SPLITS, reshard
+from limpet.format.names import Version
+from limpet.text import format_count
+from limpet.types import DTYPES
+
+
+@click.command("reshard", short_help="Write a snapshot again in N shards.")
+@click.argument("snapshot")
+@click.argument("dest")
+@click.option(
+    "--shards",
+    type=click.IntRange(1, 99_999),
+    required=True,
+    metavar="N",
+    help="Number of files. 1: one plain safetensors file with whole tensors.",
+)
+@click.option(
+    "--split",
+    type=click.Choice(SPLITS),
+    default="even",
+    show_default=True,
+    help="even: tensors with at least N rows are split along dimension 0, as FSDP2 does. none: no"
+    " tensor is split.",
+)
+@json_option
+def command(snapshot: str, dest: str, shards: int, split: str, as_json: bool) -> None:
+    """Write SNAPSHOT again at DEST with N shards, whatever its current number of shards.
+
+    DEST is the location of the new snapshot, or a run, where the snapshot becomes the version of
+    the same step and branch. The new snapshot refers to no other version. Every byte is checked.
+    SNAPSHOT is not modified, and nothing at DEST is overwritten.
+    """
+    old = resolve_snapshot(snapshot)
+    location = _resolve_destination(old, dest)
+    began = perf_counter()
+    nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in old.leaves.values())
+    with (
+        remove_folder_if_empty(location.store),
+        progress_bar("resharding", nbytes, quiet=as_json) as advance,
+    ):
+        new = reshard(old, location, shards, split, advance)
+    build_document = partial(_build_document, split)
+    print_result(as_json, build_document, render, old, new, perf_counter() - began)
+
+
+def _resolve_destination(snapshot: SnapshotReader, destination: str) -> Location:
+    """Return the location of the new snapshot.
+
+    Raises ``AlreadyExists`` if the destination has the name of another version.
+    """
+    step, branch = snapshot.manifest.step, snapshot.manifest.branch
+    location = locate(destination)
+    if step is not None and versions_in(location):
+        return Location(location.store, location.key(str(Version(step, branch))))
+    check_version_name(snapshot, location)
+    return location
+
+
+def _build_document(
+    split: str, old: SnapshotReader, new: SnapshotReader, seconds: float
+) -> dict[str, Any]:
+    return {
+        "from": old.url,
+        "to": new.url,
+        "step": new.step,
+        "split": split,
+        "shards": len(new.manifest.shards),
+        "shards_before": len(old.manifest.shards),
+        "leaves": len(new.leaves),
+        "bytes": new.nbytes,
+        "seconds": round(seconds, 6),
+    }
+
+
+def render(old: SnapshotReader, new: SnapshotReader, seconds: float) -> None:
+    """Print the location, the shards, and the size of the new snapshot."""
+    console = make_console()
+    print_line(console, f"resharded      {new.url}")
+    before = format_count(len(old.manifest.shards), "shard")
+    checked = f"{format_size(new.nbytes)}, all checked{format_speed(new.nbytes, seconds)}"
+    print_line(console, f"{before} before, {len(new.manifest.shards):,} now, {checked}", "green")

@@ -1,0 +1,333 @@
+"""``limpet show SNAPSHOT``: show what a snapshot contains, from its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from limpet.cli.console import (
+    format_age,
+    format_metrics,
+    format_size,
+    make_console,
+    make_table,
+    print_line,
+    print_table,
+    styled_text,
+)
+from limpet.cli.output import (
+    describe_error,
+    format_error_line,
+    json_option,
+    keys_option,
+    print_json,
+)
+from limpet.cli.resolve import resolve_newest
+from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
+from limpet.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations, read_statuses
+from limpet.engine.planning.select import make_key_filter
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import FormatError, MissingLeaf
+from limpet.format.index_columns import IndexBox
+from limpet.format.records import InexactEvaluation
+from limpet.text import format_count, to_repr
+
+MAX_TREE_LINES = 40
+"""Maximum number of rows of the tree on a terminal, unless an option selects the rows."""
+
+Layouts = dict[str, list[tuple[int, IndexBox]]]
+
+
+@click.command("show", short_help="Show what a snapshot contains: the tree, shapes, sizes.")
+@click.argument("snapshot")
+@keys_option
+@click.option("--depth", type=click.IntRange(1), help="Number of levels of the tree to show.")
+@click.option("--all", "everything", is_flag=True, help="Show the whole tree, whatever its length.")
+@click.option("--layout", is_flag=True, help="Show which shard contains which boxes of each leaf.")
+@json_option
+def command(
+    snapshot: str,
+    keys: Sequence[str],
+    depth: int | None,
+    everything: bool,
+    layout: bool,
+    as_json: bool,
+) -> None:
+    """Show the origin of SNAPSHOT, and its tree of leaves and values.
+
+    If SNAPSHOT is a run, its newest version is shown. Only the manifest is read, and with --layout
+    the indexes. On a terminal, a long tree is limited to the levels that fit, unless
+    --all, --depth, or --keys is given.
+    """  # fmt: skip
+    opened, note = resolve_newest(snapshot)
+    if note is not None and not as_json:
+        click.echo(f"limpet: {note}", err=True)
+    rows = list(filter_rows(iter_tree_rows(opened), keys))
+    if keys and not rows:
+        raise MissingLeaf(
+            f"Nothing in {opened.url} matches",
+            expected=f"keys like {', '.join(keys)}",
+            found=", ".join(list(opened.nodes())[:5]),
+            todo="* matches within a level, ** across levels",
+        )
+    layouts = _read_layouts(opened) if layout else None
+    if as_json:
+        print_json(_build_document(opened, rows, layouts, depth))
+    else:
+        render(opened, rows, layouts, depth, may_limit=not everything and not keys)
+
+
+def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:
+    """Return the rows whose key matches, without containers; all rows if there are no patterns."""
+    if not keys:
+        return rows
+    selected = make_key_filter(keys)
+    return (
+        r
+        for r in rows
+        if (r.kind not in CONTAINER_KINDS and selected(r.key))
+        or (r.kind == "value" and _matches_element(r, selected))
+    )
+
+
+def _container_name(row: TreeRow) -> str:
+    """Return what a container is: the name of its class, for a tensor subclass."""
+    if row.kind != "subclass":
+        return row.kind
+    name: str = row.node["subclass"]["class"]
+    return name.rpartition(".")[2]
+
+
+def _matches_element(row: TreeRow, selected: Callable[[str], bool]) -> bool:
+    """Return True if a pattern matches an element of a list that is shown as one value."""
+    is_list = type(row.node) is dict and next(iter(row.node)) in ("list", "tuple")
+    return is_list and any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
+
+
+def fitting_depth(rows: Sequence[TreeRow]) -> int | None:
+    """Return the maximum depth at which the tree has at most ``MAX_TREE_LINES`` rows; None: all."""
+    if len(rows) <= MAX_TREE_LINES:
+        return None
+    depths = range(1, max(r.depth for r in rows) + 1)
+    return max((d for d in depths if sum(r.depth < d for r in rows) <= MAX_TREE_LINES), default=1)
+
+
+def _read_layouts(snapshot: SnapshotReader) -> Layouts:
+    layouts: Layouts = {}
+    for number, index in enumerate(snapshot.indexes()):
+        for leaf in index.leaves:
+            layouts.setdefault(leaf.key, []).extend((number, box) for box in leaf.boxes)
+    return layouts
+
+
+def _build_document(
+    snapshot: SnapshotReader, rows: Sequence[TreeRow], layouts: Layouts | None, depth: int | None
+) -> dict[str, Any]:
+    collapsed = [
+        {"key": r.key, "kind": r.kind, "leaves": leaves, "bytes": nbytes}
+        for r, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True)
+        if depth is not None and r.depth == depth - 1 and r.kind in CONTAINER_KINDS
+    ]
+    rows = [r for r in rows if depth is None or r.depth < depth]
+    manifest, metadata = snapshot.manifest, snapshot.metadata
+    problem, evaluations = _find_problem(snapshot), read_evaluations(snapshot)
+    return {
+        "snapshot": snapshot.url,
+        "step": manifest.step,
+        "branch": manifest.branch,
+        "created": manifest.created,
+        "writer": manifest.writer,
+        "attempt": manifest.attempt,
+        "digest": snapshot.digest,
+        "parent": None
+        if manifest.parent is None
+        else {"version": manifest.parent.version, "digest": manifest.parent.digest},
+        "reason": metadata.get("reason"),
+        "metrics": metadata.get("metrics", {}),
+        "note": metadata.get("note", {}),
+        "evaluations": {
+            name: asdict(status) for name, status in read_statuses(snapshot, evaluations).items()
+        },
+        **build_verdicts(evaluations),
+        "inexact": [
+            {
+                "by": record.name,
+                "first_step": record.first_step,
+                "last_step": record.last_step,
+                "metrics": record.decoded_metrics(),
+            }
+            for record in evaluations.of(InexactEvaluation)
+        ],
+        "statistics": metadata.get("statistics", {}),
+        "shards": [{"name": s.name, "bytes": s.length} for s in manifest.shards],
+        "bytes": snapshot.nbytes,
+        "referred_bytes": snapshot.referred_bytes,
+        "bases": [str(v) for v in sorted(snapshot.bases)],
+        "chain": snapshot.manifest.chain,
+        "intact": problem is None,
+        "problem": None if problem is None else describe_error(problem),
+        "bytes_checked": False,
+        "leaves": [
+            _build_leaf_document(r, layouts)
+            for r in rows
+            if r.kind != "value" and r.kind not in CONTAINER_KINDS
+        ],
+        "values": [{"key": r.key, "value": r.value()} for r in rows if r.kind == "value"],
+        "collapsed": collapsed,
+    }
+
+
+def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "key": row.key,
+        "kind": row.kind,
+        "dtype": row.dtype,
+        "shape": row.shape,
+        "bytes": row.nbytes,
+        "tied": row.tied_to,
+    }
+    if layouts is not None:
+        document["boxes"] = [
+            {"shard": number, "offsets": b.offsets, "sizes": b.sizes, "at": b.at}
+            for number, b in layouts.get(row.key, [])
+        ]
+    return document
+
+
+def _find_problem(snapshot: SnapshotReader) -> FormatError | None:
+    try:
+        snapshot.check_files()
+    except FormatError as e:
+        return e
+    return None
+
+
+def render(
+    snapshot: SnapshotReader,
+    rows: Sequence[TreeRow],
+    layouts: Layouts | None,
+    depth: int | None,
+    *,
+    may_limit: bool,
+) -> None:
+    """Print the header and the tree, down to ``depth`` levels.
+
+    If that is None, print all levels, or with ``may_limit`` those that fit on a terminal.
+    """
+    console = make_console()
+    if depth is None and may_limit and console.is_terminal:
+        depth = fitting_depth(rows)
+    print_line(console, snapshot.url, "bold")
+    header = make_table("", "")
+    header.show_header = False
+    problem = _find_problem(snapshot)
+    for name, value in _header_fields(snapshot):
+        header.add_row(styled_text(name, "dim"), styled_text(value, "", console.width - 12))
+    print_table(console, header)
+    if problem is not None:
+        print_line(console, format_error_line(problem), "red")
+    console.print()
+    table = make_table("key", "content", "size", right_aligned=("size",))
+    lines = list(_table_lines(rows, depth, layouts))
+    longest = max((len(description) for _, description, _, _ in lines), default=0)
+    width = min(longest, (console.width - 14) // 2, 60)
+    name_width = console.width - 15 - width  # asks the terminal
+    for name, description, size, style in lines:
+        table.add_row(
+            styled_text(name, style, name_width),
+            styled_text(description, style, width),
+            styled_text(size, style),
+        )
+    print_table(console, table)
+    if depth is not None and any(r.depth >= depth for r in rows):
+        note = f"Limited to --depth {depth}; --all shows everything, --keys selects keys"
+        console.print(styled_text(note, "dim"))
+
+
+def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the header of ``show``."""
+    manifest, metadata = snapshot.manifest, snapshot.metadata
+    if manifest.step is not None:
+        branch = f" on branch {manifest.branch}" if manifest.branch else ""
+        yield "step", f"{manifest.step}{branch}"
+    yield "created", f"{manifest.created} ({format_age(manifest.created)} ago) by {manifest.writer}"
+    if manifest.parent is not None:
+        yield "parent", manifest.parent.version
+    for name in ("reason", "metrics", "note"):
+        if value := metadata.get(name):
+            text = value if isinstance(value, str) else to_repr(value)
+            yield name, format_metrics(value) if isinstance(value, dict) else text
+    evaluations = read_evaluations(snapshot)
+    for name, status in read_statuses(snapshot, evaluations).items():
+        found = status.cause or format_metrics(status.metrics)
+        state = "" if status.state == "DONE" else f"{status.state}: "
+        yield "evaluation", f"{state}{found} ({name})"
+    for line in describe_verdicts(evaluations):
+        yield "verdict", line
+    for record in evaluations.of(InexactEvaluation):
+        steps = f"steps {record.first_step} to {record.last_step}"
+        yield "inexact", f"{format_metrics(record.decoded_metrics())} ({record.name}, {steps})"
+    shards = format_count(len(manifest.shards), "shard")
+    yield "files", f"{shards}, {format_size(snapshot.nbytes)}; contents not checked"
+    if snapshot.bases:
+        bases = ", ".join(map(str, sorted(snapshot.bases)))
+        yield "refers to", f"{format_size(snapshot.referred_bytes)} in {bases}"
+
+
+def _table_lines(
+    rows: Sequence[TreeRow], depth: int | None, layouts: Layouts | None
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the name, description, size, and style of each line of the table.
+
+    Without containers, the names are complete keys.
+    """
+    nested = any(r.kind in CONTAINER_KINDS for r in rows) or not any(r.depth for r in rows)
+    for row, (leaves, nbytes) in zip(rows, _subtree_totals(rows), strict=True):
+        if depth is not None and row.depth >= depth:
+            continue
+        name = "  " * row.depth + row.key.rpartition("/")[2] if nested else row.key
+        if row.kind in CONTAINER_KINDS:
+            count = format_count(leaves, "leaf", "leaves") if leaves else "empty"
+            size = format_size(nbytes) if nbytes else ""
+            yield name, f"{_container_name(row)}, {count}", size, "" if row.depth else "bold"
+        elif row.kind == "value":
+            yield name, format_short(row.value()), "", "cyan"
+        else:
+            yield name, _describe_leaf(row), format_size(row.nbytes) if row.is_leaf else "", ""
+        for number, box in () if layouts is None else layouts.get(row.key, ()):
+            dimensions = zip(box.offsets, box.sizes, strict=True)
+            slices = ", ".join(f"{o}:{o + n}" for o, n in dimensions)
+            indent = "  " * (row.depth + 1 if nested else 1)
+            yield f"{indent}[{slices}]", f"shard {number} at byte {box.at}", "", "dim"
+
+
+def _subtree_totals(rows: Sequence[TreeRow]) -> list[list[int]]:
+    """Return the number of leaves and values below each row, and the bytes of the leaves."""
+    totals = [[0, 0] for _ in rows]
+    above: list[tuple[int, list[int]]] = []  # the depth and the totals of each open container
+    for row, own in zip(rows, totals, strict=True):
+        while above and above[-1][0] >= row.depth:
+            above.pop()
+        if row.kind in CONTAINER_KINDS:
+            above.append((row.depth, own))
+            continue
+        nbytes = row.nbytes
+        for _, total in above:
+            total[0] += 1
+            total[1] += nbytes
+    return totals
+
+
+def _describe_leaf(row: TreeRow) -> str:
+    shape = ", ".join(map(str, row.shape or ()))
+    if row.kind == "blob":
+        return f"{row.node['blob'][0]} [{shape}]"
+    if row.kind == "array" and len(row.node["array"]) > 2:
+        shape = ", ".join(map(str, (row.shape or ())[:-1]))  # the last dimension counts bytes
+        return f"array {row.node['array'][2]} [{shape}]"
+    kind = "array " if row.kind == "array" else ""
+    tied = f" = {row.tied_to}" if row.tied_to is not None else ""
+    return f"{kind}{row.dtype} [{shape}]{tied}"

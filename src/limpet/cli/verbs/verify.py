@@ -1,0 +1,343 @@
+"""``limpet verify RUN|SNAPSHOT``: read every byte and compare it with its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import click
+
+from limpet.cli.console import (
+    format_size,
+    format_speed,
+    make_console,
+    make_table,
+    print_line,
+    print_table,
+    progress_bar,
+    styled_text,
+)
+from limpet.cli.exit_codes import exit_on_errors
+from limpet.cli.output import describe_error, json_option, print_result
+from limpet.cli.resolve import resolve_run_or_snapshot, stray_snapshot_warning
+from limpet.cli.verdicts import read_evaluations
+from limpet.engine.snapshot.location import get_bounded
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.snapshot.verify import CheckedChunks, Problem
+from limpet.errors import (
+    Denied,
+    DigestMismatch,
+    FormatError,
+    NotFound,
+    StoreError,
+    Unavailable,
+    Unsupported,
+)
+from limpet.format.names import (
+    MANIFEST,
+    Version,
+    branch_name,
+    is_shard_name,
+    parse_evaluation,
+    pin_name,
+)
+from limpet.format.records import (
+    MAX_RECORD,
+    decode_about_version,
+    decode_branch,
+    decode_lasting_pin,
+)
+from limpet.interop.export_record import check_export
+from limpet.interop.stored_files import size_of_foreign
+from limpet.run.evaluations.trust import trust_of
+from limpet.run.listing import Listing
+from limpet.run.run import Run
+from limpet.sinks.wording import format_error_brief
+from limpet.text import format_count, format_list
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """The result for one version, one record of the run, or one exported file. ``trust``: what the
+    verdicts on the version say, which is no damage."""
+
+    name: str
+    url: str
+    nbytes: int
+    problems: tuple[Problem, ...]
+    trust: str | None = None
+    is_version: bool = True
+
+    @property
+    def is_unreadable(self) -> bool:
+        """True if the only problems are that the store does not return the bytes."""
+        denied = [isinstance(p.error, Denied | Unavailable) for p in self.problems]
+        return bool(denied) and all(denied)
+
+
+@click.command("verify", short_help="Read every byte and compare it with its digest.")
+@click.argument("run_or_snapshot", metavar="RUN|SNAPSHOT")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
+    """Read every byte of a SNAPSHOT, or of all versions of a RUN, and compare it with its digest.
+    The files that `limpet export` wrote, or a folder with them, are compared with their records.
+
+    All damage is reported by file, offset, and leaf. For an incremental version, this includes
+    damage in the versions that it refers to. The exit code is 3 if there is damage.
+    """
+    began = perf_counter()
+    target = _find_target(run_or_snapshot, as_json)
+    if isinstance(target, list):
+        url, results, stray, danger = run_or_snapshot, target, None, None
+    elif isinstance(target, SnapshotReader):
+        url = target.url
+        results, stray, danger = [_verify_snapshot(target, as_json)], None, None
+    else:
+        url, stray = target[0].url, stray_snapshot_warning(target[0])
+        results, danger = _verify_run(*target, as_json)
+    build_document = partial(_build_document, url)
+    print_result(as_json, build_document, render, results, perf_counter() - began, danger, stray)
+    exit_on_errors(ctx, (p.error for result in results for p in result.problems))
+
+
+def _find_target(
+    url: str, quiet: bool
+) -> tuple[Run, Listing] | SnapshotReader | list[VerifyResult]:
+    """Return the run or the snapshot at ``url``, or the results for exported files there.
+
+    Raises ``NotFound`` if there is none of them.
+    """
+    try:
+        return resolve_run_or_snapshot(url)
+    except NotFound as e:
+        if "versions" in e.fields:
+            raise
+        checks = []
+        with (
+            suppress(NotFound, Unsupported),
+            progress_bar("verifying", size_of_foreign(url, all_files=True), quiet=quiet) as advance,
+        ):
+            checks = check_export(url, advance)
+        if not checks:
+            raise
+    return [
+        VerifyResult(
+            check.name,
+            check.url,
+            check.nbytes,
+            () if check.error is None else (Problem(check.name, None, (), check.error),),
+            is_version=False,
+        )
+        for check in checks
+    ]
+
+
+def _verify_snapshot(snapshot: SnapshotReader, quiet: bool) -> VerifyResult:
+    with progress_bar("verifying", bytes_to_read(snapshot), quiet=quiet) as advance:
+        report = snapshot.verify(advance)
+    name = snapshot.location.folder.rpartition("/")[2] or snapshot.url
+    return VerifyResult(name, snapshot.url, report.nbytes, report.problems, _read_trust(snapshot))
+
+
+def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyResult], str | None]:
+    """Verify every version, branch record, lasting pin, and evaluation of a run.
+
+    Files that are deleted in the meantime are omitted. Returns the results, and a warning if the
+    next save would refer to damaged data.
+    """
+    results: list[VerifyResult] = []
+    own_bytes: dict[Version, int] = {}
+    is_incremental = False
+    newest = _newest_version(run, listing)
+    for version in listing.versions:  # not kept open: the trees of many versions fill the memory
+        if (snapshot := _open_version(run, version, results)) is not None:
+            own_bytes[version] = bytes_to_read(snapshot) - snapshot.referred_bytes
+            is_incremental |= bool(snapshot.bases)
+    for key, decode in _run_records(run, listing):
+        try:
+            decode(get_bounded(run.store, key, MAX_RECORD), key)
+        except NotFound:
+            continue
+        except (FormatError, StoreError) as e:
+            results.append(_failed_result(key, key, f"{run.url}/{key}", e))
+    seen: CheckedChunks = {}  # reads data that several versions refer to only once
+    with progress_bar("verifying", sum(own_bytes.values()), quiet=quiet) as advance:
+        for version in own_bytes:
+            snapshot = _open_version(run, version, results)
+            with suppress(NotFound):
+                if snapshot is not None:
+                    report = snapshot.verify(advance, seen)
+                    parts = report.url, report.nbytes, report.problems, _read_trust(snapshot)
+                    results.append(VerifyResult(str(version), *parts))
+    order = {str(v): i for i, v in enumerate(listing.versions)}
+    results.sort(key=lambda result: order.get(result.name, len(order)))
+    newest_result = next((r for r in results if r.name == newest), None)
+    return results, _damage_warning(run, newest_result) if is_incremental else None
+
+
+def _read_trust(snapshot: SnapshotReader) -> str | None:
+    """Return what the verdicts say; None if they cannot be read: this is for people."""
+    with suppress(StoreError):
+        return trust_of(read_evaluations(snapshot))
+    return None
+
+
+def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> SnapshotReader | None:
+    """Open a version, or add its problem to ``results``. Returns None if it was deleted, too."""
+    location = run.location(version)
+    try:
+        return run.catalog.open(version)
+    except NotFound:
+        return None
+    except (FormatError, StoreError) as e:
+        results.append(_failed_result(str(version), location.key(MANIFEST), location.url, e))
+        return None
+
+
+def _newest_version(run: Run, listing: Listing) -> str | None:
+    """Return the newest version of the current lineage.
+
+    Returns None if there is none or the lineage cannot be read: the result is only for advice.
+    """
+    try:
+        return next((str(v) for v in reversed(run.line(listing))), None)
+    except (FormatError, StoreError):
+        return None
+
+
+def _run_records(run: Run, listing: Listing) -> list[tuple[str, Callable[[bytes, str], object]]]:
+    """Return the keys and decoders of branch records, lasting pins, and records about versions."""
+    folders = (run.catalog.files(version, listing) for version in listing.folders)
+    keys = (stat.key for folder in folders for stat in folder.stats)
+    about = ((key, parse_evaluation(key.rpartition("/")[2])) for key in keys)
+    return [
+        *((branch_name(number), decode_branch) for number in listing.branches),
+        *((pin_name(str(version)), decode_lasting_pin) for version in sorted(listing.lasting_pins)),
+        *((key, partial(decode_about_version, kind=file.kind)) for key, file in about if file),
+    ]
+
+
+def _damage_warning(run: Run, newest: VerifyResult | None) -> str | None:
+    """Return urgent advice if the newest version of a run with incremental versions is damaged.
+
+    An incremental save checks only the length of the data that it refers to, not the digest.
+    """
+    problems = newest.problems if newest else ()
+    damaged = {p.file for p in problems if isinstance(p.error, DigestMismatch)}
+    # an incremental version refers to shards only, not to manifests or indexes
+    shards = sorted(f for f in damaged if is_shard_name(f.rpartition("/")[2]))
+    if newest is None or not shards:
+        return None
+    files = map(run.store.place, shards)
+    return (
+        f"If training is running, its next save will refer to the damaged data in {newest.name}."
+        f" Move {', '.join(files)} out of the run now; the next save is then a full one"
+    )
+
+
+def _failed_result(name: str, file: str, url: str, error: FormatError | StoreError) -> VerifyResult:
+    return VerifyResult(name, url, 0, (Problem(file, error.fields.get("offset"), (), error),))
+
+
+def bytes_to_read(snapshot: SnapshotReader) -> int:
+    """Return the bytes of the shards and indexes, and of the data that the snapshot refers to."""
+    shards = snapshot.manifest.shards
+    return sum(s.length + s.index.length for s in shards) + snapshot.referred_bytes
+
+
+def _build_document(
+    url: str, results: list[VerifyResult], seconds: float, danger: str | None, stray: str | None
+) -> dict[str, Any]:
+    return {
+        "place": url,
+        "ok": not any(r.problems for r in results),
+        "bytes": sum(r.nbytes for r in results),
+        "seconds": round(seconds, 6),
+        "versions": [
+            {
+                "version": r.name,
+                "url": r.url,
+                "ok": not r.problems,
+                "bytes": r.nbytes,
+                "trust": r.trust,
+                "problems": [
+                    {
+                        "file": p.file,
+                        "offset": p.offset,
+                        "leaves": p.leaves,
+                        **describe_error(p.error),
+                    }
+                    for p in r.problems
+                ],
+            }
+            for r in results
+        ],
+        "danger": danger,
+        "stray": stray is not None,
+    }
+
+
+def _group_problems(results: list[VerifyResult]) -> list[tuple[Problem, list[str]]]:
+    """Return each problem once, with the names of the other versions that it affects.
+
+    Damage in one version also affects all versions that refer to the damaged data.
+    """
+    groups: dict[object, tuple[Problem, str, list[str]]] = {}
+    for result in results:
+        for p in result.problems:
+            # without an offset, only the message distinguishes problems in one file
+            what = p.error.what if p.offset is None else ""
+            key = (p.file, p.offset, type(p.error), str(p.error.expected), what)
+            _, first, others = groups.setdefault(key, (p, result.name, []))
+            if result.name not in (first, *others):
+                others.append(result.name)
+    return [(p, others) for p, _, others in groups.values()]
+
+
+def render(
+    results: list[VerifyResult], seconds: float, danger: str | None, stray: str | None
+) -> None:
+    """Print one line for each version, then each problem, a summary, and the warnings."""
+    console = make_console()
+    versions = make_table(
+        "version" if not results or results[0].is_version else "file",
+        "checked",
+        "",
+        right_aligned=("checked",),
+    )
+    for r in results:
+        status = (
+            styled_text(format_count(len(r.problems), "problem"), "red")
+            if r.problems
+            else styled_text("ok", "green")
+        )
+        if r.trust is not None:
+            status.append(f", {r.trust}", "red" if r.trust == "distrusted" else "green")
+        versions.add_row(styled_text(r.name), styled_text(format_size(r.nbytes)), status)
+    print_table(console, versions)
+    for p, others in _group_problems(results):
+        console.print()
+        print_line(console, p.file if p.offset is None else f"{p.file}, byte {p.offset}", "red")
+        print_line(console, format_error_brief(p.error), "dim")
+        if p.leaves and not isinstance(p.error, DigestMismatch):  # its message names them
+            print_line(console, f"leaves: {format_list(p.leaves, 8)}", "dim")
+        if others:
+            print_line(console, f"also affects {', '.join(others)}", "dim")
+    nbytes = sum(r.nbytes for r in results)
+    unreadable = sum(r.is_unreadable for r in results)
+    damaged = sum(bool(r.problems) for r in results) - unreadable
+    counts = ((damaged, "damaged"), (unreadable, "unreadable"))
+    failures = ", ".join(f"{n} of {len(results)} {status}" for n, status in counts if n)
+    noun = "version" if not results or results[0].is_version else "exported file"
+    verdict = failures or f"{format_count(len(results), noun)} intact"
+    compared = f"{format_size(nbytes)} read and compared{format_speed(nbytes, seconds)}"
+    console.print()
+    console.print(styled_text(f"{verdict}; {compared}", "red" if failures else "green"))
+    for warning in (danger, stray):
+        if warning is not None:
+            print_line(console, warning, "yellow")

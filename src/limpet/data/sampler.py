@@ -1,0 +1,400 @@
+"""A batch sampler whose order and position survive an interruption of the training.
+
+::
+
+    sampler = limpet.ElasticSampler(len(dataset), batch_size=32, seed=0)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+
+The position advances at the end of a training step, not when a loader prefetches a batch. It counts
+the samples of all ranks, so that training can continue with any number of ranks and workers.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from limpet.data.batch_blocks import BatchBlocks
+from limpet.data.epoch_labels import EpochLabels
+from limpet.data.sampler_checks import check_is_batch_sampler, check_is_number, require
+from limpet.data.sampler_group import SamplerGroup
+from limpet.errors import LimpetError, PlanError, UncountedBatches
+from limpet.lazy_torch import rank_and_world_size
+from limpet.text import warn_user
+
+if TYPE_CHECKING:
+    from limpet.data.progress import Progress
+
+Position = tuple[int, int]
+"""An epoch, and the number of its samples before the position."""
+
+_CONFIG_FIELDS = ("length", "seed", "shuffle", "drop_last")
+_POSITION_FIELDS = ("epoch", "samples", "ahead", "per_step")
+
+
+class ElasticSampler:
+    """A batch sampler for ``DataLoader(dataset, batch_sampler=sampler)`` that resumes exactly.
+
+    ``length``: the number of samples in the dataset, at least 1. ``batch_size``: the number of
+    samples in one batch over all ranks. Each rank yields its part of a batch as a list of ints, and
+    the parts differ by at most one sample. ``seed``: any int. With ``shuffle``, the order is a
+    permutation made from the seed and the epoch, which never changes. An incomplete last
+    batch of an epoch is padded to a multiple of the number of ranks with samples from the beginning
+    of the epoch; with ``drop_last`` it is dropped. ``rank``, ``ranks``: if not given, those of
+    ``torch.distributed`` when a pass begins, or a single rank if that is not initialized.
+
+    Put the sampler into the state of a ``Checkpointer``, whose ``step`` counts the batches. A pass
+    over the loader is an epoch, and the next pass is the next epoch. The first pass after a resume
+    is the rest of the epoch, which is empty if the version was saved at the last step of the epoch.
+    After a ``break``, the next pass continues after the last counted batch. ``skip_empty``: never
+    resume into an empty pass, but begin the next epoch, for loops that end at an empty epoch.
+
+    Raises ``LimpetError`` for invalid sizes, such as fewer samples in a batch than ranks.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        skip_empty: bool = False,
+        rank: int | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        check_is_number(length)
+        self.length = operator.index(length)
+        self.batch_size = operator.index(batch_size)
+        self.seed = operator.index(seed)
+        self.shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
+        self.skip_empty = bool(skip_empty)
+        self._rank, self._ranks = rank, ranks
+        self._counted: Position = (0, 0)  # after the last batch that a step has counted
+        self._yielded: Position = (0, 0)  # after the last batch that was yielded
+        self._pass_epoch = 0  # the epoch at whose end the pass ends
+        self._per_step = 1  # the most batches that one step has counted
+        self.pass_number = 0
+        self._has_stepped = False  # a step was taken, with any number of batches
+        self._uncounted_passes = 0  # passes that ended before any step
+        self._has_warned = False  # of uncounted batches, after a step
+        self._reads = 0  # of the position, by the loop
+        self._resumed = False  # a state was loaded, and no pass has begun since
+        self._has_ended = False  # end_epoch was called since the pass was over
+        # passes begun and epoch label at the first iteration after a load
+        self._first_iteration: tuple[int, int | None] | None = None
+        self._blocks = BatchBlocks()
+        self._epoch_labels = EpochLabels()
+        self._group = SamplerGroup([self._epoch_labels])
+        self._check_sizes()
+
+    def __repr__(self) -> str:
+        epoch, samples = self._counted
+        return (
+            f"ElasticSampler({self.length}, {self.batch_size}, {self.seed},"
+            f" at sample {samples} of epoch {epoch})"
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches in a whole epoch, independent of the position."""
+        return self._batch_count(self.length)
+
+    @property
+    def padded(self) -> int:
+        """The number of samples that a whole epoch repeats with the current number of ranks."""
+        tail = 0 if self.drop_last else self.length % self.batch_size
+        return -tail % self._rank_and_world_size()[1]
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs that are complete at the counted position."""
+        self._reads += 1
+        return self._complete_epochs()
+
+    def _complete_epochs(self) -> int:
+        """Return ``epochs``, for Limpet itself, which does not tell the loop."""
+        epoch, samples = self._counted
+        return epoch + (1 if self._is_epoch_over(samples) else 0)
+
+    @property
+    def left(self) -> int:
+        """The number of batches of this epoch that no step has counted, including yielded ones. Use
+        it to end a step with the epoch: a loop counter is wrong in the rest of an epoch."""
+        self._reads += 1
+        return self._batch_count(self.length - self._counted[1])
+
+    def follow(self, progress: Progress | None, together: SamplerGroup | None = None) -> None:
+        """Connect the sampler to the user's ``Progress`` and to the other samplers of the state.
+
+        A ``Checkpointer`` calls this, with the same ``together`` for all samplers. A state that is
+        saved between two passes resumes with the next epoch if ``end_epoch`` was called before the
+        save, or by a loop that never calls it if ``progress.epoch`` was incremented. Otherwise, it
+        resumes with the (empty) rest of the last epoch.
+        """
+        self._epoch_labels.follow(progress)
+        if together is not None:
+            self._group = together
+            together.epoch_labels.append(self._epoch_labels)
+
+    def check(self, batches: int) -> None:
+        """Raise the error that ``advance`` would raise. A step first checks all samplers."""
+        self._has_stepped = True
+        require("Invalid number of batches for a step", batches >= 0, "0 or more", batches)
+        missing = self._position_after(batches)[1]
+        if missing:
+            raise LimpetError(
+                f"A step counts more batches than {self} has yielded",
+                expected=f"at most {batches - missing}",
+                found=batches,
+                todo="Check that step() is called once per batch. After a resume, iterate over"
+                " the loader again. Call step(batches=0) for a step without a batch. Do not"
+                " put a sampler for evaluation into the state",
+            )
+
+    def advance(self, batches: int = 1) -> None:
+        """Count this many batches as trained. ``Checkpointer.step(batches=...)`` calls this.
+
+        Raises ``LimpetError``, and counts nothing, if fewer batches were yielded.
+        """
+        batches = operator.index(batches)
+        self.check(batches)
+        position = self._position_after(batches)[0]
+        self._per_step = max(self._per_step, batches)
+        if self._is_epoch_over(position[1]) and self._yielded[0] > position[0]:
+            position = (position[0] + 1, 0)
+        self._counted = position
+        if not self._is_epoch_over(position[1]):
+            self._group.record_step()
+
+    def end_epoch(self) -> bool:
+        """End the epoch if its pass is over. Return True if this call has ended it."""
+        self._group.has_ends = True
+        if self._has_ended or not self._is_pass_over():
+            return False
+        self._has_ended, self._resumed = True, False
+        return True
+
+    def state_dict(self) -> dict[str, int]:
+        """Return plain ints and bools that do not depend on ranks and workers.
+
+        ``epoch`` and ``samples`` are the counted position. ``ahead``: the number of epochs that the
+        current pass is ahead of it (nonzero only under gradient accumulation). ``per_step``: the
+        most batches that one step has counted.
+        """
+        epoch, samples = self._counted
+        last_epoch = self._pass_epoch
+        has_ended = self._has_ended or self._group.is_counted(self._epoch_labels, last_epoch)
+        if has_ended and self._is_pass_over():
+            last_epoch += 1
+            if self._counted == self._yielded:
+                epoch, samples = last_epoch, 0
+        counts = (epoch, samples, last_epoch - epoch, self._per_step)
+        return {name: getattr(self, name) for name in _CONFIG_FIELDS} | dict(
+            zip(_POSITION_FIELDS, counts)
+        )
+
+    def check_state_dict(self, state: object) -> None:
+        """Raise the error that ``load_state_dict`` would raise. A load calls this first."""
+        if (
+            not isinstance(state, dict)
+            or set(state) != {*_CONFIG_FIELDS, *_POSITION_FIELDS}
+            or not all(isinstance(value, int) for value in state.values())
+        ):
+            raise PlanError(
+                "The loaded value is not the state of an ElasticSampler",
+                expected="numbers: " + ", ".join((*_CONFIG_FIELDS, *_POSITION_FIELDS)),
+                found=state if isinstance(state, dict) else type(state).__name__,
+            )
+        at_edge = not state["samples"] or not self._batch_count(state["length"] - state["samples"])
+        optional = {"length"} if at_edge and not state["ahead"] else set()
+        differing = [
+            n for n in _CONFIG_FIELDS if state[n] != getattr(self, n) and n not in optional
+        ]
+        if differing:
+            raise PlanError(
+                "This ElasticSampler would yield different samples than the saved one",
+                expected=", ".join(f"{n}={state[n]!r}" for n in differing),
+                found=", ".join(f"{n}={getattr(self, n)!r}" for n in differing),
+                todo="Use the saved arguments (length may change at the beginning or end of an"
+                " epoch), or start a new run in another folder without the saved sampler:"
+                ' resume(start="RUN@latest", keys=["model/**", ...])',
+            )
+        counts = [state[n] for n in _POSITION_FIELDS]
+        if min(counts) < 0 or state["samples"] > state["length"] or not state["per_step"]:
+            raise PlanError(
+                "The state of an ElasticSampler contains a position that does not exist",
+                expected=f"at most {state['length']} samples, and no negative count",
+                found=", ".join(f"{n}={state[n]}" for n in _POSITION_FIELDS),
+            )
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue from a saved position: the next pass is the rest of that epoch.
+
+        The batch size may differ, and so may the length at the beginning or end of an epoch. Raises
+        ``PlanError``, which lists all differences at once and changes nothing, if the saved sampler
+        would yield different samples.
+        """
+        self.check_state_dict(state)
+        samples = state["samples"]
+        if samples and state["length"] != self.length:
+            samples = self.length  # a complete epoch stays complete with another length
+        self._counted = self._yielded = (state["epoch"], samples)
+        self._pass_epoch = state["epoch"] + state["ahead"]
+        self._per_step = state["per_step"]
+        self.pass_number += 1
+        skips = self.skip_empty and self._is_pass_over()
+        self._resumed, self._has_ended, self._first_iteration = not skips, False, None
+        self._epoch_labels.reset()
+        at_beginning = skips or self._counted == (self._pass_epoch, 0)
+        self._group.record_load(self, at_beginning=at_beginning)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's part of each batch of the pass.
+
+        A ``DataLoader`` draws a seed for its workers whenever an iterator is created. A run that
+        was never interrupted does not draw in the middle of an epoch. The first pass after a resume
+        therefore restores the global generators before its first batch (see ``SamplerGroup``).
+        Raises ``LimpetError`` for ``DataLoader(sampler=...)``, which makes batches of batches.
+        """
+        check_is_batch_sampler(sys._getframe(1))
+        if self._resumed:
+            now = (self._group.passes_begun, self._epoch_labels.current)
+            if self._first_iteration is None:
+                self._first_iteration = now
+                self._epoch_labels.begin_pass(self._pass_epoch)
+            # A DataLoader with workers creates two iterators at once. If something happened in
+            # between, the first pass ended before it reached this sampler: a loop over several
+            # loaders ends when the first loader is exhausted.
+            if now == self._first_iteration:
+                self._group.save_rng_state()
+            else:
+                self._resumed = False
+        return self._pass()
+
+    # -- implementation ------------------------------------------------------------------------
+
+    def _pass(self) -> Iterator[list[int]]:
+        rank, ranks = self._rank_and_world_size()
+        self._begin_pass()
+        pass_number = self.pass_number
+        while True:
+            if pass_number != self.pass_number:
+                raise LimpetError(
+                    "This pass over an ElasticSampler is no longer the latest",
+                    expected="one pass at a time",
+                    found="a later pass or resume",
+                    todo="After a resume, iterate over the loader again. Use a separate"
+                    " sampler for each loader",
+                )
+            epoch, start = self._yielded
+            if not self._is_epoch_over(start):
+                stop = min(start + self.batch_size, self.length)
+                self._yielded = (epoch, stop)
+                order = (self.length, self.seed, self.shuffle)
+                yield self._blocks.local_batch(
+                    order, epoch, (start, stop), self.batch_size, rank, ranks
+                )
+            elif epoch < self._pass_epoch:
+                self._enter_epoch(epoch + 1)
+            else:
+                return
+
+    def _begin_pass(self) -> None:
+        """Determine the position at which a pass begins, and the epoch with which it ends."""
+        self.pass_number += 1
+        resumed, self._resumed, self._has_ended = self._resumed, False, False
+        if not resumed and self._is_pass_over():
+            self._pass_epoch += 1
+            self._enter_epoch(self._pass_epoch)
+        elif not resumed:
+            if self._is_epoch_over(self._yielded[1]) and self._yielded[0] == self._pass_epoch:
+                self._warn_uncounted()
+            self._yielded = self._counted
+        self._epoch_labels.begin_pass(self._pass_epoch)
+        self._group.begin_pass(self, self._pass_epoch, resumed)
+
+    def _warn_uncounted(self) -> None:
+        """Warn that more batches of a fully yielded pass are uncounted than one step takes."""
+        if self._has_stepped:
+            if not self._has_warned:
+                warn_user(
+                    f"{self} yielded all batches of its epoch, but some were never counted. If a"
+                    " step takes k batches, write ckpt.step(batches=k). If the loop ended early on"
+                    " purpose, ignore this warning. The rest of the epoch follows",
+                    UncountedBatches,
+                )
+            self._has_warned = True
+            return
+        what = f"No step has counted the batches of {self}, so every pass yields the same epoch"
+        todo = "Put it into the state of the Checkpointer; for evaluation, use a plain DataLoader"
+        self._uncounted_passes += 1
+        if self._uncounted_passes > 1:  # one pass before the first step may inspect the data
+            raise LimpetError(what, todo=todo)
+        warn_user(f"{what}. {todo}", UncountedBatches)
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """Move to the beginning of an epoch; the counted position follows if it is up to date."""
+        if self._counted == self._yielded:
+            self._counted = (epoch, 0)
+        self._yielded = (epoch, 0)
+
+    def _is_pass_over(self) -> bool:
+        """Return True if the pass yielded everything, and fewer batches than one step takes are
+        uncounted: they are the beginning of a step that ends in the next epoch."""
+        complete = self._yielded[0] == self._pass_epoch and self._is_epoch_over(self._yielded[1])
+        return complete and self._position_after(self._per_step - 1)[0] == self._yielded
+
+    def _position_after(self, batches: int) -> tuple[Position, int]:
+        """Advance by up to this many yielded batches; return the position and the missing count."""
+        position = self._counted
+        while batches and position < self._yielded:
+            epoch, samples = (
+                position if not self._is_epoch_over(position[1]) else (position[0] + 1, 0)
+            )
+            position = (epoch, min(samples + self.batch_size, self.length))
+            batches -= 1
+        return position, batches
+
+    def _is_epoch_over(self, samples: int) -> bool:
+        """Return True if an epoch has no batch after this many samples."""
+        return self._batch_count(self.length - samples) == 0
+
+    def _batch_count(self, samples: int) -> int:
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        """Return the rank of this process and the number of ranks."""
+        rank, ranks = self._rank, self._ranks
+        if rank is None or ranks is None:
+            rank, ranks = rank_and_world_size()
+        require(
+            "A rank of the ElasticSampler would get an empty batch",
+            self.batch_size >= ranks,
+            f"a batch_size (the total over all ranks) of {ranks} or more for {ranks} ranks",
+            self.batch_size,
+        )
+        return rank, ranks
+
+    def _check_sizes(self) -> None:
+        length, batch_size, rank, ranks = self.length, self.batch_size, self._rank, self._ranks
+        what, least = "of an ElasticSampler", "1 or more"
+        require(f"Invalid length {what}", 1 <= length < 1 << 62, least, length)
+        require(f"Invalid batch_size {what}", batch_size >= 1, least, batch_size)
+        require(
+            "With drop_last, this ElasticSampler would never yield a batch",
+            not self.drop_last or length >= batch_size,
+            f"a batch_size of at most the length, {length}",
+            batch_size,
+        )
+        require(
+            "An ElasticSampler needs both rank and ranks, or neither",
+            (rank is None and ranks is None)
+            or (rank is not None and ranks is not None and 0 <= rank < ranks),
+            "0 <= rank < ranks",
+            f"rank={rank}, ranks={ranks}",
+        )
+        self._rank_and_world_size()

@@ -1,0 +1,365 @@
+"""Select leaves by patterns over their keys, and rename members of a tree."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from limpet.errors import PlanError
+from limpet.format import tree
+from limpet.format.names import join_key
+
+KeyFilter = Callable[[str], bool]
+
+NumberedRenames = dict[str, tuple[int, str]]
+"""By the old name: the number of a rename, and the new name."""
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+"""A placeholder for a node that does not exist. None is a node (``null``)."""
+
+
+def match_all(key: str) -> bool:
+    """Match every key; the filter if no pattern is given."""
+    return True
+
+
+def make_key_filter(patterns: str | Sequence[str] | None) -> KeyFilter:
+    """Return a function that returns True if a key matches one of the patterns.
+
+    ``*`` matches within a level, ``**`` across levels, and ``?`` one character. Every other
+    character matches itself. A pattern without wildcards also matches all keys below it, and all
+    that continue it with a dot: the parameters of a module. None matches every key.
+    """
+    if patterns is None:
+        return match_all
+    plain: set[str] = set()
+    # by the levels before the first wildcard, so that the time per key does not depend on the
+    # number of patterns: a program may list thousands of them
+    regexes: defaultdict[str, list[str]] = defaultdict(list)
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        literal, *wild = re.split(r"(\*\*|\*|\?)", pattern)
+        if not wild:
+            plain.add(literal)
+        else:
+            wildcards = {"**": ".*", "*": "[^/]*", "?": "[^/]"}
+            regex = "".join(wildcards.get(p) or re.escape(p) for p in wild)
+            regexes[literal.rpartition("/")[0]].append(re.escape(literal) + regex)
+    compiled = {
+        level: re.compile("|".join(f"(?:{r})" for r in group), re.DOTALL)
+        for level, group in regexes.items()
+    }
+    above_all = compiled.pop("", None)
+
+    def matches(key: str) -> bool:
+        if above_all is not None and above_all.fullmatch(key):
+            return True
+        levels = [key[: m.start()] for m in re.finditer("[/.]", key)]
+        return (
+            key in plain
+            or not plain.isdisjoint(levels)
+            or any(level in compiled and compiled[level].fullmatch(key) for level in levels)
+        )
+
+    return matches
+
+
+def prune(node: Any, key_filter: KeyFilter, key: str = "") -> Any:
+    """Return the tree without the nodes that are not selected, or ``ABSENT`` if none is selected.
+
+    In lists and tuples, None replaces a node that is not selected, so that the other nodes keep
+    their positions.
+    """
+    tag = next(iter(node), None) if type(node) is dict else None
+    if tag in ("dict", "ordered", "items"):
+        members = [(n, prune(c, key_filter, k)) for n, c, k in tree.children(node, key)]
+        kept = [(i, n, c) for i, (n, c) in enumerate(members) if c is not ABSENT]
+        if members and not kept:
+            return ABSENT
+        if tag == "items":
+            return {**node, "items": [[node["items"][i][0], c] for i, _, c in kept]}
+        return {**node, tag: {n: c for _, n, c in kept}}
+    if tag in ("list", "tuple"):
+        elements = [prune(c, key_filter, join_key(key, str(i))) for i, c in enumerate(node[tag])]
+        if elements and all(p is ABSENT for p in elements):
+            return ABSENT
+        return {tag: [None if p is ABSENT else p for p in elements]}
+    if tag in tree.PART_TAGS:
+        chosen = any(key_filter(k) for k, _ in tree.walk(node, key))
+        return _rename_members(node, {}, key, set()) if chosen else ABSENT
+    if not key_filter(key):
+        return ABSENT
+    # A leaf's key may change in the pruned tree if members with colliding names are gone.
+    return _with_stored_key(node, key) if tag in tree.LEAF_TAGS else node
+
+
+def _with_stored_key(leaf: Any, key: str) -> Any:
+    """Return a leaf's node that names the key of its bytes, for a tree in which its key differs."""
+    return {**leaf, "tied": leaf.get("tied", key)}
+
+
+def rename(node: Any, renames: Mapping[str, str], key: str = "") -> Any:
+    """Return the tree with members of dicts renamed.
+
+    ``{"model/old": "model/new"}`` renames the member ``old`` of ``model`` and all members whose
+    names start with ``old.``. The bytes of a leaf stay under the key that they were saved with, so
+    the node of each leaf refers to that key.
+
+    Raises ``PlanError`` for a rename that would move a member to another level, that matches no
+    member, or that gives two members the same name.
+    """
+    patterns = [old for old, new in renames.items() if _WILDCARDS & set(old + new)]
+    members = _find_members(node, patterns, key)
+    for old, new in renames.items():
+        if _WILDCARDS & set(old + new) and not (_same_level(old, new) and old in members):
+            raise PlanError(
+                f"Keys to rename must not be patterns, but {old!r}: {new!r} is a pattern",
+                todo=_advice(node, old.rstrip("*/"), new.rstrip("*/"), key),
+                leaf=old,
+            )
+        if not _same_level(old, new):
+            raise PlanError(
+                f"Renaming {old!r} to {new!r} would move it to another level",
+                expected="keys that differ only in their last level",
+                found=f"{old!r} and {new!r}",
+                leaf=old,
+            )
+    used: set[str] = set()
+    renamed = _rename_members(node, number_renames(renames), key, used)
+    if unused := sorted(set(renames) - used):
+        members = _find_members(node, [renames[old] for old in unused], key)
+        old = next((o for o in unused if renames[o] in members), unused[0])
+        raise PlanError(
+            f"Keys to rename are not in the snapshot: {', '.join(unused)}",
+            todo=_advice(node, old, renames[old], key),
+            leaf=old,
+        )
+    return renamed
+
+
+_WILDCARDS = frozenset("*?")
+_MAX_KEYS_COMPARED = 10_000
+
+
+def _same_level(old: str, new: str) -> bool:
+    return old.rpartition("/")[0] == new.rpartition("/")[0]
+
+
+def number_renames(renames: Mapping[str, str]) -> NumberedRenames:
+    """Return the renames for ``find_renames``."""
+    return {old: (number, new) for number, (old, new) in enumerate(renames.items())}
+
+
+def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, str]]:
+    """Return the renames of a name, each as its number, its old name, and its new one. The last one
+    applies. A rename is for a name, and for every name that continues it with a dot."""
+    if not renames or type(name) is not str:
+        return []
+    prefixes = [name[: m.start()] for m in re.finditer(r"\.", name)]
+    found = ((old, renames[old]) for old in (*prefixes, name) if old in renames)
+    return sorted((number, old, new) for old, (number, new) in found)
+
+
+_MAX_RENAMES = 3
+_MAX_RENAMES_TRIED = 8
+_SLOT_KEY = re.compile("/(state|groups)/")
+
+
+def is_slot_key(key: str) -> bool:
+    """Return True for a key within the state of an optimizer."""
+    return _SLOT_KEY.search(key) is not None
+
+
+def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str, str]:
+    """Return the renames that give keys of the snapshot (``surplus``) the names that the live state
+    has (``lacking``), if each has only one plausible origin. Otherwise, return an empty dict.
+
+    A rename is plausible if both names end alike (``head.weight`` and ``fc.weight``), if there is
+    no more similar one, and if it gives every key below it a name that is lacking.
+    """
+    new_keys, old_keys = (  # slots follow their parameters
+        {key for key in keys if not is_slot_key(key)} for keys in (lacking, surplus)
+    )
+    renames: dict[str, str] = {}
+    # the side with fewer keys: adding many layers must not hide that one was renamed
+    fewer, ordered = (new_keys, lacking) if len(new_keys) <= len(old_keys) else (old_keys, surplus)
+    for key in [key for key in ordered if key in fewer][:_MAX_RENAMES_TRIED]:
+        if key not in fewer or len(renames) == _MAX_RENAMES:
+            continue
+        found = {
+            rename: covered
+            for rename in _most_similar(key, new_keys, old_keys)
+            if (covered := _keys_below(rename, new_keys, old_keys)) is not None
+        }
+        if len(found) == 1:
+            (((old, new), (old_below, new_below)),) = found.items()
+            renames[old] = new
+            old_keys -= old_below
+            new_keys -= new_below
+    return renames
+
+
+def suggest_member_renames(
+    absent: Mapping[str, Sequence[str]], surplus: Sequence[str], common: Collection[str]
+) -> dict[str, str]:
+    """Return the renames of whole objects: optimizers, schedulers, and the like.
+
+    ``absent``: the objects that the snapshot lacks, each with the names of its parameters or
+    attributes. A saved object fits if all of its names are among them, and if neither of the two
+    has another that fits. ``common``: the keys of the snapshot that the live state has.
+    """
+    if not 0 < len(absent) <= _MAX_RENAMES_TRIED:
+        return {}
+    saved: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    parents = {key.rpartition("/")[0] for key in absent}
+    for key in surplus:
+        levels = key.split("/")
+        for i in range(1, len(levels)):
+            if (parent := "/".join(levels[: i - 1])) in parents:
+                names = saved[parent, "/".join(levels[:i])]
+                if not is_slot_key(key):
+                    names.add(levels[i])
+                elif levels[i] == "state":
+                    names.add(levels[i + 1])
+    shared = {"/".join(key.split("/")[:i]) for key in common for i in range(1, key.count("/") + 2)}
+    pairs = [
+        (old, new)
+        for new, names in absent.items()
+        for (parent, old), saved_names in saved.items()
+        if parent == new.rpartition("/")[0] and old not in shared and saved_names
+        if saved_names.issubset(names)
+    ]
+    olds, news = ([pair[i] for pair in pairs] for i in (0, 1))
+    return {o: n for o, n in pairs if olds.count(o) == news.count(n) == 1}
+
+
+def is_renamed(key: str, names: Iterable[str]) -> bool:
+    """Return True if a key is one of the names or below one, or that of a slot: slots follow their
+    parameters."""
+    return is_slot_key(key) or any(_is_at_or_below(key, name) for name in names)
+
+
+def _is_at_or_below(key: str, name: str) -> bool:
+    """Return True if a rename of ``name`` is one of ``key``, too."""
+    return key == name or key.startswith((f"{name}.", f"{name}/"))
+
+
+def _most_similar(key: str, new_keys: set[str], old_keys: set[str]) -> list[tuple[str, str]]:
+    """Return the renames between a key of one side and the most similar keys of the other side, or
+    none if there are too many."""
+    is_new = key in new_keys
+    pairs = ((k, key) if is_new else (key, k) for k in (old_keys if is_new else new_keys))
+    scored = [found for pair in pairs if (found := _find_rename(*pair)) is not None]
+    best = max((score for score, _, _ in scored), default=None)
+    top = list({(old, new) for score, old, new in scored if score == best})
+    return top if len(top) <= _MAX_RENAMES_TRIED else []
+
+
+def _keys_below(
+    rename: tuple[str, str], new_keys: set[str], old_keys: set[str]
+) -> tuple[set[str], set[str]] | None:
+    """Return the old and new keys that a rename covers, or None unless they correspond."""
+    old, new = rename
+    old_below, new_below = (
+        {k for k in keys if _is_at_or_below(k, name)}
+        for name, keys in ((old, old_keys), (new, new_keys))
+    )
+    renamed = {new + key[len(old) :] for key in old_below}
+    return (old_below, new_below) if renamed == new_below else None
+
+
+def _find_rename(old_key: str, new_key: str) -> tuple[tuple[int, int], str, str] | None:
+    """Return the rename between two keys that differ in one level: how many names they have in
+    common behind and before what differs, and the two names of that level."""
+    old, new = old_key.split("/"), new_key.split("/")
+    differing = [i for i, (a, b) in enumerate(zip(old, new)) if a != b]
+    if len(old) != len(new) or len(differing) != 1:
+        return None
+    level = differing[0]
+    a, b = old[level].split("."), new[level].split(".")
+    limit = min(len(a), len(b)) - 1
+    before = next((i for i in range(limit) if a[i] != b[i]), limit)
+    behind = next((i for i in range(limit) if a[-1 - i] != b[-1 - i]), limit)
+    behind = min(behind, limit)
+    below = len(old) - level - 1
+    if behind + below == 0:
+        return None
+    old_name, new_name = (".".join(name[: len(name) - behind]) for name in (a, b))
+    parents = old[:level]
+    return (behind + below, before), "/".join([*parents, old_name]), "/".join([*parents, new_name])
+
+
+def _find_members(node: Any, keys: Sequence[str], key: str) -> set[str]:
+    """Return those of the keys that the tree has."""
+    found: set[str] = set()
+    if keys:
+        _rename_members(node, number_renames({k: k for k in keys}), key, found)
+    return found
+
+
+def _advice(node: Any, old: str, new: str, key: str) -> str:
+    """Return advice on how to correct a rename that matches nothing."""
+    if old and new and old != new and _same_level(old, new):
+        members = _find_members(node, [old, new], key)
+        if old in members:
+            return f"rename={{{old!r}: {new!r}}} renames {old} and everything below it"
+        if new in members:
+            return (
+                f"The snapshot has {new}, so write rename={{{new!r}: {old!r}}}:"
+                " the name in the snapshot comes first"
+            )
+    suggestion = "" if _WILDCARDS & set(old) else _suggest_key(node, old, key)
+    return f"{suggestion}`limpet show SNAPSHOT --keys '**'` prints the keys"
+
+
+def _suggest_key(node: Any, old: str, key: str) -> str:
+    """Suggest an existing key for one that does not exist.
+
+    The given key may have dots between levels or may be misspelled.
+    """
+    for dots in range(1, old.count(".") + 1):
+        if _find_members(node, [slashed := old.replace(".", "/", dots)], key):
+            return f"Levels are separated by /; did you mean {slashed}? "
+    matches = get_close_matches(
+        old, [k for k, _ in tree.walk(node, key)][:_MAX_KEYS_COMPARED], 1, 0.8
+    )
+    return f"Did you mean {matches[0]}? " if matches else ""
+
+
+def _rename_members(node: Any, renames: NumberedRenames, key: str, used_names: set[str]) -> Any:
+    tag = next(iter(node), None) if type(node) is dict else None
+    if tag in ("dict", "ordered"):
+        members: dict[str, Any] = {}
+        for name, child, k in tree.children(node, key):
+            target = name
+            # a name with a slash has no rename, because the last level of a rename has none
+            for _, old, new in find_renames(
+                join_key(key, name) if "/" not in name else "", renames
+            ):
+                if old.rpartition("/")[0] == key:
+                    target = new.rpartition("/")[2] + join_key(key, name)[len(old) :]
+                    used_names.add(old)
+            if target in members:
+                raise PlanError(f"Two members of {key!r} would be called {target!r}", leaf=k)
+            members[target] = _rename_members(child, renames, k, used_names)
+        return {**node, tag: members}
+    if tag == "items":
+        children = zip(node["items"], tree.children(node, key), strict=True)
+        renamed = [
+            [n, _rename_members(c, renames, k, used_names)] for (n, _), (_, c, k) in children
+        ]
+        return {**node, "items": renamed}
+    if tag in ("list", "tuple"):
+        return {
+            tag: [
+                _rename_members(c, renames, join_key(key, str(i)), used_names)
+                for i, c in enumerate(node[tag])
+            ]
+        }
+    if tag in tree.PART_TAGS:
+        placed = zip(node[tag]["parts"], tree.parts(node, key), strict=True)
+        parts = {n: _rename_members(p, renames, k, used_names) for n, (p, k) in placed}
+        return {tag: {**node[tag], "parts": parts}}
+    return _with_stored_key(node, key) if tag in tree.LEAF_TAGS else node

@@ -1,0 +1,321 @@
+"""The errors and warnings that Limpet raises on purpose.
+
+::
+
+    LimpetError
+      FormatError      bytes do not match the format: ManifestInvalid, FormatTooNew, DigestMismatch
+      StoreError       a storage operation failed: NotFound, AlreadyExists, Denied, NoSpace,
+                       Unavailable (the only one that is worth retrying)
+      BrokenLink       a FormatError and a StoreError: a symbolic link leads to nothing
+      PlanError        state and snapshot do not match: MissingLeaf, UnexpectedLeaf, ShapeMismatch,
+                       DTypeMismatch, Unsupported
+      CommitError      a save failed: RankFailed, DeadlinePassed
+      MemberFailed     the code of an object in the state raised an exception
+      NoSnapshot       a run has no usable version
+      TaskError        a task queue cannot do what was asked: LeaseLost, JobFailed
+      NotTrusted       the verdicts on a version do not allow to continue from it
+
+A message has three parts: what happened to what; what was expected and what was found; what to do.
+Values that a program may want to act on are also attributes (``error.fields``).
+``Preempted`` and ``NoProgress`` are not errors: they are ``SystemExit``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+
+class LimpetError(Exception):
+    """The base class of all errors that Limpet raises on purpose.
+
+    ``what`` says what happened to what. ``expected`` and ``found`` are the two sides of a failed
+    comparison. ``todo`` is the advice to the user. Every other keyword becomes an attribute.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        todo: str | None = None,
+        **fields: Any,
+    ) -> None:
+        self.what = what
+        self.expected = expected
+        self.found = found
+        self.todo = todo
+        self.fields = fields
+        parts = [what.rstrip(".") + "."]
+        if expected is not None and found is not None:
+            parts.append(f"Expected {expected}, found {found}.")
+        elif expected is not None or found is not None:
+            parts.append(f"Expected {expected}." if found is None else f"Found {found}.")
+        if todo is not None:
+            parts.append(todo.rstrip(".") + ".")
+        super().__init__(" ".join(parts))
+
+    def __getattr__(self, name: str) -> Any:
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @property
+    def is_outcome_unknown(self) -> bool:
+        """True if it is not known whether the operation had its effect (``outcome``)."""
+        return self.fields.get("outcome") == "unknown"
+
+    @property
+    def is_state_invalid(self) -> bool:
+        """True if live tensors may have been overwritten in part (``live_state``)."""
+        return "live_state" in self.fields
+
+    @property
+    def is_after_commit(self) -> bool:
+        """True if the version was committed before the error occurred (``committed``)."""
+        return "committed" in self.fields
+
+    def with_advice(self, advice: str = "", **fields: Any) -> LimpetError:
+        """Return a copy of this error with ``advice`` appended to ``todo`` and with more fields.
+
+        A layer uses it when it knows more than the layer that raised the error. The caller chains
+        the original error.
+        """
+        todo = f"{self.todo.rstrip('.')}. {advice}" if self.todo and advice else advice or self.todo
+        return type(self)(
+            self.what,
+            expected=self.expected,
+            found=self.found,
+            todo=todo,
+            **{**self.fields, **fields},
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Support pickling, including the keyword fields: errors are sent between processes."""
+        make = partial(
+            type(self),
+            self.what,
+            expected=self.expected,
+            found=self.found,
+            todo=self.todo,
+            **self.fields,
+        )
+        return (make, ())
+
+
+class FormatError(LimpetError):
+    """Stored bytes do not match the format (fields: ``file``, ``offset``, ``leaf``)."""
+
+
+class ManifestInvalid(FormatError):
+    """A manifest, an index, or the header of a shard violates a rule of ``docs/format.md``."""
+
+
+class FormatTooNew(FormatError):
+    """A newer Limpet wrote the snapshot in a format number that this version does not know."""
+
+
+class DigestMismatch(FormatError):
+    """The bytes that were read differ from the bytes that were written."""
+
+
+class StoreError(LimpetError):
+    """A storage operation failed (fields: ``key``, ``store``)."""
+
+
+class NotFound(StoreError):
+    """The store has no object under this key."""
+
+
+class AlreadyExists(StoreError):
+    """Another object already exists under the key; nothing was changed."""
+
+
+class Denied(StoreError):
+    """The store denied access: permissions, a read-only file system, or wrong credentials."""
+
+
+class NoSpace(StoreError):
+    """The disk is full, or a quota or a file size limit is reached."""
+
+
+class Unavailable(StoreError):
+    """The store is temporarily unavailable. This is the only error that is worth retrying."""
+
+
+class BrokenLink(StoreError, FormatError):
+    """A symbolic link leads to nothing (field: ``link``). What should be there counts as damaged.
+
+    Nothing is known about the object, not even whether it was deleted.
+    """
+
+
+class PlanError(LimpetError):
+    """State and snapshot do not match, or Limpet cannot save a state faithfully."""
+
+
+class MissingLeaf(PlanError):
+    """The live state has leaves that the snapshot does not contain."""
+
+
+class UnexpectedLeaf(PlanError):
+    """The snapshot contains leaves that the live state does not have."""
+
+
+class ShapeMismatch(PlanError):
+    """A leaf has different shapes in the snapshot and in the live state."""
+
+
+class DTypeMismatch(PlanError):
+    """A leaf has a different dtype or a different kind in the snapshot and in the live state."""
+
+
+class Unsupported(PlanError):
+    """Limpet cannot save a value faithfully and rejects it; the error names the value."""
+
+
+class CommitError(LimpetError):
+    """The save failed. Nothing was committed, unless the field ``outcome`` is ``"unknown"``."""
+
+
+class RankFailed(CommitError):
+    """A rank failed or did not respond, in a save or in a load (fields: ``rank``)."""
+
+
+class DeadlinePassed(CommitError):
+    """A requested save was not confirmed before the deadline."""
+
+
+class MemberFailed(LimpetError):
+    """An object in the state raised in its own code, such as ``state_dict()``.
+
+    ``__cause__`` is its exception (fields: ``member``, the key of the object; ``live_state`` if the
+    live state may be partly overwritten).
+    """
+
+
+class NoSnapshot(LimpetError):
+    """A run has no usable version (fields: ``skipped``)."""
+
+
+class TaskError(LimpetError):
+    """A task queue cannot do what was asked of it (fields: ``job``)."""
+
+
+class LeaseLost(TaskError):
+    """The lease of a task is over: another worker has it, or will get it (fields: ``task``)."""
+
+
+class JobFailed(TaskError):
+    """A task of a job has no attempt left (fields: ``task``, ``attempts``, ``cause``)."""
+
+
+class NotTrusted(LimpetError):
+    """A version has a negative verdict, or none although one is required (see ``Run.attest``)."""
+
+
+class Preempted(SystemExit):
+    """The training has left because its process will be stopped. It ends the process.
+
+    ``code`` is 75 if the last step is saved, or the one before a step that took too long, and 76
+    otherwise. (Under ``limpet run``, ``code`` is 0, and the command returns 75 or 76.) ``step``
+    is the last step, ``saved_step`` that of the newest committed version, and ``reason`` says why.
+    """
+
+    def __init__(self, code: int, step: int, saved_step: int, reason: str) -> None:
+        super().__init__(code)
+        self.step = step
+        self.saved_step = saved_step
+        self.reason = reason
+
+
+class NoProgress(SystemExit):
+    """The training has left because its restarts make no progress. It ends the process.
+
+    ``code`` is 93: do not run it again. (Under ``limpet run``, ``code`` is 0, and the command
+    returns 93.) ``reason`` says what was tried, and what to do.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code)
+        self.reason = reason
+
+
+class SkippedVersion(UserWarning):
+    """``resume`` skipped a version or a state in memory: because it is damaged, because of a
+    verdict on it, or because restarts from it made no progress. The message names it and why."""
+
+
+class SaveFailed(UserWarning):
+    """A save failed, and no error reports it.
+
+    Training continues because the user chose ``on_error="warn"``, or training has ended.
+    """
+
+
+class UnsavedSteps(UserWarning):
+    """Training has ended, and its last steps are in no version; the message lists them."""
+
+
+class StateUnchanged(UserWarning):
+    """An optimizer stepped, but two versions have the same trainable leaves; the message names
+    them."""
+
+
+class MetricMissing(UserWarning):
+    """A policy uses a metric that no version has; the message lists the available metrics."""
+
+
+class NothingSaved(UserWarning):
+    """A module in the state has state of its own, but its ``state_dict()`` is empty.
+
+    The message names the modules. A resumed training starts with their initial states.
+    """
+
+
+class InexactResume(UserWarning):
+    """The state lacks something that changes during the training, such as the random generators.
+
+    The message lists what it is, and what to add. A resumed training would continue differently.
+    """
+
+
+class KeptValues(UserWarning):
+    """A resume with ``missing="keep"`` kept live values that the version lacks; the message names
+    each key, or the module of which a start has loaded nothing."""
+
+
+class ReplacedOptions(UserWarning):
+    """A resume replaced options of an optimizer, which the script has changed, by those of the
+    version; the message names them."""
+
+
+class ReplacedSchedule(UserWarning):
+    """A resume replaced arguments of a scheduler, such as its length, by those of the version; the
+    message names them."""
+
+
+class UnconsumedSamples(UserWarning):
+    """A resumed training ended without a step, although samples of its epoch were left."""
+
+
+class SinkFailed(UserWarning):
+    """An event sink raised an error and was detached; the message names the sink and the cause."""
+
+
+class RanksChanged(UserWarning):
+    """The per-rank state was saved by a different set of ranks than the one that loads it.
+
+    The message lists the ranks that keep their current values, and the saved ranks whose values
+    are ignored.
+    """
+
+
+class UncountedBatches(UserWarning):
+    """An ``ElasticSampler`` yielded more uncounted batches than one step uses."""
+
+
+class UncountedEpochs(UserWarning):
+    """Epochs end, but nobody increments ``progress.epoch``, or not by ``end_epoch``."""

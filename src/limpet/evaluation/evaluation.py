@@ -1,0 +1,362 @@
+"""``Evaluation``: evaluates the versions of a run, once or for as long as the training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from threading import Event
+from typing import Any, Literal
+
+from limpet import events
+from limpet.engine.distributed.group import GroupSpec, saving_group
+from limpet.engine.snapshot.location import Url
+from limpet.engine.snapshot.pins import require_manifest
+from limpet.engine.snapshot.snapshot import Snapshot, reader_of
+from limpet.errors import (
+    FormatError,
+    LimpetError,
+    NotFound,
+    PlanError,
+    TaskError,
+    Unavailable,
+)
+from limpet.evaluation.arguments import check_argument, check_seconds, is_count
+from limpet.evaluation.background import running
+from limpet.evaluation.engine import import_functions, make_workers
+from limpet.evaluation.follower import Follower
+from limpet.evaluation.pool import Limits, WorkerPool
+from limpet.evaluation.process import WorkerError, WorkerLost
+from limpet.evaluation.schedule import Selection
+from limpet.format.names import Version
+from limpet.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
+from limpet.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
+from limpet.run.evaluations.metrics import check_job_name
+from limpet.run.evaluations.objectives import make_objective, record_objective
+from limpet.run.run import Run
+from limpet.threads import no_op
+
+_check = partial(check_argument, "Evaluation")
+
+POLL_SECONDS = 2.0
+"""Seconds between two looks at a run that is followed."""
+
+_MAX_UNAVAILABLE = 10
+"""The number of times in a row that something is tried again because the store did not answer."""
+
+_MAX_WAITING = 10_000
+"""The number of waiting versions that the lease protects. With ``MAX_RECORD``, more could make it
+longer than a reader accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of the evaluation of one version.
+
+    ``state``: ``DONE`` with ``metrics``; ``FAILED`` with a ``cause``, which is recorded unless the
+    manifest of the version is damaged; or ``SKIPPED`` with a ``cause``: the version was deleted
+    meanwhile. ``seconds``: how long it took.
+    """
+
+    version: Version
+    state: Literal["DONE", "FAILED", "SKIPPED"]
+    seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    cause: str = ""
+
+
+class Evaluation:
+    """Evaluates versions of ``run`` with several workers, and records the metrics.
+
+    ``setup(snapshot)`` returns the model of a version. It is called once per version and worker.
+    With ``keys`` (patterns), it gets a dict of these leaves, loaded onto ``device``, instead of the
+    ``Snapshot``. ``evaluate(model, batch)`` returns a dict of metrics for one batch, each a
+    ``(sum, count)`` pair or a torchmetrics ``Metric``. ``data()`` returns a map-style dataset,
+    which the workers divide. ``batch_size=None``: each of its items is a batch. These functions, or
+    their names (``"package.module:function"``), must be importable by other processes. With
+    ``workers=0``, this process does the work.
+
+    ``engine="ray"``: each worker is an actor of Ray, and the program's connection to a cluster is
+    used, or one to the cluster that Ray finds. ``ray_options`` are those of an actor; by default
+    ``{"num_cpus": 1}``, and one GPU with a ``device`` of ``"cuda"``.
+
+    ``name`` names the evaluation: its records, and its lease. Two evaluations of a run at the same
+    time need different names. ``objective``, such as ``("val/loss", "min")``, says by which metric
+    versions are compared: ``RUN@best`` uses it.
+
+    Without ``follow``, the newest version is evaluated, unless it has been. With ``follow``, so is
+    each newer one as it comes, until the training has ended. ``skip_none=True`` also evaluates all
+    others, oldest first. ``retry=True`` evaluates versions again whose evaluation failed.
+    ``every_steps``: only the first version at or after each multiple. ``every_seconds`` and
+    ``throttle``: at least so many seconds from the start, or from the end, of one evaluation to the
+    start of the next.
+
+    Raises ``LimpetError`` for an invalid argument, or if the engine cannot be used.
+    """
+
+    def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
+        self,
+        run: Url,
+        setup: Callable[[Any], Any] | str,
+        evaluate: Callable[[Any, Any], Any] | str,
+        *,
+        data: Callable[[], Any] | str,
+        name: str = "evaluation",
+        objective: tuple[str, str] | None = None,
+        workers: int = 4,
+        engine: Literal["local", "ray"] = "local",
+        ray_options: Mapping[str, Any] | None = None,
+        batch_size: int | None = 32,
+        collate: Callable[[list[Any]], Any] | str | None = None,
+        keys: str | Sequence[str] = (),
+        device: str | None = None,
+        follow: bool = False,
+        skip_none: bool = False,
+        retry: bool = False,
+        every_steps: int | None = None,
+        every_seconds: float = 0.0,
+        throttle: float = 0.0,
+        limits: Limits = Limits(),  # noqa: B008  (frozen)
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        for what, count in (("batch_size", batch_size), ("every_steps", every_steps)):
+            _check(what, count, count is None or is_count(count, 1), "a whole number, 1 or more")
+        for what, seconds in (("every_seconds", every_seconds), ("throttle", throttle)):
+            _check(what, seconds, isinstance(seconds, int | float) and seconds >= 0, "0 or more")
+        check_seconds("Evaluation", "lease_seconds", lease_seconds, MAX_LEASE_SECONDS)
+        _check("limits", limits, isinstance(limits, Limits), "Limits(...)")
+        self.name, self._follow, self._workers = check_job_name(name), follow, workers
+        self._objective = None if objective is None else make_objective(objective)
+        self._run = Run(run)
+        self._skip_none, self._retry = skip_none, retry
+        self._follower = Follower(self._run, name, Selection(every_steps, skip_none, retry))
+        self._every_seconds, self._throttle = every_seconds, throttle
+        functions = (setup, evaluate, data, collate)
+        self._import_functions = partial(import_functions, functions, engine)
+        make = make_workers(functions, batch_size, keys, device, workers, engine, ray_options)
+        self._pool = WorkerPool(make, max(workers, 1), limits, batch_size)
+        self._lease = LeaseHolder(self._run.store, name, lease_seconds, lambda e: self.stop())
+        self._stopping, self._is_training_over = Event(), Event()
+        self._started_at = self._ended_at = -inf
+        self._was_run, self._unavailable = False, 0
+        self._has_recorded_objective = self._has_waited = False
+
+    def __repr__(self) -> str:
+        return f"<Evaluation {self.name} of {self._run.url}>"
+
+    @property
+    def url(self) -> str:
+        return self._run.url
+
+    @property
+    def failed(self) -> list[Version]:
+        """The versions that have failed under this name, as far as ``run`` has looked them up.
+        Only ``retry`` evaluates them again."""
+        return self._follower.failed
+
+    def stop(self) -> None:
+        """Let ``run`` return at once; the version that is being evaluated gets no record.
+
+        Any thread may call this.
+        """
+        self._stopping.set()
+        self._pool.kill_all()
+
+    def run(self, on_outcome: Callable[[Outcome], object] = no_op) -> list[Outcome]:
+        """Evaluate, and return the outcome of each version. ``on_outcome`` gets each as it comes.
+
+        It can be called once. Raises ``NotFound`` if there is no run (with ``follow``, it waits for
+        one), ``LimpetError`` if a function cannot be imported, or another process has the name or
+        takes it over, and ``StoreError``.
+        """
+        if self._was_run:
+            raise LimpetError(f"{self!r} has been run", todo="Create another Evaluation")
+        self._was_run = True
+        outcomes: list[Outcome] = []
+
+        def add(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            on_outcome(outcome)
+
+        self._follower.on_damaged = lambda v, e: add(Outcome(v, "FAILED", 0.0, cause=str(e)))
+        self._check_run()
+        if not self._follow and self._follower.next() is None:
+            self._import_functions()
+            self._record_objective(self._follower.metrics)
+            return outcomes  # the start of workers takes seconds
+        try:
+            self._pool.start()
+            self._lease.acquire()
+            self._lease.start()
+            while (found := self._wait_for_version()) is not None:
+                if (outcome := self._evaluate(found)) is not None:
+                    add(outcome)
+            self._lease.check()
+        finally:
+            self._pool.close()
+            self._lease.release()
+        return outcomes
+
+    @contextmanager
+    def background(self, group: GroupSpec = None) -> Iterator[list[Outcome]]:
+        """Return a context manager that evaluates versions of a training while it runs::
+
+            with evaluation.background(), limpet.Checkpointer("runs/a", state) as ckpt:
+                train(ckpt)
+
+        It yields a list, which gets the outcomes, each exactly of one version. The worker processes
+        run on the machine of the first rank (of ``group``); on other ranks, this does nothing. The
+        training never waits for them. The end of the block waits until the newest version has been
+        evaluated; after an exception, such as ``Preempted``, it ends the workers at once.
+
+        An error of ``run`` ends only the evaluation: the event ``evaluation_stopped`` reports it,
+        and a normal end of the block raises it. Raises ``LimpetError`` without ``follow=True``,
+        or with ``workers=0``, which would use the random numbers of the training.
+        """
+        _check("follow", self._follow, self._follow, "True, to run in the background")
+        _check("workers", self._workers, self._workers > 0, "1 or more, to run in the background")
+        outcomes: list[Outcome] = []
+        if saving_group(group).rank:
+            yield outcomes
+            return
+        run = partial(self.run, outcomes.append)
+        with running(run, self._is_training_over.set, self.stop, self._report):
+            yield outcomes
+
+    def _report(self, error: Exception) -> None:
+        if not self._stopping.is_set():
+            events.emit("evaluation_stopped", run=self._run.url, evaluation=self.name, error=error)
+
+    def _check_run(self) -> None:
+        if self._run.listing().has_version():
+            return
+        if not self._follow:
+            raise NotFound(
+                f"{self._run.url} is not a run with versions",
+                todo="To wait until a training saves one, follow the run",
+                store=self._run.url,
+            )
+
+    def _wait_for_version(self) -> Snapshot | None:
+        """Return the next version, protected by the lease; None if the evaluation has ended."""
+        is_later = self._ended_at > -inf
+        if is_later and not (self._follow or self._skip_none or self._retry):
+            return None
+        failures = 0
+        while not self._stopping.is_set():
+            start = max(self._started_at + self._every_seconds, self._ended_at + self._throttle)
+            if self._stopping.wait(max(0.0, min(start - time.monotonic(), threading.TIMEOUT_MAX))):
+                return None
+            try:
+                # asked first: the training may save its last version, and end, in between
+                is_over = not self._follow or self._is_training_over.is_set()
+                is_last = is_over or self._run.ended() is not None
+                snapshot = self._find_version()
+                self._record_objective(self._follower.metrics)
+                if snapshot is not None or is_last:
+                    return snapshot
+                if not is_later and not self._has_waited:
+                    events.emit("evaluation_waits", run=self._run.url)
+                self._has_waited, failures = True, 0
+                self._stopping.wait(POLL_SECONDS)
+            except Unavailable as e:
+                failures = self._wait_for_store(e, failures)
+        return None
+
+    def _wait_for_store(self, error: Unavailable, failures: int) -> int:
+        """Wait before the store is asked again. Returns the number of failures in a row, of which
+        there were ``failures`` before. Raises the error if these are too many."""
+        if failures >= _MAX_UNAVAILABLE:
+            raise error
+        self._stopping.wait(POLL_SECONDS)
+        return failures + 1
+
+    def _find_version(self) -> Snapshot | None:
+        while (found := self._follower.next()) is not None:
+            snapshot, waiting = found
+            protected = waiting[:_MAX_WAITING] if self._skip_none else ()
+            self._lease.protect([snapshot.version, *protected])
+            with suppress(NotFound):  # deleted before the lease protected it
+                require_manifest(reader_of(snapshot).location)
+                return snapshot
+        if self._lease.protects:  # what was evaluated need not wait for the next version
+            self._lease.protect(())
+        return None
+
+    def _evaluate(self, snapshot: Snapshot) -> Outcome | None:
+        """Evaluate one version and record the result. Returns None if it was stopped."""
+        version, began = snapshot.version, time.monotonic()
+        self._started_at = began
+        events.emit("evaluation_started", url=snapshot.url, evaluation=self.name)
+        metrics: dict[str, float] = {}
+        state: Literal["DONE", "FAILED", "SKIPPED"] = "DONE"
+        cause = ""
+        try:
+            metrics = self._pool.evaluate(snapshot.url, reader_of(snapshot).digest)
+            self._record(snapshot, metrics)
+        except (WorkerError, TaskError, WorkerLost, NotFound, FormatError, PlanError) as e:
+            if self._stopping.is_set():
+                return None
+            if e.fields.get("kind") == "unavailable":
+                error = Unavailable(e.what, store=self._run.url)
+                self._unavailable = self._wait_for_store(error, self._unavailable)
+                return None
+            cause = str(e)
+            # a worker that does not find the version may be on a machine without its folder
+            state = "SKIPPED" if isinstance(e, NotFound) else self._record_failure(snapshot, cause)
+        self._ended_at, self._unavailable = time.monotonic(), 0
+        self._follower.finish(version)
+        outcome = Outcome(version, state, self._ended_at - began, metrics, cause)
+        events.emit(
+            "evaluation_ended",
+            url=snapshot.url,
+            evaluation=self.name,
+            state=state,
+            seconds=outcome.seconds,
+            metrics=metrics,
+            cause=cause,
+        )
+        return outcome
+
+    def _record_failure(self, snapshot: Snapshot, cause: str) -> Literal["FAILED", "SKIPPED"]:
+        about = FailedEvaluation, self.name, snapshot
+        try:
+            self._write(lambda: self._run.put_record(*about, cause=cause[:MAX_TEXT]))
+        except (NotFound, FormatError):
+            return "SKIPPED"
+        return "FAILED"
+
+    def _record(self, snapshot: Snapshot, metrics: Mapping[str, float]) -> None:
+        objective = self._objective
+        if objective is not None and objective.metric not in metrics:
+            raise WorkerError(
+                f"The evaluation returns no metric {objective.metric}, by which versions are"
+                f" compared; it returns {', '.join(sorted(metrics))}"
+            )
+        # first: a version that has metrics is not evaluated again
+        self._record_objective(metrics)
+        self._write(lambda: self._run.add_metrics(snapshot, metrics, self.name))
+
+    def _record_objective(self, metrics: Collection[str]) -> None:
+        """Record the objective, once, as soon as there is a result with its metric."""
+        objective = self._objective
+        if objective is None or self._has_recorded_objective or objective.metric not in metrics:
+            return
+        self._write(lambda: record_objective(self._run.store, objective))
+        self._has_recorded_objective = True
+
+    def _write(self, record: Callable[[], object]) -> None:
+        """Write a record as the holder of the lease, and again if the store does not answer: what
+        was evaluated would be lost. A second record of one result changes nothing."""
+        failures = 0
+        while True:
+            self._lease.check()
+            try:
+                record()
+                return
+            except Unavailable as e:
+                failures = self._wait_for_store(e, failures)

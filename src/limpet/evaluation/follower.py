@@ -1,0 +1,123 @@
+"""Follows a run: finds the next version to evaluate, and knows what has been evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from limpet import events
+from limpet.engine.snapshot.snapshot import Snapshot
+from limpet.errors import FormatError, NotFound
+from limpet.evaluation.schedule import Selection
+from limpet.format.names import Version
+from limpet.format.records import Evaluation, FailedEvaluation
+from limpet.run.lineage import lineage_folders
+from limpet.run.listing import Listing
+from limpet.run.run import Run
+from limpet.threads import no_op
+
+
+class Follower:
+    """Finds versions of a run that the evaluation ``name`` has not evaluated yet.
+
+    Each record is read once. A look at a run in which nothing is new costs one listing, and a
+    request for each folder without a version, such as that of a save in progress. ``metrics``: the
+    names of those in the results that were recorded earlier, as far as they were looked up.
+    """
+
+    def __init__(self, run: Run, name: str, selection: Selection) -> None:
+        self._run, self._name, self._selection = run, name, selection
+        self.on_damaged: Callable[[Version, FormatError], object] = no_op
+        """Called once for each version whose manifest is damaged: it is left out."""
+
+        self._branch = 0
+        self._found: set[Version] = set()
+        self._looked_up: set[Version] = set()
+        self._done: set[Version] = set()
+        self._failed: set[Version] = set()
+        self._unreadable: set[Version] = set()
+        self._deleted: set[Version] = set()  # those that were evaluated
+        self.metrics: set[str] = set()
+
+    @property
+    def failed(self) -> list[Version]:
+        """The versions whose evaluation has failed, and is not tried again."""
+        return sorted(self._failed)
+
+    def next(self) -> tuple[Snapshot, Sequence[Version]] | None:
+        """Return the snapshot to evaluate next, and the versions that wait behind it.
+
+        The result is None if nothing is to be evaluated now. Raises ``StoreError``.
+        """
+        listing = self._run.listing()
+        folders = self._list(listing)
+        while True:
+            versions = sorted({*self._find(folders, listing), *self._deleted})
+            self._look_up(versions)
+            done = self._done | self._deleted
+            version, waiting = self._selection.next(versions, done, self._failed)
+            if version is None:
+                return None
+            try:
+                return self._run.open(version), waiting
+            except (FormatError, NotFound) as e:
+                self._pass_over(version, e)
+
+    def _list(self, listing: Listing) -> Sequence[Version]:
+        """Return the versions of the lineage that have a folder. The others are forgotten, because
+        they may be saved again. Only those that were evaluated still count, so that no other one is
+        evaluated for them, until the training continues on another branch."""
+        branch = self._run.branch(listing)
+        folders = lineage_folders(self._run.catalog, listing, branch)
+        self._deleted = (self._deleted | self._done | self._failed).difference(folders)
+        if branch != self._branch:
+            self._branch, self._deleted = branch, set()
+        for version in self._found.difference(folders):
+            self._run.catalog.forget(version)
+        for known in (self._found, self._looked_up, self._done, self._failed, self._unreadable):
+            known.intersection_update(folders)
+        return folders
+
+    def _find(self, folders: Sequence[Version], listing: Listing) -> list[Version]:
+        """Return the versions that exist and that matter: all, or only the newest one."""
+        readable = (v for v in reversed(folders) if v not in self._unreadable)
+        existing = (v for v in readable if v in self._found or listing.exists(v))
+        found = [*islice(existing, None if self._selection.needs_all else 1)]
+        self._found.update(found)
+        return found
+
+    def finish(self, version: Version) -> None:
+        """Note that a version was evaluated by this process. It is not evaluated again."""
+        self._failed.discard(version)
+        self._done.add(version)
+
+    def _look_up(self, versions: Sequence[Version]) -> None:
+        """Find out which versions have been evaluated, as far as that matters."""
+        wanted = self._selection.wanted(versions)
+        if not (self._selection.skip_none or self._selection.retry):
+            wanted = wanted[-1:]
+        for version in wanted:
+            # the lease lets nobody else evaluate under this name
+            if version in self._looked_up or version in self._deleted:
+                continue
+            try:
+                digest = self._run.catalog.open(version).digest
+            except (FormatError, NotFound) as e:
+                self._pass_over(version, e)
+                continue
+            newest = self._run.catalog.evaluations.read(version, digest).newest(self._name)
+            self._looked_up.add(version)
+            if isinstance(newest, Evaluation):
+                self._done.add(version)
+                self.metrics.update(newest.metrics)
+            elif isinstance(newest, FailedEvaluation):
+                self._failed.add(version)
+
+    def _pass_over(self, version: Version, error: FormatError | NotFound) -> None:
+        """Leave out a version that is damaged or was deleted, and report it once."""
+        if version in self._unreadable:
+            return
+        self._unreadable.add(version)
+        events.emit("skipped", version=str(version), error=error)
+        if isinstance(error, FormatError):
+            self.on_damaged(version, error)

@@ -1,0 +1,98 @@
+"""Events: all telemetry of Limpet goes through ``emit``, and sinks receive it.
+
+A sink is a callable ``sink(name, fields)``. It runs on the thread that emits the event. That is
+often a background thread, and several threads can call the sink at the same time. A sink must
+therefore be fast and must protect its shared data. ``fields`` is the sink's own copy;
+``docs/events.md`` lists its content.
+
+Decision: if a sink raises an ``Exception``, it is detached, and a ``SinkFailed`` warning reports it
+at once. The exception does not propagate to the program: most events come from the background part
+of a save, where an exception would turn a committed version into a failed save. The exception is
+not ignored either, and a full disk is reported once, not at every save. If warnings are errors, the
+warning goes to ``threading.excepthook`` instead, as if it came from a thread of the sink.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from limpet.errors import LimpetError, SinkFailed
+
+Sink = Callable[[str, dict[str, Any]], object]
+
+# There is no lock because each access is a single dict operation. A sink that attaches another
+# sink therefore cannot deadlock, and a forked child cannot inherit a locked lock.
+_attached: dict[object, Sink] = {}
+_defaults: dict[object, Sink] = {}
+"""The sinks that receive events only while no sink is attached."""
+
+
+def emit(name: str, **fields: Any) -> None:
+    """Send the event ``name`` to every attached sink, or to the default sinks if there is none.
+
+    An ``Exception`` of a sink does not propagate. Other exceptions, such as ``KeyboardInterrupt``,
+    do.
+    """
+    receivers = _attached or _defaults
+    for key, sink in list(receivers.items()):
+        try:
+            sink(name, dict(fields))
+        except Exception as e:  # noqa: BLE001  (reported, not raised: see the module docstring)
+            if receivers.pop(key, None) is not None:  # only the first of several threads warns
+                with suppress(Exception):  # stderr is closed, so the warning cannot be shown
+                    _warn_detached(sink, name, e)
+
+
+def attach(sink: Sink) -> ExitStack:
+    """Attach a sink, and return a context manager that detaches it.
+
+    The sink is attached at once. Leaving the context or calling its ``close()`` detaches the sink.
+
+    Raises ``LimpetError`` if ``sink`` is not a sink, for example if it is the class of a sink.
+    """
+    if isinstance(sink, type) or not callable(sink):
+        name = sink.__name__ if isinstance(sink, type) else repr(sink)[:100]
+        raise LimpetError(
+            f"{name} is not a sink",
+            expected="a callable: sink(name, fields)",
+            found="a class" if isinstance(sink, type) else None,
+            todo=f"Call it: attach({name}())" if isinstance(sink, type) else None,
+        )
+    return _add(_attached, sink)
+
+
+def attach_default(sink: Sink) -> ExitStack:
+    """Attach a sink that receives events only while no sink of ``attach`` does."""
+    return _add(_defaults, sink)
+
+
+def _add(sinks: dict[object, Sink], sink: Sink) -> ExitStack:
+    key = object()
+    sinks[key] = sink
+    detach = ExitStack()
+    detach.callback(sinks.pop, key, None)
+    return detach
+
+
+def _warn_detached(sink: Sink, name: str, error: Exception) -> None:
+    sink_name = getattr(sink, "__qualname__", type(sink).__qualname__)
+    cause = "".join(traceback.format_exception_only(error)).strip()
+    warning = SinkFailed(
+        f"The sink {sink_name} was detached because it failed on the event {name!r} ({cause}). "
+        "Saved versions are not affected. Attach the sink again after you fix the cause."
+    )
+    warning.__cause__ = error
+    # the line in the sink, or the call in ``emit`` if the sink is not written in Python
+    line = traceback.extract_tb(error.__traceback__, 2)[-1]
+    try:
+        # without a registry, the same warning is also shown the second time
+        warnings.warn_explicit(warning, SinkFailed, line.filename, line.lineno or 1)
+    except SinkFailed as e:
+        threading.excepthook(
+            threading.ExceptHookArgs((type(e), e, e.__traceback__, threading.current_thread()))
+        )

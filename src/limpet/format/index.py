@@ -1,0 +1,260 @@
+"""The index of a shard: the location of each box of each leaf, and the digest of every byte.
+
+Chunks cover the file without gaps. ``cuts`` are the ends of the chunks. The first chunk is exactly
+the safetensors header, the last chunk ends at the end of the file, and no other chunk is longer
+than 16 MiB. A chunk never ends inside an element. Every byte of a shard, including its header and
+padding, therefore has exactly one digest.
+
+In format 2, the boxes and chunks describe the shard as if it contained all of its data. ``runs``
+list the locations of the chunks: in the shard itself or in files of earlier versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from limpet.errors import ManifestInvalid
+from limpet.format.chunk_refs import ChunkRefs, expand_runs
+from limpet.format.digest import HEX_LENGTH, pack_digests
+from limpet.format.index_columns import (
+    IndexLeaf,
+    LeafColumns,
+    LeafSchema,
+    SchemaCache,
+    build_columns,
+)
+from limpet.format.manifest import ShardReference
+from limpet.format.safetensors import MAX_HEADER
+from limpet.format.sealed import Int64, decode_struct
+from limpet.format.strict_json import StrictDecoder
+from limpet.format.tree import MAX_DIMENSIONS
+from limpet.ragged import Ints, exclusive_cumsum, int_array, ranges, row_products
+from limpet.types import DTYPES, MIB
+
+ErrorFactory = Callable[..., ManifestInvalid]
+
+MAX_CHUNK = 16 * MIB
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of an index file. ``header`` and ``length`` are sizes in bytes of the shard."""
+
+    format: int
+    shard: str
+    length: int
+    header: int
+    leaves: list[IndexLeaf]
+    cuts: list[Int64]
+    digests: list[Annotated[str, msgspec.Meta(min_length=HEX_LENGTH, max_length=HEX_LENGTH)]]
+
+
+class IncrementalIndex(Index, frozen=True, forbid_unknown_fields=True):
+    """An index of format 2.
+
+    ``length`` is the length of the file; the last cut is the length of the full shard. A run
+    consists of the number of its first chunk, a file number, and the offset in that file. File 0 is
+    this shard; files 1 and up are the files that the shard refers to, as listed in the manifest. No
+    run contains chunk 0, the header.
+    """
+
+    runs: list[tuple[Int64, Int64, Int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """A checked index, ready for planning.
+
+    ``cuts`` is an int64 array. ``digests`` contains 16 bytes per chunk. ``chunk_refs`` holds the
+    locations of the chunks, or None if all are in the shard. ``refers`` lists the files of earlier
+    versions that the shard refers to.
+    """
+
+    shard: str
+    length: int
+    header: int
+    leaves: LeafColumns
+    cuts: Ints
+    digests: bytes
+    chunk_refs: ChunkRefs | None = None
+    refers: tuple[ShardReference, ...] = ()
+
+    def chunk_digest(self, chunk: int) -> str:
+        return self.digests[16 * chunk : 16 * chunk + 16].hex()
+
+    def locate_chunk(self, chunk: int) -> tuple[str, int]:
+        """Return the file of a chunk, as a path from the snapshot's folder, and its offset."""
+        if self.chunk_refs is None:
+            return self.shard, int(self.cuts[chunk - 1]) if chunk else 0
+        file = int(self.chunk_refs.files[chunk])
+        return self.refers[file - 1].path if file else self.shard, int(
+            self.chunk_refs.offsets[chunk]
+        )
+
+
+_INDEX: StrictDecoder[Index] = StrictDecoder(msgspec.json.Decoder(Index))
+_INCREMENTAL_INDEX: StrictDecoder[Index] = StrictDecoder(msgspec.json.Decoder(IncrementalIndex))
+encode_index: Callable[[Index], bytes] = msgspec.json.encode
+
+
+def decode_index(
+    raw: bytes,
+    file: str,
+    refers: Sequence[ShardReference] = (),
+    schema_cache: SchemaCache | None = None,
+) -> ShardIndex:
+    """Decode and fully check an index.
+
+    The boxes lie within their leaves and cover the data without gaps, and the chunks cover the
+    file without gaps. ``refers``: the files that the shard refers to, as listed in the manifest; if
+    there are any, the index has format 2. ``schema_cache``: shared by the indexes of one snapshot.
+
+    Raises ``ManifestInvalid``, which names ``file`` and, if one leaf is at fault, the leaf.
+    """
+    index = decode_struct(raw, _INCREMENTAL_INDEX if refers else _INDEX, file)
+    make_error = partial(_index_error, file)
+    number = 2 if refers else 1
+    if index.format != number:
+        raise make_error(f"format {number}", index.format)
+    if not (8 <= index.header <= min(index.length, 8 + MAX_HEADER) and index.length < 1 << 62):
+        raise make_error(
+            f"a header of 8 to {8 + MAX_HEADER} bytes within the shard",
+            (index.header, index.length),
+        )
+    full_length = index.cuts[-1] if refers and index.cuts else index.length
+    if not index.header <= full_length < 1 << 62:
+        raise make_error("chunks with fewer than 2**62 bytes in total", full_length)
+    schema = _check_schema(index.leaves, schema_cache or SchemaCache(), make_error)
+    columns, starts, itemsizes = _check_boxes(index, schema, full_length, make_error)
+    cuts = int_array(index.cuts)
+    digests = _check_chunks(index, full_length, cuts, starts, itemsizes, make_error)
+    chunk_refs = None
+    if isinstance(index, IncrementalIndex):
+        chunk_refs = expand_runs(index.runs, cuts, index.length, refers, make_error)
+    return ShardIndex(
+        index.shard, index.length, index.header, columns, cuts, digests, chunk_refs, tuple(refers)
+    )
+
+
+def _index_error(
+    file: str, expected: str, found: object, leaf: str | None = None
+) -> ManifestInvalid:
+    position = "" if leaf is None else f" at leaf {leaf[:200]!r}"
+    return ManifestInvalid(
+        f"{file} violates the format{position}",
+        expected=expected,
+        found=str(found)[:300],
+        file=file,
+        leaf=leaf,
+    )
+
+
+def _check_schema(
+    leaves: Sequence[IndexLeaf], schema_cache: SchemaCache, make_error: ErrorFactory
+) -> LeafSchema:
+    """Check keys, dtypes, and shapes, unless another index with the same ones was checked."""
+    schema = (
+        tuple([leaf.key for leaf in leaves]),
+        tuple([leaf.dtype for leaf in leaves]),
+        tuple([leaf.shape for leaf in leaves]),
+    )
+    cached = schema_cache.schemas.get(schema)
+    if cached is not None:
+        return cached
+    seen: set[str] = set()
+    for leaf in leaves:
+        if leaf.dtype not in DTYPES or leaf.key in seen or len(leaf.shape) > MAX_DIMENSIONS:
+            raise make_error(
+                f"every leaf once, with a known dtype and at most {MAX_DIMENSIONS} dimensions",
+                "it occurs twice"
+                if leaf.key in seen
+                else f"{leaf.dtype}, {len(leaf.shape)} dimensions",
+                leaf.key,
+            )
+        seen.add(leaf.key)
+    return schema_cache.add(*schema)
+
+
+def _check_boxes(
+    index: Index, schema: LeafSchema, full_length: int, make_error: ErrorFactory
+) -> tuple[LeafColumns, Ints, Ints]:
+    """Check that each box lies within its leaf, and that the boxes cover the data without gaps.
+
+    Returns the columns, and the starts and element sizes in bytes of all boxes in file order. Most
+    of the work is vectorized: there may be millions of boxes, and every rank checks them at every
+    load.
+    """
+    leaves = index.leaves
+    boxes = [box for leaf in leaves for box in leaf.boxes]
+    columns = build_columns(leaves, schema)
+    leaf_numbers, sizes = columns.leaf_numbers, columns.sizes
+    ndims = schema.ndims[leaf_numbers]
+    invalid = int_array([len(b.offsets) for b in boxes]) != ndims
+    invalid |= int_array([len(b.sizes) for b in boxes]) != ndims
+    if not invalid.any():
+        limits = schema.flat_shapes[ranges(exclusive_cumsum(schema.ndims)[leaf_numbers], ndims)]
+        offsets = columns.offsets
+        outside = (offsets < 0) | (sizes < 0) | (sizes > limits) | (offsets > limits - sizes)
+        if outside.any():
+            invalid[np.repeat(np.arange(len(boxes)), ndims)[outside]] = True
+    if invalid.any():
+        i = int(invalid.argmax())
+        raise make_error(
+            f"a box within {leaves[leaf_numbers[i]].shape}", boxes[i], leaves[leaf_numbers[i]].key
+        )
+    itemsizes = schema.itemsizes[leaf_numbers]
+    # the float product shows whether the integer product overflows
+    with np.errstate(over="ignore", invalid="ignore"):
+        too_large = row_products(sizes.astype(np.float64), ndims) * itemsizes > full_length
+    if too_large.any():
+        i = int(too_large.argmax())
+        raise make_error(
+            f"a box of at most {full_length} bytes", boxes[i], leaves[leaf_numbers[i]].key
+        )
+    lengths = columns.numels * itemsizes
+    order = np.lexsort((lengths, columns.file_offsets))
+    starts = columns.file_offsets[order]
+    ends = np.append(index.header, starts + lengths[order])
+    next_starts = np.append(starts, full_length)
+    wrong = ends != next_starts
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise make_error(
+            f"boxes without gaps or overlap up to {full_length}: the next box at {ends[i]}",
+            next_starts[i],
+        )
+    return columns, starts, itemsizes[order]
+
+
+def _check_chunks(
+    index: Index,
+    full_length: int,
+    cuts: Ints,
+    starts: Ints,
+    itemsizes: Ints,
+    make_error: ErrorFactory,
+) -> bytes:
+    """Check that the chunks cover the file and end between elements; return their digests.
+
+    ``starts`` and ``itemsizes``: of the boxes in file order, which cover the data without gaps.
+    """
+    lengths = np.diff(cuts, prepend=0)
+    covers_file = len(cuts) > 0 and cuts[0] == index.header and cuts[-1] == full_length
+    if not covers_file or (np.diff(cuts) <= 0).any() or lengths[1:].max(initial=0) > MAX_CHUNK:
+        raise make_error(
+            f"chunks of 1 to {MAX_CHUNK} bytes, from the header to the end of the shard",
+            index.cuts[:20],
+        )
+    digests = pack_digests(index.digests)
+    if digests is None or len(digests) != 16 * len(cuts):
+        raise make_error(f"{len(cuts)} digests of 32 hex digits", f"{len(index.digests)} digests")
+    # of the boxes that begin at the same byte, the last one has elements
+    box = np.searchsorted(starts, cuts[:-1], side="right") - 1
+    if ((cuts[:-1] - starts[box]) % itemsizes[box]).any():
+        raise make_error("chunks that end between elements", index.cuts[:20])
+    return digests

@@ -1,0 +1,166 @@
+"""The manifest of a snapshot: its content and its complete validation.
+
+Writing the manifest commits a snapshot. The manifest contains the tree of the state with every
+plain value, and lists the shards and their indexes with lengths and digests. See
+``docs/format.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from limpet.format.digest import Digest
+from limpet.format.names import MAX_STEP, Attempt, ShardName, VersionName, parse_reference
+from limpet.format.sealed import is_utc_time, require, seal, unseal
+from limpet.format.strict_json import StrictDecoder
+
+MAX_MANIFEST = 1 << 30
+"""The maximum size of a manifest or index in bytes. A longer one is rejected before it is read."""
+
+FEWER_LEAVES = "Store small values in fewer, larger tensors, or save with more ranks"
+"""The advice for a state whose manifest or index would be too long."""
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file that the manifest lists with its length in bytes and its digest."""
+
+    name: str
+    length: Annotated[int, Meta(ge=0, le=MAX_MANIFEST)]
+    digest: Digest
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name and length in bytes of a shard, and its index, whose digests cover the shard."""
+
+    name: ShardName
+    length: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    index: FileEntry
+    refers: ClassVar[Sequence[ShardReference]] = ()
+    """The files of earlier versions that hold a part of the shard; none in format 1."""
+
+
+class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A shard of an earlier version that a shard refers to.
+
+    ``path``: its path from this version's folder. ``length``: its length in bytes. ``bytes``: the
+    number of its bytes that the shard uses.
+    """
+
+    path: str
+    length: Annotated[int, Meta(gt=0, lt=1 << 62)]
+    bytes: Annotated[int, Meta(gt=0)]
+
+
+class IncrementalShard(Shard, frozen=True, forbid_unknown_fields=True):
+    """A shard of format 2: the data that it does not contain is in the files of ``refers``."""
+
+    refers: Sequence[ShardReference]  # type: ignore[misc]  # a constant in format 1
+
+
+class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The previous snapshot: the one that training saved or resumed before this one."""
+
+    version: VersionName
+    digest: Digest
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a snapshot. ``tree`` and ``metadata`` are nodes; see ``format/tree.py``."""
+
+    attempt: Attempt
+    created: str
+    writer: str
+    step: Annotated[int, Meta(ge=0, lt=MAX_STEP + 1)] | None
+    branch: Annotated[int, Meta(ge=0, lt=10**9)]
+    parent: Parent | None
+    shards: Sequence[Shard]
+    metadata: Any
+    tree: Any
+    chain: ClassVar[int] = 0
+    """The number of versions since the last full version; 0 for a full version."""
+    number: ClassVar[int] = 1
+    """The format number."""
+
+
+class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
+    """A manifest of format 2: its snapshot refers to files of earlier versions."""
+
+    shards: Sequence[IncrementalShard]
+    chain: Annotated[int, Meta(gt=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
+    number: ClassVar[int] = 2
+
+
+class TypedManifest(Manifest, frozen=True, forbid_unknown_fields=True):
+    """A manifest of format 3: its tree has nodes that format 1 lacks. It may be incremental."""
+
+    shards: Sequence[IncrementalShard]
+    chain: Annotated[int, Meta(ge=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
+    number: ClassVar[int] = 3
+
+
+_MANIFEST = StrictDecoder(msgspec.json.Decoder(Manifest))
+_INCREMENTAL_MANIFEST: StrictDecoder[Manifest] = StrictDecoder(
+    msgspec.json.Decoder(IncrementalManifest)
+)
+_TYPED_MANIFEST: StrictDecoder[Manifest] = StrictDecoder(msgspec.json.Decoder(TypedManifest))
+
+
+_NEWER_MANIFESTS = {2: _INCREMENTAL_MANIFEST, 3: _TYPED_MANIFEST}
+
+
+def with_number(manifest: Manifest, tree_number: int) -> Manifest:
+    """Return the manifest in the lowest format that describes it.
+
+    ``tree_number``: the number that its tree needs, of ``check_numbered_tree``.
+    """
+    if tree_number < 3 or manifest.number == 3:
+        return manifest
+    fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
+    fields["shards"] = [
+        IncrementalShard(s.name, s.length, s.index, s.refers) for s in manifest.shards
+    ]
+    return TypedManifest(**fields, chain=manifest.chain)
+
+
+def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
+    """Return the bytes of the file and its digest."""
+    return seal(manifest, manifest.number)
+
+
+def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
+    """Return the manifest and its digest. Every field except ``tree`` and ``metadata`` is checked.
+
+    Raises ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``.
+    """
+    manifest, manifest_digest = unseal(raw, _MANIFEST, file, _NEWER_MANIFESTS)
+    _check(manifest, file)
+    return manifest, manifest_digest
+
+
+def _check(manifest: Manifest, file: str) -> None:
+    """Check what the types of the fields do not."""
+    require(file, is_utc_time(manifest.created), "a time in UTC in `created`", manifest.created)
+    shard_names = [shard.name for shard in manifest.shards]
+    require(file, len({*shard_names}) == len(shard_names), "each shard only once", shard_names)
+    for shard in manifest.shards:
+        index_name = shard.name.removesuffix(".safetensors") + ".index.json"
+        require(
+            file, shard.index.name == index_name, f"an index named {index_name}", shard.index.name
+        )
+        for r in shard.refers:
+            target = parse_reference(r.path)
+            valid = target is not None and (target[0].step, target[0].branch) != (
+                manifest.step,
+                manifest.branch,
+            )
+            require(file, valid, "a path to another version, like ../version_1/shard-...", r.path)
+            require(file, r.bytes <= r.length, "at most the file's length in bytes", r.bytes)
+        paths = [r.path for r in shard.refers]
+        require(file, len({*paths}) == len(paths), "each reference only once", paths)
+    any_reference = any(shard.refers for shard in manifest.shards)
+    expected = "a shard that refers to another version exactly if chain is not 0"
+    require(file, any_reference == (manifest.chain > 0), expected, f"chain {manifest.chain}")

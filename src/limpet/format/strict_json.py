@@ -1,0 +1,114 @@
+"""JSON files, decoded strictly: no object may have two members of one name.
+
+The JSON standard leaves open which of the two counts, and ``msgspec`` keeps the last one. Two
+readers could therefore see two contents in one file.
+
+Every decoder is created when its module is imported. ``msgspec`` builds its description of a type
+when the type is first used, and two threads that do so at the same time crash the process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from limpet.text import with_article
+
+T = TypeVar("T")
+
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The exceptions of ``StrictDecoder.decode``."""
+
+_ANY = msgspec.json.Decoder(Any)
+_FIELD = re.compile(r"- at `\$([^`]*)`$")
+_STEP = re.compile(r"\.(\w+)|\[([0-9]+)\]")
+_encoder = msgspec.json.Encoder()
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_NOT_QUOTE_OR_COLON = bytes(set(range(256)) - {*b'":'})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StrictDecoder(Generic[T]):
+    """A ``msgspec.json.Decoder`` that rejects objects with two members of one name.
+
+    All fields of the structs in its type are required, and no others are allowed.
+    """
+
+    decoder: msgspec.json.Decoder[T]
+
+    def decode(self, raw: bytes) -> T:
+        """Return the value. Raises one of ``DECODE_ERRORS``."""
+        value = self.decoder.decode(raw)
+        require_unique_names(raw, value)
+        return value
+
+
+def describe_invalid(raw: bytes, error: Exception) -> str:
+    """Return the text of a decoder's error about ``raw``, with the value of the invalid field."""
+    message = str(error)
+    path = _FIELD.search(message)
+    if path is None:
+        return message
+    try:
+        value: Any = _ANY.decode(raw)
+        for name, number in _STEP.findall(path[1]):
+            value = value[int(number)] if number else value[name]
+    except (*DECODE_ERRORS, LookupError, TypeError):  # a member of a dict, which has no path
+        return message
+    is_plain = value is None or isinstance(value, str | int | float)
+    return f"{message}: {repr(value)[:80] if is_plain else with_article(type(value).__name__)}"
+
+
+def require_unique_names(raw: bytes, value: object) -> None:
+    """Raise ``msgspec.ValidationError`` unless each name in JSON text occurs once in its object.
+
+    ``value``: what the text was decoded to, where the last of two members of one name counts. The
+    text has members that the value lacks if and only if a name occurs twice. Text as ``msgspec``
+    encodes it, without spaces, is only compared with the encoded value.
+    """
+    encoded = _encoder.encode(value)
+    if encoded != raw and _count_members(encoded) != _count_members(raw):
+        raise msgspec.ValidationError(_describe_duplicate(raw))
+
+
+def unique_members(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of an object: an ``object_pairs_hook`` of ``json``.
+
+    Raises ``ValueError`` if a name occurs twice.
+    """
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(
+            f"Object has two members with the name {counts.most_common(1)[0][0][:80]!r}"
+        )
+    return members
+
+
+def _count_members(text: bytes) -> int:
+    """Return the number of members of all objects in valid JSON text: the colons outside strings.
+
+    The cost is linear in the length of the text, without a loop in Python over it.
+    """
+    if b"\\" in text:
+        text = _ESCAPE.sub(b"", text)  # then every quote begins or ends a string
+    marks = np.frombuffer(text.translate(None, _NOT_QUOTE_OR_COLON), np.uint8)
+    is_quote = marks == ord('"')
+    quotes_before = np.cumsum(is_quote, dtype=np.uint8)  # modulo 256, which keeps the parity
+    return int(np.count_nonzero(~is_quote & (quotes_before % 2 == 0)))
+
+
+def _describe_duplicate(raw: bytes) -> str:
+    try:
+        json.loads(raw, object_pairs_hook=unique_members, parse_int=len)
+    except (ValueError, RecursionError) as e:
+        if "two members" in str(e):
+            return str(e)
+    return "Object has two members with the same name"

@@ -1,0 +1,146 @@
+"""Convert between the names of ``torch.distributed.checkpoint`` (DCP) and the tree of a snapshot.
+
+DCP flattens a nested state: ``{"model": {"fc.weight": t}}`` becomes the FQN ``model.fc.weight``,
+and a mapping records the path ``("model", "fc.weight")``. With the path, the tree has the nested
+state again, and the leaf has the key ``model/fc.weight``. The FQN of a path is the path joined with
+dots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from limpet.errors import PlanError
+from limpet.format import tree
+from limpet.format.names import escape_level, join_key
+
+ObjectPath = tuple[str | int, ...]
+
+_DICT_TAGS = ("dict", "ordered", "items")
+_TENSOR_TAGS = ("tensor", "tied", "sparse")
+
+
+class FqnEntry(NamedTuple):
+    """The entry of one FQN: its path in the state, and its key and node in the tree."""
+
+    path: ObjectPath
+    key: str
+    node: Any
+
+    @property
+    def is_tensor(self) -> bool:
+        """True if DCP treats the entry as a tensor, not as bytes (as it does sparse tensors)."""
+        return type(self.node) is dict and next(iter(self.node)) in ("tensor", "tied")
+
+
+def fqn_of(path: ObjectPath) -> str:
+    return ".".join(map(str, path))
+
+
+def path_of(fqn: str, mapping: Any) -> ObjectPath:
+    """Return the path of an FQN in the nested state.
+
+    If ``mapping`` is not a mapping of DCP's planner that contains a valid path of this FQN, the
+    path is the FQN as a single level.
+    """
+    path = mapping.get(fqn) if isinstance(mapping, Mapping) else None
+    is_path = isinstance(path, tuple) and all(
+        type(level) is str or (type(level) is int and level >= 0) for level in path
+    )
+    return path if is_path and path and fqn_of(path) == fqn else (fqn,)
+
+
+def key_of(path: ObjectPath) -> str:
+    """Return the key of the leaf at a path."""
+    return "/".join(escape_level(str(level)) for level in path)
+
+
+def build_tree(leaves: Mapping[ObjectPath, Any]) -> Any:
+    """Return the tree with these leaves.
+
+    Levels that are names become dicts, levels that are numbers become lists.
+
+    Raises ``PlanError`` if two paths contradict each other.
+    """
+    members: dict[ObjectPath, dict[str | int, None]] = {(): {}}
+    for path in leaves:
+        for depth, level in enumerate(path):
+            members.setdefault(path[:depth], {})[level] = None
+
+    def build_node(path: ObjectPath) -> Any:
+        levels = members.get(path)
+        if levels is None:
+            return leaves[path]
+        kinds = {type(level) for level in levels}
+        if path in leaves or len(kinds) > 1:
+            raise PlanError(
+                f"DCP uses the name {fqn_of(path)!r} for two different values",
+                expected="one tensor, value, dict, or list, the same on all ranks",
+                found=", ".join(fqn_of((*path, level)) for level in list(levels)[:5]),
+                todo="Rename members of the state",
+            )
+        if kinds == {int}:
+            last = max(level for level in levels if type(level) is int)
+            return {
+                "list": [build_node((*path, i)) if i in levels else None for i in range(last + 1)]
+            }
+        return {"dict": {str(level): build_node((*path, level)) for level in levels}}
+
+    return build_node(())
+
+
+def collect_entries(root: Any, flattened: bool) -> dict[str, FqnEntry]:
+    """Return the entries of a tree by FQN.
+
+    ``flattened``: True if the tree was built from DCP's leaves. Otherwise the tree is split into
+    leaves where DCP's planner would split the same state. Raises ``PlanError`` if two leaves have
+    the same FQN.
+    """
+    entries: dict[str, FqnEntry] = {}
+    for entry in _walk(FqnEntry((), "", root), flattened):
+        is_leaf = type(entry.node) is dict and next(iter(entry.node)) in tree.LEAF_TAGS
+        if flattened and not is_leaf:
+            continue  # None fills the positions of a list that have no saved member
+        fqn = fqn_of(entry.path)
+        if entries.setdefault(fqn, entry) is not entry:
+            raise PlanError(
+                f"DCP uses the name {fqn!r} for two leaves of this snapshot",
+                found=f"{entries[fqn].key} and {entry.key}",
+                todo="Load it with limpet.load, whose keys are unique",
+                leaf=entry.key,
+            )
+    return entries
+
+
+def mapping_of(entries: Mapping[str, FqnEntry]) -> dict[str, ObjectPath]:
+    """Return the mapping that DCP's planner creates for a state with these entries."""
+    return {fqn: entry.path for fqn, entry in entries.items()}
+
+
+def _walk(entry: FqnEntry, flattened: bool) -> Iterator[FqnEntry]:
+    tag = next(iter(entry.node)) if type(entry.node) is dict else None
+    if tag in _DICT_TAGS:
+        for name, child, key in tree.children(entry.node, entry.key):
+            yield from _walk(FqnEntry((*entry.path, str(name)), key, child), flattened)
+    elif tag == "list" and (flattened or not _is_terminal(entry.node["list"])):
+        for i, child in enumerate(entry.node["list"]):
+            yield from _walk(
+                FqnEntry((*entry.path, i), join_key(entry.key, str(i)), child), flattened
+            )
+    else:
+        yield entry
+
+
+def _is_terminal(members: Iterable[Any]) -> bool:
+    """Return True if DCP treats a list with these nodes as one value.
+
+    That is so if neither the list nor a list in it contains a tensor or a dict.
+    """
+    for node in members:
+        tag = next(iter(node)) if type(node) is dict else None
+        if tag in (*_DICT_TAGS, *_TENSOR_TAGS) or (
+            tag == "list" and not _is_terminal(node["list"])
+        ):
+            return False
+    return True

@@ -1,0 +1,365 @@
+"""Save through DCP: convert its plan to boxes, write one shard per rank, and commit."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from limpet import events, machine
+from limpet.engine.planning.global_plan import make_global_plan
+from limpet.engine.planning.local_plan import make_local_plan
+from limpet.engine.planning.shard_layout import LeafBox
+from limpet.engine.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
+from limpet.engine.saving.image import make_image, split_into_pieces, synchronize_streams
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.write import write_index, write_shard
+from limpet.engine.snapshot import pins as pin
+from limpet.engine.snapshot.location import Location, Url, locate
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.engine.state.flatten import LocalLeaf
+from limpet.errors import CommitError, PlanError, ShapeMismatch, Unsupported
+from limpet.format import names, tree
+from limpet.format.manifest import Manifest
+from limpet.format.values.rejected import unsupported
+from limpet.integrations.dcp import fqns
+from limpet.integrations.dcp.shared import (
+    METADATA_KEY,
+    SnapshotStorage,
+    completed_future,
+    rank_location,
+)
+from limpet.lazy_torch import dtype_name
+from limpet.text import format_list
+from limpet.threads import Workers, no_op
+from limpet.types import Box
+from limpet.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveRank:
+    """The rank and the number of ranks in a save."""
+
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenItem:
+    """A rank's report on one item that it wrote: its path in the nested state, its box, and the
+    node of its leaf."""
+
+    path: fqns.ObjectPath
+    leaf_box: LeafBox
+    node: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _PinnedReceipt:
+    """The receipt of a rank, and the key of the pin that protects its files until the commit."""
+
+    receipt: Receipt
+    pin_key: str | None
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _ActiveSave:
+    """A save in progress on one rank. ``version``: that of the folder's name, if it has one.
+    ``rank``: the rank that saves by itself; None if all ranks save one snapshot.
+
+    ``release_pin`` removes the pin of this rank; the rank calls it if it fails. After the commit,
+    the coordinator removes the pins of all ranks. If there is no commit because another rank
+    failed, the pin is removed when this object is garbage-collected.
+    """
+
+    location: Location
+    version: names.Version | None
+    rank: int | None
+    attempt: str
+    began: float
+    release_pin: Callable[[], object] = no_op
+
+    def pin_files(self) -> str:
+        """Pin the files of this rank until the commit, and return the key of the pin."""
+        key = pin.create_pin(self.location, self.attempt)
+        self.release_pin = finalize = weakref.finalize(self, pin.remove_pin, self.location, key)
+        # a pin ends with its process, and a forked child must not remove the pin of its parent
+        finalize.atexit = False
+        return key
+
+
+class StorageWriter(SnapshotStorage, storage.StorageWriter):
+    """Save through DCP as the snapshot at ``url``::
+
+        dcp.save(state, storage_writer=StorageWriter("runs/a/version_100"))
+
+    ``dcp.async_save`` works as well. The coordinator commits the snapshot by writing the manifest,
+    after all ranks have written and synced their shards. If one rank fails, all ranks raise, and
+    nothing was committed. A snapshot is never modified: if there is already one at ``url``, the
+    save raises ``AlreadyExists``. DCP wraps errors in its own ``CheckpointException``, whose
+    ``failures`` contain them by rank.
+
+    With ``use_collectives=False`` on several ranks, each rank saves its own state as the snapshot
+    ``rank_N`` in the folder of ``url``, and knows nothing of the other ranks.
+
+    ``save_id`` is a unique name that planners receive. The snapshot records the coordinator's.
+    Raises ``Unsupported`` for ``_extensions``, with which DCP's own writer transforms its files.
+    """
+
+    def __init__(self, url: Url, *, _extensions: Sequence[Any] | None = None) -> None:
+        super().__init__()
+        if _extensions:
+            raise Unsupported(
+                "A StorageWriter cannot apply _extensions: its files are plain safetensors",
+                found=format_list([type(e).__name__ for e in _extensions], 5),
+                todo="Omit _extensions; compress or encrypt where the files are stored",
+            )
+        self.url = url
+        self.save_id = names.random_id()
+        self._save: _ActiveSave | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Omit the active save: DCP pickles the writer for another process before a save begins."""
+        return {**self.__dict__, "_save": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.url = checkpoint_id
+        self.save_id = names.random_id()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        base = locate(self.url)
+        version = names.parse_version(base.folder.rpartition("/")[2])
+        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        locations = [base] if is_coordinator else []
+        location, rank = base, None
+        if distributed and not kwargs.get("use_collectives", True):
+            rank = kwargs["rank"]
+            location = rank_location(self.url, rank)
+            locations = [base, location]
+        self._save = _ActiveSave(location, version, rank, names.random_id(), time.perf_counter())
+        for existing in locations:
+            raise_if_exists(existing)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(p, storage_data=_SaveRank(i, len(plans))) for i, p in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        save, save_rank = self._active_save(), plan.storage_data
+        if not isinstance(save_rank, _SaveRank):  # DCP cached the plan of a save by another writer
+            save_rank = _SaveRank(
+                *(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            )
+        try:
+            resolved = [_resolve_item(item, planner, plan.planner_data) for item in plan.items]
+            if save.rank is not None:
+                _require_whole_tensors(save.rank, [leaf for _, leaf in resolved])
+            results = [
+                WriteResult(item.index, written.leaf_box.nbytes, written)
+                for item, (written, _) in zip(plan.items, resolved, strict=True)
+            ]
+            results.append(_write_rank_shard(save, save_rank, [leaf for _, leaf in resolved]))
+        except BaseException:
+            save.release_pin()
+            raise
+        return completed_future(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        save = self._active_save()
+        pinned_receipts = [
+            r.storage_data
+            for rank in results
+            for r in rank
+            if isinstance(r.storage_data, _PinnedReceipt)
+        ]
+        try:
+            metadata.storage_meta = self.storage_meta()
+            snapshot = _commit(save, metadata, results, [p.receipt for p in pinned_receipts])
+        finally:
+            for key in filter(None, (p.pin_key for p in pinned_receipts)):
+                pin.remove_pin(save.location, key)
+        metadata.storage_data = {}
+        seconds = time.perf_counter() - save.began
+        events.emit("committed", url=snapshot.url, bytes=snapshot.nbytes, seconds=seconds)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def _active_save(self) -> _ActiveSave:
+        if self._save is None:
+            raise PlanError(
+                "A method of a StorageWriter was called before a save has begun",
+                todo="Pass it to torch.distributed.checkpoint.save, which calls its methods",
+            )
+        return self._save
+
+
+def _resolve_item(
+    item: WriteItem, planner: SavePlanner, planner_data: Any
+) -> tuple[_WrittenItem, LocalLeaf]:
+    """Return an item of DCP's plan as a box, and a leaf with its bytes.
+
+    Raises ``ShapeMismatch`` and ``Unsupported``.
+    """
+    fqn = item.index.fqn
+    path = fqns.path_of(fqn, planner_data)
+    key = fqns.key_of(path)
+    value = planner.resolve_data(item)
+    if isinstance(value, io.BytesIO):
+        raw = np.asarray(value.getbuffer(), np.uint8)
+        leaf_box = LeafBox(key, "uint8", raw.shape, Box.whole(raw.shape))
+        leaf = LocalLeaf(key, "uint8", raw.shape, raw, leaf_box.box)
+        return _WrittenItem(path, leaf_box, {"blob": ["bytes", raw.size]}), leaf
+    data = item.tensor_data
+    if data is None:
+        raise unsupported(value, key, "DCP planned bytes, but its planner provides a tensor")
+    tensor, dtype = _materialize_tensor(value, key)
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    if box.sizes != tuple(tensor.shape):
+        raise ShapeMismatch(
+            f"The tensor that DCP's planner provides for {fqn!r} is not the part that it planned",
+            expected=list(box.sizes),
+            found=list(tensor.shape),
+            todo="Check resolve_data of the planner",
+            leaf=key,
+        )
+    shape = tuple(data.size)
+    leaf = LocalLeaf(key, dtype, shape, tensor, box)
+    node = {"tensor": [dtype, [*shape]]}
+    return _WrittenItem(path, LeafBox(key, dtype, shape, box), node), leaf
+
+
+def _require_whole_tensors(rank: int, leaves: list[LocalLeaf]) -> None:
+    """Raise ``Unsupported`` if a rank that saves by itself has only a part of a tensor."""
+    parts = [leaf.key for leaf in leaves if leaf.box.sizes != leaf.shape]
+    if parts:
+        raise Unsupported(
+            f"Rank {rank} cannot save its part of {len(parts)} sharded tensors by itself: a"
+            " snapshot has whole tensors",
+            expected="ranks that save one snapshot together, or tensors that each rank has as a"
+            " whole",
+            found="use_collectives=False, and parts of " + format_list(parts, 5),
+            todo="Omit use_collectives",
+        )
+
+
+def _materialize_tensor(value: Any, key: str) -> tuple[torch.Tensor, str]:
+    """Return a strided tensor with the elements of ``value``, and its dtype.
+
+    Raises ``Unsupported``.
+    """
+    wait = getattr(type(value), "trigger_wait", None)  # a collective may still be writing to it
+    tensor = value if wait is None else wait(value)
+    supported = (torch.Tensor, torch.nn.Parameter)
+    if type(tensor) not in supported or tensor.layout is not torch.strided or tensor.is_nested:
+        raise unsupported(
+            value, key, "DCP saves it as a tensor, and only strided tensors are supported"
+        )
+    if tensor.is_meta or (tensor.numel() and not tensor.data_ptr()):
+        raise unsupported(value, key, "it has no data; materialize it before saving")
+    dtype = dtype_name(tensor.dtype)
+    if dtype is None or tensor.is_quantized:
+        raise unsupported(value, key, f"the dtype {tensor.dtype} cannot be stored as bytes")
+    return tensor.detach().resolve_conj().resolve_neg(), dtype
+
+
+def _write_rank_shard(
+    save: _ActiveSave, save_rank: _SaveRank, leaves: list[LocalLeaf]
+) -> WriteResult:
+    """Write this rank's shard and index, pinned until the commit. Raises ``StoreError``."""
+    # a box without elements is not written, unless the whole tensor has none
+    leaves = [leaf for leaf in leaves if 0 not in leaf.box.sizes or 0 in leaf.shape]
+    if save_rank.rank and not leaves:
+        return WriteResult(
+            MetadataIndex(""), 0, _PinnedReceipt(Receipt(save_rank.rank, None), None)
+        )
+    location = save.location
+    boxes = [LeafBox(x.key, x.dtype, x.shape, x.box) for x in leaves]
+    image = make_image([x.source for x in leaves], boxes)
+    synchronize_streams(image.sources)
+    shard = names.shard_name(save_rank.rank, save_rank.world_size, save.attempt)
+    pin_key = save.pin_files()
+    pieces = split_into_pieces(len(image.header), image.length)
+    digests = write_shard(location, shard, image, pieces, Workers.create())
+    index = names.index_name(save_rank.rank, save_rank.world_size, save.attempt)
+    entry = write_index(location, index, shard, image, digests)
+    receipt = Receipt(save_rank.rank, entry)
+    return WriteResult(MetadataIndex(shard), image.length, _PinnedReceipt(receipt, pin_key))
+
+
+def _commit(
+    save: _ActiveSave, metadata: Metadata, results: list[list[WriteResult]], receipts: list[Receipt]
+) -> SnapshotReader:
+    """Check the boxes of all ranks against DCP's plan and the files in the store, and commit.
+
+    Raises ``CommitError`` and ``PlanError``.
+    """
+    location = save.location
+    written = {r.index.fqn: r.storage_data for rank in results for r in rank}
+    missing = [fqn for fqn in metadata.state_dict_metadata if fqn not in written]
+    if missing:
+        raise CommitError(
+            f"Nothing was committed to {location.url}: no rank wrote {len(missing)} planned leaves",
+            expected=format_list(missing, 5),
+            todo="Check what finish_plan of the planner omits",
+            leaves=tuple(missing),
+        )
+    boxes = [
+        [r.storage_data.leaf_box for r in rank if isinstance(r.storage_data, _WrittenItem)]
+        for rank in results
+    ]
+    plan = make_global_plan([make_local_plan(rank_boxes) for rank_boxes in boxes])
+    shards = check_receipts(location, receipts, len(results))
+    root = _build_tree(metadata, [r.storage_data for rank in results for r in rank])
+    statistics = {
+        "bytes": sum(s.length for s in shards),
+        "staged_seconds": 0.0,
+        "written_seconds": round(time.perf_counter() - save.began, 6),
+    }
+    manifest = Manifest(
+        attempt=save.attempt,
+        created=machine.utc_now(),
+        writer=f"limpet {__version__}",
+        step=None if save.version is None else save.version.step,
+        branch=0 if save.version is None else save.version.branch,
+        parent=None,
+        shards=shards,
+        metadata={
+            "dict": {
+                **VersionMetadata().to_node()["dict"],
+                METADATA_KEY: _encode_dcp_metadata(root, metadata),
+                "statistics": {"dict": statistics},
+            }
+        },
+        tree=root,
+    )
+    return put_manifest(location, manifest, plan)
+
+
+def _build_tree(metadata: Metadata, written: Sequence[Any]) -> Any:
+    """Return the tree of everything that was written, in the order of the state."""
+    leaves = {item.path: item.node for item in written if isinstance(item, _WrittenItem)}
+    mapping = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = (fqns.path_of(n, mapping) for n in mapping)
+    return fqns.build_tree({path: leaves[path] for path in paths if path in leaves} | leaves)
+
+
+def _encode_dcp_metadata(root: Any, metadata: Metadata) -> Any:
+    """Encode what the tree does not contain of DCP's metadata. Raises ``Unsupported``."""
+    members = {"save_id": metadata.storage_meta.save_id} if metadata.storage_meta else {}
+    if metadata.planner_data != fqns.mapping_of(fqns.collect_entries(root, True)):
+        members["planner_data"] = metadata.planner_data
+    return tree.encode(members, "metadata/dcp", tree.reject_value)

@@ -1,0 +1,221 @@
+"""Convert what was read from a foreign checkpoint to the state of a snapshot.
+
+This module decides the position in the state, the names of the members, and the step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from limpet.engine.state.modules import EXTRA_STATE
+from limpet.format.names import MAX_STEP
+
+STEP_KEYS = ("global_step", "step", "iteration", "iter_num")
+"""Names that training loops use for the step. The first one at the top level applies."""
+
+MODEL_KEY = "model"
+OPTIMIZER_KEY = "optimizer"
+
+_STEP_PATTERN = re.compile(
+    r"(?<![a-z])(?:global[-_]?step|step|checkpoint|ckpt|iter(?:ation)?)s?[-_=]?([0-9]{1,18})(?![0-9])",
+    re.IGNORECASE,
+)
+_WRAPPER_LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+@dataclass(slots=True)
+class ArrangedState:
+    """A state to save.
+
+    ``renamed``: the paths of the dicts from whose names wrapper prefixes were removed.
+    ``converted``: the paths of the optimizers whose state is now keyed by parameter name.
+    """
+
+    state: dict[Any, Any]
+    renamed: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+
+
+def step_from_name(name: str) -> int | None:
+    """Return the step in the name of a file or folder; None if there is none, or more than one.
+
+    Examples: ``step_1000``, ``checkpoint-1000``, ``global_step1000``, ``epoch=3-step=1000.ckpt``.
+    """
+    steps = {int(m[1]) for m in _STEP_PATTERN.finditer(name)}
+    return steps.pop() if len(steps) == 1 else None
+
+
+def step_from_state(value: Any) -> int | None:
+    """Return the step at the top level of a state, an integer or a scalar tensor, if any."""
+    if not isinstance(value, dict):
+        return None
+    for name in STEP_KEYS:
+        step: Any = value.get(name)
+        if getattr(step, "shape", None) == () and not step.dtype.is_floating_point:
+            step = step.item()
+        if type(step) is int and 0 <= step <= MAX_STEP:
+            return step
+    return None
+
+
+def arrange_state(value: Any, root_key: str | None, *, keep_names: bool = False) -> ArrangedState:
+    """Return the state for a value that was read from a foreign checkpoint.
+
+    A dict of dicts, such as ``{"model": ..., "optimizer": ...}``, is kept as it is.
+    ``optimizer.state_dict()`` is stored under ``optimizer``, and anything else, such as
+    ``model.state_dict()``, under ``model``. If ``root_key`` is given, any value
+    is stored under that key. Prefixes of wrappers (DDP, ``torch.compile``, FSDP) are removed from
+    the names in state dicts of modules, because Limpet saves names without them;
+    ``keep_names=True`` keeps them. Optimizer state that names its parameters is converted to
+    Limpet's form, which is keyed by qualified parameter name.
+    """
+    is_optimizer = _is_optimizer_state_dict(value)
+    is_bare = is_optimizer or not isinstance(value, dict) or is_module_state_dict(value)
+    own_key = OPTIMIZER_KEY if is_optimizer else MODEL_KEY
+    has_key = root_key is not None or is_bare
+    arranged = ArrangedState({root_key or own_key: value} if has_key else dict(value))
+    if not keep_names:
+        arranged.state = {
+            k: _unwrap_state(v, str(k), arranged.renamed) for k, v in arranged.state.items()
+        }
+    _convert_optimizers(arranged)
+    return arranged
+
+
+def is_module_state_dict(value: Any) -> bool:
+    """Return True if a value looks like a module's state dict: tensors by name, and extra state."""
+    return isinstance(value, dict) and all(
+        type(k) is str and (hasattr(v, "dtype") or k.rpartition(".")[2] == EXTRA_STATE)
+        for k, v in value.items()
+    )
+
+
+# -- names of wrapped modules --------------------------------------------------------------------
+
+
+def _unwrap_state(value: Any, path: str, renamed: list[str], depth: int = 0) -> Any:
+    """Return a value whose module state dicts have names without wrapper prefixes."""
+    if not isinstance(value, dict) or depth > 3 or not value:
+        return value
+    if not is_module_state_dict(value):
+        members = {k: _unwrap_state(v, f"{path}/{k}", renamed, depth + 1) for k, v in value.items()}
+        return value if all(members[k] is v for k, v in value.items()) else type(value)(members)
+    names = unwrap_names(list(value))
+    if names == list(value) or len(set(names)) < len(names):
+        return value
+    renamed.append(path)
+    unwrapped = OrderedDict(zip(names, value.values(), strict=True))
+    versions = getattr(value, "_metadata", None)
+    if isinstance(versions, Mapping) and all(type(k) is str for k in versions):
+        # a wrapper and its module now have one path; the module comes later, so its entry is kept
+        paths = _unwrap_module_paths(list(versions), value)
+        metadata = OrderedDict(zip(paths, versions.values(), strict=True))
+        unwrapped._metadata = metadata  # type: ignore[attr-defined]
+    return unwrapped
+
+
+def unwrap_names(names: Sequence[str]) -> list[str]:
+    """Return the names of a state dict without wrapper prefixes.
+
+    ``module.``, the prefix of ``DistributedDataParallel`` and ``DataParallel``, is removed only if
+    all names begin with it.
+    """
+    start = len("module.") if all(n.startswith("module.") for n in names) else 0
+    return [_remove_wrapper_levels(n[start:]) for n in names]
+
+
+def _unwrap_module_paths(paths: list[str], names: Mapping[str, Any]) -> list[str]:
+    if all(n.startswith("module.") for n in names):
+        paths = [p.removeprefix("module").removeprefix(".") for p in paths]
+    return [_remove_wrapper_levels(p) for p in paths]
+
+
+def _remove_wrapper_levels(name: str) -> str:
+    return ".".join(level for level in name.split(".") if level not in _WRAPPER_LEVELS)
+
+
+def unwrap_state(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of a module with names without wrapper prefixes."""
+    unwrapped: dict[str, Any] = _unwrap_state(value, "", [])
+    return unwrapped
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def _convert_optimizers(arranged: ArrangedState) -> None:
+    """Key every optimizer at the top level of the state by qualified parameter name.
+
+    This is possible if the names are known and exactly one module has all of them.
+    """
+    modules = {
+        k: v for k, v in arranged.state.items() if type(k) is str and is_module_state_dict(v) and v
+    }
+    for name, value in arranged.state.items():
+        converted = _convert_optimizer(value, modules)
+        if converted is not None:
+            arranged.state[name] = converted
+            arranged.converted.append(str(name))
+
+
+def _convert_optimizer(value: Any, modules: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Convert ``optimizer.state_dict()`` to the form in which Limpet saves optimizers.
+
+    Returns None if the value is not an optimizer state, or does not name its parameters.
+
+    PyTorch numbers parameters in the order of ``model.parameters()``, which a checkpoint does not
+    record. However, since PyTorch 2.6 an optimizer created from ``named_parameters()`` keeps
+    ``param_names``, and ``get_optimizer_state_dict`` of torch.distributed uses names instead of
+    numbers.
+    """
+    if not _is_optimizer_state_dict(value):
+        return None
+    groups, state = value["param_groups"], value.get("state", {})
+    names: dict[Any, str] = {}
+    for group in groups:
+        group_names = group.get("param_names", group["params"])
+        if len(group_names) != len(group["params"]) or not all(type(n) is str for n in group_names):
+            return None
+        names.update(zip(group["params"], group_names, strict=True))
+    plain = dict(zip(names, unwrap_names(list(names.values())), strict=True))
+    parameters = set(plain.values())
+    owners = [m for m, state in modules.items() if parameters <= state.keys()]
+    if MODEL_KEY in owners:
+        owners = [MODEL_KEY]
+    if len(owners) != 1 or len(parameters) < sum(len(g["params"]) for g in groups):
+        return None
+    # DCP converts all keys to text
+    qualified = {str(k): f"{owners[0]}.{n}" for k, n in plain.items()}
+    if not all(str(k) in qualified and isinstance(v, dict) for k, v in state.items()):
+        return None
+    return {
+        "state": {qualified[str(k)]: dict(slots) for k, slots in state.items()},
+        "groups": [
+            {k: v for k, v in g.items() if k not in ("params", "param_names")}
+            | {"params": [qualified[str(p)] for p in g["params"]]}
+            for g in groups
+        ],
+    }
+
+
+def _is_optimizer_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() - {"state"} == {"param_groups"}
+        and _is_param_groups(value["param_groups"])
+        and isinstance(value.get("state", {}), dict)
+    )
+
+
+def _is_param_groups(groups: Any) -> bool:
+    return (
+        isinstance(groups, list)
+        and bool(groups)
+        and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+        and all(type(p) in (int, str) for g in groups for p in g["params"])
+        and all(isinstance(g.get("param_names", []), list) for g in groups)
+    )

@@ -1,0 +1,311 @@
+"""Import: read a foreign checkpoint and save it as a snapshot.
+
+A checkpoint is recognized by its content. No code in it is run. Its tensors are mapped into memory,
+so memory use does not depend on their size. The engine's own save computes the digests and commits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
+
+from msgspec import structs
+
+from limpet.buffers import shared_pool
+from limpet.engine.saving.job import VersionMetadata
+from limpet.engine.saving.save import begin_save, finish_save
+from limpet.engine.snapshot.location import Location, path_advice, suggest_similar_path
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.engine.state.flatten import FlatState, flatten
+from limpet.errors import LimpetError, NotFound, Unsupported
+from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
+from limpet.format.strict_json import unique_members
+from limpet.interop import read_dcp, read_safetensors
+from limpet.interop.arrange import step_from_name, step_from_state
+from limpet.interop.export_record import require_intact
+from limpet.interop.mmap_files import Advance, MappedFile
+from limpet.interop.read_dcp import TensorBoxes, load_dcp
+from limpet.interop.read_safetensors import load_huggingface_folder, load_safetensors
+from limpet.interop.read_torch import load_torch_file
+from limpet.interop.stored_files import (
+    ForeignFile,
+    ForeignFolder,
+    StoredFile,
+    StoredTensor,
+    is_safetensors,
+    locate_foreign,
+)
+from limpet.storage.store import Store
+from limpet.threads import Workers, no_op
+
+SUPPORTED_FORMATS = (
+    "a file of torch.save, Lightning, or safetensors, a folder of Hugging Face"
+    f" ({read_safetensors.SAFE_WEIGHTS_NAME}, {read_safetensors.WEIGHTS_NAME}, or their"
+    f" {read_safetensors.INDEX_SUFFIX}), or a"
+    f" folder of torch.distributed.checkpoint ({read_dcp.METADATA_FILE})"
+)
+_WEIGHT_SUFFIXES = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
+_LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
+TRAINER_STATE_FILE = "trainer_state.json"
+_MAGIC_BYTES = (
+    (b"PK\3\4", "a zip file without data.pkl"),
+    (b"\x80", "a bare pickle, which can run any code"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"\x93NUMPY", "a NumPy file"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"GGUF", "a GGUF file"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignCheckpoint:
+    """A checkpoint that was read.
+
+    ``kind``: ``torch``, ``lightning``, ``safetensors``, ``huggingface``, or ``dcp``. ``value``: the
+    content, with mapped tensors unless ``mapped`` is False. ``step``: the step of the checkpoint,
+    if known. ``left_out``: files with weights in the same folder that are not part of the
+    checkpoint. ``stored``: the files in a store that were opened.
+    """
+
+    path: str
+    kind: str
+    value: Any
+    step: int | None = None
+    mapped: bool = True
+    left_out: tuple[str, ...] = ()
+    stored: tuple[StoredFile, ...] = ()
+
+
+def read_foreign_checkpoint(path: str | Location, advance: Advance = no_op) -> ForeignCheckpoint:
+    """Read the checkpoint in the file or folder at a path, a URL, or a location.
+
+    ``advance(nbytes)`` is called from several threads as bytes are read and checked, up to
+    ``size_of_foreign`` in total. The tensors of a safetensors file in a store are not read yet, and
+    files of the other formats are fetched into temporary files: see ``stored_files``.
+
+    A file that ``limpet.export`` wrote is compared with its record first, which reads it twice.
+
+    Raises ``NotFound``; ``Unsupported`` for an unknown format and for a file that would have to run
+    code; ``FormatError`` for a damaged or incomplete checkpoint; ``NoSpace`` if it cannot be
+    fetched; ``StoreError``; ``OSError``; and ``LimpetError`` if PyTorch is not installed.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as e:
+        raise LimpetError("Importing a checkpoint needs PyTorch", found="no torch package") from e
+    with suppress(NotFound):  # reported below, with what is there instead
+        require_intact(path)
+    path, location = locate_foreign(path)
+    if location is not None:
+        checkpoint = _read_stored(location, advance)
+    elif not os.path.lexists(path):
+        todo = path_advice(suggest_similar_path(path))
+        raise _nothing_error(path, todo)
+    elif os.path.isdir(path):
+        checkpoint = _read_folder(ForeignFolder(path, None), advance)
+    else:
+        _refuse_shard(path)
+        checkpoint = _read_file(MappedFile(path), advance)
+    names = (path if location else os.path.abspath(path)).split("/")[-1:-3:-1]
+    steps = (checkpoint.step, *map(step_from_name, names))
+    return replace(checkpoint, step=next((s for s in steps if s is not None), None))
+
+
+def _read_stored(location: Location, advance: Advance) -> ForeignCheckpoint:
+    """Read the checkpoint at a location in a store: an object, or a folder."""
+    _refuse_shard(location.url)
+    if location.folder:
+        with suppress(NotFound):
+            file = StoredFile(location)
+            return replace(_read_file(file, advance), stored=(file,))
+    folder = ForeignFolder(location.url, location)
+    if not folder.names():
+        raise _nothing_error(location.url, "Check the URL")
+    checkpoint = _read_folder(folder, advance)
+    return replace(checkpoint, stored=tuple(folder.opened))
+
+
+def _nothing_error(path: str, todo: str) -> NotFound:
+    if split_address(path)[1] is not None:
+        todo = f"If it is a version of a run, use `limpet copy`. {todo}"
+    return NotFound(f"There is nothing at {path}", todo=todo, key=path)
+
+
+def _refuse_shard(path: str) -> None:
+    if is_shard_name(os.path.basename(path)):
+        raise Unsupported(
+            f"{path} is a shard of a Limpet snapshot",
+            todo="`limpet copy` copies whole snapshots",
+        )
+
+
+def _read_file(file: ForeignFile, advance: Advance) -> ForeignCheckpoint:
+    path = file.path
+    if is_safetensors(file):
+        return ForeignCheckpoint(path, "safetensors", load_safetensors(file))
+    loaded = load_torch_file(file, advance)
+    if loaded is None:
+        head = file.read(0, 16)
+        formats = (name for magic, name in _MAGIC_BYTES if head.startswith(magic))
+        found = next(formats, f"a file that begins with {head!r}" if head else "an empty file")
+        raise Unsupported(
+            f"{path} is not a checkpoint that can be imported",
+            expected=SUPPORTED_FORMATS,
+            found=found,
+        )
+    value, mapped = loaded
+    is_lightning = isinstance(value, dict) and _LIGHTNING_VERSION_KEY in value
+    kind = "lightning" if is_lightning else "torch"
+    return ForeignCheckpoint(path, kind, value, step_from_state(value), mapped)
+
+
+def _read_folder(folder: ForeignFolder, advance: Advance) -> ForeignCheckpoint:
+    path, names = folder.path, folder.names()
+    weights = [n for n in names if n.endswith(_WEIGHT_SUFFIXES)]
+    model = read_safetensors.find_model_file(set(names))
+    if MANIFEST in names or any(map(parse_version, names)):
+        raise Unsupported(
+            f"{path} is already a Limpet snapshot or run",
+            todo="`limpet copy` copies snapshots and runs",
+        )
+    if read_dcp.METADATA_FILE in names and model is not None:
+        raise Unsupported(
+            f"{path} may contain two checkpoints",
+            expected="one checkpoint",
+            found=f"{read_dcp.METADATA_FILE} of torch.distributed.checkpoint, and {model}",
+            todo=f"Move one of them elsewhere, or import the file: {os.path.join(path, model)}",
+        )
+    if read_dcp.METADATA_FILE in names:
+        value = load_dcp(folder, advance)
+        other = tuple(n for n in weights if not n.endswith(".distcp"))
+        return ForeignCheckpoint(path, "dcp", value, step_from_state(value), left_out=other)
+    if model is None:
+        raise Unsupported(
+            f"{path} is not a checkpoint that can be imported",
+            expected=SUPPORTED_FORMATS,
+            found=f"{', '.join(names[:5])}{' ...' if names[5:] else ''}" or "an empty folder",
+            todo=f"Import a file in it: {os.path.join(path, weights[0])}" if weights else None,
+        )
+    value, files, mapped = load_huggingface_folder(folder, model, advance)
+    other = tuple(n for n in weights if n not in files)
+    return ForeignCheckpoint(path, "huggingface", value, _read_trainer_step(folder), mapped, other)
+
+
+def read_member_file(folder: ForeignFolder, name: str, advance: Advance = no_op) -> Any:
+    """Return the content of a file of ``torch.save`` or safetensors in a folder.
+
+    Raises as ``read_foreign_checkpoint`` does.
+    """
+    return _read_file(folder.open(name), advance).value
+
+
+def _read_trainer_step(folder: ForeignFolder) -> int | None:
+    """Return the step that the Trainer of Transformers recorded next to the model, if any."""
+    with suppress(OSError, LimpetError, ValueError, RecursionError):
+        file = folder.open(TRAINER_STATE_FILE)
+        raw = file.read(0, file.length)
+        return step_from_state(json.loads(raw, object_pairs_hook=unique_members))
+    return None
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+def flatten_foreign_state(state: dict[Any, Any]) -> FlatState:
+    """Flatten a state that was read into a tree and its leaves.
+
+    A tensor that was read as several boxes stays several boxes and is never assembled. Raises
+    ``Unsupported``, with the key, for a value that cannot be saved.
+    """
+    placeholders: dict[int, tuple[Any, TensorBoxes | StoredTensor]] = {}
+    flat = flatten(_insert_placeholders(state, placeholders))
+    leaves = []
+    for leaf in flat.leaves:
+        _, source = placeholders.get(id(leaf.source), (None, None))
+        if isinstance(source, TensorBoxes):
+            boxes = source.boxes
+            leaves += [structs.replace(leaf, source=b.tensor, box=b.box) for b in boxes]
+        else:
+            leaves.append(leaf if source is None else structs.replace(leaf, source=source))
+    flat.leaves[:] = leaves
+    return flat
+
+
+def _insert_placeholders(
+    value: Any, placeholders: dict[int, tuple[Any, TensorBoxes | StoredTensor]]
+) -> Any:
+    """Replace each ``TensorBoxes`` and ``StoredTensor`` by a tensor of its shape with one element
+    in memory."""
+    if type(value) is dict:
+        return {k: _insert_placeholders(v, placeholders) for k, v in value.items()}
+    if type(value) is list:
+        return [_insert_placeholders(v, placeholders) for v in value]
+    if not isinstance(value, TensorBoxes | StoredTensor):
+        return value
+    if id(value) in placeholders:  # a tied tensor
+        return placeholders[id(value)][0]
+    import torch
+
+    placeholder = torch.empty((), dtype=getattr(torch, value.dtype)).expand(value.shape)
+    # keeps both alive, so that their ids stay unique
+    placeholders[id(placeholder)] = placeholders[id(value)] = (placeholder, value)
+    return placeholder
+
+
+def save_foreign_checkpoint(
+    location: Location,
+    flat: FlatState,
+    checkpoint: ForeignCheckpoint,
+    step: int,
+    branch: int = 0,
+    advance: Advance = no_op,
+) -> SnapshotReader:
+    """Save a checkpoint, flattened by ``flatten_foreign_state``, as the snapshot at ``location``.
+
+    The note of the snapshot records the origin. ``advance(nbytes)`` is called as bytes are written.
+    Raises as ``limpet.save`` does, and ``StoreError`` if a file in a store was replaced
+    meanwhile. If it raises, nothing was committed.
+    """
+    path = checkpoint.path
+    path = path if checkpoint.stored else os.path.abspath(path)
+    note = {"imported_from": {"path": path, "kind": checkpoint.kind}}
+    metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
+    monitored = Location(cast(Store, _ReportingStore(location.store, advance)), location.folder)
+
+    def check_source(_: object) -> None:
+        Workers.create().each(checkpoint.stored, StoredFile.require_unchanged)
+
+    job = begin_save(monitored, flat, metadata, shared_pool(), stage_now=False)
+    finish_save(job, fence=check_source)
+    return open_location(location)
+
+
+class _Reporting:
+    """A store or an upload, ``inner``, that reports the bytes that are written."""
+
+    def __init__(self, inner: Any, advance: Advance) -> None:
+        self._inner, self._advance = inner, advance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _ReportingStore(_Reporting):
+    def put(self, key: str, length: int, *head: int) -> Any:
+        return _ReportingUpload(self._inner.put(key, length, *head), self._advance)
+
+
+class _ReportingUpload(_Reporting):
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        self._inner.write_at(offset, *data)
+        self._advance(sum(map(len, data)))
+
+    def __enter__(self) -> Self:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._inner.__exit__(*exc)

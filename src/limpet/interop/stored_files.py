@@ -1,0 +1,311 @@
+"""Foreign files in any store: read in ranges, or fetched into an unnamed temporary file.
+
+A safetensors file is read in ranges while it is saved, without a local copy. The other formats need
+a file that can be mapped. Their temporary files have no name, so nothing remains of a process that
+is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from threading import Lock
+from typing import Any, Protocol
+
+from limpet.engine.snapshot.location import Location, locate
+from limpet.engine.snapshot.spread import unspread
+from limpet.errors import FormatError, NoSpace, NotFound, StoreError
+from limpet.format.safetensors import MAX_HEADER
+from limpet.interop.mmap_files import Advance, MappedFile, format_error
+from limpet.storage.local.os_calls import Fs
+from limpet.storage.local.store import LocalStore
+from limpet.storage.open import expand_home
+from limpet.storage.store import Stat, list_level
+from limpet.threads import Workers, no_op
+from limpet.types import BLOCK_SIZE, DTYPES
+
+_SMALL = 64 * 1024
+"""Tensors of fewer bytes are read together with their neighbors: a request takes as long."""
+
+_MAX_EXTENTS = 16
+"""The largest number of extents of a file that are in memory."""
+
+
+class ForeignFile(Protocol):
+    """A file of a foreign checkpoint: a ``MappedFile`` or a ``StoredFile``."""
+
+    path: str
+    length: int
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return the bytes from ``start`` to ``stop``, or to the end of the file."""
+        ...
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
+        """Return the row-major tensor at byte ``start``. The caller has checked that it is within
+        the file."""
+        ...
+
+    def mapped(self, advance: Advance = no_op) -> MappedFile: ...
+
+    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError: ...
+
+
+class StoredFile:
+    """An object of ``length`` bytes in a store; ``path`` is its URL. Raises ``NotFound``."""
+
+    def __init__(self, location: Location, advance: Advance = no_op) -> None:
+        self.path = location.url
+        self._store, self._key, self._advance = location.store, location.folder, advance
+        self._stat = self._read_stat()
+        self.length = self._stat.length
+        self._extent: _Extent | None = None  # of the last small tensor
+        self._in_memory: deque[_Extent] = deque()
+
+    def _read_stat(self) -> Stat:
+        try:
+            return self._store.stat(self._key)
+        except NotFound as e:
+            raise NotFound(
+                f"There is no file {self.path}", todo="Check the URL", key=self.path
+            ) from e
+
+    def read(self, start: int, stop: int) -> bytes:
+        data = bytearray(max(0, min(stop, self.length) - start))
+        if data:
+            self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``start``. Raises ``StoreError``."""
+        self._store.get_range(self._key, start, len(view), view)
+        self._advance(len(view))
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> Any:
+        """Return a tensor whose bytes are read when they are saved."""
+        if 0 in shape:
+            import torch
+
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        nbytes, extent = prod(shape) * DTYPES[dtype].itemsize, self._extent
+        if nbytes >= _SMALL:
+            return StoredTensor(self, dtype, shape, start)
+        if extent is None or extent.stop != start or start + nbytes - extent.start > BLOCK_SIZE:
+            extent = self._extent = _Extent(self, start)
+        extent.stop = start + nbytes
+        return StoredTensor(self, dtype, shape, start, extent)
+
+    def keep_in_memory(self, extent: _Extent) -> None:
+        """Count an extent that was read, and drop the oldest one if there are too many."""
+        self._in_memory.append(extent)
+        if len(self._in_memory) > _MAX_EXTENTS:
+            self._in_memory.popleft().data = None
+
+    def mapped(self, advance: Advance = no_op) -> MappedFile:
+        """Fetch the whole object into a temporary file, which lasts as long as the result.
+
+        Raises ``NoSpace`` if the disk of the folder for temporary files (``TMPDIR``) is too small,
+        and ``StoreError``. ``advance(nbytes)`` is called from several threads.
+        """
+        require_space([self])
+        with tempfile.TemporaryFile() as file:
+            fd = file.fileno()
+            try:
+                if self.length and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(fd, 0, self.length)
+            except OSError as e:
+                raise self._no_space_error(str(e)) from e
+            workers = Workers.create()
+
+            def fetch(start: int) -> None:
+                with workers.buffer() as buffer:
+                    view = buffer.view[: min(BLOCK_SIZE, self.length - start)]
+                    self._store.get_range(self._key, start, len(view), view)
+                    written = 0
+                    while written < len(view):
+                        written += Fs().pwrite(fd, view[written:], start + written)
+                    advance(len(view))
+
+            workers.each(range(0, self.length, BLOCK_SIZE), fetch)
+            return MappedFile(self.path, os.dup(fd))
+
+    def _no_space_error(self, found: str) -> NoSpace:
+        return NoSpace(
+            f"{self.path} cannot be fetched into {tempfile.gettempdir()}",
+            expected=f"{self.length} bytes of free space",
+            found=found,
+            todo="Set TMPDIR to a folder on a larger disk",
+        )
+
+    def require_unchanged(self) -> None:
+        """Raise ``StoreError`` if the object was replaced since it was opened."""
+        stat = self._read_stat()
+        if stat != self._stat:
+            raise StoreError(
+                f"{self.path} was replaced while it was imported; nothing was committed",
+                expected=f"{self.length} bytes of {self._stat.modified}",
+                found=f"{stat.length} bytes of {stat.modified}",
+                todo="Import it again",
+                key=self.path,
+            )
+
+    def format_error(self, expected: str, found: str, offset: int = 0) -> FormatError:
+        """See ``MappedFile.format_error``."""
+        return format_error(self.path, expected, found, offset)
+
+
+class _Extent:
+    """Small tensors of a file, one behind the other, which are read with one request and kept until
+    all of them have been used, or until the file drops them. From then on, each is read alone, so
+    that no order of the tensors reads more than twice the bytes."""
+
+    def __init__(self, file: StoredFile, start: int) -> None:
+        self.file, self.start, self.stop = file, start, start
+        self.data: bytes | None = None
+        self._unused: int | None = None  # bytes, if the extent was read
+        self._lock = Lock()
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        with self._lock:
+            data = self.data  # the file may drop it now
+            if self._unused is None:
+                data = self.data = self.file.read(self.start, self.stop)
+                self._unused = len(data)
+                self.file.keep_in_memory(self)
+            if data is None:
+                self.file.read_into(start, view)
+                return
+            view[:] = data[start - self.start : start - self.start + len(view)]
+            self._unused -= len(view)
+            if self._unused <= 0:
+                self.data = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor in a stored file, with the attributes of a source that a save uses.
+
+    ``dtype``: its name. It is not in the memory of this process. ``extent``: if it is small.
+    """
+
+    file: StoredFile
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    extent: _Extent | None = None
+
+    is_cpu = False
+    is_cuda = False
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of the tensor from ``start``. Raises ``StoreError``."""
+        (self.extent or self.file).read_into(self.start + start, view)
+
+    def fetch(self) -> Any:
+        """Return the tensor in memory. Raises ``StoreError``."""
+        import torch
+
+        raw = bytearray(self.nbytes)
+        self.read_into(0, memoryview(raw))
+        return torch.frombuffer(raw, dtype=getattr(torch, self.dtype)).view(self.shape)
+
+
+def require_space(files: Sequence[ForeignFile]) -> None:
+    """Raise ``NoSpace`` unless the temporary folder has space for all stored files among these."""
+    stored = [f for f in files if isinstance(f, StoredFile)]
+    needed = sum(f.length for f in stored)
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise NoSpace(
+            f"The files cannot be fetched into {folder}: {stored[0].path}"
+            + (f" and {len(stored) - 1} others" if stored[1:] else ""),
+            expected=f"{needed} bytes of free space",
+            found=f"{free} bytes",
+            todo="Set TMPDIR to a folder on a larger disk, or copy the files there and import them",
+        )
+
+
+class ForeignFolder:
+    """The folder of a foreign checkpoint, local or in a store; ``path`` is its path or URL.
+
+    ``opened``: the stored files that were opened.
+    """
+
+    def __init__(self, path: str, location: Location | None) -> None:
+        self.path, self._location = path, location
+        self.opened: list[StoredFile] = []
+
+    def names(self) -> list[str]:
+        """Return the names directly in the folder, sorted."""
+        if self._location is None:
+            return sorted(os.listdir(self.path))
+        return sorted(e.name for e in list_level(self._location.store, self._location.folder))
+
+    def join(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def open(self, name: str) -> ForeignFile:
+        """Open a file. Raises ``NotFound`` if it does not exist."""
+        if self._location is None:
+            if not os.path.isfile(self.join(name)):
+                raise NotFound(f"There is no file {self.join(name)}", key=name)
+            return MappedFile(self.join(name))
+        file = StoredFile(Location(self._location.store, self._location.key(name)))
+        self.opened.append(file)
+        return file
+
+
+def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
+    """Return the path, and None if it is local; or the URL and the location in a store.
+
+    Raises ``StoreError``.
+    """
+    if isinstance(path, str):
+        if "://" not in path:
+            return path.rstrip("/") or path, None
+        path = locate(path)
+    if isinstance(unspread(path.store), LocalStore):
+        return os.path.join(expand_home(path.store.url), path.folder), None
+    return path.url, path
+
+
+def size_of_foreign(path: str, *, all_files: bool = False) -> int:
+    """Return the bytes of the file at a path or URL, or of the files directly in a folder.
+
+    A safetensors file in a store is not fetched, but read while it is saved: it has 0, unless
+    ``all_files`` is True. Raises ``StoreError``.
+    """
+    path, location = locate_foreign(path)
+    if location is not None:
+        if location.folder:
+            with suppress(NotFound):
+                file = StoredFile(location)
+                return file.length if all_files or not is_safetensors(file) else 0
+        found = [e.stat for e in list_level(location.store, location.folder)]
+        counted = [s for s in found if s and (all_files or not s.key.endswith(".safetensors"))]
+        return sum(s.length for s in counted)
+    if not os.path.isdir(path):
+        return os.path.getsize(path) if os.path.exists(path) else 0
+    with os.scandir(path) as entries:
+        return sum(e.stat().st_size for e in entries if e.is_file())
+
+
+def is_safetensors(file: ForeignFile) -> bool:
+    """Return True if a file begins like a safetensors file. The header may begin with spaces."""
+    head = file.read(0, 9)
+    size = int.from_bytes(head[:8], "little")
+    if not 2 <= size <= min(MAX_HEADER, file.length - 8):
+        return False
+    first = file.read(8, 8 + size).lstrip(b" ")[:1] if head[8:] == b" " else head[8:]
+    return first == b"{"

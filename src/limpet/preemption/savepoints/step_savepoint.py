@@ -1,0 +1,185 @@
+"""The savepoint of a training: captured after the steps at which that costs almost nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from math import ceil, inf
+from threading import get_ident
+from typing import Any, NamedTuple
+
+from limpet import events
+from limpet.engine.state.copy_pool import TooManyBytes
+from limpet.engine.state.flatten import FlatState
+from limpet.engine.state.savepoint import Savepoint
+from limpet.format.names import Version
+from limpet.generators import Isolation, observe_blocks
+from limpet.types import MIB
+
+SHARE = 0.01
+"""The largest share of a step that a capture after each step may take."""
+
+_MEASURED_SHARE = SHARE / 10
+"""The share that captures take in the long run if they are too expensive to be made at each step:
+each one measures whether that is still so."""
+
+_MAX_SKIPPED = 10_000
+
+MAX_BYTES, MAX_BLOCK_BYTES = 64 * MIB, 1024 * MIB
+"""The largest copies that are kept during steps, and during a block of ``isolated_rng``. The
+training may need the memory. After a notice, there is no limit."""
+
+_WITNESS_SECONDS = 2e-4
+"""The time that ``Savepoint.witness`` takes when a step has evicted the caches."""
+
+
+class SavepointLabel(NamedTuple):
+    """What a version of the savepoint stores besides the state."""
+
+    version: Version
+    note: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    training_metadata: Mapping[str, Any]
+
+
+class StepSavepoint:
+    """The state after the last step, for a save while the next step runs, or after it has raised.
+
+    With ``is_required``, every ``mark`` captures the state, and raises if that fails. Otherwise,
+    ``mark`` captures it if that takes at most a hundredth of a step, or if a notice is pending. If
+    it did not, the next block of ``isolated_rng`` does when it begins: an evaluation may take long,
+    and follows a step. A witness shows that the block follows a step. It is taken only if a step
+    takes much longer. A block in the middle of a step captures nothing. Without ``is_useful``, only
+    a required capture is made. ``step_seconds`` returns the usual time of a step in seconds, or
+    0.0.
+    """
+
+    def __init__(
+        self,
+        state: dict[str, Any],
+        is_required: bool,
+        is_useful: bool,
+        step_seconds: Callable[[], float],
+    ) -> None:
+        self._is_required, self.is_useful = is_required, is_useful
+        self._savepoint = Savepoint(state)
+        self._step_seconds = step_seconds
+        self._skip = 0
+        self._is_expensive = False
+        self._is_failing = False
+        self._has_witness = self._has_block_copies = self._is_partial = False
+        self._missed: tuple[Callable[[], SavepointLabel], int, Any] | None = None
+        if is_useful and not is_required:
+            observe_blocks(self._on_block)
+
+    def mark(
+        self, make_label: Callable[[], SavepointLabel], is_pending: bool, is_partial: bool = False
+    ) -> None:
+        """Capture the state, which is the state after a step, unless that is too expensive.
+
+        ``is_pending`` is True after a notice. ``is_partial`` is True for a step in a call of
+        ``PreemptionGuard.run``: only a save after an exception may hold a part of a call.
+        """
+        self._missed, self._is_partial = None, is_partial
+        if self._is_required:
+            self._savepoint.capture(make_label())
+        elif is_partial or not self.is_useful:
+            return
+        elif is_pending:
+            self._try_capture(make_label, inf)
+        elif self._skip:
+            self._skip -= 1
+            if self._has_block_copies:
+                self._has_block_copies = False
+                self._savepoint.free()
+            self._miss(make_label)
+        else:
+            self._measure(make_label)
+
+    def _measure(self, make_label: Callable[[], SavepointLabel]) -> None:
+        """Capture, and skip the next captures if this took too long twice in a row: the first one
+        may have found new slots of an optimizer."""
+        began = time.perf_counter()
+        self._try_capture(make_label, MAX_BYTES)
+        seconds, step_seconds = time.perf_counter() - began, self._step_seconds()
+        was_expensive = self._is_expensive
+        self._is_expensive = self._is_failing or seconds > SHARE * step_seconds
+        if self._is_expensive and (was_expensive or self._is_failing):
+            long_run = _MEASURED_SHARE * max(step_seconds, 1e-6)
+            self._skip = (
+                _MAX_SKIPPED if self._is_failing else min(ceil(seconds / long_run), _MAX_SKIPPED)
+            )
+            self._is_expensive = False
+            self._has_witness = step_seconds * SHARE >= _WITNESS_SECONDS
+            self._savepoint.free()
+            self._miss(make_label)
+
+    def _miss(self, make_label: Callable[[], SavepointLabel]) -> None:
+        if self._has_witness:
+            self._missed = make_label, get_ident(), self._savepoint.witness()
+
+    def _try_capture(self, make_label: Callable[[], SavepointLabel], max_bytes: float) -> None:
+        """Capture. A failure, such as one of the user's ``state_dict``, must not end the training
+        because of a save that may never be needed. An event reports the first one."""
+        try:
+            self._savepoint.capture(make_label(), max_bytes)
+            self._is_failing = False
+        except TooManyBytes:
+            self._is_failing = True  # the next one would need as many
+            self._savepoint.free()
+        except Exception as e:  # noqa: BLE001  (a save of the same state raises it)
+            if not self._is_failing:
+                events.emit("savepoint_failed", error=e)
+            self._is_failing = True
+            self._savepoint.free()
+
+    def _on_block(self) -> None:
+        """Capture the state at the beginning of an evaluation, if it is still that of a step."""
+        missed, self._missed = self._missed, None
+        if missed is None or not self._savepoint.has_optimizers:
+            return
+        make_label, thread, witness = missed
+        if thread == get_ident() and witness == self._savepoint.witness():
+            self._try_capture(make_label, MAX_BLOCK_BYTES)
+            self._has_block_copies = True
+
+    @property
+    def label(self) -> SavepointLabel | None:
+        """The label of the last capture, or None if nothing was captured."""
+        label: SavepointLabel | None = self._savepoint.label
+        return label
+
+    @property
+    def step(self) -> int:
+        """The step of the last capture, or 0."""
+        label = self.label
+        return 0 if label is None else label.version.step
+
+    @property
+    def invalid_reason(self) -> str | None:
+        """The reason why the state of the last capture is not available, or None if it is."""
+        return self._savepoint.invalid_reason
+
+    def hold(self) -> bool:
+        """Keep the captured state until ``release``, as ``Savepoint.hold`` does, if it is that of
+        complete calls."""
+        return not self._is_partial and self._savepoint.hold()
+
+    def release(self) -> None:
+        """Let the training continue that waits because of ``hold``."""
+        self._savepoint.release()
+
+    def flatten(self, rank: int) -> FlatState | None:
+        """Return the state of the last capture, flattened as ``rank``, or None if it is lost."""
+        with Isolation("call"):
+            return self._savepoint.flatten_captured(rank)
+
+    def discard(self) -> None:
+        """Discard the captured state, because a different state is about to be loaded."""
+        self._missed = None
+        self._savepoint.invalidate()
+        self._savepoint.label = None
+
+    def close(self) -> None:
+        self._missed = None
+        self._savepoint.close()

@@ -1,0 +1,339 @@
+"""Addresses of versions, such as ``RUN@120``, and the public functions that accept them.
+
+``limpet.open`` and ``limpet.load`` are here because an address needs the run. The engine knows
+single snapshots only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from limpet.deadline import Deadline
+from limpet.engine.distributed.group import (
+    Group,
+    GroupSpec,
+    LocalGroup,
+    broadcast_from_first,
+    current_group,
+    failing_together,
+)
+from limpet.engine.loading.binding import Leniency, warn_of_share
+from limpet.engine.loading.load import load_snapshot
+from limpet.engine.snapshot.location import (
+    Location,
+    Url,
+    locate,
+    path_advice,
+    suggest_similar_path,
+)
+from limpet.engine.snapshot.reader import SnapshotReader, open_location, open_snapshot
+from limpet.engine.snapshot.snapshot import Snapshot
+from limpet.errors import NotFound
+from limpet.format.names import Version, split_address
+from limpet.interop.foreign_snapshot import ForeignSnapshotReader, open_foreign
+from limpet.interop.members import is_foreign
+from limpet.run.evaluations.objectives import read_recorded_objectives
+from limpet.run.lineage import find_best, find_latest
+from limpet.run.run import Run
+from limpet.sinks.default_terminal import default_terminal
+from limpet.storage.open import open_store
+from limpet.storage.store import within
+from limpet.text import format_list
+
+ADDRESS_FORMS = (
+    "The address of a version is RUN/version_120, RUN@120 (on branch 1: RUN@120.1), RUN@latest,"
+    " RUN@best, or RUN@best:METRIC"
+)
+
+BOTH_MODES = "both"
+"""The recorded mode of a metric that one policy minimizes and another one maximizes."""
+
+_MAX_LISTED = 20
+_BUCKET = re.compile(r"(s3|az|gs)://[^/@]+")
+
+
+def is_bucket(url: str) -> bool:
+    """Return True if ``URL@120`` must be an address: no name of a bucket contains an ``@``."""
+    return _BUCKET.fullmatch(url) is not None
+
+
+def resolve_address(text: str, deadline: Deadline | None = None) -> tuple[str, str | None]:
+    """Split an address into the URL of the run and the text after ``@``; None: not an address.
+
+    If ``RUN@best:NAME@120`` may be split in two places, the longer run counts if it exists. The
+    store must answer by the ``deadline``.
+    """
+    url, version = split_address(text)
+    longer, step = split_address(text, by_metric=False)
+    is_ambiguous = step is not None and len(longer) > len(url) and not is_bucket(url)
+    if is_ambiguous and _open_run(longer, deadline).listing().has_version():
+        return longer, step
+    return url, version
+
+
+def _open_run(url: str, deadline: Deadline | None) -> Run:
+    return Run(url if deadline is None else within(open_store(url), deadline))
+
+
+def open_version(address: Url, deadline: Deadline | None = None) -> Snapshot:
+    """Open the snapshot at an address. Only its manifest is read.
+
+    An address is ``RUN@120`` (step 120 on the current lineage), ``RUN@120.1`` (step 120 of branch
+    1), ``RUN@latest`` (the newest intact version), ``RUN@best`` or ``RUN@best:METRIC`` (the version
+    with the best value of the metric, by the mode that the run records), the URL of a snapshot, or
+    a ``Store`` with the snapshot at its root. If a snapshot exists at the literal address, that
+    snapshot is opened. ``deadline``: the time by which the store must have answered.
+
+    Raises ``NotFound``, ``NoSnapshot``, or ``FormatError``.
+    """
+    return Snapshot(open_reader(address, deadline))
+
+
+def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReader:
+    """Do the same as ``open_version`` for the packages of Limpet."""
+    if not isinstance(address, str | os.PathLike):
+        return open_snapshot(address)
+    text = os.fspath(address)
+    url, version = split_address(text)
+    if version is None or not is_bucket(url):
+        try:
+            return open_location(locate(address).limit("load", None, deadline))
+        except NotFound as e:
+            if version is None:
+                if "versions" in e.fields:  # a run: the error names one of its versions
+                    raise
+                if is_foreign(locate(address)):
+                    raise e.with_advice(
+                        "This may be a checkpoint of another library: load it with"
+                        f" limpet.load({text!r}, into=state), or save it as a version with"
+                        " `limpet import`"
+                    ) from e
+                raise e.with_advice(ADDRESS_FORMS) from e
+    url, version = resolve_address(text, deadline)
+    run = _open_run(url, deadline)
+    if version is None or not version[0].isdecimal():
+        newest = find_latest(run.catalog)
+        if newest is not None:
+            return newest if version == "latest" else _find_best(run, newest, version or "")
+    elif run.listing().has_version():
+        step, _, branch = version.partition(".")
+        found = Version(int(step), int(branch)) if branch else run.find(int(step))
+        return run.catalog.open(found)
+    raise NotFound(
+        f"{run.url} is not a run with versions",
+        todo=path_advice(suggest_similar_path(url)),
+        key=text,
+        store=run.url,
+    )
+
+
+# -- the best version ----------------------------------------------------------------------------
+
+
+def merge_objectives(objectives: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return what a version records of the metrics of policies: see ``read_objectives``."""
+    merged: dict[str, str] = {}
+    for metric, mode in sorted(objectives):
+        merged[metric] = mode if merged.get(metric, mode) == mode else BOTH_MODES
+    return merged
+
+
+def read_objectives(snapshot: SnapshotReader) -> dict[str, str]:
+    """Return the metrics that the policies of the training use, each with its mode.
+
+    The mode is ``min``, ``max``, or ``BOTH_MODES``. The result is empty if the snapshot was saved
+    without a ``Checkpointer``, or with policies that use no metric.
+    """
+    recorded = snapshot.metadata.get("objectives")
+    found = recorded.items() if isinstance(recorded, dict) else ()
+    return {name: mode for name, mode in found if isinstance(name, str) and isinstance(mode, str)}
+
+
+def _find_best(run: Run, newest: SnapshotReader, version: str) -> SnapshotReader:
+    """Return the best version of a run, for ``best`` or ``best:METRIC``.
+
+    The newest version records the modes of the training, and the run those of evaluations. Raises
+    ``NotFound``, which says what to write instead.
+    """
+    recorded = ((o.metric, o.mode) for o in read_recorded_objectives(run.store))
+    objectives = merge_objectives([*read_objectives(newest).items(), *recorded])
+    _, _, metric = version.partition(":")
+    if not metric and len(objectives) == 1:
+        metric = next(iter(objectives))
+    mode = objectives.get(metric)
+    if mode in ("min", "max"):
+        best = find_best(run.catalog, metric, "min" if mode == "min" else "max")
+        if best is not None:
+            return best
+    if not metric:
+        raise _ambiguous_error(run, newest, objectives)
+    available = {name for record in run.records() for name in record.metrics}
+    if metric not in available or mode in ("min", "max"):
+        raise NotFound(
+            f"No version of {run.url} has a value of {metric}"
+            + (" other than NaN" if metric in available else ""),
+            found=f"these metrics: {format_list(sorted(available), _MAX_LISTED) or 'none'}",
+            todo="Check the name; pass the metric to step() or save(), or add it with"
+            " `limpet evaluate` or Run.add_metrics. `limpet ls RUN` shows evaluations that have"
+            " failed or are in progress",
+            key=run.url,
+            store=run.url,
+        )
+    raise NotFound(
+        f"{newest.url} does not record whether a smaller or a larger {metric} is better",
+        expected=f"the mode of {metric}",
+        found=_describe(objectives) or "no mode of any metric",
+        todo=_BEST_IN_PYTHON.format(run.url, repr(metric)),
+        key=run.url,
+        store=run.url,
+    )
+
+
+_BEST_IN_PYTHON = (
+    "Get the version in Python with limpet.Run({!r}).best({}, mode=...), and name it by its step."
+    " To record the mode: `limpet evaluate RUN --metric METRIC --mode min|max`, or a Checkpointer"
+    " with KeepBest or StopWhen, in the versions that it saves"
+)
+
+
+def _ambiguous_error(run: Run, newest: SnapshotReader, objectives: Mapping[str, str]) -> NotFound:
+    """Return the error for ``RUN@best`` if not exactly one metric is recorded."""
+    choices = [f"{run.url}@best:{name}" for name in sorted(objectives)]
+    return NotFound(
+        f"{newest.url} records several metrics, so {run.url}@best may mean several versions"
+        if objectives
+        else f"{newest.url} does not record which metric makes a version the best",
+        expected="one metric that KeepBest, StopWhen, or an evaluation records",
+        found=_describe(objectives) or "none",
+        todo=f"Write {format_list(choices, 5, ' or ')}"
+        if objectives
+        else _BEST_IN_PYTHON.format(run.url, "METRIC"),
+        key=run.url,
+        store=run.url,
+    )
+
+
+def _describe(objectives: Mapping[str, str]) -> str:
+    return format_list([f"{name} ({how})" for name, how in sorted(objectives.items())], _MAX_LISTED)
+
+
+# -- all ranks -----------------------------------------------------------------------------------
+
+
+class _OpenedVersion(Struct, frozen=True):
+    """The version that rank 0 has found at an address: its URL, and the digest of its manifest."""
+
+    url: str
+    digest: str
+
+
+def open_on_all_ranks(address: Url, group: Group, timeout: float | None = None) -> SnapshotReader:
+    """Open the snapshot at an address or in a store, the same one on all ranks.
+
+    Rank 0 resolves the address, because a run may change meanwhile. Raises on all ranks as
+    ``open_version`` does, and ``Unavailable`` after ``timeout`` seconds.
+    """
+    is_text = isinstance(address, str | os.PathLike)
+    where = os.fspath(address) if isinstance(address, str | os.PathLike) else address.url
+    purpose = f"the load of {where}: {timeout} s"
+    deadline = None if timeout is None else Deadline.after(timeout, purpose)
+
+    opened: list[SnapshotReader] = []
+
+    def choose() -> _OpenedVersion:
+        opened.append(open_reader(address, deadline))
+        return _OpenedVersion(opened[0].url, opened[0].digest)
+
+    operation = f"the opening of {where}"
+    found = broadcast_from_first(group, operation, choose, _OpenedVersion, deadline=deadline)
+    # A URL does not contain the options of a store, so each rank uses the store that it was given.
+    location = locate(found.url if is_text else address).limit("load", None, deadline)
+    if opened:  # on rank 0, which has read the manifest
+        return SnapshotReader(location, opened[0].manifest, found.digest, opened[0].leaves)
+    return SnapshotReader(location, None, found.digest)
+
+
+def load(  # noqa: PLR0913  (the public face)
+    url: Url,
+    into: dict[str, Any] | None = None,
+    *,
+    keys: str | Sequence[str] | None = None,
+    device: Any = None,
+    missing: Literal["error", "keep"] = "error",
+    unexpected: Literal["error", "ignore"] = "error",
+    cast: bool = False,
+    rename: Mapping[str, str] | None = None,
+    mismatched: Literal["error", "keep"] = "error",
+    group: GroupSpec = None,
+    share: bool | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Load the snapshot at ``url`` and check every byte that is read.
+
+    ``url`` may be an address, such as ``"runs/a@best"``: see ``limpet.open``. Without ``into``,
+    return a new dict of tensors on ``device`` (the CPU if None), arrays, and plain values.
+    ``device="saved"`` stands for the devices from which the tensors were saved, and
+    ``device={"cuda:0": "cpu"}`` maps some of these, as ``map_location`` of ``torch.load`` does.
+    With ``into``, a dict like the one that was saved, fill that dict in place and return a
+    ``LoadReport``; a terminal shows what was kept, ignored, or converted. ``keys``: load only
+    leaves whose key matches. ``"model/fc"`` selects that leaf, all leaves below it, and those that
+    continue it with a dot, as ``model/fc.weight``; ``*`` matches within a level, ``**`` across
+    levels.
+
+    ``url`` may also be a checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or
+    safetensors. With ``into``, each live member takes the member of the same name or kind, and an
+    optimizer its numbered state by the order of its parameters: see docs/import.md. A warning lists
+    what the live state has no place for.
+
+    The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
+    ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
+    dtypes. ``mismatched="keep"`` keeps live values that have another shape; a parameter also keeps
+    its optimizer slots, or has none. ``rename={"model/old": "model/new"}`` renames members of the
+    snapshot, with everything below them, before they are matched with the live state. A load fails
+    after ``timeout`` seconds.
+
+    Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
+    snapshot was saved with, or all raise. If several ranks of a host need the same data of a large
+    snapshot, one reads it and passes it on through shared memory (64 MiB per host). A load without
+    ``into`` or with ``group="alone"`` concerns this process only. ``share`` is deprecated. Raises
+    ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists all differences,
+    after which ``into`` is unchanged.
+    """
+    warn_of_share(share)
+    leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
+    ranks = LocalGroup() if into is None else current_group(group)
+    if isinstance(url, str | os.PathLike) and split_address(os.fspath(url))[1] is not None:
+        snapshot = open_on_all_ranks(url, ranks, timeout)
+    else:
+        location = locate(url).limit("load", timeout)
+        with failing_together(ranks, f"the load of {location.url}", location.deadline):
+            snapshot = _open_any(location, into, keys, leniency.rename)
+            if isinstance(snapshot, ForeignSnapshotReader):
+                leniency = replace(leniency, rename=snapshot.renames_within)
+    with ExitStack() as shown:
+        # of a foreign checkpoint, a warning lists what is left out
+        if into is not None and not isinstance(snapshot, ForeignSnapshotReader):
+            shown.callback(default_terminal.open(snapshot.url))
+        return load_snapshot(snapshot, into, keys, device, leniency, ranks)
+
+
+def _open_any(
+    location: Location,
+    into: dict[str, Any] | None,
+    keys: str | Sequence[str] | None,
+    renames: Mapping[str, str],
+) -> SnapshotReader:
+    """Open the snapshot at a location, or else the checkpoint of another library."""
+    try:
+        return open_location(location)
+    except NotFound as e:
+        if "versions" in e.fields or not is_foreign(location):
+            raise
+    return open_foreign(location, into, keys, renames)

@@ -1,0 +1,381 @@
+"""A cache of the facts about a run's versions that retention and selection need.
+
+Manifests and evaluations never change. A ``Run`` therefore reads each of them once and keeps only
+the few facts that decisions need. Without the cache, retention would read a thousand manifests
+after every save of a run with a thousand versions.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from math import inf
+from typing import Any
+
+from limpet import events
+from limpet.engine.snapshot.location import Location, get_bounded, is_snapshot
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.engine.snapshot.spread import SpreadStore
+from limpet.errors import BrokenLink, FormatError, LimpetError, NotFound, NotTrusted
+from limpet.format import names
+from limpet.format.manifest import MAX_MANIFEST
+from limpet.format.names import Version
+from limpet.format.records import (
+    MAX_RECORD,
+    Branch,
+    decode_branch,
+)
+from limpet.format.sealed import sealed_digest
+from limpet.run.evaluations.lease import LeaseObserver
+from limpet.run.evaluations.metrics import select_numbers
+from limpet.run.evaluations.reader import EvaluationReader, VersionEvaluations
+from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust, find_distrust
+from limpet.run.listing import (
+    FolderFiles,
+    Listing,
+    find_links,
+    list_all_files,
+    list_entries,
+    list_files,
+)
+from limpet.run.policy import Record
+from limpet.storage.store import Stat
+from limpet.types import MIB
+
+_PART = 4 * MIB
+_VERSION = re.compile(rb"version_[0-9]{1,18}(?:\.[1-9][0-9]{0,8})?")
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """The facts about one version that retention and selection need.
+
+    ``files`` maps the key of every file that the manifest names or refers to, relative to the run,
+    to the file's length in bytes. ``bases`` holds the versions that this version needs: it refers
+    to them, or symbolic links of it lead there. If the manifest is damaged, ``digest`` is empty,
+    ``files`` is empty, and ``bases`` holds every version whose name occurs in the manifest's bytes,
+    or every older version if there are no bytes. ``manifest`` is the status of the manifest when it
+    was read. ``trained_seconds`` is as in ``Record``.
+    """
+
+    digest: str = ""
+    files: Mapping[str, int] = field(default_factory=dict)
+    bases: frozenset[Version] = frozenset()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    manifest: Stat | None = None
+    trained_seconds: float | None = None
+
+
+class Catalog:
+    """A cached reader of manifests, branch records, and evaluations.
+
+    None of them ever changes, so the catalog reads each once. But a version may be deleted and its
+    step saved again: who depends on what a version refers to lets the catalog *look again*, which
+    compares the status of its manifest. If the store fails, the methods raise ``StoreError``: the
+    content of a manifest is then unknown, and nothing may be deleted.
+    """
+
+    def __init__(self, store: SpreadStore) -> None:
+        self.store = store
+        self._versions: dict[str, Version] = {}
+        self._folders: list[Version] = []
+        self._present: frozenset[Version] = frozenset()
+        self._version_records: dict[Version, VersionRecord] = {}
+        self._committed: dict[Version, VersionRecord] = {}
+        self._damaged: set[Version] = set()
+        self._branches: dict[int, Branch] = {}
+        self._reported: set[str] = set()
+        entries = partial(list_entries, store, prefix="eval-")
+        self.evaluations = EvaluationReader(store, entries, self._report)
+        self.leases = LeaseObserver(store)
+        self.half_deleted: dict[Version, list[Stat]] = {}
+        """Remaining files of versions whose manifest this process has deleted."""
+        self.linked: set[Version] = set()
+        """Versions with files that are symbolic links, found when they were to be deleted."""
+        self.reported_links: set[Version] = set()
+
+    def open(self, version: Version) -> SnapshotReader:
+        """Open one version.
+
+        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
+        than that of its folder.
+        """
+        snapshot = open_location(Location(self.store, str(version)))
+        _ = snapshot.version  # reads the manifest and compares its version with the folder's name
+        return snapshot
+
+    def add_committed(self, snapshot: SnapshotReader) -> None:
+        """Take over a version that this process has just committed.
+
+        When the version is looked at, its manifest is compared with the digest, not decoded again.
+        """
+        self._committed[snapshot.version] = make_version_record(snapshot)
+
+    @property
+    def version_count(self) -> int:
+        """The number of versions that the catalog knows."""
+        return len(self._version_records)
+
+    def listing(self) -> Listing:
+        """List the folder of the run, once and not below it."""
+        found, linked, branches, pins, lasting, leases = [], [], [], [], [], []
+        known = self._versions
+        for entry in self.store.list_unspread(""):
+            name, kind = entry.name, entry.kind
+            version = known.get(name)
+            if version is None and name.startswith("version_"):
+                version = names.parse_version(name)
+            if version is not None:
+                if kind != "object":
+                    known[name] = version
+                    found.append(version)
+                    if kind == "link":
+                        linked.append(version)
+            elif kind == "folder":
+                continue
+            elif name.startswith("branch-"):
+                if (number := names.parse_branch(name)) is not None:
+                    branches.append(number)
+            elif name.startswith("pin-"):
+                if (version := names.parse_lasting_pin(name)) is not None:
+                    lasting.append(version)
+                elif names.parse_pin(name) is not None:
+                    pins.append(name)
+            elif names.parse_lease(name) is not None:
+                leases.append(name)
+        return Listing(
+            self._sort(found),
+            frozenset(linked),
+            sorted(branches),
+            sorted(pins),
+            frozenset(lasting),
+            leases,
+            cache(lambda version: is_snapshot(Location(self.store, str(version)))),
+        )
+
+    def _sort(self, found: list[Version]) -> list[Version]:
+        """Sort versions that are almost those of the last call, which saves most comparisons."""
+        present = frozenset(found)
+        if present != self._present:
+            kept = [v for v in self._folders if v in present]
+            self._folders = sorted([*kept, *present.difference(kept)])
+            self._present = present
+        if len(self._versions) > 2 * len(found) + 100:  # drop the names of deleted versions
+            self._versions = {str(v): v for v in found}
+        return self._folders
+
+    def files(self, version: Version, listing: Listing) -> FolderFiles:
+        """List the folder of a version, and nothing below it.
+
+        Of the files that are spread, the result has those that the manifest names, as far as it is
+        known, unless the store has links.
+        """
+        record = self._version_records.get(version, VersionRecord())
+        return list_files(self.store, version, listing, record.files)
+
+    def all_files(self, listing: Listing) -> dict[Version, FolderFiles]:
+        """List the folders of all versions, and all files of versions that are spread."""
+        return list_all_files(self.store, listing)
+
+    def read_branch(self, number: int) -> Branch:
+        """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
+        if (branch := self._branches.get(number)) is None:
+            file = names.branch_name(number)
+            branch = self._branches[number] = decode_branch(
+                get_bounded(self.store, file, MAX_RECORD), file
+            )
+        return branch
+
+    def read_versions(
+        self, listing: Listing, look_again_from: int = 0
+    ) -> dict[Version, VersionRecord]:
+        """Return the record of every version that exists.
+
+        A version that another process deletes during the call is omitted. A version that is known,
+        intact, and of a step before ``look_again_from`` is not looked at again. If there are such
+        versions, only the manifests of the others are looked at, not the links in their folders.
+        """
+        folders = self._present if listing.folders is self._folders else set(listing.folders)
+        for version in [v for v in self._version_records if v not in folders]:
+            self.forget(version)
+        records = dict(self._version_records)
+        first = bisect_left(listing.folders, Version(look_again_from))
+        older = (v for v in listing.folders[:first] if v not in records)
+        for version in (*older, *self._damaged.intersection(records), *listing.folders[first:]):
+            record = self.read_version(version, listing, look_for_links=look_again_from == 0)
+            if record is not None:
+                records[version] = record
+            else:
+                records.pop(version, None)
+        return records
+
+    def read_version(
+        self, version: Version, listing: Listing, *, look_for_links: bool = True
+    ) -> VersionRecord | None:
+        """Return the record of one version, or None if the version does not exist (any more).
+
+        The store is asked. The manifest is read only if it is not the one that was read before;
+        otherwise, the links in the folder are optional.
+        """
+        record = self._version_records.get(version)
+        try:
+            manifest = self.store.stat(f"{version}/{names.MANIFEST}")
+            if record is None or record.manifest != manifest:
+                self.forget(version)
+                record = self._read_manifest(version, manifest)
+            elif not look_for_links:
+                return record
+        except NotFound:
+            self.forget(version)
+            return None
+        except BrokenLink as e:  # it may refer to any older version, until its target is back
+            self._report(str(version), e)
+            older = (v for v in listing.folders if v.step < version.step)
+            return VersionRecord(bases=frozenset(older))
+        if links := find_links(self.store, version, listing):
+            targets = {names.parse_version(self._target_folder(link)) for link in links}
+            needed = frozenset(v for v in targets if v not in (None, version))
+            record = replace(record, bases=record.bases | needed)
+        self._version_records[version] = record
+        (self._damaged.discard if record.digest else self._damaged.add)(version)
+        return record
+
+    def _read_manifest(self, version: Version, manifest: Stat) -> VersionRecord:
+        record = self._committed.pop(version, None)
+        try:
+            file = f"{version}/{names.MANIFEST}"
+            if record is None or record.digest != sealed_digest(
+                get_bounded(self.store, file, MAX_MANIFEST), file
+            ):
+                record = make_version_record(self.open(version))
+        except BrokenLink:
+            raise
+        except FormatError as e:
+            self._report(str(version), e)
+            mentioned = map(names.parse_version, self._find_version_names(manifest))
+            record = VersionRecord(bases=frozenset(v for v in mentioned if v is not None))
+        return replace(record, manifest=manifest)
+
+    def _target_folder(self, link: str) -> str:
+        """Return the first level of the key that a link leads to; empty if it leaves the store."""
+        target = self.store.link_target(link)
+        return (target or "").partition("/")[0]
+
+    def is_intact(self, record: VersionRecord) -> bool:
+        """Return True if a manifest is valid and every file exists with its full length."""
+        try:
+            return record.digest != "" and all(
+                self.store.stat(key).length == length for key, length in record.files.items()
+            )
+        except (NotFound, BrokenLink):
+            return False
+
+    def _find_version_names(self, manifest: Stat) -> set[str]:
+        """Return every version's name in the bytes of a damaged manifest of any length.
+
+        The manifest is read in parts that overlap by more than the length of a name.
+        """
+        found: set[str] = set()
+        for offset in range(0, manifest.length, _PART):
+            part = bytearray(min(_PART + 64, manifest.length - offset))
+            self.store.get_range(manifest.key, offset, len(part), memoryview(part))
+            found |= {match.decode() for match in _VERSION.findall(part)}
+        return found
+
+    def intact_records(
+        self, lineage: Iterable[Version], version_records: Mapping[Version, VersionRecord]
+    ) -> list[Record]:
+        """Return the intact versions of a lineage as the input of keep policies, oldest first."""
+        records = []
+        for v in lineage:
+            known = version_records.get(v)
+            if known is not None and self.is_intact(known):
+                read = self.evaluations.read(v, known.digest)
+                metrics = self.comparable_metrics(v, known, read)
+                is_distrusted = find_distrust(read) is not None
+                records.append(Record(v, metrics, known.trained_seconds, is_distrusted))
+        return records
+
+    def metrics(self, version: Version, version_record: VersionRecord) -> dict[str, float]:
+        """Return the metrics of the save, updated with those of the evaluations, oldest first."""
+        evaluations = self.evaluations.read(version, version_record.digest)
+        return {**version_record.metrics, **evaluations.metrics()}
+
+    def comparable_metrics(
+        self,
+        version: Version,
+        version_record: VersionRecord,
+        evaluations: VersionEvaluations | None = None,
+    ) -> dict[str, float]:
+        """Return the metrics by which versions are compared: a distrusted version has none, so it
+        is never the best one. It is reported, once. ``evaluations``: if they have been read."""
+        if evaluations is None:
+            evaluations = self.evaluations.read(version, version_record.digest)
+        if (error := find_distrust(evaluations)) is not None:
+            self._report(str(version), error)
+            return {}
+        return {**version_record.metrics, **evaluations.metrics()}
+
+    def find_distrust(
+        self, version: Version, digest: str | None, trust: Trust = NOT_DISTRUSTED
+    ) -> NotTrusted | None:
+        """Return why ``trust`` does not accept a snapshot, or None if it does. See
+        ``EvaluationReader.read``; only the folder of this version is listed."""
+        return find_distrust(self.evaluations.read(version, digest), trust)
+
+    def _report(self, name: str, error: LimpetError) -> None:
+        """Emit the event ``skipped`` for a damaged file, once while it is damaged."""
+        if name not in self._reported:
+            self._reported.add(name)
+            events.emit("skipped", version=name, error=error)
+
+    def forget(self, version: Version) -> None:
+        """Drop what is known of a version that does not exist any more."""
+        self._version_records.pop(version, None)
+        self._damaged.discard(version)
+        self.evaluations.forget(version)
+        self._reported.discard(str(version))
+
+
+def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
+    """Return the record of an open snapshot."""
+    files = {}
+    for shard in snapshot.manifest.shards:
+        files[snapshot.location.key(shard.name)] = shard.length
+        files[snapshot.location.key(shard.index.name)] = shard.index.length
+        for reference in shard.refers:
+            files[snapshot.location.run_key(reference.path.removeprefix("../"))] = reference.length
+    seconds = read_training_metadata(snapshot).get("trained_seconds")
+    is_time = isinstance(seconds, int | float) and 0 <= seconds < inf
+    return VersionRecord(
+        snapshot.digest,
+        files,
+        snapshot.bases,
+        select_numbers(snapshot.metadata.get("metrics")),
+        trained_seconds=seconds if is_time else None,
+    )
+
+
+def read_training_metadata(snapshot: SnapshotReader) -> Mapping[str, Any]:
+    """Return the state of early stopping and goodput that a version stores.
+
+    The result is empty if the writer of the version left this metadata out.
+    """
+    training = snapshot.metadata.get("training")
+    return training if isinstance(training, dict) else {}
+
+
+def read_captured_with(snapshot: SnapshotReader) -> str:
+    """Return the attempt of the save that saved the same state as this capture, or nothing."""
+    return str(read_training_metadata(snapshot).get("captured_with", ""))
+
+
+def read_sessions(snapshot: SnapshotReader) -> list[str]:
+    """Return the session of the training that wrote a version, and of those that it continued from
+    a tier. There are none without this metadata."""
+    training = read_training_metadata(snapshot)
+    found = [training.get("session"), *(training.get("continued_sessions") or ())]
+    return [session for session in found if isinstance(session, str)]

@@ -1,0 +1,307 @@
+"""Leases: for how long an evaluation that runs protects its versions.
+
+The holder renews its lease by creating the file with the next number, and then deletes the others.
+The greatest number counts. So a process that was stopped for long, and whose lease another one took
+over, finds that out at its next renewal: its own file is gone, or a greater number exists. A number
+comes again when a lease was released; the attempt in the file says whose it is.
+
+An observer compares no clocks. On its own monotonic clock, it measures for how long the newest file
+has been the newest, from the moment at which it first saw it. A pin of a process, in contrast,
+protects a version for days if the process ran on a machine that is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from threading import Lock, Thread
+
+from limpet import events, machine
+from limpet.engine.snapshot.location import get_bounded
+from limpet.engine.snapshot.pins import is_holder_alive
+from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, StoreError
+from limpet.format.names import Version, lease_name, parse_lease, random_id
+from limpet.format.records import MAX_RECORD, Lease, decode_lease, encode_lease
+from limpet.storage.checks import contended_error
+from limpet.storage.store import Store, list_level
+from limpet.threads import Latch, start_thread
+
+LEASE_SECONDS = 10.0
+"""Default time after the last renewal at which a lease ends."""
+
+_RENEWALS = 3
+"""The number of renewals in the time of a lease."""
+
+_MAX_CONFIRM = 30.0
+"""The longest time for which ``LeaseObserver.confirm`` waits by default, in seconds."""
+
+_MAX_JOIN = 10.0
+"""The longest time for which the end of an evaluation waits for a renewal, in seconds."""
+
+_MAX_LISTINGS = 3
+"""The number of times that leases are listed while a listed file is deleted before it is read."""
+
+Wait = Callable[[float], object]
+
+
+class LeaseObserver:
+    """Decides which leases of a run are alive. Keep it for as long as the run is observed.
+
+    A lease that is seen for the first time is alive, unless its process has ended on this machine.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._lock = Lock()
+        self._records: dict[str, Lease | FormatError] = {}
+        self._first_seen: dict[str, float] = {}
+
+    def live(self, files: Iterable[str] | None = None) -> dict[str, Lease]:
+        """Return the leases that are alive, by their keys: of each name, the newest.
+
+        ``files``: the keys in the folder of the run; by default, they are listed. A damaged file
+        protects nothing, because the next renewal replaces it, and the event ``skipped`` reports
+        it. Raises ``StoreError``.
+        """
+        with self._lock:
+            for _ in range(_MAX_LISTINGS):
+                newest = newest_leases(list_leases(self._store) if files is None else files)
+                for known in (self._records, self._first_seen):
+                    for key in known.keys() - newest.keys():
+                        known.pop(key, None)
+                found = {key: self._read(key) for key in newest}
+                if all(key in self._records for key in newest):
+                    break
+                files = None  # renewed, or released, since the listing
+            return {
+                key: lease
+                for key, lease in found.items()
+                if lease is not None and not self._has_ended(key, lease)
+            }
+
+    def confirm(self, wait: Wait = time.sleep, limit: float = _MAX_CONFIRM) -> None:
+        """Wait until each lease that is alive has been renewed or has ended, for at most ``limit``
+        seconds. A process that has only just started otherwise takes every lease for alive."""
+        end, first = self._clock() + limit, self.live()
+        while (waiting := first.keys() & (live := self.live()).keys()) and self._clock() < end:
+            wait(min(live[key].seconds for key in waiting) / (2 * _RENEWALS))
+
+    def _read(self, key: str) -> Lease | None:
+        """Return the lease in a file, or None if it was deleted or is damaged."""
+        known = self._records.get(key)
+        try:
+            lease = read_lease(self._store, key)
+        except NotFound:
+            self._records.pop(key, None)
+            return None
+        except FormatError as e:
+            if not isinstance(known, FormatError):
+                self._records[key] = e
+                events.emit("skipped", version=key, error=e)
+            return None
+        if lease != known:  # also if a later lease has the number of an earlier one
+            self._records[key], self._first_seen[key] = lease, self._clock()
+        return lease
+
+    def _has_ended(self, key: str, lease: Lease) -> bool:
+        is_old = self._clock() - self._first_seen[key] >= lease.seconds
+        return is_old or is_holder_alive(lease) is False
+
+
+def list_leases(store: Store, name: str = "") -> list[str]:
+    """Return the keys of the files of leases, of one evaluation or of all."""
+    prefix = f"lease-{name}." if name else "lease-"
+    entries = list_level(store, "", prefix)
+    return [e.name for e in entries if e.kind != "folder" and parse_lease(e.name) is not None]
+
+
+def newest_leases(files: Iterable[str]) -> dict[str, int]:
+    """Return the newest file of each evaluation, with its number. Other names are ignored."""
+    newest: dict[str, tuple[int, str]] = {}
+    for file in files:
+        if (parsed := parse_lease(file)) is not None:
+            name, number = parsed
+            newest[name] = max(newest.get(name, (0, "")), (number, file))
+    return {file: number for number, file in newest.values()}
+
+
+def read_lease(store: Store, key: str) -> Lease:
+    """Read the file of a lease. Raises ``NotFound``, ``FormatError``, or another ``StoreError``."""
+    return decode_lease(get_bounded(store, key, MAX_RECORD), key)
+
+
+class LeaseHolder:
+    """Holds the lease of the evaluation ``name`` of a run, and renews it on a thread.
+
+    ``on_lost`` is called, once and on that thread, if the lease is lost: another process has taken
+    it over, or the store did not take a renewal in time. ``wait`` sleeps; tests replace it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        seconds: float = LEASE_SECONDS,
+        on_lost: Callable[[LimpetError], object] = lambda error: None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Wait | None = None,
+    ) -> None:
+        self._store, self._name, self.seconds = store, name, seconds
+        self._on_lost, self._clock = on_lost, clock
+        self._closing = Latch()
+        self._wait: Wait = self._closing.wait if wait is None else wait
+        self._lock = Lock()
+        self._attempt = random_id()
+        self._versions: Sequence[Version] = ()
+        self._number = 0
+        self._renewed_at = 0.0
+        self._error: LimpetError | None = None
+        self._thread: Thread | None = None
+
+    def acquire(self) -> None:
+        """Acquire the lease. If another process seems to hold it, wait for its renewal or its end.
+
+        Raises ``LimpetError`` if another process renews it, and ``StoreError``.
+        """
+        observer = LeaseObserver(self._store, self._clock)
+        first: str | None = None
+        end = self._clock() + 3 * self.seconds + _MAX_CONFIRM
+        while self._clock() < end:
+            files = list_leases(self._store, self._name)
+            number = max(newest_leases(files).values(), default=0)
+            live = observer.live(files)
+            key = next(iter(live), None)
+            if key is None:
+                with suppress(AlreadyExists):  # if another process was faster, look at its lease
+                    self._put(number + 1)
+                    return
+            elif first is not None and key != first:
+                raise _in_use_error(self._store, live[key])
+            first = first or key
+            self._wait(self.seconds / (2 * _RENEWALS))
+        raise contended_error(lease_name(self._name, 1), self._store.url)
+
+    def start(self) -> None:
+        """Start to renew the lease. Raises ``LimpetError`` if no thread can be started."""
+        thread = Thread(target=self._renew_regularly, name="limpet-lease", daemon=True)
+        if not start_thread(thread):
+            raise LimpetError(f"No thread can be started to renew the lease of {self._name}")
+        self._thread = thread
+
+    def protect(self, versions: Sequence[Version]) -> None:
+        """Protect these versions, and no others, from now on.
+
+        Then check that their manifests exist: see ``engine/snapshot/pins.py``. Raises the error of
+        the lost lease, and ``StoreError``.
+        """
+        with self._lock:
+            self.check()
+            self._versions = tuple(versions)
+            self._renew()
+
+    @property
+    def protects(self) -> bool:
+        """True if the lease protects any version."""
+        return bool(self._versions)
+
+    def check(self) -> None:
+        """Raise the error of the lost lease, if it is lost."""
+        if self._error is not None:
+            raise self._error
+
+    def release(self) -> None:
+        """Stop to renew the lease, and end it. If the store fails or hangs, the lease ends by
+        itself."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(_MAX_JOIN)
+            if self._thread.is_alive():  # a daemon thread, in a call of a store that hangs
+                return
+        with self._lock, suppress(StoreError):
+            for key in list_leases(self._store, self._name):  # an interrupt may have left a file
+                if self._is_own(key):
+                    self._store.delete(key)
+
+    def _renew_regularly(self) -> None:
+        while not self._closing.is_set():
+            self._wait(self.seconds / _RENEWALS)
+            if self._closing.is_set():
+                return
+            try:
+                with self._lock:
+                    self._renew()
+            except LimpetError as e:
+                has_time = self._clock() - self._renewed_at < self.seconds
+                if isinstance(e, StoreError) and not isinstance(e, NotFound) and has_time:
+                    continue  # the store may answer in time
+                self._error = e
+                self._on_lost(e)
+                return
+
+    def _renew(self) -> None:
+        """Write the next file and delete the others. Raises an error if the lease is lost."""
+        own = lease_name(self._name, self._number)
+        try:
+            with suppress(FormatError):  # the renewal replaces a damaged file
+                # another process that took the lease over has deleted it
+                if read_lease(self._store, own).attempt != self._attempt:
+                    raise NotFound(f"There is no {own} of this process", store=self._store.url)
+            self._put(self._number + 1)
+        except (NotFound, AlreadyExists) as e:
+            has_successor = bool(list_leases(self._store, self._name))
+            raise LimpetError(
+                f"The lease of evaluation {self._name} of {self._store.url} is lost",
+                expected=f"the file {own}, renewed every {self.seconds / _RENEWALS:.1f} s",
+                found="another process has taken the evaluation over"
+                if has_successor
+                else "no file of this lease",
+                todo="This process may have been stopped for a while. The other one goes on"
+                if has_successor
+                else "The run may have been moved or deleted: start the evaluation again where it"
+                " is",
+            ) from e
+
+    def _put(self, number: int) -> None:
+        """Write the file with a number, and delete the files with smaller ones.
+
+        Raises ``AlreadyExists`` if there is this number or a greater one.
+        """
+        identity = machine.process_identity()
+        versions = [str(version) for version in self._versions]
+        lease = Lease(
+            self._name, self._attempt, versions, self.seconds, machine.utc_now(), *identity
+        )
+        own, began = lease_name(self._name, number), self._clock()
+        try:
+            self._store.put_if_absent(own, encode_lease(lease))
+        except AlreadyExists:
+            if not self._is_own(own):
+                raise
+            self._put(number + 1)  # an earlier call wrote the file, and then raised
+            return
+        files = list_leases(self._store, self._name)
+        if newest_leases(files).get(own) is None:  # the number was free because its file was old
+            self._store.delete(own)
+            raise AlreadyExists(f"There is a newer lease than {own}", store=self._store.url)
+        self._number, self._renewed_at = number, began
+        for file in files:
+            if file != own:
+                self._store.delete(file)
+
+    def _is_own(self, key: str) -> bool:
+        try:
+            return read_lease(self._store, key).attempt == self._attempt
+        except (NotFound, FormatError):
+            return False
+
+
+def _in_use_error(store: Store, lease: Lease) -> LimpetError:
+    return LimpetError(
+        f"Another process evaluates {store.url} under the name {lease.name}",
+        expected="one evaluation of each name at a time",
+        found=f"process {lease.process.partition(':')[0]} on {lease.host.partition(' ')[0]}, which"
+        " renews its lease",
+        todo="Stop one of the two, or give this one another name",
+    )

@@ -1,0 +1,162 @@
+"""The rule for valid metrics, shared by ``Checkpointer.step`` and ``Run.add_metrics``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from limpet.errors import LimpetError, PlanError
+from limpet.format import names
+from limpet.format.names import Version
+from limpet.format.records import MAX_RECORD, AboutVersion, encode_about_version
+from limpet.format.sealed import check_length
+from limpet.storage.store import Store
+from limpet.text import to_repr, with_article
+
+ADDED_METRICS = "metrics"
+"""The default name of metrics that no evaluation job records, such as those of the training. No job
+has this name: it would take a version with such metrics for one that it has evaluated."""
+
+_INT64_LIMIT = 1 << 63
+
+
+def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of the metrics if every value is a number.
+
+    Values on a device are not read, because a read would block training at every step. Raises
+    ``PlanError`` if ``metrics`` is not a mapping from names to numbers.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise PlanError(
+            "The metrics are not a mapping from names to numbers",
+            expected='a dict such as {"loss": loss}',
+            found=with_article(type(metrics).__name__),
+        )
+    for name, value in metrics.items():
+        if not _is_name(name) or not _is_number(value):
+            shape = getattr(value, "shape", None)
+            raise PlanError(
+                f"The metric {to_repr(name)[:80]} is not a number",
+                expected="a 64-bit int, a float, or a real tensor or array of one element",
+                found=with_article(type(value).__name__)
+                + (f" of shape {tuple(shape)}" if shape else ""),
+                todo="Pass its mean, or omit the metric",
+            )
+    return {name: _copy_value(value) for name, value in metrics.items()}
+
+
+def _copy_value(value: Any) -> Any:
+    """Copy a value, so that a later in-place change of a tensor does not affect it."""
+    if hasattr(value, "detach"):
+        return value.detach().clone()
+    return value.copy() if hasattr(value, "copy") else value
+
+
+def _is_name(name: object) -> bool:
+    try:
+        return isinstance(name, str) and name.encode() is not None
+    except UnicodeEncodeError:  # an unpaired surrogate
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, float) or (
+            type(value) is int and -_INT64_LIMIT <= value < _INT64_LIMIT
+        )
+    # item() would also reject more than one element, but it waits for the device
+    element_count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
+    is_real = str(dtype).removeprefix("torch.").startswith(("float", "bfloat", "int", "uint"))
+    has_data = not getattr(value, "is_meta", False)
+    return has_data and element_count == 1 and is_real
+
+
+def to_number(value: Any) -> int | float:
+    """Return a checked metric as a 64-bit int or a float. Waits for the metric's device."""
+    number = value.item() if hasattr(value, "item") else value
+    fits_int64 = isinstance(number, int) and -_INT64_LIMIT <= number < _INT64_LIMIT
+    # float() also converts a uint64 above the int64 range and NumPy's long double
+    return int(number) if fits_int64 else float(number)
+
+
+def to_numbers(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return checked metrics as 64-bit ints and floats. Waits for their devices."""
+    return {name: to_number(value) for name, value in metrics.items()}
+
+
+def select_numbers(metrics: Any) -> dict[str, float]:
+    """Return the entries of ``metrics`` whose values are numbers."""
+    if not isinstance(metrics, dict):
+        return {}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(name, str) and isinstance(value, int | float) and type(value) is not bool
+    }
+
+
+def _next_time(record: AboutVersion) -> datetime:
+    """Return a time after that of a record: a second later, or less in the year 9999.
+
+    Raises ``LimpetError`` if there is no later time.
+    """
+    time = datetime.fromisoformat(record.created)
+    remaining = datetime.max.replace(tzinfo=UTC) - time
+    if not remaining:
+        raise LimpetError(
+            f"No record can be newer than {record.version}/{record.file_name}",
+            found=f"the time {record.created}, the last one",
+            todo="Delete that file; the clock of the machine that wrote it was wrong",
+        )
+    return time + min(timedelta(seconds=1), remaining)
+
+
+def put_about_version(
+    kind: type[AboutVersion],
+    name: str,
+    snapshot: tuple[Version, str],
+    store: Store,
+    earlier: Iterable[AboutVersion],
+    **content: Any,
+) -> None:
+    """Store a record about a snapshot that is newer than every record in ``earlier``.
+
+    Only the creation time orders records. If the clock is behind, the new time is therefore after
+    the newest earlier one. ``snapshot``: its version, and the digest of its manifest. Raises
+    ``LimpetError`` for an invalid name or a content that is too long, and ``StoreError``.
+    """
+    check_name(name)
+    file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
+    created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)])
+    record = kind(name, file.attempt, str(version), digest, created.isoformat(), **content)
+    key, raw = f"{version}/{record.file_name}", encode_about_version(record)
+    check_length(key, raw, MAX_RECORD, "Store less in one record")
+    store.put_if_absent(key, raw)
+
+
+def check_name(name: object) -> str:
+    """Return the name of an evaluation or an author. Raises ``LimpetError`` if it is invalid."""
+    is_valid = isinstance(name, str) and names.parse_lease(names.lease_name(name, 1)) is not None
+    if not is_valid:
+        raise LimpetError(
+            f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
+            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
+            found=to_repr(name)[:80],
+        )
+    return str(name)
+
+
+def check_job_name(name: object) -> str:
+    """Return the name of an evaluation job, or one inside a training. Raises ``LimpetError`` if
+    it is invalid."""
+    if name == ADDED_METRICS:
+        raise LimpetError(
+            f"An evaluation cannot have the name {name}",
+            expected="another name, such as evaluation",
+            found=f"{name}, the name of metrics that the training or Run.add_metrics adds",
+        )
+    return check_name(name)

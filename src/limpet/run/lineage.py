@@ -1,0 +1,392 @@
+"""The lineage: the versions of a run that count, oldest first, across branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from limpet import events, machine
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import (
+    AlreadyExists,
+    Denied,
+    FormatError,
+    FormatTooNew,
+    LimpetError,
+    ManifestInvalid,
+    NoSnapshot,
+    NotFound,
+    NotTrusted,
+    StoreError,
+    Unavailable,
+)
+from limpet.format import names
+from limpet.format.manifest import Parent
+from limpet.format.names import Version
+from limpet.format.records import Branch, Ended, encode_branch
+from limpet.run.catalog import Catalog
+from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_trust
+from limpet.run.listing import BRANCH, STEP, Listing, to_int
+from limpet.run.policy import Mode, Record, best_first
+from limpet.storage.checks import MAX_PUTS, contended_error
+from limpet.text import format_list
+
+_MAX_LISTINGS = 10
+"""Maximum number of further listings made to get two consecutive ones that agree. If none agree,
+because a training saves that fast, the last one is used."""
+
+MAX_SEARCHES = 100
+"""Maximum number of listings that are searched while versions are deleted between the listing and
+the read."""
+
+_MAX_LISTED = 9
+"""Maximum number of versions that an error lists."""
+
+
+def lineage_of(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
+    """Return the lineage of a branch, by default the newest one, oldest version first.
+
+    The lineage holds the versions of the branch and, before them, those of each ancestor branch up
+    to the version at which its descendant started. Raises ``NotFound`` if there is no such branch.
+    """
+    return [v for v in lineage_folders(catalog, listing, branch) if listing.exists(v)]
+
+
+def lineage_folders(catalog: Catalog, listing: Listing, branch: int | None = None) -> list[Version]:
+    """Do the same as ``lineage_of``, but do not check that each version exists.
+
+    A caller that needs only some of the versions checks those.
+    """
+    number = newest_branch(catalog, listing) if branch is None else branch
+    if number and number not in listing.branches and not _has_versions(listing, number):
+        raise NotFound(
+            f"{catalog.store.url} has no branch {number}",
+            expected=f"one of {', '.join(map(str, sorted(branch_numbers(listing))))}",
+            found=number,
+            key=names.branch_name(number),
+            store=catalog.store.url,
+        )
+    lineage: list[Version] = []
+    last_step = None
+    while True:
+        lineage[:0] = [
+            v
+            for v in listing.folders
+            if v.branch == number and (last_step is None or v.step <= last_step)
+        ]
+        origin = None if number == 0 else branch_origin(catalog, number, listing.folders)
+        if origin is None:
+            return lineage
+        number, last_step = origin.branch, origin.step
+
+
+def newest_version(catalog: Catalog, listing: Listing) -> Version | None:
+    """Return the newest version of the current lineage, intact or not."""
+    return next(filter(listing.exists, reversed(lineage_folders(catalog, listing))), None)
+
+
+def find_end(catalog: Catalog) -> str | None:
+    """See ``Run.ended``."""
+    listing = stable_listing(catalog)
+    version = newest_version(catalog, listing)
+    if version is None or version.branch != newest_branch(catalog, listing):
+        return None  # a training has gone back to the version, to continue from there
+    record = catalog.read_version(version, listing)
+    if record is None or not record.digest:
+        return None
+    ends = catalog.evaluations.read(version, record.digest).of(Ended)
+    return ends[-1].reason if ends else None
+
+
+def newest_branch(catalog: Catalog, listing: Listing) -> int:
+    """Return the number of the newest branch that has versions or a known origin."""
+    numbers = {*listing.branches, *(v.branch for v in listing.folders)} - {0}
+    for number in sorted(numbers, reverse=True):
+        if _has_versions(listing, number) or (
+            branch_origin(catalog, number, listing.folders) is not None
+        ):
+            return number
+    return 0
+
+
+def _has_versions(listing: Listing, branch: int) -> bool:
+    return any(listing.exists(v) for v in reversed(listing.folders) if v.branch == branch)
+
+
+def branches_of_unknown_origin(catalog: Catalog, listing: Listing) -> list[int]:
+    """Return the branches that have versions but no known origin, in ascending order.
+
+    The lineage before such a branch is unknown, so abandoned versions cannot be recognized.
+    """
+    versions = listing.versions
+    with_versions = {v.branch for v in versions} - {0}
+    return sorted(n for n in with_versions if branch_origin(catalog, n, versions) is None)
+
+
+def branch_origin(catalog: Catalog, number: int, versions: Iterable[Version]) -> Version | None:
+    """Return the version at which a branch started.
+
+    The origin comes from the record of the branch. If the record is missing or damaged, the origin
+    is the parent of the oldest version of the branch that names a parent on an earlier branch. If
+    there is none either, the result is None, and the lineage begins with the branch. Raises
+    ``ManifestInvalid`` if the record names a version that is not on an earlier branch, and
+    ``FormatTooNew`` if a later format wrote it.
+    """
+    file = names.branch_name(number)
+    try:
+        version = names.parse_version(catalog.read_branch(number).from_version)
+    except FormatTooNew:
+        raise
+    except (FormatError, NotFound) as e:
+        events.emit("skipped", version=file, error=e)
+        version = _origin_from_parents(catalog, number, versions)
+    if version is not None and version.branch >= number:
+        raise ManifestInvalid(
+            f"{file} of {catalog.store.url} violates the format",
+            expected=f"an origin on a branch before {number}",
+            found=str(version),
+            file=file,
+        )
+    return version
+
+
+def _origin_from_parents(
+    catalog: Catalog, number: int, versions: Iterable[Version]
+) -> Version | None:
+    parents = (read_parent(catalog, v) for v in sorted(versions) if v.branch == number)
+    origins = (names.parse_version(parent.version) for parent in parents if parent is not None)
+    return next((v for v in origins if v is not None and v.branch < number), None)
+
+
+def read_parent(catalog: Catalog, version: Version) -> Parent | None:
+    """Return the parent that a manifest names. None: it names none, is missing, or is damaged."""
+    try:
+        return catalog.open(version).manifest.parent
+    except (FormatError, NotFound):
+        return None
+
+
+def start_branch(catalog: Catalog, snapshot: SnapshotReader, version: Version, reason: str) -> int:
+    """Durably start a branch at a version and return the number of the branch."""
+    for _ in range(MAX_PUTS):
+        listing = catalog.listing()
+        number = max([0, *listing.branches, *(v.branch for v in listing.folders)]) + 1
+        record = Branch(number, str(version), snapshot.digest, machine.utc_now(), reason)
+        # if another process starts a branch at the same time, try the next number
+        with suppress(AlreadyExists):
+            catalog.store.put_if_absent(names.branch_name(number), encode_branch(record))
+            return number
+    raise contended_error(names.branch_name(number), catalog.store.url)
+
+
+# -- the newest version --------------------------------------------------------------------------
+
+
+def find_latest(catalog: Catalog) -> SnapshotReader | None:
+    """See ``Run.latest``."""
+    return find_newest(catalog, SnapshotReader.check_files)[0]
+
+
+def find_newest(
+    catalog: Catalog,
+    use: Callable[[SnapshotReader], object],
+    at: int | None = None,
+    branch: int | None = None,
+    trust: Trust = NOT_DISTRUSTED,
+) -> tuple[SnapshotReader | None, list[tuple[Version, LimpetError]]]:
+    """See ``Run.newest``. Only the versions that are tried are looked at, also their verdicts."""
+    at = None if at is None else to_int(at, STEP)
+    branch = None if branch is None else to_int(branch, BRANCH)
+    check_trust(trust)
+    is_named = at is not None and trust == NOT_DISTRUSTED  # whoever names a version may look at it
+    skipped: dict[Version, LimpetError] = {}
+    deleted: dict[Version, LimpetError] = {}
+    for _ in range(MAX_SEARCHES):
+        listing = stable_listing(catalog)
+        lineage = lineage_folders(catalog, listing, branch)
+        tried, missing = list[Version](), list[Version]()
+        for version in reversed([v for v in lineage if at is None or v.step == at]):
+            if not listing.exists(version):
+                missing.append(version)
+                continue
+            if missing and has_changed(catalog, listing, (), missing):
+                break  # a missing one was deleted because its writer saved a newer one
+            tried.append(version)
+            try:
+                snapshot = catalog.open(version)
+                if not is_named and (e := catalog.find_distrust(version, snapshot.digest, trust)):
+                    raise e
+                use(snapshot)
+            except (FormatTooNew, Denied, Unavailable):
+                raise
+            except (FormatError, StoreError, NotTrusted) as e:
+                if e.fields.get("file") == names.SPREAD:  # the version is intact
+                    raise
+                if isinstance(e, NotFound) and not catalog.listing().exists(version):
+                    deleted[version] = e
+                    break  # deleted, not damaged: list again, since its writer saved a newer one
+                events.emit("skipped", version=str(version), error=e)
+                skipped[version] = e
+            else:
+                return snapshot, list(skipped.items())
+        else:
+            if has_changed(catalog, listing, tried, missing):
+                continue
+            failed = {**deleted, **skipped}
+            if failed or at is not None or listing.versions:
+                lineage = [v for v in lineage if listing.exists(v)]
+                error = _no_version_error(catalog.store.url, at, failed, lineage, listing.versions)
+                raise error from next(iter(failed.values()), None)
+            return None, []
+    raise changing_run_error(catalog)
+
+
+def find_best(catalog: Catalog, metric: str, mode: Mode) -> SnapshotReader | None:
+    """See ``Run.best``."""
+    for _ in range(MAX_SEARCHES):
+        listing = stable_listing(catalog)
+        existing, best = listing.versions, None
+        for version in best_first(find_records(catalog, listing), metric, mode):
+            with suppress(NotFound):
+                best = catalog.open(version)
+                break
+        # an old listing may lack a better version, for which retention deleted a listed one
+        missing = {*listing.folders} - {*existing}
+        if not has_changed(catalog, listing, existing, missing):
+            return best
+    raise changing_run_error(catalog)
+
+
+def find_records(catalog: Catalog, listing: Listing) -> list[Record]:
+    """See ``Run.records``."""
+    version_records = catalog.read_versions(listing)
+    listing = replace(listing, exists=version_records.__contains__)
+    return catalog.intact_records(lineage_of(catalog, listing), version_records)
+
+
+def stable_listing(catalog: Catalog) -> Listing:
+    """List the run until two consecutive listings show the same versions; return the last one.
+
+    A listing is not atomic. If one version is committed and an older one is deleted during a
+    listing, the listing may show neither.
+    """
+    listing = catalog.listing()
+    for _ in range(_MAX_LISTINGS):
+        previous, listing = listing, catalog.listing()
+        if previous.folders == listing.folders:
+            break
+    return listing
+
+
+def has_changed(
+    catalog: Catalog, listing: Listing, existing: Iterable[Version], missing: Iterable[Version]
+) -> bool:
+    """Return True if a search of ``listing`` proves nothing, because the run has changed since.
+
+    That is the case if the run has a folder that ``listing`` lacks, if one of the ``existing``
+    versions does not exist any more, or if one of the ``missing`` ones exists now.
+    """
+    again = catalog.listing()
+    return (
+        not set(again.folders) <= set(listing.folders)
+        or not all(again.exists(v) for v in existing)
+        or any(again.exists(v) for v in missing)
+    )
+
+
+def changing_run_error(catalog: Catalog) -> NotFound:
+    """Return the error for a run whose versions are deleted each time before they are read."""
+    return NotFound(
+        f"The versions of {catalog.store.url} are deleted before they can be read",
+        expected="a listing of the store that shows the versions that exist",
+        found=f"deleted versions in {MAX_SEARCHES} listings",
+        todo="Keep more versions (KeepLast), or pin the version. If nothing deletes versions, the"
+        " store's listings are out of date",
+        key="",
+        store=catalog.store.url,
+    )
+
+
+_VERDICT_ADVICE = (
+    "To trust a version, its author records a new verdict: `limpet attest RUN STEP --ok --by"
+    " AUTHOR`. resume(at=STEP) continues from a version whatever the verdicts say. "
+)
+
+
+def _no_version_error(
+    url: str,
+    at: int | None,
+    failed: Mapping[Version, LimpetError],
+    lineage: Sequence[Version],
+    versions: Sequence[Version],
+) -> NoSnapshot:
+    """Return the error for a lineage that has no intact version, or none of step ``at``.
+
+    ``failed`` holds the versions that could not be used. ``versions`` are all versions of the run.
+    """
+    wanted = "version" if at is None else f"version of step {at}"
+    if failed:
+        state_invalid = any(e.is_state_invalid for e in failed.values())
+        by_verdict = any(isinstance(e, NotTrusted) for e in failed.values())
+        quality = "intact and trusted" if by_verdict else "intact"
+        return NoSnapshot(
+            f"{url} has no {quality} {wanted} on the requested lineage",
+            expected=f"an {quality} {wanted}",
+            found=format_list([f"{v}: {e.what}" for v, e in failed.items()], _MAX_LISTED, "; "),
+            todo="`limpet ls RUN` lists all versions, including those of other branches"
+            " (resume(branch=...)). "
+            + (_VERDICT_ADVICE if by_verdict else "`limpet verify RUN` shows what is damaged. ")
+            + "Copy an intact version back, or start again in another folder",
+            skipped=tuple(map(str, failed)),
+            **({"live_state": "not valid"} if state_invalid else {}),
+        )
+    if not versions:
+        return NoSnapshot(
+            f"{url} has no versions",
+            expected=f"a {wanted}",
+            found="none",
+            todo="Omit at= to start a new training",
+            skipped=(),
+        )
+    found, todo = alternatives(at, lineage, versions)
+    return NoSnapshot(
+        f"{url} has no {wanted} on the requested lineage",
+        expected=f"a {wanted}",
+        found=found,
+        todo=todo,
+        skipped=(),
+    )
+
+
+def alternatives(
+    step: int | None, lineage: Sequence[Version], versions: Sequence[Version]
+) -> tuple[str, str]:
+    """Return ``found`` and ``todo`` for the error that a lineage has no version of a step.
+
+    ``step`` is None if the lineage has no version at all. ``versions`` are all versions of the run.
+    """
+    on_other_branches = [v for v in versions if v.step == step]
+    if on_other_branches:
+        branch = on_other_branches[-1].branch
+        return (
+            f"{', '.join(map(str, on_other_branches))} on another branch",
+            f"Name the branch as well: branch={branch} in Python, {step}.{branch} in a command or"
+            " an address",
+        )
+    if step is None:
+        branch = versions[-1].branch
+        newest = format_list(versions[-3:], 3, total=len(versions))
+        return newest, f"resume(branch={branch}) continues from there"
+    nearest = sorted(lineage, key=lambda v: abs(v.step - step))[:_MAX_LISTED]
+    others = len(versions) - len(lineage)
+    return (
+        (format_list(sorted(nearest), _MAX_LISTED, total=len(lineage)) or "none")
+        + (f" (and {others:,} on other branches)" if others else ""),
+        "`limpet ls RUN` lists all versions, including those on other branches",
+    )
+
+
+def branch_numbers(listing: Listing) -> set[int]:
+    """Return the numbers of all branches that have a record or versions, and 0."""
+    return {0, *listing.branches, *(v.branch for v in listing.versions)}

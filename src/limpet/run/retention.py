@@ -1,0 +1,279 @@
+"""Retention: which versions a keep policy deletes, and when.
+
+A policy decides from what the catalog knows. Before anything is deleted, every file of the versions
+that are kept instead is looked up again, because the deletion relies on them. The cost can thus
+grow with the number of versions. Therefore, a training that has many does not apply retention after
+each save, but after so many saves that the cost of one does not depend on the number of versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import get_args
+
+from limpet import events
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import LimpetError, NotFound
+from limpet.format.names import MANIFEST, MAX_STEP, Version
+from limpet.run.catalog import Catalog, VersionRecord
+from limpet.run.evaluations.reader import VersionEvaluations
+from limpet.run.evaluations.trust import Trust, find_distrust
+from limpet.run.lineage import lineage_of
+from limpet.run.listing import FolderFiles, Listing
+from limpet.run.policy import (
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    KeepPolicy,
+    KeepSteps,
+    KeepUnion,
+    Record,
+)
+from limpet.run.roots import Roots, find_roots
+from limpet.run.sweep import delete_versions, finish_deletions, link_reason
+from limpet.text import format_list
+from limpet.threads import look_up_each
+
+_MAX_ROUNDS = 10
+"""Maximum number of decisions. Each one finds that what the one before relied on has changed."""
+
+VERSIONS_PER_SAVE = 50
+"""Number of versions for each of which retention of a training waits for another save."""
+
+
+BeforeDeletion = Callable[
+    [Collection[Version], Mapping[Version, VersionRecord]], Collection[Version]
+]
+"""Called with the versions that are to be deleted, and all versions that exist, after the pins were
+read. Returns the versions that must not be deleted yet."""
+
+
+class TrainingRetention:
+    """Applies a keep policy after the saves of a training.
+
+    In a run of ``n`` versions, retention follows every ``n // 50``-th save. At most 2 % more
+    versions than the policy keeps therefore exist in the meantime, and none after ``finish``.
+    """
+
+    def __init__(
+        self, catalog: Catalog, policy: KeepPolicy, before_deletion: BeforeDeletion
+    ) -> None:
+        self._catalog = catalog
+        self._policy = policy
+        self._before_deletion = before_deletion
+        self._saves = self._interval = 0
+
+    def after_save(self, snapshot: SnapshotReader) -> None:
+        """Apply retention if it is due. If it raises, the next save tries again.
+
+        ``snapshot``: the version that was saved.
+        """
+        if type(self._policy) is not KeepPolicy:
+            self._catalog.add_committed(snapshot)
+        self._saves += 1
+        if self._saves >= self._interval:
+            self._saves = self._interval = 0
+            retain(self._catalog, self._policy, self._before_deletion)
+            self._interval = self._catalog.version_count // VERSIONS_PER_SAVE
+
+    def finish(self) -> None:
+        """Apply retention at the end of the training, unless it followed the last save."""
+        if self._saves:
+            self._saves = 0
+            retain(self._catalog, self._policy, self._before_deletion)
+
+
+def undeleted_error(error: LimpetError, version: object) -> LimpetError:
+    """Return the error of a retention with the advice that ``version`` was saved nevertheless."""
+    advice = f"{version} was saved, but old versions could not be deleted"
+    return error.with_advice(advice, committed=str(version))
+
+
+def retain(
+    catalog: Catalog, policy: KeepPolicy, before_deletion: BeforeDeletion = lambda *_: ()
+) -> list[Version]:
+    """See ``Run.retain``."""
+    if type(policy) is KeepPolicy and not catalog.half_deleted:
+        return []
+    for _ in range(_MAX_ROUNDS):
+        finish_deletions(catalog)
+        roots = find_roots(catalog, look_again_from=MAX_STEP, listing=catalog.listing())
+        folders = _select(catalog, policy, roots, before_deletion)
+        if folders is not None:
+            if folders:
+                delete_versions(catalog, folders)
+            return sorted(folders)
+    return []  # the run changes all the time; the next retention decides
+
+
+def delete(catalog: Catalog, versions: Collection[Version]) -> int:
+    """See ``Run.delete``."""
+    if any({*map(str, versions)} & {*lease.versions} for lease in catalog.leases.live().values()):
+        catalog.leases.confirm()
+    roots = find_roots(catalog)
+    listing, known = roots.listing, roots.version_records
+    for version in versions:
+        if version not in known:
+            raise NotFound(
+                f"There is no {version} in {catalog.store.url}",
+                key=f"{version}/{MANIFEST}",
+                store=catalog.store.url,
+            )
+    folders = {v: catalog.files(v, listing) for v in versions}
+    _, kept = roots.select_deletable(versions)
+    linked = {v: link_reason(folder) for v, folder in folders.items() if folder.links}
+    newest_first = [v for v in reversed(lineage_of(catalog, listing)) if known[v].digest]
+    read = cache(lambda v: catalog.evaluations.read(v, known[v].digest))
+    is_intact = cache(lambda v: catalog.is_intact(known[v]))
+    needed = _needed_by_resume(newest_first, {*versions}, read, is_intact)
+    if reasons := {**dict.fromkeys(needed, _NEEDED), **linked, **kept}:
+        version = min(reasons)
+        also = " Nothing was deleted" if len(versions) > 1 else ""
+        raise LimpetError(
+            f"{version} of {catalog.store.url} was not deleted: {reasons[version]}",
+            found=format_list([f"{v}: {reasons[v]}" for v in sorted(reasons)[1:]], 5) or None,
+            todo=(
+                "Nothing is deleted through a link. Remove the link and its target yourself"
+                if version in linked and version not in kept
+                else "Keep the version that the training would continue from. After"
+                " resume(at=...) has started a branch from an older one, it can be deleted"
+                if version not in kept
+                else "`limpet pin RUN STEP --remove` removes a lasting pin"
+                if version in roots.pinned
+                else "Delete the versions that refer to it first, or together with it"
+            )
+            + (f".{also}" if also else ""),
+            version=str(version),
+            versions=tuple(map(str, sorted(reasons))),
+        )
+    return sum(s.length for s in delete_versions(catalog, folders))
+
+
+_NEEDED = "it is the newest intact version, from which a training continues"
+
+
+def _needed_by_resume(
+    newest_first: Sequence[Version],
+    candidates: Collection[Version],
+    read: Callable[[Version], VersionEvaluations],
+    is_intact: Callable[[Version], bool] = lambda _: True,
+) -> set[Version]:
+    """Return the candidates that a resume needs: the newest intact version, and for each degree of
+    trust the newest intact one that it accepts.
+
+    Only the candidates, and the newest versions until one qualifies, are read. The deletion of a
+    candidate thus relies on a newer version, which ``_relied_on`` returns.
+    """
+
+    def qualifies(version: Version, trust: Trust | None) -> bool:
+        trusted = trust is None or find_distrust(read(version), trust) is None
+        return trusted and is_intact(version)
+
+    needed = set[Version]()
+    for trust in (None, *get_args(Trust)):
+        qualified = (v for v in newest_first if v in candidates and qualifies(v, trust))
+        if (candidate := next(qualified, None)) is not None:
+            newer = newest_first[: newest_first.index(candidate)]
+            if not any(qualifies(v, trust) for v in newer):
+                needed.add(candidate)
+    return needed
+
+
+def _select(
+    catalog: Catalog, policy: KeepPolicy, roots: Roots, before_deletion: BeforeDeletion
+) -> dict[Version, FolderFiles] | None:
+    """Return the versions to delete, with their files.
+
+    The result is None if a version that counts is no longer the one that ``roots`` shows.
+    """
+    listing, known = roots.listing, roots.version_records
+    versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
+    metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
+    distrusted = set[Version]()
+
+    read = cache(lambda v: catalog.evaluations.read(v, known[v].digest))  # each is listed once
+
+    def add_metrics(version: Version) -> None:
+        metrics[version] = catalog.comparable_metrics(version, known[version], read(version))
+        if find_distrust(read(version)) is not None:
+            distrusted.add(version)
+
+    if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps):  # the others may use evaluations
+        look_up_each(versions, add_metrics)
+    records = [Record(v, metrics[v], known[v].trained_seconds, v in distrusted) for v in versions]
+    intact: dict[Version, bool] = {}
+    while True:
+        records = [r for r in records if intact.get(r.version, True)]
+        to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
+        candidates = {r.version for r in records if r.version not in to_keep}
+        candidates -= _needed_by_resume([r.version for r in reversed(records)], candidates, read)
+        deletable, _ = roots.select_deletable(candidates - listing.linked - catalog.linked)
+        # the pins were read before: what a pin protected until now is complete
+        if unread := before_deletion(deletable, known) if deletable else ():
+            unlinked = candidates - listing.linked - catalog.linked
+            deletable, _ = roots.select_deletable(unlinked.difference(unread))
+        if not deletable:
+            _report_linked(catalog, candidates & (listing.linked | catalog.linked))
+            return {}
+        now = _look_again(catalog, listing, _relied_on(policy, records, deletable) - intact.keys())
+        if any(record != known[v] for v, (record, _) in now.items()):
+            return None
+        intact |= {v: is_intact for v, (_, is_intact) in now.items()}
+        folders = {v: catalog.files(v, listing) for v in deletable}
+        linked = {v for v, folder in folders.items() if folder.links}
+        catalog.linked |= linked
+        if not linked and all(is_intact for _, is_intact in now.values()):
+            _report_linked(catalog, candidates & (listing.linked | catalog.linked))
+            return folders
+
+
+def _relied_on(
+    policy: KeepPolicy, records: Sequence[Record], deletable: Collection[Version]
+) -> set[Version]:
+    """Return the versions to look up before a deletion: the deletable ones and those kept instead.
+
+    Often these are only the newest ones: if the policy would delete the same versions of a run
+    that has only the versions from the oldest deletable one on (and the one before it), then it
+    does not matter whether the other versions still exist. This holds for the policies of this
+    package, which keep no more versions of a run that has more.
+    """
+    first = next(i for i, r in enumerate(records) if r.version in deletable)
+    newest = records[max(0, first - 1) :]
+    if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps, KeepBest) or (
+        policy.keep(newest) & set(deletable)
+    ):
+        newest = records
+    return {r.version for r in newest}
+
+
+def _consists_of(policy: KeepPolicy, *kinds: type[KeepPolicy]) -> bool:
+    """Return True if a policy is one of these kinds, or a union of such policies."""
+    if type(policy) is KeepUnion:
+        return _consists_of(policy.first, *kinds) and _consists_of(policy.second, *kinds)
+    return type(policy) in kinds
+
+
+def _look_again(
+    catalog: Catalog, listing: Listing, versions: Collection[Version]
+) -> dict[Version, tuple[VersionRecord | None, bool]]:
+    """Return the record of each version as it is now, and whether all of its files exist."""
+    found: dict[Version, tuple[VersionRecord | None, bool]] = {}
+
+    def look(version: Version) -> None:
+        record = catalog.read_version(version, listing)
+        found[version] = record, record is not None and catalog.is_intact(record)
+
+    look_up_each(sorted(versions), look)
+    return found
+
+
+def _report_linked(catalog: Catalog, versions: Collection[Version]) -> None:
+    """Report versions that are kept because they are symbolic links, once for each version."""
+    if new := sorted(set(versions) - catalog.reported_links):
+        catalog.reported_links |= set(new)
+        names = format_list([str(v) for v in new], 3)
+        error = LimpetError(
+            "it is a symbolic link, or consists of links, so retention does not delete it"
+        )
+        events.emit("skipped", version=names, error=error)

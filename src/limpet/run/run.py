@@ -1,0 +1,399 @@
+"""``Run``: lists, selects, pins, evaluates, and deletes the versions of one run.
+
+Every answer is computed from the contents of the store. There is no pointer file that could be
+wrong. ``run/sweep.py`` implements deletion.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from limpet import events, machine
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location, Url
+from limpet.engine.snapshot.snapshot import Snapshot, reader_of, snapshot_of
+from limpet.engine.snapshot.spread import create_spread, spread_store
+from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
+from limpet.format import names
+from limpet.format.names import Version
+from limpet.format.records import (
+    AboutVersion,
+    Branch,
+    Evaluation,
+    LastingPin,
+    Verdict,
+    encode_lasting_pin,
+)
+from limpet.run import lineage, retention, sweep
+from limpet.run.catalog import Catalog, VersionRecord
+from limpet.run.evaluations.metrics import (
+    ADDED_METRICS,
+    check_metrics,
+    put_about_version,
+    to_numbers,
+)
+from limpet.run.evaluations.status import EvaluationStatus, find_statuses
+from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_verdict
+from limpet.run.listing import BRANCH, STEP, Listing, to_int
+from limpet.run.policy import KeepPolicy, Mode, Record
+from limpet.run.policy.checks import check_metric
+from limpet.run.sweep import GRACE, SweepResult
+from limpet.storage.open import open_store
+from limpet.threads import gc_paused
+
+
+class Run:
+    """A location that holds the snapshots of one training, and its branches.
+
+    The constructor reads nothing. Every call lists the folder of the run again, and nothing below
+    it. Manifests and evaluations never change, and each is read only once. The *current lineage*
+    is the lineage of the newest branch, which is the one that training is on.
+    """
+
+    def __init__(self, url: Url) -> None:
+        self.store = spread_store(open_store(url))
+        self.catalog = Catalog(self.store)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.url}>"
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def location(self, version: Version) -> Location:
+        return Location(self.store, str(version))
+
+    def open(self, version: Version) -> Snapshot:
+        """Open one version.
+
+        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged or names a version other
+        than that of its folder.
+        """
+        return Snapshot(self.catalog.open(version))
+
+    def listing(self) -> Listing:
+        """List the store once."""
+        return self.catalog.listing()
+
+    @gc_paused
+    def snapshots(self) -> list[Snapshot]:
+        """Return the versions on the current lineage, oldest first.
+
+        Versions with a damaged manifest are omitted. (``limpet ls`` shows them too.)
+        """
+        snapshots = []
+        for version in self.line():
+            try:
+                snapshots.append(self.open(version))
+            except (FormatError, NotFound) as e:
+                events.emit("skipped", version=str(version), error=e)
+        return snapshots
+
+    def latest(self) -> Snapshot | None:
+        """Return the newest intact version that is not distrusted, or None if the run is empty or
+        absent.
+
+        A version is intact if its manifest is valid and all of its files exist with their full
+        length. The bytes of the files are checked when they are read. Raises ``NoSnapshot`` if
+        there are versions but none qualifies.
+        """
+        return snapshot_of(lineage.find_latest(self.catalog))
+
+    def newest(
+        self,
+        use: Callable[[Snapshot], object],
+        at: int | None = None,
+        branch: int | None = None,
+        trust: Trust = NOT_DISTRUSTED,
+    ) -> tuple[Snapshot | None, list[tuple[Version, LimpetError]]]:
+        """Return the newest version that ``use`` accepts, and the skipped versions with reasons.
+
+        ``use`` rejects a damaged version by raising ``FormatError`` or ``StoreError``. Distrusted
+        versions are skipped, and with ``trust="attested"`` also those without a verdict. ``at``
+        restricts the search to versions of that step, and by default also accepts a distrusted one.
+        ``branch`` selects the lineage of that branch instead of the current one. On an empty or
+        absent run the version is None, unless ``at`` is given.
+
+        A store that denies access or does not answer (``Denied``, ``Unavailable``) and a version
+        of a later format (``FormatTooNew``) are not damage, and the error is raised. To fall back
+        to an older version would silently lose steps.
+
+        Raises ``NoSnapshot`` if no version qualifies, and ``NotFound`` if there is no such branch.
+        """
+        found, skipped = lineage.find_newest(
+            self.catalog, lambda reader: use(Snapshot(reader)), at, branch, trust
+        )
+        return snapshot_of(found), skipped
+
+    def find(self, step: int, branch: int | None = None) -> Version:
+        """Return the version of a step on the current lineage, or on that of ``branch``.
+
+        Raises ``NotFound`` if there is no such version or branch, and ``LimpetError`` if
+        ``step`` or ``branch`` is not a whole number.
+        """
+        step = to_int(step, STEP)
+        branch = None if branch is None else to_int(branch, BRANCH)
+        listing = self.listing()
+        folders = lineage.lineage_folders(self.catalog, listing, branch)
+        matches = [v for v in folders if v.step == step and listing.exists(v)]
+        if not matches:
+            versions = self.line(listing, branch)
+            where = "the current lineage" if branch is None else f"the lineage of branch {branch}"
+            found, todo = lineage.alternatives(step, versions, listing.versions)
+            raise NotFound(
+                f"{self.url} has no version of step {step} on {where}",
+                expected=f"a version of step {step}",
+                found=found,
+                todo=todo,
+                key=str(Version(step, branch or 0)),
+                store=self.url,
+            )
+        return matches[-1]
+
+    # -- branches ------------------------------------------------------------------------------
+
+    def line(self, listing: Listing | None = None, branch: int | None = None) -> list[Version]:
+        """Return the current lineage, or the lineage of ``branch``, oldest first.
+
+        The lineage of a branch holds its versions and, before them, those of each ancestor branch
+        up to the version at which its descendant started. ``listing`` is the listing to use; by
+        default the store is listed. Raises ``NotFound`` if there is no such branch.
+        """
+        return lineage.lineage_of(self.catalog, listing or self.listing(), branch)
+
+    def branch(self, listing: Listing | None = None) -> int:
+        """Return the number of the branch that training is on. The first branch is 0."""
+        return lineage.newest_branch(self.catalog, listing or self.listing())
+
+    def read_branch(self, number: int) -> Branch:
+        """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""
+        return self.catalog.read_branch(number)
+
+    def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
+        """Durably start a branch at a version and return the number of the branch."""
+        return lineage.start_branch(self.catalog, reader_of(snapshot), version, reason)
+
+    # -- metrics and verdicts ------------------------------------------------------------------
+
+    def metrics(self, at: Snapshot | Version | int) -> dict[str, float]:
+        """Return the metrics of a snapshot, version, or step.
+
+        Metrics of evaluations override those of the save, and newer evaluations override older
+        ones. Raises ``NotFound`` or ``FormatError``.
+        """
+        return self.catalog.metrics(*self._read_version(at))
+
+    def add_metrics(
+        self, at: Snapshot | Version | int, metrics: Mapping[str, Any], name: str = ADDED_METRICS
+    ) -> None:
+        """Store the results of an evaluation of a snapshot, version, or step.
+
+        ``metrics`` maps names to numbers. ``name`` becomes a part of the file's name; an
+        ``Evaluation`` of that name takes the version for evaluated. A stored evaluation never
+        changes. To correct a metric, add it again.
+
+        Raises ``NotFound`` if the version no longer exists, ``FormatError`` if ``at`` is a
+        snapshot and another snapshot has replaced it, ``PlanError`` if a metric is not a number,
+        and ``LimpetError`` if ``name`` is invalid.
+        """
+        checked = check_metrics(metrics)
+        self.put_record(Evaluation, name, at, metrics=to_numbers(checked))
+
+    def attest(self, at: Snapshot | Version | int, *, ok: bool, by: str, note: str = "") -> None:
+        """Record the verdict of a check on a snapshot, version, or step.
+
+        ``ok``: whether the version can be trusted. ``by``: the author, such as ``"sdc-replay"``,
+        which becomes a part of the file's name. ``note``: why, for people. A stored verdict never
+        changes. Of each author, the newest one counts.
+
+        ``latest``, ``best``, and ``Checkpointer.resume`` skip a version while the newest verdict
+        of any author is negative. A training that runs is not disturbed. Versions that were saved
+        after this one are not affected; if they are bad as well, attest them too.
+
+        Raises the errors of ``add_metrics``, and ``LimpetError`` for an invalid argument.
+        """
+        check_verdict(ok, note)
+        self.put_record(Verdict, by, at, ok=ok, note=note)
+
+    def evaluations(self, at: Snapshot | Version | int) -> dict[str, EvaluationStatus]:
+        """Return the state of each evaluation of a version: ``DONE``, ``FAILED``, ``PENDING``."""
+        version, record = self._read_version(at)
+        records = self.catalog.evaluations.read(version, record.digest)
+        return find_statuses(version, records, self.catalog.leases.live().values())
+
+    def ended(self) -> str | None:
+        """Return why the training ended, ``"finished"`` or ``"stopped by"`` and the policy, or None
+        if it has not ended normally with the newest version of the current lineage."""
+        return lineage.find_end(self.catalog)
+
+    def put_record(
+        self, kind: type[AboutVersion], name: str, at: Snapshot | Version | int, **content: Any
+    ) -> None:
+        """Store a record of another kind about a version. Raises as ``add_metrics`` does."""
+        version, record = self._read_version(at)
+        if isinstance(at, Snapshot) and (digest := reader_of(at).digest) != record.digest:
+            raise FormatError(
+                f"{version} of {self.url} is not the snapshot that was evaluated",
+                expected=f"a manifest with digest {digest}",
+                found=record.digest,
+                todo="Evaluate the snapshot that is there now",
+                file=self.location(version).key(names.MANIFEST),
+            )
+        earlier = self.catalog.evaluations.read(version, record.digest).records
+        put_about_version(kind, name, (version, record.digest), self.store, earlier, **content)
+
+    def records(self) -> list[Record]:
+        """Return the intact versions on the current lineage with their metrics, oldest first.
+
+        These records are the input of keep policies. Those of distrusted versions have no metrics.
+        """
+        return lineage.find_records(self.catalog, self.listing())
+
+    def best(self, metric: str, mode: Mode | None = None) -> Snapshot | None:
+        """Return the intact version on the current lineage with the best value of ``metric``.
+
+        The best value is the smallest with ``mode="min"``, the default, and the largest with
+        ``mode="max"``. NaN is never the best. Of versions with equal values, the newest is
+        returned. Distrusted versions do not count. The result is None if no version has the metric.
+        Raises ``LimpetError`` for another ``mode``, and without one for a metric like
+        ``val_accuracy``.
+        """
+        mode = check_metric("Run.best", metric, mode, 'run.best("val_loss", mode="min")')
+        return snapshot_of(lineage.find_best(self.catalog, metric, mode))
+
+    def _resolve_version(self, at: Snapshot | Version | int) -> Version:
+        if isinstance(at, Version):
+            return at
+        if isinstance(at, Snapshot):
+            return at.version
+        return self.find(to_int(at, "a Snapshot, a Version, or a step, a whole number"))
+
+    def _read_version(self, at: Snapshot | Version | int) -> tuple[Version, VersionRecord]:
+        """Return a version and its record.
+
+        Raises ``NotFound``, or ``FormatError`` if the manifest is damaged.
+        """
+        version = self._resolve_version(at)
+        record = self.catalog.read_version(version, self.listing())
+        if record is None or not record.digest:
+            self.catalog.open(version)  # raises the error in the manifest
+            raise NotFound(f"There is no {version} in {self.url}", store=self.url)
+        return version, record
+
+    # -- pins ----------------------------------------------------------------------------------
+
+    def pin(self, step: int, branch: int | None = None) -> Version:
+        """Protect a version from retention and ``sweep`` until it is unpinned.
+
+        If the version is already pinned, nothing changes. Raises ``NotFound``.
+        """
+        version = self.find(step, branch)
+        key, pin = names.pin_name(str(version)), LastingPin(str(version), machine.utc_now())
+        try:
+            self.store.put_if_absent(key, encode_lasting_pin(pin))
+        except AlreadyExists:
+            return version
+        try:
+            pins.require_manifest(self.location(version))
+        except NotFound:
+            self.store.delete(key)
+            raise
+        return version
+
+    def unpin(self, step: int, branch: int | None = None) -> Version:
+        """Remove the lasting pin of a version.
+
+        The version is the one of ``step`` on the current lineage, or on that of ``branch``. If
+        ``branch`` is None and the current lineage has no version of ``step``, it is the only
+        pinned version of ``step`` on any other branch. Raises ``NotFound`` if the version does
+        not exist or is not pinned.
+        """
+        try:
+            version = self.find(step, branch)
+        except NotFound:
+            pinned_at_step = [v for v in self.pins() if v.step == step]
+            if branch is not None or len(pinned_at_step) != 1:
+                raise
+            version = pinned_at_step[0]
+        key = names.pin_name(str(version))
+        try:
+            self.store.stat(key)
+        except NotFound as e:
+            todo = f"Pinned versions: {', '.join(map(str, self.pins())) or 'none'}"
+            if e.found is not None:  # something else has the name of the pin
+                todo = f"Move {self.url}/{key} away; it protects nothing. {todo}"
+            raise NotFound(
+                f"{version} of {self.url} is not pinned",
+                expected=e.expected,
+                found=e.found,
+                todo=todo,
+                key=key,
+                store=self.url,
+            ) from e
+        self.store.delete(key)
+        return version
+
+    def pins(self) -> list[Version]:
+        """Return the versions that have a lasting pin, oldest first."""
+        return sorted(self.listing().lasting_pins)
+
+    # -- prefixes ------------------------------------------------------------------------------
+
+    def set_spread(self, prefixes: int) -> None:
+        """Spread the shards and indexes of a new run over 2 to 256 hashed prefixes of keys.
+
+        This suits object stores, which limit the rate of requests per prefix. It cannot be changed.
+        If the record of the number was lost, this restores it. Raises ``LimpetError`` if the run
+        has another number, or has versions and no files that the number fits.
+        """
+        create_spread(self.store, prefixes, lambda: self.listing().versions)
+
+    def spread_folders(self) -> list[str]:
+        """Return the URLs of the folders over which the run is spread, none if it is not."""
+        spread = self.store.spread
+        return [f"{self.url}/{folder}" for folder in (spread.folders if spread else ())]
+
+    # -- deleting ------------------------------------------------------------------------------
+
+    def delete(self, *versions: Snapshot | Version | int) -> int:
+        """Delete versions, manifests first, and return the number of bytes that this freed.
+
+        A version is also given by its step on the current lineage. Raises ``NotFound``, and
+        ``LimpetError`` if one is pinned, a process is reading it, another version refers to it,
+        or a training would continue from it (see ``retain``). Nothing is deleted then.
+        """
+        return retention.delete(self.catalog, [self._resolve_version(v) for v in versions])
+
+    def retain(self, policy: KeepPolicy) -> list[Version]:
+        """Delete the versions that ``policy`` does not keep, and return them, oldest first.
+
+        Only intact versions on the current lineage are deleted. The newest intact version is never
+        deleted, and neither is the newest one that is not distrusted, or a version that is pinned,
+        that a process is reading, or that a remaining version refers to. Damaged versions and other
+        branches do not change. Raises ``StoreError``; the next call then completes the deletion.
+        """
+        return retention.retain(self.catalog, policy)
+
+    def sweep(
+        self,
+        *,
+        grace: float = GRACE,
+        abandoned: bool = False,
+        dry_run: bool = False,
+        now: float | None = None,
+    ) -> SweepResult:
+        """Remove orphans: files of saves that were never committed.
+
+        Four kinds of files are not removed: files younger than ``grace`` seconds, files of an
+        attempt whose process is alive, files that a manifest refers to, and files in a folder
+        whose manifest is unreadable.
+
+        ``abandoned=True`` also deletes the versions that are not on the current lineage, except
+        those that are pinned or that another version refers to. ``dry_run=True`` only reports what
+        would be removed. ``now`` replaces the current time, in seconds since the epoch.
+        """
+        now = time.time() if now is None else now
+        return sweep.sweep(self.catalog, grace=grace, abandoned=abandoned, dry_run=dry_run, now=now)

@@ -1,0 +1,189 @@
+"""Save requests from outside the training: a file in the run, or a signal.
+
+The requester (``request_and_wait``, ``limpet request-save``) writes ``request-save.json`` into
+the run, unless the file exists already. It then waits until the file is gone and a new version
+exists. The training polls for the file (``RequestWatcher``), saves at its next step, and removes
+the file after the commit. The protocol does not depend on clocks. A request whose requester has
+died costs one save.
+
+Any file of that name is a request, regardless of its contents. ``touch RUN/request-save.json``
+therefore also works.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from limpet import machine
+from limpet.engine.snapshot.location import get_bounded
+from limpet.errors import (
+    AlreadyExists,
+    DeadlinePassed,
+    FormatError,
+    NotFound,
+    StoreError,
+)
+from limpet.format.digest import digest
+from limpet.format.names import SAVE_REQUEST, Version, is_attempt, random_id
+from limpet.format.sealed import seal, unseal
+from limpet.format.strict_json import StrictDecoder
+from limpet.run.lineage import lineage_folders
+from limpet.run.run import Run
+from limpet.storage.checks import MAX_PUTS, contended_error
+from limpet.storage.store import Store
+
+_MAX_BYTES = 1 << 16
+
+
+class SaveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of the request file: who requested the save, and when.
+
+    ``id`` is unique to each request.
+    """
+
+    id: str
+    created: str
+    host: str
+    process: str
+
+
+_SAVE_REQUEST = StrictDecoder(msgspec.json.Decoder(SaveRequest))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedSave:
+    """The version that answers a request.
+
+    ``joined`` is True if another requester's request was already pending and answered by it.
+    """
+
+    version: Version
+    joined: bool
+
+
+def put_request(store: Store, request_id: str) -> str:
+    """Request a save under ``request_id``, and return the id of the pending request.
+
+    The returned id is that of another request if one is already pending. Raises ``StoreError``.
+    """
+    host, _, process = machine.process_identity()
+    record = seal(SaveRequest(request_id, machine.utc_now(), host, process))[0]
+    for _ in range(MAX_PUTS):
+        try:
+            store.put_if_absent(SAVE_REQUEST, record)
+        except AlreadyExists:
+            pending_id = read_request(store)
+            if pending_id is not None:  # otherwise the training answered it in the meantime
+                return pending_id
+        else:
+            return request_id
+    raise contended_error(SAVE_REQUEST, store.url)
+
+
+def read_request(store: Store) -> str | None:
+    """Return the id of the pending request of a run, or None.
+
+    If the file has no valid id, the id is derived from its first bytes. Raises ``StoreError``.
+    """
+    try:
+        raw = get_bounded(store, SAVE_REQUEST, _MAX_BYTES)
+    except NotFound:
+        return None
+    except FormatError:  # too long: a request all the same
+        start = bytearray(_MAX_BYTES)
+        store.get_range(SAVE_REQUEST, 0, _MAX_BYTES, memoryview(start))
+        raw = bytes(start)
+    try:
+        request_id = unseal(raw, _SAVE_REQUEST, SAVE_REQUEST)[0].id
+    except FormatError:
+        request_id = ""
+    return request_id if is_attempt(request_id) else digest(raw)[:12]
+
+
+def remove_request(store: Store, request_id: str) -> None:
+    """Remove the pending request if it still has the given id.
+
+    If a new request replaces it between the read and the deletion, the deletion removes the new
+    one. Its requester then finds no new version and requests a save again.
+    """
+    if read_request(store) == request_id:
+        store.delete(SAVE_REQUEST)
+
+
+def request_and_wait(
+    run: Run,
+    timeout: float,
+    *,
+    wait: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+    interval: float = 1.0,
+) -> RequestedSave:
+    """Request a save from the training that writes to ``run``, and wait for the version.
+
+    The training saves at its next step. The returned version was committed after the call. If an
+    error or an interrupt ends the call, the request is withdrawn. ``timeout`` and ``interval`` are
+    in seconds of ``clock``. ``wait`` sleeps for a number of seconds.
+
+    Raises ``DeadlinePassed`` if no training answered within ``timeout``, and ``StoreError``.
+    """
+    deadline = clock() + timeout
+    before = frozenset(run.listing().versions)
+    request_id = random_id()
+    try:
+        pending_id = put_request(run.store, request_id)
+        while True:
+            if read_request(run.store) != pending_id:
+                version = _find_new_version(run, before)
+                if version is not None:
+                    return RequestedSave(version, joined=pending_id != request_id)
+                # the answer was a version from before this call, or the file was removed by hand
+                pending_id = put_request(run.store, request_id)
+            remaining = deadline - clock()
+            if remaining <= 0:
+                raise _unanswered_error(run, timeout, _find_new_version(run, before))
+            wait(min(interval, remaining))
+    except BaseException:
+        with suppress(StoreError):  # a request that is left behind costs only one save
+            remove_request(run.store, request_id)
+        raise
+
+
+def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
+    """Return the newest version that is not in ``before`` and was saved on request.
+
+    If none was saved on request, return the newest version that is not in ``before``, or None.
+    """
+    newest = None
+    folders = lineage_folders(run.catalog, run.listing())
+    for version in reversed([v for v in folders if v not in before]):
+        try:
+            if run.catalog.open(version).metadata["reason"] == "request":
+                return version
+        except (FormatError, NotFound):
+            continue
+        newest = newest or version
+    return newest
+
+
+def _unanswered_error(run: Run, timeout: float, new_version: Version | None) -> DeadlinePassed:
+    if new_version is None:
+        found = "none"
+        todo = (
+            "Check that a training is running and saves to this folder. If it does, its log shows"
+            " the save that failed. Use --timeout to wait longer"
+        )
+    else:
+        found = f"{new_version}, which does not answer the request"
+        todo = "A training writes to this folder. Wait longer with --timeout, or check its log"
+    return DeadlinePassed(
+        f"No training answered the request to save {run.url}; the request was withdrawn",
+        expected=f"a version within {timeout:g} s",
+        found=found,
+        todo=todo,
+        run=run.url,
+    )

@@ -1,0 +1,323 @@
+"""Garbage collection: the deletion of versions, retention, and the sweep of orphans.
+
+Deletion is safe at every moment for a reader, for a save that is about to refer to the version, and
+for a copy of the version. It has five steps:
+
+1. Keep the version if a pin names it or a manifest refers to it.
+2. Delete its manifest.
+3. Write a notice that this process deletes files of the version.
+4. Read the pins again, and then the manifests. Keep the files that a pin or a manifest now
+   protects.
+5. Delete the other files, and then the notice.
+
+A sweep has selected its orphans by step 2, and performs steps 3 to 5 for them.
+
+A reader or a save first pins a version and then checks that its manifest exists
+(``engine/snapshot/pins.py``). A save commits its own manifest before it removes its pin. Deletion
+therefore always reads pins before manifests. If a save has no pin when the pins are read and no
+manifest when the manifests are read, it checks for the deleted manifest only after the deletion.
+
+The files of a save have an attempt of their own, so nobody has decided to delete them before the
+save pins them. The files of a copy have the attempt of its source: it writes files whose deletion
+may have been decided, or uses those that an interrupted copy has left. It therefore checks for
+notices after it has written its pin. If it sees none, then either the deletion has ended, or the
+notice was written after this check, hence after the pin. The deletion then reads the pins after the
+pin was written, and finds the pin, or later the manifest that the copy committed before it removed
+the pin. A deletion that never removes its notice has died, or its last call may still be in
+progress: the notice is then valid until its process has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from limpet import events
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location
+from limpet.errors import BrokenLink, NoSpace, NotFound
+from limpet.format import names
+from limpet.format.names import MAX_STEP, Version
+from limpet.run.catalog import Catalog, VersionRecord
+from limpet.run.lineage import branches_of_unknown_origin, lineage_of
+from limpet.run.listing import FolderFiles, Listing
+from limpet.run.roots import Roots, find_roots
+from limpet.storage.store import Stat
+
+GRACE = 24 * 3600.0
+"""Default minimum age, in seconds, at which ``sweep`` removes a file that no manifest names."""
+
+MIN_GRACE = 60.0
+"""Minimum age, in seconds, at which ``sweep`` removes a partial file that names no attempt.
+
+It is the time allowed for the upload of a small file such as a pin, which no pin protects.
+"""
+
+ALL_ABANDONED = "all abandoned versions"
+"""The entry in ``SweepResult.kept`` if the abandoned versions cannot be determined."""
+
+_ATTEMPT = re.compile(r"\.([0-9a-f]{12})\.(?:safetensors|index\.json)")
+
+
+# -- deleting ------------------------------------------------------------------------------------
+
+
+def link_reason(folder: FolderFiles) -> str:
+    """Return why a version with symbolic links is never deleted."""
+    return f"{folder.links[0]} is a symbolic link"
+
+
+def delete_versions(catalog: Catalog, folders: Mapping[Version, FolderFiles]) -> list[Stat]:
+    """Perform steps 2 to 5 for deletable versions, and return the deleted files.
+
+    Manifests are deleted from the newest to the oldest. No manifest therefore refers to a deleted
+    version, even if the process ends in between.
+    """
+    removed = []
+    for version in sorted(folders, reverse=True):
+        manifest_key = f"{version}/{names.MANIFEST}"
+        files = folders[version].stats
+        catalog.half_deleted[version] = [s for s in files if s.key != manifest_key]
+        catalog.forget(version)
+        catalog.store.delete(manifest_key)
+        removed += [s for s in files if s.key == manifest_key]
+        events.emit("deleted", version=str(version))
+    return removed + finish_deletions(catalog, is_new=True)
+
+
+def finish_deletions(catalog: Catalog, *, is_new: bool = False) -> list[Stat]:
+    """Perform steps 3 to 5 for all half-deleted versions, and return the deleted files.
+
+    Retention tries again the next time it runs for files that are protected or could not be
+    deleted. After a restart, these files are orphans that ``sweep`` removes. ``is_new``: some have
+    not been tried. Otherwise, a pin may protect all of them for days: no notice is written then.
+    """
+    half_deleted = catalog.half_deleted
+
+    def select(roots: Roots) -> list[Stat]:
+        for version in half_deleted.keys() & roots.version_records.keys():
+            del half_deleted[version]  # the deletion failed, or the step was saved again
+        return [
+            stat
+            for version, files in half_deleted.items()
+            for stat in files
+            if roots.reason_to_keep(version, stat) is None
+        ]
+
+    if not half_deleted:
+        return []
+    # a version that refers to one of these is newer
+    oldest = min(version.step for version in half_deleted)
+    if not is_new and not select(find_roots(catalog, look_again_from=oldest)):
+        return []
+    notice = min(half_deleted) if len(half_deleted) == 1 else None
+    removed = _delete_selected(catalog, select, notice, look_again_from=oldest)
+    keys = {stat.key for stat in removed}
+    for version, files in [*half_deleted.items()]:
+        half_deleted[version] = [stat for stat in files if stat.key not in keys]
+        if not half_deleted[version]:
+            del half_deleted[version]
+    return removed
+
+
+def _delete_selected(
+    catalog: Catalog,
+    select: Callable[[Roots], list[Stat]],
+    version: Version | None = None,
+    *,
+    look_again_from: int,
+    now: float | None = None,
+) -> list[Stat]:
+    """Perform steps 3 to 5, and return the deleted files.
+
+    ``select`` returns those of the files that nothing protects. ``version``: the version of all of
+    them, or None. ``look_again_from`` and ``now``: see ``find_roots``.
+
+    While there is no space for a notice, files are deleted without it, to make space, and the
+    notice is tried again after each one. There is no space for the pin of a copy either. Some
+    stores, such as those with snapshots, free none; the roots are therefore read again only after
+    1, 2, 4, ... files.
+    """
+    removed: dict[str, Stat] = {}
+    batch, limit = list[Stat](), 1
+
+    def decide() -> list[Stat]:
+        roots = find_roots(catalog, now, look_again_from)
+        return [stat for stat in select(roots) if stat.key not in removed]
+
+    def delete(stats: list[Stat]) -> None:
+        for stat in stats:
+            catalog.store.delete(stat.key)
+            removed[stat.key] = stat
+
+    while True:
+        try:
+            with pins.announce_deletion(Location(catalog.store, ""), version):
+                delete(decide())
+                return [*removed.values()]
+        except NoSpace:
+            if not batch:
+                batch, limit = decide()[:limit], 2 * limit
+            if not batch:
+                return [*removed.values()]
+            delete([batch.pop(0)])
+
+
+# -- sweep ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """The result of a sweep, or of a dry run.
+
+    ``removed`` holds the keys of the removed files, and ``nbytes`` their total length in bytes.
+    ``kept`` holds pairs of a file's key or a version's name and the reason why it was kept.
+    ``hidden_uploads``: see ``Traits``.
+    """
+
+    removed: list[str] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    nbytes: int = 0
+    hidden_uploads: str = ""
+
+
+def sweep(
+    catalog: Catalog, *, grace: float, abandoned: bool, dry_run: bool, now: float
+) -> SweepResult:
+    """See ``Run.sweep``."""
+    listing = catalog.listing()
+    partials = [s for s in catalog.store.partials("") if _is_of_run(s.key)]
+    files = catalog.all_files(listing)
+    # The roots are read after the listing. A save that has begun since then has none of the listed
+    # files, and a save that has ended since then has a manifest. A copy that has begun since then
+    # may have some of them, so the roots are read again after the notice.
+    if abandoned and listing.leases:
+        catalog.leases.confirm()
+    state = _Sweep(catalog, listing, files, partials, grace, now)
+    removed = state.select(roots := find_roots(catalog, now))
+    if removed and not dry_run:
+        folders = (names.parse_version(stat.key.partition("/")[0]) for stat in removed)
+        oldest = min((v.step for v in folders if v is not None), default=MAX_STEP)
+        keys = {stat.key for stat in removed}
+
+        def select(roots: Roots) -> list[Stat]:
+            return [stat for stat in state.select(roots) if stat.key in keys]
+
+        removed = _delete_selected(catalog, select, look_again_from=oldest, now=now)
+    if abandoned:
+        removed += state.delete_abandoned(roots, dry_run)
+    nbytes = sum(s.length for s in removed)
+    hidden = catalog.store.traits.hidden_uploads
+    return SweepResult([s.key for s in removed], state.kept, nbytes, hidden)
+
+
+def _is_of_run(key: str) -> bool:
+    """Return True for a file in one of the folders of a run. Other folders have other writers, such
+    as that of a run within the run, whose pins are there."""
+    folder, slash, rest = key.partition("/")
+    is_own = folder == names.NOTICES or names.parse_version(folder) is not None
+    return not slash or names.is_spread_folder(folder) or (is_own and "/" not in rest)
+
+
+def find_orphans(
+    files: Mapping[Version, FolderFiles], version_records: Mapping[Version, VersionRecord]
+) -> Iterator[tuple[Version, Stat]]:
+    """Yield the files in version folders that no manifest names or refers to.
+
+    These are shards and indexes, and evaluations in folders without a manifest. A folder with an
+    unreadable manifest contributes no files, because that manifest may name them.
+    """
+    referenced = {key for r in version_records.values() for key in r.files}
+    for version, folder in files.items():
+        record = version_records.get(version)
+        if record is None or record.digest:
+            for stat in folder.stats:
+                name = stat.key.rpartition("/")[2]
+                is_evaluation = record is None and names.parse_evaluation(name) is not None
+                is_attempt_file = names.parse_attempt(name) is not None
+                if is_evaluation or (is_attempt_file and stat.key not in referenced):
+                    yield version, stat
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """What a sweep has listed, and what it decided to keep, with the reasons."""
+
+    catalog: Catalog
+    listing: Listing
+    files: Mapping[Version, FolderFiles]
+    partials: Sequence[Stat]
+    grace: float
+    now: float
+    kept: list[tuple[str, str]] = field(default_factory=list)
+
+    def select(self, roots: Roots) -> list[Stat]:
+        """Return the files to remove: stale pins, partial files, and orphans."""
+        self.kept = []
+        removed = [Stat(key, 0, 0.0) for key in (*roots.stale_pins, *self._stale_notices())]
+        for stat in self.partials:
+            match = _ATTEMPT.search(stat.key)
+            attempt = match[1] if match else None
+            if attempt is None and self.catalog.store.traits.part_size:
+                continue  # such a store shows everybody's uploads; a small file of a run is not one
+            # a partial file without an attempt, such as a manifest, may belong to any active save
+            in_progress = attempt in roots.active_attempts or (
+                attempt is None and roots.active_attempts
+            )
+            reason = "a save is in progress" if in_progress else roots.block_reason
+            min_age = self.grace if attempt else max(self.grace, MIN_GRACE)
+            removed += self._unless_kept(stat, reason, min_age)
+        for version, record in roots.version_records.items():
+            if not record.digest and version in self.files:
+                unreadable = "the manifest in its folder is unreadable"
+                self.kept += [(s.key, unreadable) for s in self.files[version].stats]
+        for version, stat in find_orphans(self.files, roots.version_records):
+            is_linked = {stat.key, str(version)} & {*self.files[version].links}
+            reason = "it is a symbolic link" if is_linked else roots.reason_to_keep(version, stat)
+            removed += self._unless_kept(stat, reason, self.grace)
+        for version in self.listing.lasting_pins - roots.version_records.keys():
+            with suppress(NotFound, BrokenLink):
+                stat = self.catalog.store.stat(names.pin_name(str(version)))
+                removed += self._unless_kept(stat, roots.reason_to_keep(version, stat), self.grace)
+        return removed
+
+    def _stale_notices(self) -> list[str]:
+        store = self.catalog.store
+        found = pins.read_process_pins(store, pins.list_notices(Location(store, "")))
+        return [key for key, notice in found if pins.is_stale(store, key, notice, self.now)]
+
+    def _unless_kept(self, stat: Stat, reason: str | None, min_age: float) -> list[Stat]:
+        """Return the file, or nothing if there is a reason to keep it: ``reason``, or its age."""
+        if reason is None and self.now - stat.modified < min_age:
+            reason = f"younger than {min_age:.0f} s"
+        if reason is None:
+            return [stat]
+        self.kept.append((stat.key, reason))
+        return []
+
+    def delete_abandoned(self, roots: Roots, dry_run: bool) -> list[Stat]:
+        """Delete the versions that are not on the current lineage, and return their files."""
+        listing = roots.listing
+        folders = {v: self.catalog.files(v, listing) for v in self._find_abandoned(roots)}
+        if folders and not dry_run:
+            # The removal of the orphans and the listing of the folders may have taken long. A
+            # training may have continued from an abandoned version meanwhile, and others pinned.
+            roots = find_roots(self.catalog, self.now)
+            folders = {v: folders[v] for v in self._find_abandoned(roots) & folders.keys()}
+        linked = {v: link_reason(f) for v, f in folders.items() if f.links}
+        deletable, kept = roots.select_deletable(folders.keys() - linked.keys())
+        self.kept += [(str(v), reason) for v, reason in sorted({**kept, **linked}.items())]
+        if dry_run:
+            return [s for v in sorted(deletable) for s in folders[v].stats]
+        return delete_versions(self.catalog, {v: folders[v] for v in deletable})
+
+    def _find_abandoned(self, roots: Roots) -> set[Version]:
+        """Return the versions that are not on the current lineage; none if it is unknown."""
+        if unknown := branches_of_unknown_origin(self.catalog, roots.listing):
+            file = names.branch_name(unknown[-1])
+            reason = f"{file} is unreadable, and no version of the branch names its origin"
+            self.kept.append((ALL_ABANDONED, reason))
+            return set()
+        return {*roots.listing.versions} - {*lineage_of(self.catalog, roots.listing)}

@@ -1,0 +1,159 @@
+"""The writer lock of a run: one training writes at a time.
+
+At its first step, a training writes ``writer.json`` into its run. It removes the file when it
+ends. Another training on the same machine is refused while the process that wrote the file is
+alive. A process on another machine cannot be checked and may be gone together with its machine.
+The other training therefore takes the lock over. If the previous process is still alive, it finds
+at its next save that it no longer owns the file, and it saves nothing more. The protocol uses no
+clock. (Fencing, as in M. Kleppmann, "How to do distributed locking", 2016.)
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from limpet import machine
+from limpet.deadline import CLEANUP_SECONDS, Deadline
+from limpet.engine.snapshot import pins
+from limpet.engine.snapshot.location import Location, get_bounded
+from limpet.errors import (
+    AlreadyExists,
+    FormatError,
+    FormatTooNew,
+    LimpetError,
+    NotFound,
+    StoreError,
+)
+from limpet.format.names import WRITER_LOCK, random_id
+from limpet.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
+from limpet.storage.checks import MAX_PUTS, contended_error
+from limpet.storage.store import Store, within
+
+
+class WriterLock:
+    """The exclusive right of one Checkpointer to save into a run."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._id: str | None = None
+        self._observed_id: str | None = None
+
+    @property
+    def id(self) -> str | None:
+        """The id under which this process holds the lock, or None if it does not."""
+        return self._id
+
+    def observe(self) -> None:
+        """Remember the owner, which is another rank of this training: ``check`` then raises if
+        another training takes the lock over. Raises ``StoreError`` and ``FormatTooNew``."""
+        owner = find_writer(self._store)
+        self._observed_id = None if owner is None else owner.attempt
+
+    def acquire(self, store: Store | None = None) -> None:
+        """Acquire the lock. ``store``: as for ``check``.
+
+        Raises ``LimpetError`` if another live process on this machine holds the lock,
+        ``FormatTooNew`` if a later format wrote the file, so that its owner is unknown, and
+        ``StoreError`` if the run is not writable.
+        """
+        store = self._store if store is None else store
+        owner = None if self._id is None else find_writer(store)
+        if owner is not None and owner.attempt == self._id:
+            return
+        lock = Pin(random_id(), None, machine.utc_now(), *machine.process_identity())
+        previous = None
+        for _ in range(MAX_PUTS):
+            try:
+                store.put_if_absent(WRITER_LOCK, encode_pin(lock))
+            except AlreadyExists:
+                previous = find_writer(store)
+                if (
+                    previous is not None
+                    and previous.process != lock.process
+                    and pins.is_holder_alive(previous)
+                ):
+                    raise self._lock_error(
+                        previous, "Another training writes to this run"
+                    ) from None
+                store.delete(WRITER_LOCK)
+            else:
+                self._id = lock.attempt
+                if previous is not None:
+                    self._release_pins_of(previous, store)
+                return
+        raise contended_error(WRITER_LOCK, self._store.url)
+
+    @staticmethod
+    def _release_pins_of(previous: Pin, store: Store) -> None:
+        """Remove the pins of the previous writer, if it was another process.
+
+        That process commits nothing more. Without this, its pins would stay for days, until they
+        expire. That also happens if the store fails here. Its notices stay: it may still be alive
+        and in the middle of a deletion.
+        """
+        identity = (previous.host, previous.boot, previous.process)
+        if identity != machine.process_identity():
+            with suppress(StoreError):
+                keys = pins.list_process_pins(store)
+                for key, pin in pins.read_process_pins(store, keys):
+                    if isinstance(pin, Pin) and (pin.host, pin.boot, pin.process) == identity:
+                        pins.remove_pin(Location(store, ""), key)
+
+    def check(self, store: Store) -> None:
+        """Raise ``LimpetError`` if another training has taken the lock over.
+
+        ``store``: the run's store, or a view of it whose calls end by a deadline.
+        After ``release``, the check always passes, so that a save in flight can complete.
+        """
+        expected = self._id or self._observed_id
+        if expected is None:
+            return
+        owner = find_writer(store)
+        if owner is None and self._id is None:
+            return  # its owner has ended
+        if owner is None:  # removed by hand, or damaged: no other training holds the lock
+            self.acquire(store)
+        elif owner.attempt != expected:
+            raise self._lock_error(owner, "Another training has taken this run over")
+
+    def release(self, seconds: float = CLEANUP_SECONDS) -> None:
+        """Release the lock. Errors of the store are ignored, because the process is ending, and so
+        is a store that does not answer within ``seconds``: the lock of a dead process blocks none.
+        """
+        lock_id, self._id = self._id, None
+        if lock_id is None:
+            return
+        store = within(self._store, Deadline.after(seconds, "the release of the writer lock"))
+        with suppress(StoreError, FormatTooNew):
+            owner = find_writer(store)
+            if owner is not None and owner.attempt == lock_id:
+                store.delete(WRITER_LOCK)
+
+    def _lock_error(self, owner: Pin, what: str) -> LimpetError:
+        is_own_process = owner.process == machine.process_identity()[2]
+        process = "this process" if is_own_process else "process"
+        pid = owner.process.partition(":")[0]
+        return LimpetError(
+            f"{what}: {self._store.url}",
+            expected=f"one training at a time (this one is process {os.getpid()})",
+            found=f"{process} {pid} on {owner.host.split()[0]}, since {owner.created}",
+            todo="End one of the two, or give each its own run. A training that has died does not"
+            " block others",
+            process=owner.process,
+            host=owner.host,
+        )
+
+
+def find_writer(store: Store) -> Pin | None:
+    """Return the training that writes to a run: the owner of the lock, or None if the file is
+    missing or damaged.
+
+    Raises ``FormatTooNew`` if a later format wrote the file, because it then has an owner.
+    """
+    try:
+        return decode_pin(get_bounded(store, WRITER_LOCK, MAX_RECORD), WRITER_LOCK)
+    except FormatTooNew:
+        raise
+    except (NotFound, FormatError):
+        return None

@@ -1,0 +1,201 @@
+"""The settings in the environment. No other module reads settings from there.
+
+An unknown ``LIMPET_`` variable is an error, so that a typo is not ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from limpet.errors import LimpetError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The values that the environment can set.
+
+    ``threads``: the number of threads that copy, digest, write, and read. ``direct``: whether the
+    local store may bypass the page cache with O_DIRECT. ``silent``: seconds without a heartbeat
+    after which a rank counts as failed. ``stuck``: seconds without progress after which a rank
+    counts as failed. ``quiet``: whether a Checkpointer prints no lines on a terminal.
+    ``launched_world_size``: the number of processes that torchrun started, according to its
+    ``WORLD_SIZE``.
+    """
+
+    threads: int
+    direct: bool
+    silent: float
+    stuck: float
+    quiet: bool
+    launched_world_size: int
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read ``LIMPET_THREADS``, ``_DIRECT``, ``_SILENT``, ``_STUCK``, and ``_QUIET``.
+
+    ``LIMPET_STATUS`` and ``LIMPET_GRACE``, which ``limpet run`` sets, are allowed too: see
+    ``status_folder`` and ``run_grace``.
+    Raises ``LimpetError`` for an unknown ``LIMPET_`` variable or an invalid value.
+    """
+    environ = os.environ if environ is None else environ
+    known = {f"LIMPET_{name}" for name in ("THREADS", "DIRECT", "SILENT", "STUCK", "QUIET")}
+    known |= {_STATUS, _GRACE}
+    for name in environ:
+        if name.startswith("LIMPET_") and name not in known:
+            raise LimpetError(
+                f"Unknown environment variable {name}",
+                expected=" or ".join(sorted(known)),
+                found=name,
+                todo="Correct or unset it",
+            )
+    threads = environ.get("LIMPET_THREADS", "8")
+    if not threads.isdecimal() or not 1 <= int(threads) <= 256:
+        raise LimpetError(
+            "Invalid value for LIMPET_THREADS", expected="1 to 256", found=repr(threads)
+        )
+    run_grace(environ)
+    world = environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in environ else "1"
+    return Settings(
+        threads=int(threads),
+        direct=_read_switch(environ, "LIMPET_DIRECT", "1"),
+        silent=_read_seconds(environ, "LIMPET_SILENT", "60"),
+        stuck=_read_seconds(environ, "LIMPET_STUCK", "600"),
+        quiet=_read_switch(environ, "LIMPET_QUIET", "0"),
+        launched_world_size=int(world) if world.isdecimal() else 1,
+    )
+
+
+_STATUS = "LIMPET_STATUS"
+_GRACE = "LIMPET_GRACE"
+
+MEMORY_SUFFIX = ".memory"
+"""The end of the names of the files in ``status_folder`` that say where states in memory are (see
+``tiers/flush.py``)."""
+
+
+def status_folder(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the folder for the status of this process, or None outside ``limpet run``."""
+    environ = os.environ if environ is None else environ
+    return environ.get(_STATUS) or None
+
+
+def run_grace(environ: Mapping[str, str] | None = None) -> float | None:
+    """Return ``--grace`` of the ``limpet run`` above this process, or None outside of it.
+
+    That is the time in seconds from a signal until it kills this process. Raises ``LimpetError``
+    for an invalid value.
+    """
+    environ = os.environ if environ is None else environ
+    return _read_seconds(environ, _GRACE, "") if environ.get(_GRACE) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedWorker:
+    """What torchrun tells a worker. Its job id is the same on all hosts and in all restarts.
+
+    ``local_world_size`` is the number of workers that the same torchrun process started.
+    ``restart_count`` counts restarts after failures only, not those after a change of the hosts.
+    """
+
+    job_id: str
+    local_world_size: int
+    restart_count: int
+
+
+LAUNCHED_WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""A process has this variable if torchrun started it, directly or not."""
+
+
+def launched_worker(environ: Mapping[str, str] | None = None) -> LaunchedWorker | None:
+    """Return what torchrun told this worker, or None if torchrun did not start this process."""
+    environ = os.environ if environ is None else environ
+    job_id = environ.get(LAUNCHED_WORKER_VARIABLE)
+    if job_id is None:
+        return None
+    size = environ.get("LOCAL_WORLD_SIZE", "1")
+    restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return LaunchedWorker(
+        job_id=job_id,
+        local_world_size=int(size) if size.isdecimal() else 1,
+        restart_count=int(restarts) if restarts.isdecimal() else 0,
+    )
+
+
+def command_environment(
+    folder: str, grace: float, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment of the command of ``limpet run``.
+
+    ``folder`` is for the statuses of its workers. ``grace`` is in seconds: they leave before it is
+    over (see ``run_grace``). The ``PET_`` variables are torchrun's own defaults of
+    ``--shutdown-timeout`` and ``--signals-to-handle``: an option on its command line takes
+    precedence, and a version of PyTorch without that option ignores them.
+    """
+    environ = os.environ if environ is None else environ
+    defaults = {
+        "PET_SHUTDOWN_TIMEOUT": str(math.ceil(grace)),
+        # by default, SIGUSR1 and SIGUSR2 end torchrun and leave its workers behind
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
+    }
+    return {**defaults, **environ, _STATUS: folder, _GRACE: f"{grace:g}"}
+
+
+def aws_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:
+    """Return the environment variables that boto3 reads: a client is made for their values."""
+    return _find_variables(environ, ("AWS_",))
+
+
+def cloud_variables(environ: Mapping[str, str] | None = None) -> frozenset[tuple[str, str]]:
+    """Return the environment variables that obstore reads: a client is made for their values."""
+    return _find_variables(environ, ("AZURE_", "AZURITE_", "GOOGLE_"))
+
+
+def platform_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment variables that say on which platform this process runs.
+
+    They are those of Slurm, Kubernetes, and torchrun, and those with which the libraries of AWS and
+    Google Cloud find a metadata server.
+    """
+    beginnings = ("SLURM_", "KUBERNETES_", "AWS_EC2_METADATA_", "GCE_METADATA_")
+    names = ("HOSTNAME", "POD_NAME", "POD_NAMESPACE", "RANK", "LOCAL_RANK")
+    return dict(_find_variables(environ, (*beginnings, *names)))
+
+
+def _find_variables(
+    environ: Mapping[str, str] | None, beginnings: tuple[str, ...]
+) -> frozenset[tuple[str, str]]:
+    environ = os.environ if environ is None else environ
+    # not ``items``: another thread may remove a variable meanwhile
+    found = ((n, environ.get(n)) for n in list(environ) if n.startswith(beginnings))
+    return frozenset((n, v) for n, v in found if v is not None)
+
+
+def _read_switch(environ: Mapping[str, str], name: str, default: str) -> bool:
+    text = environ.get(name, default)
+    if text not in ("0", "1"):
+        raise LimpetError(f"Invalid value for {name}", expected="0 or 1", found=repr(text))
+    return text == "1"
+
+
+def _read_seconds(environ: Mapping[str, str], name: str, default: str) -> float:
+    text = environ.get(name, default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise LimpetError(
+            f"Invalid value for {name}",
+            expected="a number of seconds greater than 0 and less than 1e9",
+            found=repr(text),
+        )
+    return seconds
+
+
+def ray_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the address of the Ray cluster that the environment names, or None."""
+    environ = os.environ if environ is None else environ
+    return environ.get("RAY_ADDRESS") or None

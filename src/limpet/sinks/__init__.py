@@ -1,0 +1,13 @@
+"""Show events to people and to monitoring systems.
+
+Terms: a *sink* is a callable for ``limpet.attach``, which calls it with the name and the fields
+of each event. It accepts unknown events, and events with missing fields.
+May import: the root modules and ``format``.
+"""
+
+from limpet.sinks.jsonlines import JsonLines
+from limpet.sinks.logs import Logging
+from limpet.sinks.meters import Prometheus, TensorBoard
+from limpet.sinks.terminal import Terminal
+
+__all__ = ["JsonLines", "Logging", "Prometheus", "TensorBoard", "Terminal"]

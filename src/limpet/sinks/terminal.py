@@ -1,0 +1,213 @@
+"""Events for people at a terminal: one line for each save."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from io import StringIO
+from itertools import count
+from threading import RLock
+from typing import Any, NamedTuple, TextIO
+
+from limpet.generators import Isolation
+from limpet.sinks.wording import describe_event, describe_saved, number_field, text_field
+
+_STYLES = {
+    "saved": "green",
+    "save_waited": "dim",
+    "structure_changed": "dim",
+    "platform_detected": "dim",
+    "began": "cyan",
+    "loaded": "cyan",
+    "resumed": "cyan",
+    "resume_checked": "cyan",
+    "resume_differs": "yellow",
+    "stopped": "cyan",
+    "finished": "cyan",
+    "taken_over": "cyan",
+    "skipped": "yellow",
+    "save_skipped": "yellow",
+    "left_unsaved": "yellow",
+    "pin_left": "yellow",
+    "read_again": "yellow",
+    "waiting": "yellow",
+    "request_unseen": "yellow",
+    "read_alone": "yellow",
+    "not_agreed": "yellow",
+    "savepoint_failed": "yellow",
+    "ranks_awaited": "yellow",
+    "notice": "yellow",
+    "notice_source_failed": "yellow",
+    "preempted": "yellow",
+    "save_failed": "bold red",
+}
+SHOWN_EVENTS = frozenset(_STYLES)
+"""The events that a ``Terminal`` shows. It also needs ``deleted``, for the line of a save."""
+_MIN_WAIT_SECONDS = 0.1
+"""Shorter waits in seconds are not shown: in a fast loop every save waits."""
+_METRICS_DROP_ORDER = 5
+_MIN_METRICS_WIDTH = 12
+"""With fewer columns than this, metrics are omitted, not truncated."""
+
+# All sinks share one lock. It is also held during a fork, so that a child inherits neither half a
+# line in a buffer nor a locked lock.
+_line_lock = RLock()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(
+        before=_line_lock.acquire,
+        after_in_parent=_line_lock.release,
+        after_in_child=_line_lock.release,
+    )
+
+
+class Terminal:
+    """Prints one line for each save, resume, skipped version, and failure.
+
+    The line of a save contains the step, the size, the seconds and bytes per second in the
+    background, the seconds for which it blocked training, further details if applicable, and the
+    versions that the save deleted. A save that waited 0.1 s or longer for the previous save gets an
+    extra line.
+
+    ``stream``: by default, the value of ``sys.stderr`` at the time of the event. Lines are colored
+    and truncated at the right edge only if the stream is a terminal (rich decides this and respects
+    ``NO_COLOR``). A failure is never truncated. Each line is one write, and tqdm progress bars stay
+    intact. Raises the errors of the stream.
+
+    With several ranks of torch.distributed, only rank 0 prints what all ranks do. Rank 1 prints
+    only that the ranks wait for rank 0.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        _import_rich()
+        self._stream = stream
+        self._deleted: list[str] = []
+        self._shown: set[str] = set()
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        if _rank() != _showing_rank(name, fields):
+            return
+        with _line_lock:
+            if name == "deleted":
+                self._deleted.append(text_field(fields, "version").removeprefix("version_"))
+                return
+            text = describe_event(name, fields)
+            if name not in _STYLES or text is None or text in self._shown:
+                return
+            waited = number_field(fields, "seconds")
+            if name == "save_waited" and waited is not None and waited < _MIN_WAIT_SECONDS:
+                return
+            if name == "skipped":
+                self._shown.add(text)  # retention skips a damaged version after every save
+            if name == "saved":
+                parts = _saved_line(fields, self._deleted)
+                self._deleted = []
+            else:
+                verb, _, rest = text.partition(" ")
+                failed = name == "save_failed"
+                parts = [
+                    LinePart(0, verb.upper() if failed else verb, _STYLES[name]),
+                    LinePart(0, f" {rest}", _STYLES[name] if failed else ""),
+                ]
+            stream = sys.stderr if self._stream is None else self._stream
+            if stream is not None:  # None if the program has no console
+                _print_line(stream, parts)
+
+
+def _import_rich() -> None:
+    """Import rich now: it draws a random number, which must not be one of the training's."""
+    with Isolation("call"):
+        import rich.cells
+        import rich.console
+        import rich.text  # noqa: F401
+
+
+def _rank() -> int:
+    """Return the rank of this process, or 0 if it is the only process."""
+    from limpet.lazy_torch import torch_or_none
+
+    torch: Any = torch_or_none()
+    if torch is None or not torch.distributed.is_available():
+        return 0
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _showing_rank(name: str, fields: Mapping[str, Any]) -> int:
+    """Return the rank that shows an event: the lowest rank that is not awaited itself."""
+    ranks = fields.get("ranks") if name == "ranks_awaited" else None
+    awaited = {r for r in ranks if type(r) is int} if isinstance(ranks, list) else set()
+    return next(rank for rank in count() if rank not in awaited)
+
+
+class LinePart(NamedTuple):
+    """A part of a line. On a narrow terminal, parts with a larger ``drop_order`` go first."""
+
+    drop_order: int
+    text: str
+    style: str = ""
+
+
+def _saved_line(fields: Mapping[str, Any], deleted: Sequence[str]) -> list[LinePart]:
+    texts = describe_saved(fields)
+    versions = ", ".join(deleted) if len(deleted) <= 3 else f"{len(deleted)} versions"
+    parts = [
+        LinePart(0, "saved", _STYLES["saved"]),
+        LinePart(0, f" step {texts['step']:>5}"),
+        LinePart(0, f"  {texts['size']:>8} in {texts['seconds']:>7}"),
+        LinePart(1, f"  blocked {texts['blocked']:>7}"),
+        LinePart(4, f"  {texts['rate']:>10}", "dim"),
+        LinePart(2, f"  {texts['referred']}", "dim") if texts["referred"] else None,
+        LinePart(3, f"  {texts['reason']}", "cyan") if texts["reason"] else None,
+        LinePart(_METRICS_DROP_ORDER, f"  {texts['metrics']}") if texts["metrics"] else None,
+        LinePart(6, f"  deleted {versions}", "dim") if deleted else None,
+    ]
+    return [part for part in parts if part is not None]
+
+
+def _print_line(stream: TextIO, parts: Sequence[LinePart]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    detected = Console(file=stream, force_jupyter=False)
+    if stream.isatty():
+        parts = _fit_width(parts, detected.width)
+    # rich detects the features of the stream but does not write to it: it would write more than
+    # once, and it ends the program if the pipe is broken
+    buffer = StringIO()
+    console = Console(
+        file=buffer,
+        force_terminal=detected.is_terminal,
+        force_jupyter=False,
+        color_system=detected.color_system,  # type: ignore[arg-type]
+        no_color=detected.no_color,
+    )
+    console.print(Text.assemble(*((part.text, part.style) for part in parts)), soft_wrap=True)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    line = buffer.getvalue().encode(encoding, "backslashreplace").decode(encoding)
+    with _pause_progress_bars(stream):
+        stream.write(line)
+        stream.flush()
+
+
+def _fit_width(parts: Sequence[LinePart], width: int) -> list[LinePart]:
+    """Return the parts that fit into ``width``, in order. Metrics may be truncated."""
+    from rich.cells import cell_len, set_cell_size
+
+    kept = {}
+    for number, part in sorted(enumerate(parts), key=lambda p: p[1].drop_order):
+        if (
+            part.drop_order == _METRICS_DROP_ORDER
+            and cell_len(part.text) > width >= _MIN_METRICS_WIDTH
+        ):
+            part = part._replace(text=set_cell_size(part.text, width - 2) + "..")
+        if part.drop_order == 0 or cell_len(part.text) <= width:
+            kept[number] = part
+            width -= cell_len(part.text)
+    return [kept[number] for number in sorted(kept)]
+
+
+def _pause_progress_bars(stream: TextIO) -> AbstractContextManager[object]:
+    """Return a context in which tqdm redraws its progress bars below any output."""
+    bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return nullcontext() if bars is None else bars.external_write_mode(file=stream)

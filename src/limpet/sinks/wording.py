@@ -1,0 +1,284 @@
+"""Formats events as text, with sizes, durations, and metrics, and converts values to JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from math import isfinite, prod
+from numbers import Real
+from typing import Any
+
+from limpet.errors import LimpetError
+from limpet.format.names import parse_version
+from limpet.text import to_printable as to_printable  # noqa: PLC0414  (for the sinks)
+
+_MAX_DEPTH = 8
+_MAX_TEXT = 200
+_MAX_METRICS = 4
+_MAX_NAME = 24
+_MAX_KEYS = 5
+
+
+def number_field(fields: Mapping[str, Any], name: str) -> float | None:
+    """Return a field that is a number of bytes or seconds, or None if it is missing or invalid."""
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if isfinite(number) and number >= 0 else None
+
+
+def bytes_per_second(fields: Mapping[str, Any]) -> float | None:
+    """Return the bytes per second that the background part of a ``saved`` event wrote."""
+    nbytes, seconds = number_field(fields, "bytes"), number_field(fields, "seconds")
+    return nbytes / seconds if nbytes and seconds else None
+
+
+def format_size(nbytes: float) -> str:
+    """Format bytes with three digits, such as ``1.31 GiB``. Up to PiB, at most 8 characters."""
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        nbytes /= 1024
+        if nbytes < 999.5:
+            return f"{_three_digits(nbytes)} {unit}"
+    return f"{_three_digits(nbytes / 1024)} PiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds with three digits in a suitable unit, such as ``12.3 ms``."""
+    if seconds < 999.5e-6:
+        return f"{seconds * 1e6:.0f} us"
+    for limit, unit, length in ((0.9995, "ms", 1e-3), (119.5, "s", 1), (119.5 * 60, "min", 60)):
+        if seconds < limit:
+            return f"{_three_digits(seconds / length)} {unit}"
+    return f"{_three_digits(seconds / 3600)} h"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
+
+
+def format_metrics(metrics: object) -> str:
+    """Format the first metrics on one line, such as ``loss 0.25, accuracy 0.9``."""
+    if not isinstance(metrics, Mapping):
+        return ""
+    shown = [
+        f"{_truncate(str(n), _MAX_NAME)} {_format_value(v)}"
+        for n, v in islice(metrics.items(), _MAX_METRICS)
+    ]
+    more = len(metrics) - len(shown)
+    return to_printable(", ".join(shown) + (f", {more} more" if more else ""))
+
+
+def _format_value(value: object) -> str:
+    plain = to_json_value(value)
+    return f"{plain:.4g}" if isinstance(plain, float) else _truncate(str(plain), _MAX_NAME)
+
+
+def _truncate(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 2] + ".."
+
+
+def format_error_brief(error: LimpetError) -> str:
+    """Format what happened, what was expected, and what was found, without the advice."""
+    return to_printable(LimpetError(error.what, expected=error.expected, found=error.found))
+
+
+def text_field(fields: Mapping[str, Any], name: str, missing: str = "?") -> str:
+    """Return a field as one line of printable text."""
+    return to_printable(to_json_value(fields.get(name, missing)))
+
+
+def describe_saved(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts that describe a ``saved`` event. Unknown values are empty."""
+    nbytes, seconds = number_field(fields, "bytes"), number_field(fields, "seconds")
+    blocked, referred = number_field(fields, "blocked"), number_field(fields, "referred")
+    speed, reason = bytes_per_second(fields), text_field(fields, "reason", "cadence")
+    return {
+        "step": text_field(fields, "step"),
+        "size": "" if nbytes is None else format_size(nbytes),
+        "seconds": "" if seconds is None else format_duration(seconds),
+        "rate": "" if speed is None else f"{format_size(speed)}/s",
+        "blocked": "" if blocked is None else format_duration(blocked),
+        "referred": f"+ {format_size(referred)} referred" if referred else "",
+        "reason": "" if reason == "cadence" else reason,
+        "metrics": format_metrics(fields.get("metrics")),
+    }
+
+
+def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
+    """Return an event as one line that begins with a verb, or None if it is not for people."""
+    step, version, error = (text_field(fields, name) for name in ("step", "version", "error"))
+    if name == "saved":
+        texts = describe_saved(fields)
+        details = [" in ".join(filter(None, (texts["size"], texts["seconds"]))), texts["rate"]]
+        details += [f"blocked {texts['blocked']}"] if texts["blocked"] else []
+        details += [texts["referred"], texts["reason"], texts["metrics"]]
+        return ": ".join(filter(None, (f"saved step {step}", ", ".join(filter(None, details)))))
+    if name == "resumed":
+        return _describe_resume(fields)
+    if name == "loaded":  # for people only if something was kept, ignored, or converted
+        return "; ".join(map(to_printable, str(fields.get("summary") or "").splitlines())) or None
+    seconds = number_field(fields, "seconds")
+    waited = "waited" if seconds is None else f"waited {format_duration(seconds)}"
+    if name == "save_waited":
+        return f"{waited} to save step {step}: another save was in progress"
+    if name == "ranks_awaited":
+        longest = number_field(fields, "longest")
+        end = "" if longest is None else f", and keeps waiting for up to {format_duration(longest)}"
+        return f"{waited} for {_format_ranks(fields)} in {text_field(fields, 'what')}{end}"
+    if name == "waiting":
+        end = "" if seconds is None else f" for up to {format_duration(seconds)}"
+        action, store = text_field(fields, "action"), text_field(fields, "store")
+        return f"waiting{end} to {action} in {store}: {_error_without_todo(fields)}"
+    if name == "structure_changed":
+        counts = {kind: fields.get(kind) for kind in ("added", "removed", "changed")}
+        leaves = [f"{len(v)} {kind}" for kind, v in counts.items() if isinstance(v, list) and v]
+        return f"detected changed leaves of the state in {version}: {', '.join(leaves)}"
+    if name == "stopped":
+        best, metric = fields.get("best"), text_field(fields, "metric")
+        if best is None:
+            return f"stopped at step {step}: {metric} was never a number"
+        value = to_printable(_format_value(best))
+        return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
+    if name in ("resume_checked", "resume_differs", "finished"):
+        return _describe_end(fields) if name == "finished" else _describe_check(name, fields)
+    if name in ("notice", "preempted", "platform_detected"):
+        return _describe_preemption(name, fields)
+    return {
+        "began": f"started a new training in {text_field(fields, 'run')}: it has no version yet",
+        "left_unsaved": f"left the steps after {text_field(fields, 'since')} up to {step} unsaved:"
+        " the policy AtEnd() saves them",
+        "taken_over": f"closed an earlier Checkpointer of {text_field(fields, 'run')}",
+        "save_failed": f"failed to save step {step}: {error}",
+        "save_skipped": f"skipped the save of step {step}: another save was in progress",
+        "skipped": f"skipped {version}: {_error_without_todo(fields)}",
+        "deleted": f"deleted {version}",
+        "pin_left": f"could not remove the pin {text_field(fields, 'key')}: {error}",
+        "read_again": f"read again, and it was right: {_error_without_todo(fields)}",
+        "notice_source_failed": (
+            f"could not watch {text_field(fields, 'source')} for notices: {error}"
+        ),
+        "not_agreed": f"could not agree on {', '.join(_list_field(fields, 'wanted'))}: {error}",
+        "savepoint_failed": f"could not capture or save the last step for a notice: {error}",
+        "read_alone": (
+            f"read {text_field(fields, 'url')} without shared memory:"
+            f" {text_field(fields, 'reason')}"
+        ),
+        "request_unseen": (
+            f"could not check {text_field(fields, 'store')} for save requests or scores: {error}"
+        ),
+    }.get(name)
+
+
+def _describe_resume(fields: Mapping[str, Any]) -> str:
+    url, step = text_field(fields, "url"), text_field(fields, "step")
+    branch = text_field(fields, "branch", "0")
+    suffix = "" if branch == "0" else f", branch {branch}"
+    saved = parse_version(url.rpartition("/")[2])
+    if saved is None or str(saved.step) != step:  # a part of a version of another run
+        return f"started at step {step} with state from {url}{suffix}"
+    return f"resumed step {step} from {url}{suffix}"
+
+
+def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
+    url, seconds = text_field(fields, "url"), number_field(fields, "seconds")
+    if name == "resume_differs":
+        keys = _list_field(fields, "differing")
+        more = f", and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
+        return f"resumed with differences from {url}: {', '.join(keys[:_MAX_KEYS])}{more}"
+    nbytes, total = number_field(fields, "bytes") or 0, number_field(fields, "total") or 0
+    of_total = "" if nbytes == total else f" of {format_size(total)}"
+    what = f"{format_size(nbytes)}{of_total}" if total else "all values"
+    took = "" if seconds is None else f", compared in {format_duration(seconds)}"
+    return f"resumed exactly: {what} as in {url}{took}"
+
+
+def _describe_end(fields: Mapping[str, Any]) -> str:
+    step, newest, error = (text_field(fields, name) for name in ("step", "saved", "error"))
+    end = "no step is saved" if newest == "0" else f"the newest version is of step {newest}"
+    if fields.get("error") is None:
+        return f"finished at step {step}: {end}"
+    return f"ended after step {step}: {end}. The cause is {_truncate(error, 100)}"
+
+
+def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:
+    source, seconds = text_field(fields, "source"), number_field(fields, "seconds")
+    if name == "platform_detected":
+        sources = _list_field(fields, "sources")
+        return f"watching {', '.join(sources)} for notices" if fields.get("sources") else None
+    if name == "notice":
+        if seconds is None:
+            return f"received a notice of {source}: training saves, and goes on"
+        return f"received a notice of {source}: the process must end in {format_duration(seconds)}"
+    step, saved, code = (text_field(fields, name) for name in ("step", "saved", "code"))
+    left = number_field(fields, "seconds_left")
+    end = "" if left is None else f", {format_duration(left)} before the deadline"
+    text = f"left after step {step} because of {source}, with code {code}{end}"
+    if step != saved and code != "75":
+        text += f"; the newest version is of step {saved}"
+    return text if fields.get("error") is None else f"{text}: {_error_without_todo(fields)}"
+
+
+def _format_ranks(fields: Mapping[str, Any]) -> str:
+    ranks, count = _list_field(fields, "ranks"), fields.get("count")
+    more = count - len(ranks) if type(count) is int else 0
+    text = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+    return text + (f" and {more} more" if more > 0 else "")
+
+
+def _list_field(fields: Mapping[str, Any], name: str) -> list[str]:
+    """Return the members of a field that is a list, or its only value, as printable text."""
+    value = fields.get(name)
+    return [to_printable(to_json_value(v)) for v in (value if isinstance(value, list) else [value])]
+
+
+def _error_without_todo(fields: Mapping[str, Any]) -> str:
+    """Return the error of a skipped version without its advice, which no longer applies."""
+    error = fields.get("error")
+    if not isinstance(error, LimpetError):
+        return text_field(fields, "error")
+    return f"{type(error).__name__}: {format_error_brief(error)}"
+
+
+def to_json_value(value: Any, depth: int = 0) -> Any:
+    """Convert any value to one that JSON can represent. Never raises.
+
+    Tensors and arrays of one element become numbers, and errors become text. Values that JSON
+    cannot represent become text: ``"nan"``, ``"inf"``, integers of more than 64 bits in
+    hexadecimal, and the truncated ``repr`` of other objects.
+    """
+    try:
+        return _plain(value, depth)
+    except Exception:  # noqa: BLE001  (one odd value must not lose the line)
+        return f"<{type(value).__qualname__}>"
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= 64 else hex(value)
+    if isinstance(value, float):
+        return float(value) if isfinite(value) else repr(float(value))
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}".removesuffix(": ")
+    if depth > _MAX_DEPTH:
+        return "..."
+    if isinstance(value, Mapping):
+        return {
+            k if isinstance(k, str) else repr(k): to_json_value(v, depth + 1)
+            for k, v in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json_value(v, depth + 1) for v in value]
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        if prod(shape) == 1:
+            return to_json_value(value.item(), depth + 1)
+        return f"<{type(value).__qualname__} of shape {tuple(shape)}>"
+    return _truncate(repr(value), _MAX_TEXT)

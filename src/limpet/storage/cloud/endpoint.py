@@ -1,0 +1,284 @@
+"""The options of ``az://`` and ``gs://``, and the clients of one account or server."""
+
+from __future__ import annotations
+
+import binascii
+import os
+from base64 import b64decode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from threading import Lock
+from typing import Any, ClassVar, Self
+
+from limpet.errors import StoreError
+from limpet.settings import cloud_variables
+from limpet.storage.checks import (
+    ENDPOINT,
+    OPTIONAL_TEXT,
+    WEB_URL,
+    Rule,
+    is_web_url,
+    make_options,
+    switch,
+)
+from limpet.storage.cloud.failures import translated
+from limpet.storage.remote import Server
+from limpet.text import with_article
+from limpet.types import MIB
+from limpet.version import __version__
+
+INSTALL = "Install it: pip install 'limpet[cloud]'"
+
+TIMEOUTS = (1, 4, 15, 60)
+"""The timeouts of the clients, in seconds, each for a whole request with its reply. A request uses
+the longest one that its deadline allows."""
+
+MIN_PART = 5 * MIB
+"""The least length of a part other than the last one (the limit of Google)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloudOptions:
+    """The options that ``az://`` and ``gs://`` share.
+
+    ``endpoint``: the URL of another server. ``anonymous``: send no credentials, and only read.
+    ``part_size``: the length of the parts in which a large object is sent, in bytes; an upload
+    keeps up to six of them in memory. ``concurrency``: the largest number of requests of this
+    process in progress, other than the parts of uploads, of which each upload sends up to four at
+    once. ``timeout``: seconds for which a call is repeated while the server is unreachable or busy.
+    """
+
+    endpoint: str | None = None
+    anonymous: bool = False
+    part_size: int = 16 * MIB
+    concurrency: int = 32
+    timeout: float = 300.0
+
+    scheme: ClassVar[str] = ""
+    hidden_uploads: ClassVar[str] = ""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
+        rules: tuple[Rule, ...] = (
+            ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
+            switch("anonymous"),
+            ENDPOINT,
+        )
+        kind = with_article(f"{cls.scheme}:// store")
+        return make_options(cls, kind, options, (*rules, *cls.rules))
+
+    def config(self) -> dict[str, Any]:
+        """Return the options as obstore names them. What it lacks comes from the environment."""
+        raise NotImplementedError
+
+    def credential(self) -> dict[str, Any] | None:
+        """Return the credential that is given, for a provider of obstore. It takes precedence over
+        the environment variables, unlike what ``config`` returns."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AzureOptions(CloudOptions):
+    """The options of ``limpet.open_store("az://...", **options)``. See also ``CloudOptions``.
+
+    What is None comes from the environment variables that begin with ``AZURE_``, the Azure CLI, or
+    a managed identity. ``account``: the name of the storage account. ``account_key`` or
+    ``sas_token``: the credentials, instead of all those of the environment.
+    """
+
+    account: str | None = None
+    account_key: str | None = field(default=None, repr=False)
+    sas_token: str | None = field(default=None, repr=False)
+
+    scheme: ClassVar[str] = "az"
+    hidden_uploads: ClassVar[str] = "Azure deletes them after 7 days"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        ("account", OPTIONAL_TEXT, lambda name: name != "", "the name of an account"),
+        (
+            "account_key",
+            OPTIONAL_TEXT,
+            lambda s: s is None or _is_base64(s),
+            "the base64 text of a key",
+        ),
+        ("sas_token", OPTIONAL_TEXT, lambda s: s is None or "sig=" in s, "a text with sig="),
+    )
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
+        """See ``CloudOptions``. Raises ``StoreError`` also for more than one credential."""
+        made = super(AzureOptions, cls).from_mapping(options)
+        names = ("account_key", "sas_token", "anonymous")
+        given = [f"{name}=" for name in names if getattr(made, name)]
+        if len(given) > 1:
+            raise StoreError("An az:// store has two credentials", found=" and ".join(given))
+        return made
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "endpoint": self.endpoint,
+            "account_name": self.account,
+            "skip_signature": self.anonymous or None,
+        }
+
+    def credential(self) -> dict[str, Any] | None:
+        if self.sas_token is not None:
+            return {"sas_token": self.sas_token, "expires_at": None}
+        if self.account_key is None and not self.anonymous:
+            return None
+        # without a signature, obstore would still check the key of the environment
+        return {"access_key": self.account_key or "", "expires_at": None}
+
+
+@dataclass(frozen=True, slots=True)
+class GoogleOptions(CloudOptions):
+    """The options of ``limpet.open_store("gs://...", **options)``. See also ``CloudOptions``.
+
+    What is None comes from the environment variables that begin with ``GOOGLE_``, the file of
+    ``gcloud auth application-default login``, or the metadata service. ``service_account``: the
+    path of a file with a key.
+    """
+
+    service_account: str | None = field(default=None, repr=False)
+
+    scheme: ClassVar[str] = "gs"
+    hidden_uploads: ClassVar[str] = (
+        'add this rule to the bucket: {"rule": [{"action": {"type":'
+        ' "AbortIncompleteMultipartUpload"}, "condition": {"age": 7}}]}'
+    )
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            "service_account",
+            OPTIONAL_TEXT,
+            lambda s: s is None or _is_path(s),
+            "the path of a key file",
+        ),
+    )
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "base_url": self.endpoint,
+            "service_account": self.service_account,
+            "skip_signature": self.anonymous or None,
+        }
+
+
+class Endpoint(Server):
+    """The clients with certain options in this process, and what it has learned of the server.
+
+    ``suspect``: the URLs of the containers one reply of which was not that of such a server.
+    """
+
+    def __init__(self, options: CloudOptions, variables: frozenset[tuple[str, str]]) -> None:
+        super().__init__(options.concurrency, options.timeout)
+        self.options = options
+        own = {"az": "AZURE_", "gs": "GOOGLE_"}[options.scheme]
+        for name, value in variables if options.endpoint is None else ():
+            if name in _URL_VARIABLES and name.startswith(own) and not is_web_url(value):
+                raise StoreError(f"Invalid value for the variable {name}", expected=WEB_URL)
+        self._allow_http = any(
+            url.startswith("http://")
+            for url in (options.endpoint or "", *(v for n, v in variables if n in _URL_VARIABLES))
+        )
+        self.suspect: set[str] = set()
+        self._clients: dict[tuple[str, int], Any] = {}
+        self._lock = Lock()
+
+    def client(self, container: str, seconds_left: float, longest: int) -> Any:
+        """Return a client whose requests take at most ``seconds_left`` and ``longest``, or 1 s. It
+        repeats nothing."""
+        timeout = max(t for t in TIMEOUTS if t <= max(TIMEOUTS[0], min(seconds_left, longest)))
+        client = self._clients.get((container, timeout))
+        if client is None:
+            with self._lock:
+                client = self._clients.get((container, timeout))
+                if client is None:
+                    client = self._create_client(container, timeout, 0)
+                    self._clients[container, timeout] = client
+        return client
+
+    def streaming_client(self, container: str, seconds: float) -> Any:
+        """Return a client for one upload. It repeats a request for at most ``seconds``."""
+        timeout = max((t for t in TIMEOUTS if t <= seconds / 3), default=TIMEOUTS[0])
+        return self._create_client(container, timeout, max(0.0, seconds - timeout))
+
+    def forget_clients(self) -> None:
+        """Let the next request create a client, which looks for credentials again."""
+        self._clients = {}
+
+    def _create_client(self, container: str, timeout: int, retry_seconds: float) -> Any:
+        from obstore import store
+
+        classes: dict[str, Callable[..., Any]] = {"az": store.AzureStore, "gs": store.GCSStore}
+        options = self.options
+        is_writer, longest_pause = retry_seconds > 0, min(5.0, retry_seconds / 4)
+        credential = options.credential()
+        provider = {} if credential is None else {"credential_provider": lambda: credential}
+        with translated("open", "", f"{options.scheme}://{container}"):
+            return classes[options.scheme](
+                container,
+                config={k: v for k, v in options.config().items() if v is not None},
+                **provider,
+                client_options={
+                    "timeout": timedelta(seconds=timeout),
+                    "connect_timeout": timedelta(seconds=min(timeout, 15)),
+                    # a stalled read is resumed soon; the writer of a part reads when it has written
+                    "read_timeout": timedelta(
+                        seconds=timeout if is_writer else max(1, timeout / 4)
+                    ),
+                    "allow_http": self._allow_http,
+                    "user_agent": f"limpet/{__version__}",
+                },
+                retry_config={
+                    "max_retries": 1000 if is_writer else 0,
+                    "retry_timeout": timedelta(seconds=retry_seconds - longest_pause),
+                    "backoff": {
+                        "init_backoff": timedelta(seconds=min(0.1, longest_pause)),
+                        "max_backoff": timedelta(seconds=longest_pause),
+                        "base": 2,
+                    },
+                },
+            )
+
+
+def _is_path(text: str) -> bool:
+    return not text.lstrip().startswith(("{", "-----BEGIN"))
+
+
+def _is_base64(text: str) -> bool:
+    try:
+        return bool(b64decode(text, validate=True))
+    except (binascii.Error, ValueError):
+        return False
+
+
+_URL_VARIABLES = {"AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"}
+_endpoints: dict[tuple[CloudOptions, frozenset[tuple[str, str]]], Endpoint] = {}
+_process: list[int] = []  # the first one that used obstore
+
+
+def shared_endpoint(options: CloudOptions) -> Endpoint:
+    """Return the endpoint with these options that all stores of this process share.
+
+    A process that has changed its environment variables gets another one. Raises ``StoreError`` if
+    obstore is not installed, or if the process was forked from one that has used it: the threads of
+    obstore exist only in the parent, and each call would wait for them forever.
+    """
+    try:
+        import obstore  # noqa: F401
+    except ImportError as e:
+        kind = with_article(f"{options.scheme}:// store").capitalize()
+        raise StoreError(f"{kind} needs the package obstore", todo=INSTALL) from e
+    if not _process:
+        _process.append(os.getpid())
+    if _process[0] != os.getpid():
+        raise StoreError(
+            f"{options.scheme}:// cannot be used in a process forked from one that used it",
+            todo="Start the process with the method 'spawn' or 'forkserver' of multiprocessing",
+        )
+    variables = cloud_variables()
+    key = (options, variables)
+    found = _endpoints.get(key)  # each request asks for it
+    return _endpoints.setdefault(key, Endpoint(options, variables)) if found is None else found

@@ -1,0 +1,161 @@
+"""The system calls of ``LocalStore``, one method for each.
+
+Tests replace them: ``limpet.testing.FaultFs`` makes one call fail, and ``CrashFs`` simulates a
+power failure between two calls. Every failure is an ``OSError`` with its errno. Python repeats
+calls that a signal interrupts (EINTR), except for the calls through libc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from threading import Lock
+from typing import NamedTuple
+
+from limpet.machine import OPEN_FLAGS, find_libc
+
+_LIBC = find_libc()
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+
+UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
+"""The errors of a call that the file system does not support."""
+INVALID_OR_UNSUPPORTED = UNSUPPORTED | {errno.EINVAL}
+"""The same for O_DIRECT and ``renameat2``, which some file systems do not accept as arguments."""
+
+
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+O_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+O_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+"""Flags of ``open``, 0 on a system without them: only Linux has the first, Windows has none."""
+
+_position_lock = Lock()
+"""Held while a descriptor has the position of one call, on Windows."""
+
+
+class FileStat(NamedTuple):
+    """The status of a file.
+
+    ``kind`` is "file", "folder", "link" (a symbolic link), or "other". ``size`` is in bytes, and
+    ``modified`` in seconds since 1970. ``inode`` is the pair (device, inode), which is unique for
+    each file.
+    """
+
+    kind: str
+    size: int
+    modified: float
+    inode: tuple[int, int]
+
+
+class Fs:
+    """The real file system."""
+
+    def open(self, path: str, flags: int) -> int:
+        return os.open(path, flags | OPEN_FLAGS, 0o666)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        """Write, and return the number of bytes written, which may be less than requested."""
+        if hasattr(os, "pwrite"):
+            return os.pwrite(fd, data, offset)
+        with _position_lock:
+            os.lseek(fd, offset, os.SEEK_SET)
+            return os.write(fd, data)
+
+    def preadv(self, fd: int, into: memoryview, offset: int) -> int:
+        """Read, and return the number of bytes read.
+
+        It may be less than requested, and it is 0 at the end of the file.
+        """
+        if hasattr(os, "preadv"):
+            return os.preadv(fd, [into], offset)
+        with _position_lock:
+            os.lseek(fd, offset, os.SEEK_SET)
+            data = os.read(fd, len(into))
+        into[: len(data)] = data
+        return len(data)
+
+    def fallocate(self, fd: int, length: int) -> bool:
+        """Reserve ``length`` bytes and set the file size.
+
+        Return False if the file system does not support it. This uses the system call and not
+        ``posix_fallocate``, which writes zeros to the whole file if the call is not supported.
+        """
+        if not hasattr(_LIBC, "fallocate"):
+            return False
+        while _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(length)) != 0:
+            code = ctypes.get_errno()
+            if code in UNSUPPORTED:
+                return False
+            if code != errno.EINTR:
+                raise _libc_error("fallocate", code)
+        return True
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fstat(self, fd: int) -> FileStat:
+        return _file_stat(os.fstat(fd))
+
+    def stat(self, path: str, *, follow: bool = True) -> FileStat:
+        """Return the status of a file. ``follow``: of the target, if the path is a symbolic link.
+
+        Raises ``FileNotFoundError`` or ELOOP if the link leads to nothing.
+        """
+        return _file_stat(os.stat(path, follow_symlinks=follow))
+
+    def link(self, source: str, target: str) -> None:
+        if os.link in os.supports_follow_symlinks:
+            os.link(source, target, follow_symlinks=False)
+        else:
+            os.link(source, target)
+
+    def rename_noreplace(self, source: str, target: str) -> None:
+        """Rename without replacing an existing file.
+
+        Raises ``OSError`` with EEXIST if the target exists, and with EINVAL, ENOSYS, or EOPNOTSUPP
+        if the file system does not support the call.
+        """
+        if not hasattr(_LIBC, "renameat2"):
+            raise _libc_error("renameat2", errno.ENOSYS)
+        old, new = os.fsencode(source), os.fsencode(target)
+        flags = ctypes.c_uint(_RENAME_NOREPLACE)
+        if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, flags) != 0:
+            raise _libc_error("renameat2", ctypes.get_errno())
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
+        os.mkdir(path, mode)
+
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
+    def scandir(self, path: str) -> list[tuple[str, str]]:
+        """Return the names in a folder with their kinds (see ``FileStat``), in any order."""
+        with os.scandir(path) as entries:
+            return [
+                (entry.name, "folder" if entry.is_dir(follow_symlinks=False) else _kind(entry))
+                for entry in entries
+            ]
+
+
+def _kind(entry: os.DirEntry[str]) -> str:
+    if entry.is_symlink():
+        return "link"
+    return "file" if entry.is_file(follow_symlinks=False) else "other"
+
+
+def _libc_error(name: str, code: int) -> OSError:
+    return OSError(code, f"{name}: {os.strerror(code)}")
+
+
+def _file_stat(result: os.stat_result) -> FileStat:
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
+    kind = kinds.get(stat.S_IFMT(result.st_mode), "other")
+    return FileStat(kind, result.st_size, result.st_mtime, (result.st_dev, result.st_ino))

@@ -1,0 +1,314 @@
+"""The Store protocol: bytes under keys. Limpet accesses every storage through it.
+
+A key is a relative path of segments joined by ``/`` (``version_120/manifest.json``). Any thread may
+call any method. Every failure is a ``StoreError`` that names the key and the store; only
+``Unavailable`` is worth retrying.
+
+``limpet.testing.StoreContract`` tests this contract, and ``MemoryStore`` is the reference
+implementation. (The model is restic's ``backend.go``: one small interface with its MUSTs in
+writing.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self
+
+import msgspec
+
+from limpet.deadline import Deadline
+from limpet.errors import NotFound, StoreError
+from limpet.types import BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """The properties of a store that other layers need.
+
+    ``alignment``: reads and writes are fastest at offsets that are multiples of it, in bytes.
+    ``durable``: the objects survive a crash of the machine, not only the end of the process.
+    ``part_size``: the store sends an upload in parts of at least so many bytes, and a ``write_at``
+    of one whole part needs no copy (see ``part_length``). 0: writes of any size are equal.
+    ``max_part``: parts of a long object grow up to so many bytes. ``connections``: the largest
+    number of threads of a save; with that of the parts, it bounds what is in memory. 0: no limit.
+    ``read_size``: the largest range to read with one request. A store with it has the method
+    ``open_range``. ``ordered``: the store only appends. A ``write_at`` behind what
+    was written before it needs no copy; other bytes wait in memory or in a temporary file (see
+    ``SequentialUpload``), so a save writes with one thread. ``atomic``: of any number of concurrent
+    calls of ``put_if_absent``, at most one creates the object; without it, two trainings can both
+    commit. ``retry_after``: the store obeys a server that says how long to wait; otherwise, it
+    waits for at least a second after a server refused a request for its rate. ``hidden_uploads``:
+    what removes the unfinished uploads that ``partials`` cannot list; empty if it lists all.
+    ``upload_memory``: how many bytes an unfinished upload keeps in memory: about so many in all if
+    the store is ``ordered``, else for each thread that writes to it in other pieces than parts. An
+    operation with several uploads or threads limits their number accordingly (``upload_memory``).
+    ``in_memory``: a read is a copy within this machine's memory, so that it waits for nothing.
+    """
+
+    name: str
+    alignment: int
+    durable: bool
+    part_size: int = 0
+    max_part: int = 0
+    connections: int = 0
+    read_size: int = 0
+    ordered: bool = False
+    atomic: bool = True
+    retry_after: bool = False
+    hidden_uploads: str = ""
+    upload_memory: int = 0
+    in_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The status of an object: its key, its length in bytes, and the time when it was written.
+
+    ``modified`` is in seconds since 1970 by the clock of the store, which may jump.
+    """
+
+    key: str
+    length: int
+    modified: float
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """A name directly in a folder: an object, a folder, or a symbolic link to one of the two.
+
+    What a link leads to may be missing. ``stat`` is the status of an object if the store knows it
+    without another call.
+    """
+
+    name: str
+    kind: Literal["object", "folder", "link"]
+    stat: Stat | None = None
+
+
+class Upload(Protocol):
+    """An object that is being written. It is invisible until ``commit`` returns.
+
+    An upload is a context manager: leaving the context without ``commit`` aborts the upload. A
+    class that derives from this one inherits that.
+    """
+
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        """Write ``data`` at ``offset``. Several views are written one behind the other; only a
+        store with a ``part_size`` gets several.
+
+        Many threads may call this at once, in any order. Every byte of the object MUST be written
+        exactly once. ``data`` MUST NOT change until the call returns.
+        """
+        ...
+
+    def commit(self) -> Stat:
+        """Make the whole object durable, then visible.
+
+        Raises ``StoreError`` if the length differs from the announced length or if a write was
+        lost, and ``AlreadyExists`` if another object has the key. After an error, the object is not
+        visible, unless the error says that the outcome is unknown.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Abort the upload and remove the written data. May be called at any time, also twice."""
+        ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.abort()
+
+
+class MappedUpload(Upload, Protocol):
+    """An upload whose bytes are in the memory of this process before they are written."""
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return these bytes of the object as memory to fill.
+
+        They count as written once this view has been passed to ``write_at``, which then copies
+        nothing. Nothing may be written to the view after ``commit``. Raises ``StoreError`` if the
+        range does not lie within the object.
+        """
+        ...
+
+
+class RangeReader(Protocol):
+    """A range of an object, which is read from its first byte to its last. It is a context manager,
+    and only one thread uses it."""
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view`` with the next bytes.
+
+        Raises ``StoreError`` if the range or the object has fewer; a short read never succeeds.
+        """
+        ...
+
+    def __enter__(self) -> RangeReader: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Store(Protocol):
+    """A place that holds bytes under keys."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    @property
+    def url(self) -> str:
+        """The location of the store, as a user would write it."""
+        ...
+
+    def put(self, key: str, length: int, head: int = 0) -> Upload:
+        """Begin to write an object of ``length`` bytes under a new key.
+
+        ``head``: the length of the object's header. The first part consists of the header and
+        ``part_length`` bytes. Only a store with a ``part_size`` gets this argument.
+
+        This method is for large files. The caller makes keys unique (names contain an attempt).
+        A store that finds the key taken refuses it at the latest in ``commit``; a store that
+        cannot find out cheaply does not have to (``StoreContract.put_sees_existing``).
+        """
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> Stat:
+        """Write a small object atomically and durably, if and only if the key does not exist.
+
+        Of any number of concurrent calls with different bytes, exactly one returns; the others
+        raise ``AlreadyExists``. This method resolves an unknown outcome: it reads the object back,
+        and succeeds if the object contains exactly ``data``.
+        """
+        ...
+
+    def get(self, key: str, limit: int) -> bytes:
+        """Return the whole object.
+
+        Raises ``NotFound``, and ``StoreError`` if the object is longer than ``limit`` bytes.
+        """
+        ...
+
+    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
+        """Read exactly ``length`` bytes from ``offset`` into the beginning of ``into``.
+
+        If ``into`` is longer, its content after the first ``length`` bytes is then undefined.
+        Raises ``StoreError`` if the object has fewer bytes; a short read never succeeds.
+        """
+        ...
+
+    def stat(self, key: str) -> Stat:
+        """Return the status of an object. Raises ``NotFound``."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        """Yield every committed object under the folder ``prefix`` (``""``: all), ordered by key.
+
+        Unfinished uploads are not included. If the folder does not exist, nothing is yielded.
+
+        A store may also have ``list_level(folder, prefix)``, ``within(deadline)``, and
+        ``put_mapped(key, length)``: see the functions of these names. With a ``read_size`` in its
+        traits, it has ``open_range(key, offset, length)``, which returns a ``RangeReader``.
+        """
+        ...
+
+    def partials(self, prefix: str) -> Iterator[Stat]:
+        """Yield the files of unfinished uploads under the folder ``prefix``.
+
+        Only ``sweep`` uses this. ``delete`` accepts their keys.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete the object durably. If the object does not exist, nothing happens."""
+        ...
+
+
+def list_level(store: Store, folder: str, prefix: str = "") -> Iterable[Entry]:
+    """Return what is directly in a folder (``""``: the root), in any order, and nothing below it.
+
+    Only names that begin with ``prefix`` are returned. The cost depends only on the names in this
+    folder. If the folder does not exist, the result is empty. The result comes from the store's
+    own method ``list_level(folder, prefix)``, which is optional: a store without it is listed
+    recursively.
+    """
+    if (method := getattr(store, "list_level", None)) is not None:
+        entries: Iterable[Entry] = method(folder, prefix)
+        return entries
+    start, found = f"{folder}/" if folder else "", dict[str, Entry]()
+    for stat in store.list(folder):
+        name, slash, _ = stat.key.removeprefix(start).partition("/")
+        if name.startswith(prefix):
+            found[name] = Entry(name, "folder") if slash else Entry(name, "object", stat)
+    return found.values()
+
+
+def exists(store: Store, key: str) -> bool:
+    """Return True if there is an object with the key. Raises ``StoreError`` if that is unknown."""
+    try:
+        store.stat(key)
+    except NotFound:
+        return False
+    return True
+
+
+def within(store: Store, deadline: Deadline) -> Store:
+    """Return a view of a store all of whose calls end by a deadline, with success or an error.
+
+    It comes from the store's own method ``within(deadline)``, which is optional: the calls of a
+    store without it (a local folder, memory) wait for no server.
+    """
+    method = getattr(store, "within", None)
+    view: Store = store if method is None else method(deadline)
+    return view
+
+
+def put_mapped(store: Store, key: str, length: int) -> MappedUpload | None:
+    """Begin to write an object into memory (see ``Store.put``). None: the store is not memory.
+
+    The upload comes from the store's own method ``put_mapped(key, length)``, which is optional.
+    """
+    method = getattr(store, "put_mapped", None)
+    upload: MappedUpload | None = None if method is None else method(key, length)
+    return upload
+
+
+MAX_PARTS = 10_000
+"""The largest number of parts of an upload, which is that of S3."""
+
+
+def part_length(traits: Traits, length: int) -> int:
+    """Return the length of the parts in which a store uploads an object of ``length`` bytes.
+
+    It is a multiple of ``BLOCK_SIZE``, at least ``part_size``, and such that ``MAX_PARTS`` suffice.
+    Up to ``max_part``, it is so large that each of the ``connections`` gets one part.
+    """
+    wanted = min(traits.max_part, length // max(1, traits.connections))
+    least = max(traits.part_size, wanted, -(-length // (MAX_PARTS - 1)))
+    return -(-least // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def upload_memory(traits: Traits, length: int) -> int:
+    """Return how many bytes an upload of an object of ``length`` bytes keeps in memory.
+
+    A small object is kept as a whole, and once more while it is sent. See ``Traits``.
+    """
+    if not traits.upload_memory:
+        return 0
+    longest_part = -(-length // (MAX_PARTS - 1)) if traits.part_size else 0
+    return min(max(traits.upload_memory, 2 * longest_part), 2 * length)
+
+
+def check_key(key: str, store: str) -> str:
+    """Return the key if it is valid in every store. Raises ``StoreError`` otherwise."""
+    segments = key.split("/")
+    if not key or len(key) > 900 or any(s in ("", ".", "..") or "\0" in s for s in segments):
+        raise StoreError(
+            f"Invalid key {key[:200]!r} for {store}",
+            expected="at most 900 characters: segments joined by '/', none of them empty, '.',"
+            " '..', or with a NUL character",
+            found=repr(key[:200]),
+            key=key,
+            store=store,
+        )
+    return key

@@ -1,0 +1,260 @@
+"""Repeats the requests to a server that is busy or unreachable, until a deadline.
+
+All transfers of a process to one server share a ``Throttle``. It limits how many requests are in
+progress: a server that refuses a request for its rate halves the limit, which then recovers by one
+request per second. (The idea is TCP's additive increase, multiplicative decrease.) The pauses
+between the tries have full jitter, so that many clients do not return at the same time.
+(M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015.)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from threading import Lock
+from typing import TypeVar
+
+from limpet import events
+from limpet.deadline import Deadline
+from limpet.errors import StoreError, Unavailable
+from limpet.threads import is_canceled
+
+T = TypeVar("T")
+
+MIN_PAUSE = 1.0
+"""The least pause, in seconds, after a server refused a request for its rate, unless it said how
+long to wait."""
+
+RECOVERY = 1.0
+"""Seconds after which the limit changes again: down, or up by one request."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
+"""The largest pause after the first failure of a request, and after many, in seconds."""
+
+_LONGEST_HOLD = 60.0
+"""The longest time for which one refusal stops all requests, in seconds, whatever the server asks
+for: a maintenance page may ask for a day."""
+
+_FORGOTTEN = 120.0
+"""Seconds after the last failure from which on the server no longer counts as failing."""
+
+_REPORTED = (5.0, 30.0)
+"""Seconds for which a call is repeated until the event ``waiting`` reports it, and between two."""
+
+_SLICE = 1.0
+"""Seconds of a pause after which it is checked whether the operation has failed."""
+
+_POLL = 0.005
+"""Seconds between two looks at whether a request may start.
+
+A ``Condition`` would not do: an exception of a signal handler can leave its lock acquired.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a process has requested from one server.
+
+    ``requests``: the number of requests by operation, also of those that failed; ``retries``: the
+    repeated ones; ``throttled``: the refusals for their rate; ``waited_seconds``: the sum of the
+    pauses of all threads; ``running``: the requests in progress; ``concurrency``: the largest
+    number that may be in progress now. For a store that adapts them, ``part_size`` is the largest
+    length of the parts of the next upload, in bytes, and ``connections`` the number of parts that a
+    save sends at once.
+    """
+
+    requests: dict[str, int]
+    retries: int
+    throttled: int
+    waited_seconds: float
+    running: int
+    concurrency: int
+    part_size: int = 0
+    connections: int = 0
+
+
+def store_statistics(store: object) -> dict[str, float]:
+    """Return the statistics of a store's server as numbers by name; empty if it has none."""
+    method: Callable[[], Statistics] | None = getattr(store, "statistics", None)
+    if method is None:
+        return {}
+    found = asdict(method())
+    found["requests"] = sum(found["requests"].values())
+    return {f"store_{name}": value for name, value in found.items()}
+
+
+class Throttle:
+    """The limit of the requests to one server, and their statistics.
+
+    ``concurrency``: the largest number of requests in progress. ``patience``: seconds after the
+    last success from which on a request is no longer repeated. Without it, each call of a save, and
+    of the cleanup after its failure, would wait anew for a server that is away.
+    """
+
+    def __init__(
+        self,
+        concurrency: int,
+        patience: float = math.inf,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        self._max_limit = self._limit = concurrency
+        self._patience = patience
+        self._failing_since: float | None = None
+        self._failed_at = self._reported_at = -math.inf
+        self._clock, self._sleep, self._uniform = clock, sleep, uniform
+        self._lock = Lock()
+        self._running: set[object] = set()
+        self._resume_at = self._changed_at = clock()
+        self._requests: dict[str, int] = {}
+        self._retries = self._throttled = 0
+        self._waited = 0.0
+
+    def statistics(self) -> Statistics:
+        return Statistics(
+            dict(self._requests),
+            self._retries,
+            self._throttled,
+            self._waited,
+            len(self._running),
+            self._limit,
+        )
+
+    def call(self, operation: str, deadline: Deadline, request: Callable[[], T]) -> T:
+        """Return what ``request`` returns. While it raises ``Unavailable``, repeat it. If
+        ``operation`` is empty, ``request`` counts itself (see ``count``).
+
+        Fields of the error: ``throttled``, if the server refused the request for its rate;
+        ``retry_after``, the pause that the server asked for, in seconds; ``outcome``, "unknown" if
+        the request may have had an effect.
+
+        Raises the last error, with the number of tries, when the deadline, or the patience with a
+        server that has not done anything since, does not leave the time for another one. Its
+        outcome is unknown if that of any try was. Other errors are raised at once.
+        """
+        began, tries, is_unknown = self._clock(), 0, False
+        while True:
+            tries += 1
+            with self._slot(operation, deadline):
+                try:
+                    result = request()
+                    self._recover()
+                    return result
+                except Unavailable as e:
+                    error = e
+                except StoreError as e:
+                    if e.fields.get("status"):  # the server has answered
+                        self._recover()
+                    if is_unknown and not e.is_outcome_unknown:
+                        raise e.with_advice(outcome="unknown") from e
+                    raise
+            since = self.note_failure(self._clock())
+            is_unknown |= error.is_outcome_unknown
+            pause = self._uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 20)))
+            if error.fields.get("throttled"):
+                asked = error.fields.get("retry_after")
+                pause += MIN_PAUSE if asked is None else float(asked)
+                self._slow_down(min(pause, _LONGEST_HOLD))
+            left = min(deadline.seconds_left, since + self._patience - self._clock())
+            if left > pause and not is_canceled():
+                self._report(operation, error, self._clock() - began, left)
+                self._pause(pause, is_retry=True)
+            if left <= pause or is_canceled():
+                raise _gave_up(error, tries, self._clock() - began, deadline, is_unknown) from error
+
+    def _report(self, operation: str, error: StoreError, seconds: float, left: float) -> None:
+        """Report a call that has been repeated for a while, unless one was reported lately."""
+        first, next_one = _REPORTED
+        with self._lock:
+            now = self._clock()
+            if seconds < first or now - self._reported_at < next_one:
+                return
+            self._reported_at = now
+        store = error.fields.get("store", "")
+        events.emit("waiting", store=store, action=operation, error=error, seconds=left)
+
+    @contextmanager
+    def _slot(self, operation: str, deadline: Deadline) -> Iterator[None]:
+        """Count a request as running, as soon as the limit allows it or the deadline passes."""
+        token = object()
+        try:
+            while not self._start(token, operation, deadline):
+                self._pause(_POLL)
+            yield
+        finally:
+            self._running.discard(token)
+
+    def _start(self, token: object, operation: str, deadline: Deadline) -> bool:
+        with self._lock:
+            may_start = len(self._running) < self._limit and self._clock() >= self._resume_at
+            if may_start or not deadline.seconds_left or is_canceled():
+                self._running.add(token)
+                self._count(operation)
+                return True
+        return False
+
+    def count(self, operation: str) -> None:
+        """Count a request that a call without an ``operation`` sends."""
+        with self._lock:
+            self._count(operation)
+
+    def _count(self, operation: str) -> None:
+        if operation:
+            self._requests[operation] = self._requests.get(operation, 0) + 1
+
+    def _pause(self, seconds: float, *, is_retry: bool = False) -> None:
+        with self._lock:
+            self._waited += seconds
+            self._retries += is_retry
+        while seconds > _SLICE:
+            if is_canceled():
+                return
+            self._sleep(_SLICE)
+            seconds -= _SLICE
+        self._sleep(seconds)
+
+    def _slow_down(self, pause: float) -> None:
+        with self._lock:
+            now = self._clock()
+            self._throttled += 1
+            self._resume_at = max(self._resume_at, now + pause)
+            if now - self._changed_at >= RECOVERY or self._limit == self._max_limit:
+                self._limit = max(1, self._limit // 2)
+                self._changed_at = now
+
+    def note_failure(self, since: float) -> float:
+        """Note that the server has failed since a time of the clock. Return the time of its first
+        failure since the last success. (``call`` notes those of its own requests.)"""
+        with self._lock:
+            now = self._clock()
+            if self._failing_since is None or now - self._failed_at > _FORGOTTEN:
+                self._failing_since = since
+            self._failed_at = now
+            return self._failing_since
+
+    def _recover(self) -> None:
+        with self._lock:
+            self._failing_since = None
+            now = self._clock()
+            if self._limit < self._max_limit and now - self._changed_at >= RECOVERY:
+                self._limit += 1
+                self._changed_at = now
+
+
+def _gave_up(
+    error: Unavailable, tries: int, seconds: float, deadline: Deadline, is_unknown: bool
+) -> StoreError:
+    how_often = "1 try" if tries == 1 else f"{tries} tries"
+    fields = {"outcome": "unknown"} if is_unknown else {}
+    return error.with_advice(  # type: ignore[return-value]
+        f"Gave up after {how_often} in {seconds:.1f} s ({deadline.purpose})."
+        " Check the network and the server, then try again",
+        tries=tries,
+        **fields,
+    )

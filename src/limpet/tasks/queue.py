@@ -1,0 +1,343 @@
+"""The queue: hands out tasks, takes them back, and counts every record and every result once.
+
+It is a state machine without threads of its own. Each call first takes back what is overdue.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from threading import Condition, RLock, get_ident
+from typing import Any, NoReturn
+
+from limpet.errors import LimpetError, TaskError
+from limpet.tasks.job import Job
+from limpet.tasks.job_tables import JobTables, check_position
+from limpet.tasks.queue_state import check_state, match_tables, to_state
+from limpet.tasks.result import encode_result
+from limpet.tasks.sides import EvaluationSide, TrainingSide
+from limpet.tasks.spec import (
+    KINDS,
+    DataSets,
+    Kind,
+    check_kind,
+    check_seconds,
+    is_int,
+    make_spec,
+)
+from limpet.tasks.table import TaskTable
+from limpet.tasks.task import Report, Task
+
+_LONGEST_WAIT = 1.0
+"""Seconds after which a wait looks at the clock again, which may not be the real one."""
+
+_LONGEST_CAUSE = 10_000
+"""The number of characters of the cause of a failure that are kept."""
+
+
+class Queue:
+    """Tasks for any number of workers, of the two kinds ``"training"`` and ``"evaluation"``.
+
+    ``lease_seconds``: the time after which a task whose worker has not reported returns to the
+    queue; None: never. ``attempts``: how many attempts in a row may end without result and without
+    progress before the job fails. ``clock`` returns seconds and never goes back.
+
+    Put the queue into the state of a ``Checkpointer``. A version then contains what the steps up to
+    it have consumed. Leases and workers are not part of it, so any number of workers can resume.
+    All methods may be called from any thread of the process that created the queue.
+
+    Raises ``LimpetError`` for invalid arguments.
+    """
+
+    def __init__(
+        self,
+        *,
+        lease_seconds: float | None = 600.0,
+        attempts: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lease_seconds = inf if lease_seconds is None else lease_seconds
+        check_seconds("lease_seconds", self._lease_seconds, may_be_infinite=True)
+        if not is_int(attempts) or attempts < 1:
+            raise LimpetError("Invalid attempts", expected="1 or more", found=repr(attempts))
+        self._clock = clock
+        self._changed = Condition(RLock())
+        self._process = os.getpid()
+        self._jobs = JobTables(attempts)
+        self.training = TrainingSide(self)
+        self.evaluation = EvaluationSide(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Queue with {len(self._jobs.by_name)} jobs, {len(self._jobs.leases)} tasks at work>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise LimpetError(
+            "A task queue cannot be copied to another process",
+            todo="Use a TaskServer and a RemoteQueue, or read the data sets with a DataLoader whose"
+            " batch_sampler is a TaskBatches",
+        )
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        kind: Kind,
+        data: DataSets,
+        *,
+        task_size: int,
+        epochs: int = 1,
+        name: str,
+        after: str | None = None,
+    ) -> Job:
+        """Add a job: all records of ``data``, ``epochs`` times, in tasks of ``task_size`` records.
+
+        ``data``: the number of records, or a mapping of names of data sets, files, or streams to
+        their number of records, a ``range``, or None (a stream: one task without a known end). The
+        last task of a data set has the remainder. A task size is usually that of a batch times the
+        number of batches. ``after``: the job that must be complete before this one begins.
+
+        If the queue has this job already, such as after a resume, it is returned as it is. Raises
+        ``TaskError`` if the queue has another job with this name, and ``LimpetError`` for invalid
+        arguments.
+        """
+        spec = make_spec(kind, data, task_size, epochs, name, after)
+        with self._entered():
+            table = self._jobs.by_name.get(name)
+            if table is None:
+                if after is not None and after not in self._jobs.by_name:
+                    raise TaskError(
+                        f"Job {name!r} cannot wait for job {after!r}, which is not in the queue",
+                        todo="Add that job first",
+                        job=name,
+                    )
+                table = TaskTable(spec, self._jobs.next_id)
+                self._jobs.next_id = table.last_id + 1
+                self._jobs.insert(table)
+                self._changed.notify_all()
+            elif table.spec != spec:
+                raise TaskError(
+                    f"The queue has another job with the name {name!r}",
+                    expected=table.spec.text[:300],
+                    found=spec.text[:300],
+                    todo="Use another name, or a new run for other data",
+                    job=name,
+                )
+            return Job(self, table)
+
+    def job(self, name: str) -> Job:
+        """Return the job with this name. Raises ``TaskError`` if the queue has none."""
+        with self._entered():
+            if name not in self._jobs.by_name:
+                raise TaskError(f"The queue has no job with the name {name!r}", job=name)
+            return Job(self, self._jobs.by_name[name])
+
+    def finished(self, kind: Kind) -> bool:
+        """Return True if no task of this kind is open or leased.
+
+        Then, raises the ``JobFailed`` of a training job that has failed: otherwise a training would
+        end as if it were complete. That of an evaluation is raised to whoever waits for its job,
+        and not to its workers, which may have more to do.
+        """
+        check_kind(kind)
+        with self._entered():
+            if self._jobs.running[kind]:
+                return False
+            for table in self._jobs.failed.values():
+                if kind == "training" and table.error is not None:
+                    raise table.error
+            return True
+
+    def longest_seconds(self, kind: Kind) -> float:
+        """Return the longest time that a completed attempt of this kind took, to set timeouts."""
+        return self._jobs.longest[check_kind(kind)]
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def get(
+        self,
+        kind: Kind,
+        worker: str | None = None,
+        timeout: float = 0.0,
+        lease_seconds: float | None = None,
+    ) -> Task | None:
+        """Lease the first open task of this kind, or return None if there is none.
+
+        ``worker``: the name of the worker, by default one for each thread. ``timeout``: the seconds
+        to wait for a task. ``lease_seconds``: instead of that of the queue; infinity for a worker
+        that cannot be lost unless the queue is.
+
+        A worker holds at most one evaluation task: if it asks for another one, its last attempt
+        counts as failed.
+        """
+        check_kind(kind)
+        seconds = self._lease_seconds if lease_seconds is None else lease_seconds
+        check_seconds("timeout", timeout, may_be_zero=True)
+        check_seconds("lease_seconds", seconds, may_be_infinite=True)
+        worker = f"thread {get_ident()}" if worker is None else worker
+        with self._entered():
+            end = self._clock() + timeout
+            if kind == "evaluation":
+                for lease in self._jobs.leases.of_worker(worker, kind):
+                    self._jobs.take_back(lease, f"worker {worker!r} asked for another task")
+                    self._changed.notify_all()  # the job may have failed
+            while True:
+                now = self._clock()
+                task = self._jobs.lease(kind, worker, now, seconds, self)
+                if task is not None or now >= end:
+                    return task
+                self._wait(end)
+
+    def recover(self, worker: str, cause: str = "it has ended") -> int:
+        """Return the tasks of a lost worker to the queue. Returns their number.
+
+        Only the attempt that the worker began first counts as failed, of each kind: it was at work
+        on that task, and had merely read ahead in the others.
+        """
+        with self._changing():
+            count = 0
+            for kind in KINDS:
+                leases = self._jobs.leases.of_worker(worker, kind)
+                for lease in leases[:1]:
+                    self._jobs.take_back(lease, f"worker {worker!r} was lost: {cause}")
+                for lease in leases[1:]:
+                    if self._jobs.leases.get(lease.attempt) is lease:  # its job has not failed
+                        self._jobs.reopen(lease)
+                count += len(leases)
+            return count
+
+    # -- reports of workers, see ``Task`` --------------------------------------------------------
+
+    def report_consumed(self, reports: Sequence[Report]) -> None:
+        """Set the positions of different tasks, all or none. See ``TrainingTask.consumed``."""
+        if len({report.attempt for report in reports}) < len(reports):
+            raise TaskError(
+                "A step reports the records of one task twice",
+                found=repr(reports)[:300],
+                todo="Add up the records of each task",
+            )
+        with self._changing():
+            leases = [self._jobs.held(report) for report in reports]
+            for lease, report in zip(leases, reports):
+                check_position(lease, report)
+            now = self._clock()
+            for lease, report in zip(leases, reports):
+                self._jobs.advance(lease, report.position, now)
+
+    def report_done(self, report: Report, result: Any) -> bool:
+        """Complete a task. See ``EvaluationTask.done`` and ``TrainingTask.done``."""
+        text = encode_result(result)
+        with self._changing():
+            found = self._jobs.unfinished(report)
+            if found is None:
+                return False
+            table, number = found
+            if report.position != table.position(number, table.spec.range_of(number)):
+                return False  # a newer attempt has consumed records
+            kept = text if table.spec.kind == "evaluation" else None
+            self._jobs.complete(table, number, kept, report.attempt, self._clock())
+            return True
+
+    def report_failed(self, report: Report, cause: str) -> bool:
+        """End an attempt as failed. See ``Task.fail``."""
+        with self._changing():
+            lease = self._jobs.lease_of(report)
+            if lease is not None:
+                self._jobs.take_back(lease, cause[:_LONGEST_CAUSE])
+            return lease is not None
+
+    def report_released(self, report: Report) -> bool:
+        """End an attempt without blame. See ``Task.release``."""
+        with self._changing():
+            lease = self._jobs.lease_of(report)
+            if lease is not None:
+                self._jobs.reopen(lease)
+            return lease is not None
+
+    def renew(self, report: Report) -> None:
+        """Start the time of a lease anew. See ``Task.renew``."""
+        with self._entered():
+            self._jobs.held(report).extend(self._clock())
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the steps so far have consumed, and the results of jobs that nobody has
+        collected: plain values that do not depend on workers and leases."""
+        with self._entered():
+            return to_state(self._jobs.next_id, self._jobs.by_name)
+
+    def check_state_dict(self, state: object) -> None:
+        """Raise the error that ``load_state_dict`` would raise. A load calls this first."""
+        with self._entered():
+            match_tables(check_state(state), self._jobs.by_name)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state: what it does not contain as completed is open again.
+
+        All leases end, and later reports of their attempts are ignored. Jobs that the queue has,
+        and that the state does not have, end with an error. Raises ``PlanError``, and changes
+        nothing, if that would lose a training job that has not begun, or if a job differs.
+        """
+        with self._changing():
+            loaded = check_state(state)
+            receiving, dropped = match_tables(loaded, self._jobs.by_name)
+            for table in dropped:
+                what = f"A load has removed job {table.spec.name!r} from the queue"
+                table.fail(TaskError(what, todo="Add it again", job=table.spec.name))
+            for table, progress in zip(receiving, loaded.progress):
+                table.load(progress)
+            self._jobs.replace(receiving, loaded.next_id)
+
+    # -- the owner of jobs, see ``Job`` ----------------------------------------------------------
+
+    def wait_for_end(self, table: TaskTable, timeout: float) -> None:
+        """Wait for at most ``timeout`` seconds until a job has ended."""
+        check_seconds("timeout", timeout, may_be_zero=True)
+        with self._entered():
+            end = self._clock() + timeout
+            while not table.has_ended and self._clock() < end:
+                self._wait(end)
+
+    def collect(self, table: TaskTable) -> None:
+        """Forget an evaluation job that has ended. The caller keeps its results."""
+        with self._entered():
+            if table.spec.kind == "evaluation":
+                self._jobs.remove(table)
+
+    # -- implementation --------------------------------------------------------------------------
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Lock the queue, and first take back what is overdue."""
+        if os.getpid() != self._process:
+            self.__reduce__()
+        with self._changed:
+            self._take_back_overdue()
+            yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Lock the queue, and then wake up those who wait for a change."""
+        with self._entered():
+            yield
+            self._changed.notify_all()
+
+    def _take_back_overdue(self) -> None:
+        taken = False
+        for lease in self._jobs.leases.overdue(self._clock()):
+            cause = f"no report of worker {lease.worker!r} within {lease.seconds} s"
+            self._jobs.take_back(lease, cause)
+            taken = True
+        if taken:
+            self._changed.notify_all()
+
+    def _wait(self, end: float) -> None:
+        """Wait for a change until ``end``, or until a lease is over."""
+        seconds = min(end, self._jobs.leases.next_end()) - self._clock()
+        self._changed.wait(min(max(seconds, 0.0), _LONGEST_WAIT))
+        self._take_back_overdue()

@@ -1,0 +1,176 @@
+"""What a job consists of: its data sets, cut into tasks. Nothing here changes."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+from limpet.errors import LimpetError, PlanError
+from limpet.text import without_surrogates
+
+Kind = Literal["training", "evaluation"]
+KINDS: tuple[Kind, ...] = ("training", "evaluation")
+
+DataSets = int | Mapping[str, int | range | None]
+"""The data of a job. An int is the number of records of a single data set without a name. A mapping
+gives each data set, file, or stream its number of records, a ``range`` of records (step 1), or None
+for a stream whose end is not known."""
+
+_MAX_RECORDS = 1 << 62
+
+
+class TaskRange(NamedTuple):
+    """The records of one task: ``start`` up to ``stop`` of a data set, in one epoch.
+
+    ``stop`` is None for a stream, which is one task per epoch.
+    """
+
+    data: str
+    start: int
+    stop: int | None
+    epoch: int
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job: every record of its data sets once per epoch, in tasks of ``task_size`` records.
+
+    ``after`` names the job that must be complete before a task of this one is handed out.
+    """
+
+    kind: Kind
+    name: str
+    data: tuple[tuple[str, int, int | None], ...]
+    task_size: int
+    epochs: int
+    after: str | None
+
+    @cached_property
+    def text(self) -> str:
+        """The specification as JSON: two jobs are the same if their texts are."""
+        fields = self.kind, self.name, self.data, self.task_size, self.epochs, self.after
+        return json.dumps(fields)
+
+    @cached_property
+    def _task_counts(self) -> list[int]:
+        """The number of tasks in the first data sets of an epoch: 0, those of one, of two, ..."""
+        sizes = [1 if b is None else -(-(b - a) // self.task_size) for _, a, b in self.data]
+        return [0, *accumulate(sizes)]
+
+    @property
+    def tasks_per_epoch(self) -> int:
+        return self._task_counts[-1]
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks in all epochs."""
+        return self.tasks_per_epoch * self.epochs
+
+    def range_of(self, number: int) -> TaskRange:
+        """Return the records of a task, which is numbered from 0."""
+        epoch, number = divmod(number, self.tasks_per_epoch)
+        i = bisect_right(self._task_counts, number) - 1
+        name, first, stop = self.data[i]
+        if stop is None:
+            return TaskRange(name, first, None, epoch)
+        start = first + (number - self._task_counts[i]) * self.task_size
+        return TaskRange(name, start, min(start + self.task_size, stop), epoch)
+
+
+def make_spec(
+    kind: str, data: DataSets, task_size: int, epochs: int, name: str, after: str | None
+) -> JobSpec:
+    """Return the specification of a job. Raises ``LimpetError`` if it is not valid."""
+    for text in (name,) if after is None else (name, after):
+        if not is_text(text) or not text:
+            raise _invalid("name of a job", "a text that is not empty", text)
+    for label, value in (("task_size", task_size), ("epochs", epochs)):
+        if not is_int(value) or not 1 <= value < _MAX_RECORDS:
+            raise _invalid(f"{label} of job {name!r}", "an int of 1 or more", value)
+    if not isinstance(data, Mapping):
+        data = {"": data}
+    ranges = tuple((key, *_limits(name, key, value)) for key, value in data.items())
+    ranges = tuple((key, start, stop) for key, start, stop in ranges if start != stop)
+    spec = JobSpec(check_kind(kind), name, ranges, int(task_size), int(epochs), after)
+    if not ranges:
+        raise _invalid(f"data of job {name!r}", "at least one record", "none")
+    if spec.tasks >= _MAX_RECORDS:
+        raise _invalid(f"number of tasks of job {name!r}", f"less than {_MAX_RECORDS}", spec.tasks)
+    if kind == "evaluation" and any(stop is None for _, _, stop in ranges):
+        raise _invalid(f"data of job {name!r}", "an end of each data set of an evaluation", "None")
+    return spec
+
+
+def parse_spec(text: object) -> JobSpec:
+    """Return the specification with this ``text``. Raises ``PlanError`` if there is none."""
+    try:
+        kind, name, data, task_size, epochs, after = json.loads(str(text))
+        sets = {key: None if stop is None else range(start, stop) for key, start, stop in data}
+        spec = make_spec(kind, sets, task_size, epochs, name, after)
+        if spec.text != text:
+            raise ValueError("not the text of a specification")
+    except (ValueError, TypeError, RecursionError, LimpetError) as e:
+        raise PlanError(
+            "The state of a task queue contains a job that does not exist",
+            expected="the specification of a job",
+            found=repr(text)[:200],
+        ) from e
+    return spec
+
+
+def check_kind(kind: str) -> Kind:
+    """Return the kind of a task. Raises ``LimpetError`` if there is no such kind."""
+    if kind not in KINDS:
+        raise _invalid("kind of a task", " or ".join(map(repr, KINDS)), kind)
+    return kind
+
+
+def check_seconds(
+    name: str, value: object, *, may_be_zero: bool = False, may_be_infinite: bool = False
+) -> None:
+    """Raise ``LimpetError`` unless ``value`` is a number of seconds."""
+    is_valid = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (value > 0 or (may_be_zero and value == 0))
+        and (may_be_infinite or value < math.inf)
+    )
+    if not is_valid:
+        expected = "seconds: a number of 0 or more" if may_be_zero else "seconds: more than 0"
+        expected += "" if may_be_infinite else ", and finite"
+        raise LimpetError(f"Invalid {name}", expected=expected, found=repr(value)[:200])
+
+
+def is_text(value: object) -> bool:
+    """Return True for a str that can be sent: it has no surrogates."""
+    return isinstance(value, str) and value == without_surrogates(value)
+
+
+def is_int(value: Any) -> bool:
+    """Return True for an int, also one of NumPy, that is no bool."""
+    return not isinstance(value, bool) and hasattr(value, "__index__")
+
+
+def _limits(job: str, key: object, value: int | range | None) -> tuple[int, int | None]:
+    """Return the first record of a data set, and the end, which is None for a stream."""
+    if not is_text(key):
+        raise _invalid(f"name of a data set of job {job!r}", "a text", key)
+    if value is None:
+        return 0, None
+    limits = (value.start, value.stop) if isinstance(value, range) else (0, value)
+    is_valid = all(map(is_int, limits)) and getattr(value, "step", 1) == 1
+    if not is_valid or not 0 <= limits[0] <= limits[1] < _MAX_RECORDS:
+        what = f"records of data set {key!r} of job {job!r}"
+        raise _invalid(what, "a number of records, or a range with the step 1", value)
+    return operator.index(limits[0]), operator.index(limits[1])
+
+
+def _invalid(what: str, expected: str, found: object) -> LimpetError:
+    return LimpetError(f"Invalid {what}", expected=expected, found=repr(found)[:200])

@@ -1,0 +1,308 @@
+"""What the hosts hold in memory, and which captured states all ranks could load from there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from math import inf
+from typing import Literal
+
+import msgspec
+
+from limpet.engine.distributed.collective import Collective
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import FormatError, NotFound, NotTrusted, StoreError
+from limpet.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
+from limpet.format.names import MANIFEST, Version, parse_version
+from limpet.run.catalog import read_captured_with, read_sessions
+from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust
+from limpet.run.lineage import branch_origin, newest_version
+from limpet.run.run import Run
+from limpet.storage.store import Store
+
+TierName = Literal["memory", "local"]
+
+WHERE: dict[TierName, str] = {"memory": "in memory", "local": "on the local disk"}
+"""Where a tier has its states, by its name."""
+
+
+class HostState(msgspec.Struct, frozen=True, array_like=True):
+    """What one host has of a captured state.
+
+    ``rank``: the first rank of the host. ``digest``: that of the manifest, or "" if the host has
+    none that is intact; ``problem`` says why it is damaged. ``branch`` and ``parent``: what the
+    manifest says. ``count``: the number of files that it names. ``held``: those that the host has
+    in full length, as numbers in the order of ``files_of``: the first and the end of each range.
+    ``has_manifest`` is False if the manifest was read from another host.
+
+    The size does not depend on the number of hosts: a host has the files of a few ranks.
+    """
+
+    rank: int
+    folder: str
+    digest: str = ""
+    branch: int = 0
+    parent: Parent | None = None
+    count: int = 0
+    held: list[int] = []
+    problem: str = ""
+    has_manifest: bool = True
+
+
+class Holder(msgspec.Struct, frozen=True, array_like=True):
+    """The ``rank``, ``held``, and ``has_manifest`` of a ``HostState``."""
+
+    rank: int
+    held: list[int]
+    has_manifest: bool
+
+
+class Sources(msgspec.Struct, frozen=True, array_like=True):
+    """Where the files of a state are: its ``holders``, in the order of their ranks. ``count``: the
+    number of files besides the manifest."""
+
+    count: int = 0
+    holders: list[Holder] = []
+
+    @property
+    def with_manifest(self) -> list[int]:
+        """The ranks that serve the manifest."""
+        return [holder.rank for holder in self.holders if holder.has_manifest]
+
+    def by_file(self) -> list[list[int]]:
+        """Return, for each file by its number, the ranks that serve it."""
+        found: list[list[int]] = [[] for _ in range(self.count)]
+        for holder in self.holders:
+            for first, end in zip(holder.held[::2], holder.held[1::2], strict=True):
+                for ranks in found[first:end]:
+                    ranks.append(holder.rank)
+        return found
+
+    @property
+    def first_missing(self) -> int | None:
+        """The number of the first file that no host has in full length, or None."""
+        end = 0
+        held = (holder.held for holder in self.holders)
+        for first, stop in sorted(pair for h in held for pair in zip(h[::2], h[1::2], strict=True)):
+            if first > end:
+                break
+            end = max(end, stop)
+        return end if end < self.count else None
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A captured state on the hosts.
+
+    ``digest``: that of its manifest; ``parent``: the newest durable version before it; ``sources``:
+    where its files are. ``tier``: the name of the tier that has it. ``problem`` says why its
+    manifest cannot be read, if it cannot.
+    """
+
+    folder: str
+    digest: str
+    branch: int
+    parent: Parent | None
+    sources: Sources
+    tier: TierName = "memory"
+    problem: str = ""
+
+    @property
+    def version(self) -> Version:
+        version = parse_version(self.folder)
+        if version is None:
+            raise ValueError(f"{self.folder} is not a version")
+        return version
+
+    @property
+    def is_whole(self) -> bool:
+        """True if its manifest is intact, and every file is on some host in full length."""
+        return not self.problem and self.sources.first_missing is None
+
+    def check_whole(self, captured: SnapshotReader) -> None:
+        """Raise ``NotFound`` if it is not whole. ``captured``: the same state, to name the file.
+        Raises the errors of its manifest."""
+        problem, missing = self.problem, self.sources.first_missing
+        if not problem and missing is not None:
+            name = [*files_of(captured.manifest)][missing]
+            problem = f"No host has {self.folder}/{name} in full length"
+        if problem:
+            raise NotFound(problem)
+
+
+def take_inventory(store: Store, rank: int) -> list[HostState]:
+    """Return what is on this host, of which ``rank`` is the first rank."""
+    folders: dict[str, dict[str, int]] = {}
+    for stat in store.list(""):
+        folder, _, name = stat.key.partition("/")
+        if parse_version(folder) is not None:
+            folders.setdefault(folder, {})[name] = stat.length
+    states = []
+    for folder, lengths in folders.items():
+        state = HostState(rank, folder)
+        if lengths.get(MANIFEST, 1 + MAX_MANIFEST) <= MAX_MANIFEST:
+            with suppress(StoreError):
+                raw = store.get(f"{folder}/{MANIFEST}", MAX_MANIFEST)
+                state = describe_state(rank, folder, raw, lengths)
+        states.append(state)
+    return states
+
+
+def describe_state(rank: int, folder: str, raw: bytes, lengths: Mapping[str, int]) -> HostState:
+    """Return what a host has of a state. ``raw``: the bytes of its manifest; ``lengths``: those of
+    the files on the host, by name."""
+    try:
+        manifest, digest = decode_manifest(raw, f"{folder}/{MANIFEST}")
+    except FormatError as e:
+        return HostState(rank, folder, problem=str(e))
+    files = files_of(manifest)
+    held = _find_held(files, lengths)
+    return HostState(rank, folder, digest, manifest.branch, manifest.parent, len(files), held)
+
+
+def gather_states(collective: Collective, own: list[HostState]) -> list[HostState]:
+    """Return the states of all ranks on rank 0, and none on the others."""
+    gathered = collective.gather(own, list[HostState])
+    return [] if gathered is None else [*chain.from_iterable(gathered)]
+
+
+def _find_held(files: Mapping[str, int], lengths: Mapping[str, int]) -> list[int]:
+    """Return which ``files`` are there in full length (see ``HostState.held``)."""
+    held: list[int] = []
+    for number, (name, length) in enumerate(files.items()):
+        if lengths.get(name) == length:
+            if held and held[-1] == number:
+                held[-1] += 1
+            else:
+                held += number, number + 1
+    return held
+
+
+def find_candidates(states: Iterable[HostState], tier: TierName) -> list[Candidate]:
+    """Return the captured states of a tier, newest first, also those that cannot be loaded.
+
+    If the hosts have different manifests of one version, the one that most hosts have counts: a
+    training that was cut off may have left another one on a host that was away.
+    """
+    by_folder: dict[str, list[HostState]] = {}
+    for state in states:
+        by_folder.setdefault(state.folder, []).append(state)
+    found = [
+        candidate
+        for folder, of_folder in by_folder.items()
+        if (candidate := _make_candidate(folder, of_folder, tier)) is not None
+    ]
+    return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)
+
+
+def _make_candidate(folder: str, states: Sequence[HostState], tier: TierName) -> Candidate | None:
+    """Return a candidate, or None if no host has its manifest."""
+    counts = Counter(state.digest for state in states if state.digest)
+    if not counts:
+        problem = next((state.problem for state in states if state.problem), "")
+        version = parse_version(folder)
+        branch = 0 if version is None else version.branch
+        return Candidate(folder, "", branch, None, Sources(), tier, problem) if problem else None
+    digest = max(sorted(counts), key=counts.__getitem__)
+    equal = sorted((s for s in states if s.digest == digest), key=lambda s: s.rank)
+    holders = [Holder(s.rank, s.held, s.has_manifest) for s in equal]
+    first = equal[0]
+    sources = Sources(first.count, holders)
+    return Candidate(folder, digest, first.branch, first.parent, sources, tier)
+
+
+def find_unclear(states: Iterable[HostState], found: Sequence[Candidate]) -> list[Candidate]:
+    """Return the candidates that lack files which a host without their manifest may have: the
+    training was killed while the hosts stored it."""
+    others = {(state.folder, state.digest) for state in states}
+    folders = Counter(folder for folder, _ in others)
+    return [c for c in found if c.digest and folders[c.folder] > 1 and not c.is_whole]
+
+
+def files_of(manifest: Manifest) -> Mapping[str, int]:
+    """Return the names and the lengths of a state's files besides its manifest: each shard, then
+    its index."""
+    files: dict[str, int] = {}
+    for shard in manifest.shards:
+        files[shard.name] = shard.length
+        files[shard.index.name] = shard.index.length
+    return files
+
+
+class CurrentLine:
+    """The current lineage of a run, of which ``newest`` is the newest version, or None.
+
+    ``branch``: its number. ``durable``: the newest version, or None if there is none, or if its
+    manifest is damaged. Raises ``FormatError`` for the record of a branch, and ``StoreError``.
+    """
+
+    def __init__(self, run: Run) -> None:
+        listing = run.listing()
+        self._catalog = run.catalog
+        self.newest = newest_version(run.catalog, listing)
+        self.branch = number = run.branch(listing)
+        self._last_steps: dict[int, float] = {number: inf}
+        while number and (origin := branch_origin(run.catalog, number, listing.folders)):
+            number = origin.branch
+            self._last_steps[number] = origin.step
+        self.durable: SnapshotReader | None = None
+        self._session = ""
+        self._is_damaged = False
+        if self.newest is not None:
+            try:
+                durable = run.catalog.open(self.newest)
+                self._session = next(iter(read_sessions(durable)), "")
+                self.durable = durable
+            except FormatError:
+                self._is_damaged = True
+
+    def find_distrust(self, trust: Trust) -> NotTrusted | None:
+        """Return why ``trust`` does not accept the newest version; None if it does, or if there is
+        none.
+
+        If its manifest is damaged, a negative verdict on any snapshot of its name counts, and no
+        positive one does.
+        """
+        if self.newest is None:
+            return None
+        digest = None if self.durable is None else self.durable.digest
+        found = self._catalog.find_distrust(self.newest, digest, trust)
+        if found is None and digest is None and trust != NOT_DISTRUSTED:
+            return NotTrusted("Its manifest is damaged")
+        return found
+
+    def is_newer(self, version: Version) -> bool:
+        """Return True if a version of this lineage is newer than all that the run has."""
+        is_later = self.newest is None or version.step > self.newest.step
+        return is_later and version.step <= self._last_steps.get(version.branch, -1)
+
+    def is_same(self, candidate: Candidate, captured: SnapshotReader) -> bool:
+        """Return True if a captured state of the same step is that of the newest version.
+
+        A copy on a local disk has the same manifest. A capture names the save of the same call of
+        ``step``: a later save of this step may have another state, and another training may have
+        captured the step. If the manifest of the newest version is damaged, this cannot be told,
+        and the state counts. Reads the manifest of ``captured``; raises ``FormatError``.
+        """
+        if self.durable is None:
+            return True
+        if candidate.tier == "local":
+            return candidate.digest == self.durable.digest
+        return read_captured_with(captured) == self.durable.manifest.attempt
+
+    def is_continued_by(self, candidate: Candidate, captured: SnapshotReader) -> bool:
+        """Return True if a captured state continues from the newest version of the run, or from
+        none.
+
+        It names that version as its parent, or the same training, or one that it has resumed from,
+        captured it before the version was committed. A host that was away for a while may have a
+        state from before. If the manifest of the newest version is damaged, this cannot be told,
+        and the state counts. Reads the manifest of ``captured``; raises ``FormatError``.
+        """
+        if self._is_damaged:
+            return True
+        parent = None if candidate.parent is None else candidate.parent.digest
+        if parent == (None if self.durable is None else self.durable.digest):
+            return True
+        return self._session != "" and self._session in read_sessions(captured)

@@ -1,0 +1,312 @@
+"""Versions on a fast local disk of each host, which are promoted to the run in the background."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+
+from limpet import events
+from limpet.deadline import Deadline
+from limpet.engine.distributed.collective import Collective
+from limpet.engine.distributed.group import Group
+from limpet.engine.saving.commit import (
+    Receipt,
+    before_commit,
+    check_receipts,
+    commit_collectively,
+    pinned_base,
+    put_manifest,
+)
+from limpet.engine.saving.job import SaveJob
+from limpet.engine.saving.pending import Pending
+from limpet.engine.saving.save import finish_save
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.engine.snapshot.snapshot import Snapshot
+from limpet.engine.transform.copy import copy_shards
+from limpet.errors import (
+    AlreadyExists,
+    CommitError,
+    FormatError,
+    LimpetError,
+    NoSpace,
+    NotFound,
+    RankFailed,
+)
+from limpet.format import names
+from limpet.format.manifest import IncrementalShard, Manifest, Shard
+from limpet.format.names import Version, shard_name
+from limpet.run.run import Run
+from limpet.settings import read_settings
+from limpet.storage.local.store import LocalStore
+from limpet.storage.store import Store
+from limpet.threads import Latch, no_op
+from limpet.tiers.host_tier import GENERATIONS, Generation, HostTier
+from limpet.tiers.hosts import Hosts
+from limpet.tiers.inventory import Candidate
+from limpet.tiers.local_tier import LocalTier
+from limpet.tiers.memory_check import GIB, TierCost
+
+LEFTOVER_SECONDS = 3600.0
+"""The longest time for the promotion of what an earlier training has left."""
+
+
+class LocalVersions(HostTier):
+    """The newest versions of one training on the local disks of its hosts.
+
+    A save writes to ``location`` first. Then its ``Promotion`` copies the files of each rank to the
+    run, and rank 0 commits the same manifest there. Without a ``tier``, there is nothing.
+    """
+
+    store: LocalStore
+    _most_generations = GENERATIONS + 2  # one more may wait for its promotion after a restart
+
+    def __init__(self, tier: LocalTier | None, group: Group) -> None:
+        super().__init__("local", tier, group)
+
+    def _make_folder(self, path: str, run_id: str, run_url: str) -> str:
+        if "://" not in run_url:
+            tier, run = os.path.realpath(path), os.path.realpath(run_url)
+            if os.path.commonpath([tier, run]) == run:
+                raise LimpetError(
+                    "The LocalTier is in the folder of the run",
+                    expected="a folder on the local disk, and a run in a durable store",
+                    found=f"path={tier}, run={run}",
+                    todo="Save to the local disk without a LocalTier, or use another folder",
+                )
+        return super()._make_folder(path, run_id, run_url)
+
+    def _make_store(self, folder: str, hosts: Hosts) -> LocalStore:
+        return LocalStore(folder, direct=read_settings().direct)
+
+    def _check_space(self, folder: str, cost: TierCost) -> None:
+        size = os.statvfs(folder)
+        available = size.f_bavail * size.f_frsize + cost.present_bytes
+        if available < cost.total:
+            raise NoSpace(
+                f"The local tier in {folder} does not fit on its disk",
+                expected=f"{cost} of free space",
+                found=f"{available / GIB:.1f} GiB",
+                todo="Free space there, use another LocalTier(path), or no LocalTier",
+                store=folder,
+                needed=cost.total,
+                available=available,
+            )
+
+    # -- the start of the training ---------------------------------------------------------------
+
+    def start(self, kept: Version | None, leftovers: Sequence[Candidate]) -> None:
+        """Delete what the training does not need, once it is the writer of the run."""
+        if self.is_open:
+            self.keep_only(kept, [leftover.version for leftover in leftovers])
+            for stat in self.store.partials("") if self._hosts.is_first else ():
+                self.store.delete(stat.key)
+
+    def promote_leftovers(
+        self,
+        run: Run,
+        leftovers: Sequence[Candidate],
+        kept: Version | None,
+        check_writer: Callable[[Store], object],
+    ) -> tuple[Pending, Promotion] | None:
+        """Promote what an earlier training has left, oldest first, in the background. All ranks
+        call this in the training thread. None: there is nothing to do.
+
+        A version that is damaged is skipped: the training has resumed without it. The result is the
+        newest one from which it continues: ``kept``, or one before. If there is none, the result is
+        a captured state.
+        """
+        if not leftovers:
+            return None
+        promotions = []
+        for leftover in leftovers:
+            deadline = Deadline.after(LEFTOVER_SECONDS, f"the promotion of {leftover.folder}")
+            location = run.location(leftover.version).limit("promotion", None, deadline)
+            promotions.append(self.begin_promotion(location, None))
+            promotions[-1].is_captured.set()
+            promotions[-1].has_begun.set()
+
+        def promote() -> SnapshotReader:
+            newest = None
+            with ExitStack() as closing_all:
+                for promotion in promotions:
+                    closing_all.callback(promotion.collective.close)
+                for leftover, promotion in zip(leftovers, promotions, strict=True):
+                    promoted = promotion.finish_leftover(leftover, check_writer)
+                    self._unpromoted.discard(leftover.version)
+                    is_kept = kept is not None and leftover.version.step <= kept.step
+                    if promoted is not None and is_kept:
+                        newest = promoted
+                    elif not is_kept and self._hosts.is_first:
+                        self._delete_version(leftover.version)
+            last = leftovers[-1]
+            return newest or SnapshotReader(
+                self.locate(last.folder, last.sources), None, last.digest
+            )
+
+        pending = Pending(lambda: Snapshot(promote()), run.url, no_op, None)
+        pending.start()
+        return pending, promotions[-1]
+
+    def _delete_version(self, version: Version) -> None:
+        keys = [stat.key for stat in self.store.list(str(version))]
+        self._delete(Generation.of_files(version, keys))
+
+    # -- during the training -----------------------------------------------------------------------
+
+    def location(self, version: Version, deadline: Deadline | None) -> Location:
+        """Return where a version is saved first."""
+        return Location(self.store, str(version), is_per_host=True).limit("save", None, deadline)
+
+    def begin_promotion(self, location: Location, previous: Pending | None) -> Promotion:
+        """Prepare the promotion of a save to ``location``. All ranks call this in the training
+        thread. ``previous``: the save that is committed first."""
+        collective = self.group.collective(
+            f"the promotion of {location.folder}", deadline=location.deadline
+        )
+        return Promotion(self, location, collective, previous)
+
+    def keep_captured(self, version: Version, attempt: str) -> None:
+        """Count a version that is complete on this host, and delete those before the newest two.
+        They have been promoted, or a call has raised why not."""
+        self._keep(Generation(version, self._keys_of(version, attempt)))
+
+    def discard_captured(self, version: Version, attempt: str) -> None:
+        """Delete what a save that failed has left."""
+        self._delete(Generation(version, self._keys_of(version, attempt)))
+
+
+class Promotion:
+    """The second half of a save to a local disk: complete it there, then commit it to the run.
+
+    ``is_captured`` is set once the version is complete on the local disk, and ``has_begun`` once
+    the one before it is committed, too; then the next save may begin. Both are set when the save
+    fails.
+    """
+
+    def __init__(
+        self,
+        tier: LocalVersions,
+        location: Location,
+        collective: Collective,
+        previous: Pending | None,
+    ) -> None:
+        self._tier = tier
+        self._location = location
+        self.collective = collective
+        self._previous = previous
+        self.is_captured, self.has_begun = Latch(), Latch()
+
+    def finish(
+        self,
+        job: SaveJob,
+        check_state: Callable[[Sequence[Receipt]], object],
+        check_writer: Callable[[Store], object],
+    ) -> SnapshotReader:
+        """Finish a save, and return the version of the run. All ranks call this.
+
+        Rank 0 calls ``check_state`` before the version counts on the local disk, and
+        ``check_writer`` with the run's store before the commit. Raises the errors of
+        ``finish_save``, and ``FormatError`` if the local copy is damaged.
+        """
+        try:
+            with closing(self.collective), self.collective:
+                captured = self._finish_local(job, check_state)
+                self.is_captured.set()
+                while self._previous is not None and not self._previous.wait_ended(1.0):
+                    self.collective.advance()  # raises if the deadline has passed
+                self.has_begun.set()
+                rank, size = self.collective.rank, self.collective.size
+                own = shard_name(rank, size, captured.manifest.attempt)
+                shards = [shard for shard in captured.manifest.shards if shard.name == own]
+                return self._promote(captured, shards, check_writer)
+        finally:
+            self.is_captured.set()
+            self.has_begun.set()
+
+    def _finish_local(
+        self, job: SaveJob, check_state: Callable[[Sequence[Receipt]], object]
+    ) -> SnapshotReader:
+        version = names.parse_version(job.location.folder)
+        if version is None:
+            raise ValueError(f"{job.location.folder} is not a version")
+        try:
+            captured = finish_save(job, check_state)
+        except BaseException:
+            with suppress(LimpetError):  # the error of the save counts
+                self._tier.discard_captured(version, job.partition.attempt)
+            raise
+        self._tier.keep_captured(version, job.partition.attempt)
+        return captured
+
+    def finish_leftover(
+        self, leftover: Candidate, check_writer: Callable[[Store], object]
+    ) -> SnapshotReader | None:
+        """Promote a version that an earlier training has left. None: it is damaged or gone, or the
+        run has other files of its name. All ranks call this."""
+        rank = self.collective.rank
+        source = self._tier.locate(leftover.folder, leftover.sources)
+        captured = SnapshotReader(source, None, leftover.digest)
+        try:
+            with closing(self.collective), self.collective:
+                ranks = leftover.sources.by_file()[::2]  # of the shards, without their indexes
+                shards = [
+                    shard
+                    for shard, having in zip(captured.manifest.shards, ranks, strict=True)
+                    if having[0] == rank
+                ]
+                return self._promote(captured, shards, check_writer, is_leftover=True)
+        except LimpetError as e:
+            cause = e.__cause__ if isinstance(e, RankFailed) else e
+            if not isinstance(cause, FormatError | AlreadyExists | NotFound):
+                raise
+            events.emit("skipped", version=leftover.folder, error=e)
+            return None
+
+    def _promote(
+        self,
+        captured: SnapshotReader,
+        shards: Sequence[Shard],
+        check_writer: Callable[[Store], object],
+        *,
+        is_leftover: bool = False,
+    ) -> SnapshotReader:
+        """Copy shards on this rank, of which every byte is checked. Rank 0 commits."""
+        manifest, location, collective = captured.manifest, self._location, self.collective
+        with pinned_base(location, manifest.attempt, None, collective):
+            with before_commit():
+                copy_shards(captured.location, location, shards, lambda n: collective.advance())
+            copied = [IncrementalShard(s.name, s.length, s.index, []) for s in shards]
+            is_own = bool(copied) and not is_leftover
+            receipt = Receipt(collective.rank, copied[0] if is_own else None)
+
+            def commit(receipts: list[Receipt]) -> SnapshotReader:
+                with before_commit():
+                    if is_leftover:  # a rank may have copied shards of several others
+                        SnapshotReader(location, manifest, captured.digest).read_indexes()
+                    else:
+                        check_receipts(location, receipts, collective.size)
+                    check_writer(location.store)
+                collective.advance()  # raises if the deadline has passed
+                collective.begin_commit()  # raises if another rank failed before
+                return _put_manifest(location, manifest, captured.digest)
+
+            promoted, result = commit_collectively(
+                location, manifest.attempt, collective, receipt, commit
+            )
+        promoted.location = location.without_limit()
+        events.emit("promoted", url=location.url, bytes=result.nbytes)
+        return promoted
+
+
+def _put_manifest(location: Location, manifest: Manifest, digest: str) -> SnapshotReader:
+    """Commit the manifest, unless ``limpet run`` was faster."""
+    try:
+        return put_manifest(location, manifest)
+    except CommitError as e:
+        if isinstance(e.__cause__, AlreadyExists):
+            existing = open_location(location)
+            if existing.digest == digest:
+                return existing
+        raise

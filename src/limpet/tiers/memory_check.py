@@ -1,0 +1,296 @@
+"""Compare the cost of the memory tier with the memory that there is, before training starts.
+
+The cost is limited by the size of the file system, by the free memory of the machine, and by the
+control groups of this process: the pages of tmpfs are charged to the container that writes them.
+Without this check, the kernel would end the training when a limit is reached.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple, Protocol
+
+from limpet.errors import LimpetError, NoSpace
+from limpet.types import MIB
+
+GIB = 1024 * MIB
+
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_NO_LIMIT = 1 << 62
+"""Version 1 of control groups shows no limit as a number of about 2**63."""
+
+
+class FileSystemSize(Protocol):
+    """The fields of ``os.statvfs_result`` that are read here."""
+
+    @property
+    def f_frsize(self) -> int: ...
+    @property
+    def f_blocks(self) -> int: ...
+    @property
+    def f_bavail(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierCost:
+    """What a tier needs on one host, in bytes.
+
+    ``held_bytes``: the size of one generation: the shards of the ranks of this host, and the copies
+    that they hold for other hosts. ``generations``: how many are kept; one more is staged while
+    they exist. ``present_bytes``: what earlier processes left in the folder; the tier replaces it.
+    """
+
+    held_bytes: int
+    generations: int = 2
+    present_bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.held_bytes * (self.generations + 1)
+
+    def __str__(self) -> str:
+        return (
+            f"{_show(self.total)} ({self.generations} generations of {_show(self.held_bytes)},"
+            " and one more while it is staged)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit of the memory, and how many bytes the tier can use, with those that it has already.
+
+    ``name``: what limits, as in "the file system at /dev/shm"; ``used``: the bytes that others use;
+    ``remedy``: what to set, with the fields of ``_sizes``.
+    """
+
+    name: str
+    available: int
+    used: int
+    remedy: str
+
+    def describe_remedy(self, needed: int) -> str:
+        """Return what to set so that the tier can use ``needed`` bytes."""
+        return self.remedy.format(**_sizes(needed + self.used))
+
+
+def check_memory(
+    folder: str | os.PathLike[str],
+    cost: TierCost,
+    *,
+    root: Path = Path("/"),
+    statvfs: Callable[[str], FileSystemSize] | None = None,
+) -> list[MemoryLimit]:
+    """Raise ``NoSpace`` unless the memory tier in ``folder`` fits into the memory of this host.
+
+    Returns the limits, the tightest first. ``folder`` need not exist. One error names all limits
+    that are too low, and what to set. Raises ``LimpetError`` if the folder is not in memory.
+    ``root``: the folder that contains ``proc`` and ``sys``; ``statvfs``: as ``os.statvfs``.
+    """
+    limits = sorted(
+        find_limits(folder, cost.present_bytes, root=root, statvfs=statvfs),
+        key=lambda limit: limit.available,
+    )
+    exceeded = [limit for limit in limits if limit.available < cost.total]
+    if exceeded:
+        raise NoSpace(
+            f"The memory tier in {os.fspath(folder)} does not fit into the memory of this host",
+            expected=str(cost),
+            found="; ".join(f"{_show(limit.available)} in {limit.name}" for limit in exceeded),
+            todo=". ".join(limit.describe_remedy(cost.total) for limit in exceeded)
+            + ". Or use fewer copies, or no MemoryTier",
+            store=os.fspath(folder),
+            needed=cost.total,
+            available=exceeded[0].available,
+        )
+    return limits
+
+
+def find_limits(
+    folder: str | os.PathLike[str],
+    present_bytes: int = 0,
+    *,
+    root: Path = Path("/"),
+    statvfs: Callable[[str], FileSystemSize] | None = None,
+) -> Iterator[MemoryLimit]:
+    """Yield every limit of the memory that files in ``folder`` can use (see ``check_memory``)."""
+    mounts = _read_mounts(root)
+    path = os.path.realpath(folder)
+    mount = _mount_of(mounts, path)
+    if mount is not None and mount.kind not in _MEMORY_FILE_SYSTEMS:
+        raise LimpetError(
+            f"The folder {path} of the memory tier is not in memory",
+            expected="a folder on tmpfs",
+            found=f"{mount.kind}, mounted at {mount.point}",
+            todo="Use a folder in /dev/shm, or LocalTier for a local disk",
+        )
+    point = path if mount is None else mount.point
+    shown = point.replace("{", "{{").replace("}", "}}")
+    size = (statvfs or os.statvfs)(_existing_folder(path))
+    if size.f_blocks:  # 0: without a limit
+        yield MemoryLimit(
+            f"the file system at {point}",
+            size.f_bavail * size.f_frsize + present_bytes,
+            (size.f_blocks - size.f_bavail) * size.f_frsize - present_bytes,
+            "Make it larger: docker run --shm-size={docker}; in Kubernetes, the volume emptyDir:"
+            f" {{{{medium: Memory, sizeLimit: {{kubernetes}}}}}} mounted at {shown}; else, mount -o"
+            f" remount,size={{docker}} {shown}",
+        )
+    free = _read_fields(root / "proc/meminfo").get("MemAvailable:")
+    if free is not None:
+        yield MemoryLimit(
+            "the free memory of the machine (MemAvailable)",
+            free * 1024 + present_bytes,
+            0,
+            "Use a machine with {kubernetes} of free memory",
+        )
+    yield from _group_limits(mounts, present_bytes, root)
+
+
+class _Mount(NamedTuple):
+    """A line of ``mountinfo``: where the folder ``root`` of a file system is mounted."""
+
+    root: str
+    point: str
+    kind: str
+    options: str
+
+
+def _read_mounts(root: Path) -> list[_Mount]:
+    """Return the mounted file systems in the order in which they were mounted."""
+    mounts = []
+    for line in _read_lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        fields, (kind, *rest) = before.split(" "), after.split(" ")
+        if len(fields) > 4:
+            # a space in a name is \040
+            top, point = (f.encode().decode("unicode_escape") for f in fields[3:5])
+            mounts.append(_Mount(top, point, kind, rest[-1] if rest else ""))
+    return mounts
+
+
+def _mount_of(mounts: list[_Mount], path: str) -> _Mount | None:
+    """Return the file system that a path is on: the last one at the longest mount point."""
+    pure = PurePosixPath(path)
+    above = [m for m in mounts if pure.is_relative_to(m.point)]
+    return max(reversed(above), key=lambda m: len(m.point), default=None)
+
+
+def _existing_folder(path: str) -> str:
+    while not os.path.isdir(path) and path != "/":
+        path = os.path.dirname(path)
+    return path
+
+
+class _GroupFiles(NamedTuple):
+    """The names of the files of one version of control groups.
+
+    ``kind``: its file system; ``controller``: its name in the lines of ``/proc/self/cgroup``.
+    """
+
+    kind: str
+    controller: str
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: str
+
+
+_VERSIONS = (
+    # above memory.high, the kernel stops the processes for longer and longer
+    _GroupFiles("cgroup2", "", ("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    _GroupFiles(
+        "cgroup",
+        "memory",
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def _group_limits(mounts: list[_Mount], present: int, root: Path) -> Iterator[MemoryLimit]:
+    """Yield the limits of the control groups of this process, from its own one to the root."""
+    for version in _VERSIONS:
+        for mount in mounts:
+            is_memory = version.kind == "cgroup2" or "memory" in mount.options.split(",")
+            if mount.kind != version.kind or not is_memory:
+                continue
+            top = root / mount.point.lstrip("/")
+            folder = top / _group_path(root, version, mount.root)
+            yield from _limits_of(folder, version, present)
+            while folder != top:
+                folder = folder.parent
+                yield from _limits_of(folder, version, present)
+
+
+def _group_path(root: Path, version: _GroupFiles, mount_root: str) -> str:
+    """Return the control group of this process as a path below the mount point.
+
+    In a container, the path may be that of the host, or above the root of its namespace. Then, the
+    group of the container is mounted itself.
+    """
+    for line in _read_lines(root / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if version.controller in controllers.split(","):
+            pure = PurePosixPath(path)
+            if pure.is_relative_to(mount_root) and ".." not in pure.parts:
+                return str(pure.relative_to(mount_root))
+    return "."
+
+
+def _limits_of(folder: Path, version: _GroupFiles, present: int) -> Iterator[MemoryLimit]:
+    """Yield the limits of one control group.
+
+    Pages of files on disks that were not read lately do not count as used: the kernel drops them
+    first. (The kubelet computes its "working set" in the same way.)
+    """
+    usage = _read_number(folder / version.usage)
+    if usage is None:
+        return
+    reclaimable = _read_fields(folder / "memory.stat").get(version.reclaimable, 0)
+    used = max(0, usage - reclaimable - present)
+    for name in version.limits:
+        limit = _read_number(folder / name)
+        if limit is not None and limit < _NO_LIMIT:
+            yield MemoryLimit(
+                f"the control group of this process ({folder / name})",
+                max(0, limit - used),
+                used,
+                "Raise the memory limit of the container to {kubernetes}, to which the files of the"
+                " memory tier count: resources.limits.memory in Kubernetes, docker run"
+                " --memory={docker}, MemoryMax in systemd",
+            )
+
+
+def _read_lines(path: Path) -> list[str]:
+    with suppress(OSError, UnicodeDecodeError):
+        return path.read_text().splitlines()
+    return []
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file. None: there is none ("max"), or no such file."""
+    lines = _read_lines(path)
+    return int(lines[0]) if lines and lines[0].isdecimal() else None
+
+
+def _read_fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file with a name and a number in each line."""
+    fields = (line.split() for line in _read_lines(path))
+    return {f[0]: int(f[1]) for f in fields if len(f) > 1 and f[1].isdecimal()}
+
+
+def _show(nbytes: int) -> str:
+    """Return a size for people, such as ``12.5 GiB``."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
+
+
+def _sizes(nbytes: int) -> dict[str, str]:
+    """Return a size, rounded up, as docker and mount write it (``13g``), and as Kubernetes does
+    (``13Gi``)."""
+    number, unit = (-(-nbytes // GIB), "g") if nbytes > GIB else (-(-nbytes // MIB), "m")
+    return {"docker": f"{number}{unit}", "kubernetes": f"{number}{unit.upper()}i"}

@@ -1,0 +1,108 @@
+"""At which addresses the ranks serve their copies, and the secret of the job.
+
+Both go through the job's key-value store, without a collective. Whoever can reach that store can
+read the secret, and can also take part in the job's own collectives.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from limpet.connections.auth import make_secret
+from limpet.engine.distributed.kv import KVClient
+from limpet.errors import StoreError
+
+_SIOCGIFADDR = 0x8915
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    """Where a rank serves copies: an IP address and a port."""
+
+    rank: int
+    host: str
+    port: int
+
+
+_DECODER = msgspec.json.Decoder(PeerAddress)
+
+
+def job_secret(kv: KVClient, prefix: str) -> str:
+    """Return the secret of the job. The first rank that asks for it creates it.
+
+    ``prefix``: identifies this start of the job, so that each start has another secret.
+    """
+    return kv.compare_and_set(f"{prefix}/peer-secret", make_secret())
+
+
+def publish(kv: KVClient, prefix: str, address: PeerAddress) -> list[str]:
+    """Let the other ranks look up the address of this rank.
+
+    Returns the keys to delete when the rank stops serving. A rank publishes once per ``prefix``.
+    """
+    value = msgspec.json.encode(address)
+    return kv.put_all({f"{prefix}/peer/{address.rank}": value})
+
+
+def look_up(kv: KVClient, prefix: str, ranks: Sequence[int]) -> list[PeerAddress | None]:
+    """Return the addresses of ranks; None for a rank that has not published one (yet)."""
+    values = (kv.try_get(f"{prefix}/peer/{rank}") for rank in ranks)
+    return [None if value is None else _DECODER.decode(value) for value in values]
+
+
+def choose_address(store_host: str, interface: str | None, *, is_one_host: bool) -> str:
+    """Return the IP address at which this rank serves copies.
+
+    ``interface``: the name of a network interface (such as ``eth1``) or an IP address of this host.
+    Without it, it is the address from which this host reaches ``store_host``, the host of the job's
+    store. ``is_one_host``: all ranks are on this host. Otherwise, an address that only this host
+    can reach is refused. Raises ``StoreError``.
+    """
+    try:
+        if interface is None:
+            found = _route_to(store_host)
+        else:
+            found = _parse_ip(interface) or _interface_address(interface)
+    except OSError as e:
+        raise StoreError(
+            "Cannot find the address at which this rank serves copies",
+            expected=f"a route to {store_host}" if interface is None else "a network interface",
+            found=f"{interface or store_host}: {e.strerror or e}",
+            todo="Name the interface of the network between the hosts: interface='eth0'",
+        ) from e
+    if ipaddress.ip_address(found.partition("%")[0]).is_loopback and not is_one_host:
+        raise StoreError(
+            f"The other hosts cannot reach the address {found} of this rank",
+            expected="an address of the network between the hosts",
+            found=f"a loopback address, by {interface or store_host}",
+            todo="Name the interface of the network between the hosts: interface='eth0'",
+        )
+    return found
+
+
+def _parse_ip(text: str) -> str | None:
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        return None
+
+
+def _route_to(host: str) -> str:
+    """Return the own address of packets to a host. Nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface."""
+    import fcntl  # a tier needs Linux
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])

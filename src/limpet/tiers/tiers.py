@@ -1,0 +1,154 @@
+"""The tiers of one training, the fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import cache
+from typing import Any
+
+from limpet import events
+from limpet.deadline import Deadline
+from limpet.engine.distributed.collective import Collective
+from limpet.engine.distributed.group import Group, broadcast_from_first
+from limpet.engine.saving.pending import Pending
+from limpet.engine.snapshot.location import Location
+from limpet.engine.snapshot.reader import SnapshotReader
+from limpet.errors import LimpetError
+from limpet.format.names import Version
+from limpet.run.lineage import newest_version
+from limpet.run.run import Run
+from limpet.storage.store import Store
+from limpet.tiers.captures import Captures
+from limpet.tiers.flush import MemoryRecord, flush_states
+from limpet.tiers.host_tier import state_bytes
+from limpet.tiers.inventory import Candidate, Sources, TierName
+from limpet.tiers.local_tier import LocalTier
+from limpet.tiers.local_versions import LocalVersions, Promotion
+from limpet.tiers.memory_tier import MemoryTier
+
+Tier = MemoryTier | LocalTier
+"""The settings of a tier."""
+
+
+class Tiers:
+    """What a training keeps in memory and on the local disks of its hosts.
+
+    All ranks call ``open`` and ``find`` together. Without settings for a tier, it is empty.
+    """
+
+    def __init__(self, settings: Sequence[Tier], group: Group) -> None:
+        memory = next((t for t in settings if isinstance(t, MemoryTier)), None)
+        local = next((t for t in settings if isinstance(t, LocalTier)), None)
+        self.memory = Captures(memory, group)
+        self.local = LocalVersions(local, group)
+        self._all = self.memory, self.local
+        self.group = group
+        self.can_flush = bool(settings)
+        """True if there may be states that ``flush`` saves."""
+
+        self._resumed: tuple[TierName | None, Version | None] = None, None
+        self._leftovers: Sequence[Candidate] = ()
+
+    def open(self, run_store: Store, state: Any, *, is_resumed: bool) -> None:
+        """Check the space on all hosts, and serve the files of this one (see ``HostTier``).
+        A second call only waits for the capture in progress.
+
+        Without a resume, the tiers must be empty: otherwise, states of two trainings would mix.
+        Raises ``LimpetError`` on all ranks if they are not.
+        """
+        self.memory.wait_ended()  # its files would be deleted while it completes the state
+        for tier in self._all:
+            tier.open(run_store, state)
+        if is_resumed or not any(tier.is_open for tier in self._all):
+            return
+        collective = self.group.collective("the check that the tiers are empty")
+        with closing(collective), collective:
+            found = self.find(collective)
+            if found:
+                raise LimpetError(
+                    f"The {found[0].tier} tier has states of an earlier training of this run",
+                    expected="a call of resume() before the first step, or empty tiers",
+                    found=found[0].folder,
+                    todo="Call ckpt.resume(). To begin again, use another folder for the run",
+                )
+            collective.broadcast(True if collective.rank == 0 else None, bool)
+
+    def find(self, collective: Collective) -> list[Candidate]:
+        """Return the captured states, newest first, on rank 0; of two of one step, the save on a
+        local disk first: the capture may be older. On the other ranks, the list is empty."""
+        found = [c for tier in (self.local, self.memory) for c in tier.find(collective)]
+        return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)  # it is stable
+
+    def locate(self, tier: TierName, folder: str, sources: Sources) -> Location:
+        """Return the location from which this rank loads a state of a tier."""
+        (found,) = (t for t in self._all if t.name == tier)
+        return found.locate(folder, sources)
+
+    def resume_from(
+        self, tier: TierName | None, kept: Version | None, leftovers: Sequence[Candidate]
+    ) -> None:
+        """Note what the training has loaded. Nothing is deleted before ``start``.
+
+        ``tier``: the tier from which ``kept`` was loaded, or None if it is a version of the run.
+        ``leftovers``: the versions on local disks that are still to be promoted.
+        """
+        self._resumed = tier, kept
+        self._leftovers = leftovers
+
+    def start(self, state: Any) -> None:
+        """Check the space for the state as it is now, and delete what the training does not
+        continue from. All ranks call this once the training is the writer of the run. If one rank
+        raises, all do; nothing is deleted if ``NoSpace`` is raised."""
+        count_bytes = cache(lambda: state_bytes(state, self.group))  # it looks at every leaf
+        for tier in self._all:
+            tier.measure(count_bytes)
+        if any(tier.is_open for tier in self._all):
+            operation = "the start of the tiers"
+            broadcast_from_first(self.group, operation, lambda: True, bool, self._delete_others)
+
+    def _delete_others(self) -> None:
+        tier, kept = self._resumed
+        self.memory.keep_only(kept if tier == self.memory.name else None)
+        self.local.start(None if tier is None else kept, self._leftovers)
+
+    def promote_leftovers(
+        self, run: Run, check_writer: Callable[[Store], object]
+    ) -> tuple[Pending, Promotion] | None:
+        """Promote what an earlier training has left (see ``LocalVersions``)."""
+        return self.local.promote_leftovers(run, self._leftovers, self._resumed[1], check_writer)
+
+    def flush(
+        self, run: Run, deadline: Deadline, check_writer: Callable[[Store], object]
+    ) -> SnapshotReader | None:
+        """Save the newest captured state of this host if it is newer than all versions of the run,
+        and before it the versions on local disks. Return the newest version then, which another
+        rank may have saved, or None.
+
+        Any rank may call this, on any thread. The ranks of other hosts do the same, because the
+        version exists once all of its parts are there. If the newest state cannot be saved, the
+        newest one that was saved is returned. Raises the errors of ``flush_states``, and that of
+        the newest state if none was saved.
+        """
+        records = [
+            MemoryRecord(tier.store.url, run.url, tier.name == "local")
+            for tier in self._all
+            if tier.is_open
+        ]
+        results = [*flush_states(records, run, deadline, check_writer)]
+        errors = [r for r in results if not isinstance(r, SnapshotReader)]
+        flushed = next((r for r in reversed(results) if isinstance(r, SnapshotReader)), None)
+        last = errors.pop() if flushed is None and errors else None  # the caller reports this one
+        for error in errors:
+            events.emit("flush_failed", error=error)
+        if last is not None:
+            raise last
+        if flushed is None and records:
+            newest = newest_version(run.catalog, run.listing())
+            flushed = None if newest is None else run.catalog.open(newest)
+        return flushed
+
+    def close(self, is_complete: bool) -> None:
+        """Stop serving. ``is_complete``: the last step is in the run, so nothing has to stay."""
+        for tier in self._all:
+            tier.close(is_complete)

@@ -1,0 +1,373 @@
+"""Early checks of a Checkpointer's arguments and run, for mistakes that would show much later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from limpet.data.progress import Progress
+from limpet.engine.distributed.group import Group, all_reduce
+from limpet.engine.snapshot.location import Location, describe_run, is_snapshot
+from limpet.engine.state.loadable import find_unsaved_modules, find_unwritable
+from limpet.errors import LimpetError, NothingSaved, PlanError
+from limpet.format.names import parse_version
+from limpet.format.records import MAX_PREFIXES
+from limpet.format.tree import MAX_DEPTH, child_keys
+from limpet.preemption.policy import Preemption
+from limpet.run.address import resolve_address
+from limpet.run.policy import KeepPolicy, SavePolicy, StopWhen
+from limpet.run.run import Run
+from limpet.run.writer_lock import WriterLock
+from limpet.text import MAX_SHOWN, format_list, warn_user, with_article
+from limpet.tiers.local_tier import LocalTier
+from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.tiers import Tier
+
+_MAX_SUGGESTED = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of a ``Checkpointer``, but for ``group``."""
+
+    save: SavePolicy
+    keep: KeepPolicy
+    stop: StopWhen | None
+    busy: Literal["wait", "skip"]
+    save_timeout: float | None
+    on_error: Literal["raise", "warn"]
+    on_unchanged: Literal["raise", "warn"]
+    full_every: int | None
+    incremental: bool
+    overlap: bool
+    spread: int | None
+    tiers: Sequence[Tier]
+    preemption: Preemption | None
+    quiet: bool
+
+
+def check_arguments(options: Options) -> dict[str, str]:
+    """Return the arguments that must be equal on all ranks as text, by name.
+
+    The text has no memory addresses. Raises ``LimpetError`` for an invalid argument.
+    """
+    values: dict[str, Any] = vars(options)
+    full_every = values["full_every"]
+    full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
+    timeout = values["save_timeout"]
+    timeout_valid = timeout is None or (type(timeout) in (int, float) and timeout > 0)
+    spread = values["spread"]
+    spread_valid = spread is None or (type(spread) is int and 2 <= spread <= MAX_PREFIXES)
+    expected_values = {
+        "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
+        "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
+        "stop": (isinstance(values["stop"], StopWhen | None), 'StopWhen("val_loss") or None'),
+        "preemption": (isinstance(values["preemption"], Preemption | None), "Preemption() or None"),
+        "tiers": (
+            _are_tiers(values["tiers"]),
+            '[MemoryTier(every=EverySteps(10)), LocalTier("/local/nvme")], one of these, or []',
+        ),
+        "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
+        "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
+        "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
+        "spread": (spread_valid, f"a number of prefixes from 2 to {MAX_PREFIXES}, or None"),
+    }
+    for name in ("on_error", "on_unchanged"):
+        expected_values[name] = values[name] in ("raise", "warn"), '"raise" or "warn"'
+    for name in ("incremental", "overlap", "quiet"):
+        expected_values[name] = type(values[name]) is bool, "True or False"
+    for name, (is_valid, expected) in expected_values.items():
+        if not is_valid:
+            raise _invalid_error(name, values[name], expected)
+    if values["incremental"] and any(isinstance(t, LocalTier) for t in values["tiers"]):
+        raise LimpetError(
+            "A LocalTier cannot be combined with incremental=True",
+            expected="full versions: the local disk has no version that another one could refer to",
+            found="incremental=True",
+            todo="Remove one of the two",
+        )
+    return {
+        name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:500]
+        for name, value in values.items()
+        # only rank 0 uses the first three, and each host may have its own notices and memory
+        if name not in ("keep", "stop", "quiet", "preemption", "tiers")
+    }
+
+
+def acquire_lock(run: Run, writer_lock: WriterLock, spread: int | None) -> None:
+    """Become the writer of a run. ``spread``: over how many prefixes it is spread."""
+    if spread is not None:
+        run.set_spread(spread)
+    writer_lock.acquire()
+
+
+def _are_tiers(tiers: Any) -> bool:
+    if not isinstance(tiers, Sequence) or isinstance(tiers, str):
+        return False
+    kinds = [type(tier) for tier in tiers]
+    return len(set(kinds)) == len(kinds) and set(kinds) <= {MemoryTier, LocalTier}
+
+
+def _invalid_error(name: str, value: object, expected: str) -> LimpetError:
+    found = repr(value)
+    return LimpetError(
+        f"Invalid value for {name}=",
+        expected=expected,
+        found=found if len(found) < 80 else with_article(type(value).__name__),
+    )
+
+
+def check_ranks_agree(arguments_by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Raise ``PlanError`` unless all ranks have the same arguments.
+
+    Ranks with different arguments would not save at the same step.
+    """
+    for name, expected in arguments_by_rank[0].items():
+        for rank, arguments in enumerate(arguments_by_rank):
+            if arguments.get(name) != expected:
+                raise PlanError(
+                    "The Checkpointers of the ranks have different arguments",
+                    expected=f"{name}={expected} on all ranks, as on rank 0",
+                    found=f"{name}={arguments.get(name)} on rank {rank}",
+                    todo="Use the same value on all ranks. Policies that depend on time use the"
+                    " clock of rank 0 on all ranks",
+                    rank=rank,
+                )
+
+
+def check_state(state: dict[str, Any]) -> None:
+    """Raise ``LimpetError`` unless the state is a dict.
+
+    Raises ``PlanError`` if it contains the ``state_dict()`` of an optimizer or scheduler. Such a
+    dict is a copy made once. Training does not change it, and loading into it does not change the
+    optimizer or scheduler.
+    """
+    if type(state) is not dict:
+        raise _invalid_error("state", state, 'a dict such as {"model": model}')
+    for key, value in _walk_dicts(state, "", {id(state)}):
+        for kind, is_copy in (
+            ("optimizer", value.keys() == {"state", "param_groups"}),
+            ("scheduler", value.keys() >= {"last_epoch", "_step_count"}),
+        ):
+            if is_copy:
+                raise PlanError(
+                    f"{key} in the state is the state_dict() of {with_article(kind)}, a copy made"
+                    " once",
+                    expected=f"the {kind} itself, so that each save reads its current state",
+                    found="a dict that training does not change",
+                    todo=f'Write {{"{kind}": {kind}}}, without .state_dict()',
+                    leaf=key,
+                )
+
+
+def check_loadable(state: dict[str, Any], rank: int) -> None:
+    """Raise ``PlanError`` if the state has tensors that a save accepts, but no load can fill.
+
+    On rank 0, emits a ``NothingSaved`` warning for modules that save none of their state.
+    """
+    unwritable = find_unwritable(state)
+    if unwritable:
+        raise PlanError(
+            f"{format_list(unwritable, MAX_SHOWN)} in the state could be saved, but never loaded:"
+            " several elements share memory, as in an expanded tensor",
+            expected="tensors whose elements each have their own memory",
+            found=f"{len(unwritable)} without",
+            todo="Use tensor.clone(memory_format=torch.contiguous_format), also for a buffer, or"
+            " register the buffer with persistent=False if it is a constant",
+            leaves=tuple(unwritable),
+        )
+    unsaved = find_unsaved_modules(state) if rank == 0 else ()
+    if unsaved:
+        warn_user(
+            f"{format_list(unsaved, MAX_SHOWN)} in the state saves nothing: its state_dict() is"
+            " empty, although it has state. After a resume, it starts with its initial state. Call"
+            " persistent(True) of a metric of torchmetrics, and register buffers with"
+            " persistent=True. If it need not be saved, remove it from the state, or ignore this"
+            " warning.",
+            NothingSaved,
+        )
+
+
+def _walk_dicts(
+    value: dict[Any, Any], path: str, seen: set[int], depth: int = 0
+) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield the dicts nested in a state with their paths, each object once.
+
+    ``seen`` holds the ids of those that have been visited. A dict that is too deep for a save is
+    left out; the save reports it.
+    """
+    for name, member in value.items() if depth < MAX_DEPTH else ():
+        if type(member) is dict and id(member) not in seen:
+            seen.add(id(member))
+            key = f"{path}/{name}" if path else str(name)
+            yield key, member
+            yield from _walk_dicts(member, key, seen, depth + 1)
+
+
+def check_not_version(run: Run) -> None:
+    """Raise ``LimpetError`` if the folder of a run has the name of a version."""
+    if parse_version(run.url.rstrip("/").rpartition("/")[2]) is not None:
+        raise _not_a_run_error(run, "the folder of a version")
+
+
+def check_not_snapshot(run: Run) -> None:
+    """Raise ``LimpetError`` if the URL of an empty run is that of a snapshot.
+
+    That is the case if the folder itself holds a snapshot, or if the URL is the address of a
+    version in another run.
+    """
+    other_url, version = resolve_address(run.url)
+    if version is not None and Run(other_url).listing().versions:
+        raise _not_a_run_error(run, "the address of a version")
+    if is_snapshot(Location(run.store, "")):
+        raise _not_a_run_error(run, "a snapshot")
+
+
+def _not_a_run_error(run: Run, found: str) -> LimpetError:
+    return LimpetError(
+        f"{run.url} is not a run",
+        expected="the folder that holds, or will hold, the versions of one training",
+        found=found,
+        todo="Pass the run itself. resume(at=...) resumes from one of its older versions, and"
+        ' resume(start="RUN@STEP") starts another run from a version',
+    )
+
+
+def check_run_empty(run: Run) -> None:
+    """Raise ``LimpetError`` if the run has versions.
+
+    A new training in such a run would mix the versions of two trainings.
+    """
+    versions = run.listing().versions
+    if not versions:
+        check_not_snapshot(run)
+    else:
+        raise LimpetError(
+            f"{run.url} holds versions of an earlier training",
+            expected="an empty run, or a call to resume() before the first step",
+            found=f"{describe_run(versions)}, the newest being {versions[-1]}",
+            todo="Call ckpt.resume() to continue from it, or save to another folder",
+        )
+
+
+STRUCTURE = "structure"
+"""The name under which a rank sends the digest of the tree of its state."""
+
+
+def acquire_run(
+    run: Run,
+    group: Group,
+    acquire_lock: Callable[[], object],
+    rank_arguments: Callable[[], dict[str, str]],
+    *,
+    is_resumed: bool,
+) -> bool:
+    """Make this training the one that writes to the run, or raise on all ranks.
+
+    The ranks must have equal arguments, and without a resume the run must be empty. A run that is
+    not writable raises now, not at the first save. Returns True if the states of all ranks have the
+    same leaves (``STRUCTURE``, which is no argument).
+    """
+
+    def check_and_lock(arguments_by_rank: Sequence[dict[str, str]]) -> bool:
+        structures = {arguments.pop(STRUCTURE, None) for arguments in arguments_by_rank}
+        check_ranks_agree(arguments_by_rank)
+        if not is_resumed:
+            check_run_empty(run)
+        acquire_lock()
+        return len(structures) == 1
+
+    return all_reduce(group, "the first step", rank_arguments, dict[str, str], check_and_lock, bool)
+
+
+def not_entered_error() -> LimpetError:
+    """Return the error for ``OnException`` outside a ``with`` block.
+
+    Without the block, the Checkpointer does not see that the training raised.
+    """
+    return LimpetError(
+        "OnException can never fire: the Checkpointer is not used as a context manager",
+        expected='the training inside a "with limpet.Checkpointer(...) as ckpt:" block',
+        found="a step outside such a block",
+        todo="Use a with block, or remove OnException(), which copies state at every step",
+    )
+
+
+def describe_structure(error: PlanError) -> str:
+    """Return the advice to restore the structure of the state that the error of a load refuses."""
+    inner = error.fields["match"].inner
+    without = f", without the wrapper: {inner} in the state" if inner else ""
+    return f"Restore the earlier structure of the state{without}"
+
+
+def suggest_new_run(url: str, state: dict[str, Any], error: PlanError) -> str:
+    """Return the advice for a new run that begins with the version and a changed state."""
+    if unloaded := error.fields["match"].unloaded:
+        names = ", ".join(unloaded[:_MAX_SUGGESTED])
+        return (
+            f"No name that the version has in {names} is a live one, and only rename= can load the"
+            f' values: use another folder and resume(start="{url}@latest", rename={{OLD: NEW}})'
+        )
+    return (
+        "Or continue with the changed state in a new run: use another folder and"
+        f" {suggest_start(url, state, error)}"
+    )
+
+
+def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
+    """Return the ``resume`` call that loads the matching part of a version into a changed state.
+
+    ``error``: the one of the load. Its ``match`` must have no ``unloaded`` module.
+    """
+    match = error.fields["match"]
+    left = {"missing": match.lacking, "unexpected": match.surplus}
+    members = dict(zip(child_keys(list(state), ""), state.values(), strict=True))
+    resized, dtypes = error.fields["mismatched"], error.fields["dtypes"]
+    other_kinds = {*error.fields["misfits"]}.difference(resized, dtypes)
+    misfits = {key.partition("/")[0] for key in other_kinds}
+    excluded = set(misfits)
+    if any(
+        _has_attribute(members.get(m), "parameters", "param_groups", "requires_grad")
+        for m in misfits
+    ):
+        # an optimizer's slots belong to the old parameters, and so do a scheduler's learning rates
+        excluded |= {
+            m for m, value in members.items() if _has_attribute(value, "param_groups", "optimizer")
+        }
+    chosen = [m for m in members if m not in excluded]
+    arguments, hint = [f'start="{url}@latest"'], ""
+    if match.rename:
+        arguments.append(f"rename={match.rename}")
+    if misfits:
+        listed = ", ".join(f'"{m}"' for m in chosen) if len(chosen) <= _MAX_SUGGESTED else ""
+        arguments.append(f"keys=[{listed or '...'}]")
+        partial = sorted(m for m in misfits if not _has_attribute(members.get(m), "param_groups"))
+        if partial:
+            hint = f". Add the matching keys of {', '.join(partial[:_MAX_SUGGESTED])} to keys="
+    schedulers = [m for m in excluded if m in members and _has_attribute(members[m], "get_last_lr")]
+    continuing = [m for m in chosen if isinstance(members[m], Progress)]
+    if schedulers and continuing:
+        hint += (
+            f". {', '.join(sorted(schedulers))} then begins at step 0, although {continuing[0]}"
+            f" continues: omit {continuing[0]} as well, or advance the scheduler to the same step"
+        )
+    arguments += [
+        f'{name}="{choice}"'
+        for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
+        if any(not misfits or key.partition("/")[0] in chosen for key in left[name])
+    ]
+    if any(key.partition("/")[0] not in excluded for key in resized):
+        arguments.append('mismatched="keep"')
+    if any(key.partition("/")[0] not in excluded for key in dtypes):
+        arguments.append("cast=True")
+    return f"resume({', '.join(arguments)}){hint}"
+
+
+def _has_attribute(value: Any, *attributes: str) -> bool:
+    """Return True if a value, or a value in its dicts, lists, and tuples, has an attribute."""
+    if isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        return any(_has_attribute(v, *attributes) for v in items)
+    return any(hasattr(value, a) for a in attributes)

@@ -1,0 +1,344 @@
+"""``Checkpointer``: the interface of a training loop to saving and resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+from limpet import events
+from limpet.engine.distributed.group import GroupSpec
+from limpet.engine.loading.binding import STRICT, Leniency
+from limpet.engine.snapshot.location import Url
+from limpet.engine.snapshot.snapshot import Snapshot, snapshot_of
+from limpet.errors import LimpetError
+from limpet.preemption.policy import DEFAULT, Preemption
+from limpet.run.evaluations.metrics import ADDED_METRICS, check_metrics
+from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust
+from limpet.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
+from limpet.storage.throttle import store_statistics
+from limpet.tiers.tiers import Tier
+from limpet.training.arguments import Options, check_state
+from limpet.training.checkpointer_base import CheckpointerBase
+from limpet.training.lifecycle import exclusive
+from limpet.training.resume import resume_run
+from limpet.training.resume_point import ResumeRequest, left_state_invalid
+from limpet.training.resuming.receipt import check_resume
+from limpet.training.start import check_start, start_from
+
+
+class Checkpointer(CheckpointerBase):
+    """Saves a state in the background when a policy says so, and resumes training.
+
+    ``run`` is the URL or store that receives the versions. ``state`` is a dict as for
+    ``limpet.save``. Every save reads it, and ``resume`` writes it. A ``Progress`` in the state
+    counts the steps. Without one, the Checkpointer counts them. An ``ElasticSampler`` in the state
+    advances with the steps.
+
+    ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
+    to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
+
+    With ``incremental=True``, a version refers to the chunks that an earlier version holds. Every
+    ``full_every``-th version is written in full; with ``full_every=None``, none has to be.
+
+    ``overlap=True`` copies the parameters and slots of the optimizers during the next forward and
+    backward pass, which suits states on an accelerator. ``optimizer.step`` waits for the
+    copy. Nothing else may change these tensors in the meantime.
+
+    ``preemption`` says what follows a notice that the process will be stopped, such as SIGTERM. By
+    default, all ranks save at one step and exit with code 75. None: nothing.
+
+    ``tiers``: a ``MemoryTier`` also keeps the newest states in memory, and a ``LocalTier`` saves to
+    a fast local disk first. ``spread=16`` spreads the shards over 16 prefixes (``Run.set_spread``).
+
+    A save that is due waits for the one in flight (``busy="wait"``), or is skipped (``"skip"``). If
+    a save fails in the background, or takes more than ``save_timeout`` seconds, the next call of
+    ``step``, ``save``, ``wait``, or ``close`` raises the error. With ``on_error="warn"``, a store
+    failure causes only a ``SaveFailed`` warning in ``step`` and ``close``.
+
+    If an optimizer stepped since the previous save, but no trainable parameter in the state has
+    changed, the state is probably a copy that nobody trains. A ``StateUnchanged`` warning names the
+    parameters, once. With ``on_unchanged="raise"``, the save raises and commits nothing.
+
+    On a terminal, rank 0 prints a line for each resume and failure, and at most one per minute for
+    saves, unless a sink is attached. ``quiet=True`` or ``LIMPET_QUIET=1`` turns this off.
+
+    Under torch.distributed, every rank creates a Checkpointer and calls the same methods.
+    ``group`` is the ``ProcessGroup`` of these ranks if they are not all ranks. The metrics and the
+    clock of rank 0 count. All ranks act on them at a step on which they agree, without collectives.
+
+    If this process has an open Checkpointer of the same run, as after a notebook cell is run again,
+    that one is closed as after an exception. An ``UnsavedSteps`` warning names its unsaved steps.
+
+    Raises ``LimpetError`` for an invalid argument, and ``PlanError`` if the state contains the
+    ``state_dict()`` of an optimizer or scheduler.
+    """
+
+    def __init__(  # noqa: PLR0913  (public interface: the user decides each of them)
+        self,
+        run: Url,
+        state: dict[str, Any],
+        *,
+        save: SavePolicy | None = None,
+        keep: KeepPolicy | None = None,
+        stop: StopWhen | None = None,
+        incremental: bool = False,
+        full_every: int | None = 20,
+        overlap: bool = False,
+        spread: int | None = None,
+        tiers: Sequence[Tier] = (),
+        preemption: Preemption | None = DEFAULT,
+        busy: Literal["wait", "skip"] = "wait",
+        save_timeout: float | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+        on_unchanged: Literal["raise", "warn"] = "warn",
+        quiet: bool = False,
+        group: GroupSpec = None,
+    ) -> None:
+        check_state(state)
+        options = Options(
+            save=EverySeconds(600) | AtEnd() if save is None else save,
+            keep=KeepPolicy() if keep is None else keep,
+            stop=stop,
+            incremental=incremental,
+            full_every=full_every,
+            overlap=overlap,
+            spread=spread,
+            tiers=tiers,
+            preemption=preemption,
+            busy=busy,
+            save_timeout=save_timeout,
+            on_error=on_error,
+            on_unchanged=on_unchanged,
+            quiet=quiet,
+        )
+        super().__init__(run, state, options, group)
+
+    def __repr__(self) -> str:
+        return f"<Checkpointer {self.run.url} at step {self._step_counter.step}>"
+
+    @property
+    def current_step(self) -> int:
+        """The number of steps completed, including those before the resume."""
+        self._note_read()
+        return self._step_counter.step
+
+    @property
+    def should_stop(self) -> bool:
+        """True once the ``stop`` policy says that training should end, also in an earlier process,
+        after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
+        if self._early_stop.is_used:  # else, a loop that tests it still needs a position
+            self._note_read()
+        return self._is_stopping
+
+    # -- resuming ------------------------------------------------------------------------------
+
+    @exclusive
+    def resume(  # noqa: PLR0913  (public interface: the user decides each of them)
+        self,
+        at: int | None = None,
+        *,
+        branch: int | None = None,
+        trust: Trust = NOT_DISTRUSTED,
+        start: Url | None = None,
+        keys: str | Sequence[str] | None = None,
+        missing: Literal["error", "keep"] = "error",
+        unexpected: Literal["error", "ignore"] = "error",
+        rename: Mapping[str, str] | None = None,
+        mismatched: Literal["error", "keep"] = "error",
+        cast: bool = False,
+        check: bool = True,
+    ) -> Snapshot | None:
+        """Load the newest intact version into the state and return it, or None if the run is empty.
+
+        Versions with a negative verdict (``Run.attest``) are skipped; with ``trust="attested"``,
+        also those without a positive one. ``at`` selects the version of that step instead, and
+        ``branch`` the lineage of that branch. If training does not continue from the newest
+        version, a branch is durably started first. ``SkippedVersion`` warnings name the others.
+
+        ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
+        ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
+        ``missing``, ``unexpected``, ``rename``, ``mismatched``, and ``cast`` (as for
+        ``limpet.load``) determine how much of it is loaded; ``start_report`` then says what was.
+        A run that has versions ignores these arguments and loads its own completely.
+
+        ``missing="keep"`` without ``start`` keeps the live values that the version of the run
+        lacks. A ``KeptValues`` warning names each key, and later versions record them.
+
+        Unless ``check=False``, the live state is then compared with the digests of the version, and
+        the next batch of an ``ElasticSampler`` with the recorded one, and an event reports that.
+
+        Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
+        all differences if the version does not match the state, and ``LimpetError`` for invalid
+        arguments. Restarts under ``limpet run`` without progress end with ``NoProgress``.
+        """
+        self._lifecycle.check_open()
+        self._preemption.watch()
+        self._saver.wait_on_all_ranks()
+        leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
+        check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
+        self._savepoint.discard()
+        own, request = leniency if start is None else STRICT, ResumeRequest(at, branch, trust)
+        schedules = self._read_script()
+        try:
+            parts = self._acquire_lock, self._tiers, self._ending.ladder
+            point = resume_run(self.run, self.state, self._group, request, *parts, own)
+            if point is None and start is not None:
+                point = start_from(start, self.state, self._group, keys, leniency)
+        except BaseException as e:
+            self._lifecycle.is_state_valid &= not left_state_invalid(e)
+            raise
+        finally:  # the load may have changed the step of the state
+            self._step_counter.resume_at(self._step_counter.step, from_own_run=False)
+        self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
+        if self._lifecycle.is_started:
+            self._saver.start_tiers(self.state)
+        if point is None:
+            events.emit("began", run=self.run.url)
+            return None
+        self._continue_from(point, schedules)
+        if check and (point.from_own_run or (keys is None and point.is_exact_start)):
+            check_resume(self.run.url, point.snapshot, self.state, self._group)
+        return Snapshot(point.snapshot)
+
+    # -- training ------------------------------------------------------------------------------
+
+    @exclusive
+    def step(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        steps: int = 1,
+        batches: int | None = None,
+    ) -> None:
+        """Count one step, and save if a save is due. Call it after every optimizer step.
+
+        ``metrics`` maps names to numbers. If this step is saved, its version stores them.
+        ``steps`` is the number of optimizer steps, if a function makes several at once.
+        ``batches`` is the number of their batches (default: ``steps``), for accumulated gradients.
+
+        When this method returns, the state may change again. The error of an earlier save is raised
+        here; several ranks raise it when the next save is due. The step is counted even then. After
+        a notice that the process will be stopped, it saves, and raises ``Preempted`` (an exit).
+        """
+        self._lifecycle.check_open()
+        with self._goodput.paused():
+            self._metrics = {}
+            try:
+                self._metrics = check_metrics(metrics)
+            finally:  # count the step even if the metrics are invalid: the optimizer has stepped
+                self._step_counter.add_steps(steps, steps if batches is None else batches)
+                self._calls.steps += 1
+                agreed = self._agree()
+            self._act(agreed)
+
+    @exclusive
+    def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Increment ``progress.epoch``, and save if a save is due. Call it after each pass over the
+        data, on all ranks. ``EveryEpoch`` then works with any loader.
+
+        ``metrics`` are added to those of the step. If it is already saved, with the old epoch, they
+        are added to its version as by ``Run.add_metrics``, and nothing is saved: a resume from
+        there begins with the (empty) rest of the epoch, and ``end_epoch`` follows.
+
+        Raises what ``step`` raises, and ``LimpetError`` if the state has no ``Progress``, or if
+        other code has changed ``progress.epoch`` since the last call.
+        """
+        self._lifecycle.check_open()
+        added_metrics = check_metrics(metrics)
+        with self._goodput.paused():
+            self._ensure_started()
+            self._step_counter.end_epoch()
+            self._metrics = {**self._metrics, **added_metrics}
+            self._raise_or_warn(lambda: self._add_if_saved(added_metrics))
+            self._act(self._agree())
+
+    @exclusive
+    def save(self, metrics: Mapping[str, Any] | None = None) -> Snapshot:
+        """Save now, and return the snapshot when it is committed.
+
+        If this step is already saved on this branch, return its snapshot. ``metrics`` are added to
+        the metrics of the step. If the step is already saved, they are added as by
+        ``Run.add_metrics``. Call this method after ``step``, not between the batches of a step,
+        where the state belongs to no step. Raises any failure, regardless of ``on_error``.
+        """
+        self._lifecycle.check_open()
+        added_metrics = check_metrics(metrics)
+        with self._goodput.paused():
+            self._ensure_started()
+            newest = self._saver.wait_on_all_ranks()
+            self._early_stop.observe(added_metrics, self._step_counter.step, self._agreement, False)
+            if newest is None or self._saver.saved_step != self._step_counter.step:
+                self._start_save("request", {**self._metrics, **added_metrics})
+                newest = self._saver.wait_on_all_ranks()
+            else:
+                self._saver.add_metrics(newest, added_metrics, ADDED_METRICS)
+        if newest is None:
+            raise LimpetError("The save ended without a snapshot")
+        return Snapshot(newest)
+
+    @exclusive
+    def wait(self) -> Snapshot | None:
+        """Wait for the save in flight, and raise its error if it failed. Return the newest version
+        that this Checkpointer saved or resumed from, or None."""
+        self._lifecycle.check_not_forked()
+        with self._goodput.paused():
+            is_closed = self._lifecycle.is_closed
+            wait = self._saver.wait if is_closed else self._saver.wait_on_all_ranks
+            return snapshot_of(wait())
+
+    def statistics(self) -> dict[str, float]:
+        """Return statistics since this Checkpointer was created, by name.
+
+        - ``saves``, ``failures``, ``skipped``: saves that were committed, failed, were skipped.
+        - ``bytes``, ``referred_bytes``: bytes that saves wrote, and referred to.
+        - ``blocked_seconds``, ``last_blocked_seconds``, ``waited_seconds``: for how long training
+          was blocked, also by the last save, and saves waited for the save before.
+        - ``background_seconds``: the time that saves took in the background.
+        - ``goodput``: the share of wall time since the run first began that was spent on steps
+          that a committed version holds.
+        - ``step_slowdown``: how many times as long your own steps take while a save is in flight.
+          It is the ratio of two medians, of the last 100 steps that began during a save and of the
+          last 100 others, without the time in this object. Absent with fewer than 5 of a kind.
+        - ``store_requests`` and others: see ``limpet.storage.throttle.Statistics``.
+        """
+        return {**self._goodput.statistics(), **store_statistics(self.run.store)}
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the save in flight, save the last step if ``AtEnd`` is in the policy, and
+        release memory. Raises the error of a failed save.
+
+        Nothing is saved while an exception is handled, as in a ``finally`` block: the state may
+        belong to no step. A warning names the unsaved steps. A second call does nothing.
+        """
+        self._preemption.end(self._lifecycle.interruption(), self._close)
+
+    @exclusive
+    def _close(self, error: BaseException | None) -> None:
+        try:
+            if error is None and self._group.rank == 0 and not self._is_stopping:
+                self._consumption.check(self._step_counter.step)
+            unsaved = self._ending.finish(error, self._calls.is_leaving)
+        finally:
+            self._release()
+        if unsaved:
+            self._ending.warn_unsaved(error)
+        if not self._lifecycle.is_forked:
+            if self._group.rank == 0 and self._goodput.counts["saves"]:
+                self._saver.checks.metric.make(at_end=True)
+            self._saver.checks.warn()
+
+    def __enter__(self) -> Self:
+        self._ending.enter()
+        self._preemption.watch()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._preemption.end(None, self._close)
+        else:
+            left, parts = self._preemption.leave_after(error), (self._agreement, self._release)
+            self._preemption.end(left or error, lambda e: self._ending.finish_after(e, *parts))
+            if left is not None:
+                raise left from error

@@ -1,0 +1,384 @@
+"""How a training ends: the save of the last step, the save after an exception, and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import partial
+from typing import Any, Literal
+from weakref import finalize
+
+from limpet import events
+from limpet.deadline import Deadline
+from limpet.engine.distributed.agreement import Agreement, LocalAgreement
+from limpet.engine.distributed.collective import Collective
+from limpet.engine.distributed.error_report import Arrival, format_with_notes
+from limpet.engine.distributed.group import Group, all_reduce
+from limpet.errors import (
+    CommitError,
+    LimpetError,
+    NoProgress,
+    Preempted,
+    RankFailed,
+    StoreError,
+)
+from limpet.preemption.policy import Preemption
+from limpet.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
+from limpet.restarts.ladder import Ladder
+from limpet.run.policy import Never, SavePolicy
+from limpet.text import user_line
+from limpet.threads import no_op
+from limpet.training.arguments import not_entered_error
+from limpet.training.cadence import Cadence
+from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
+from limpet.training.saves.goodput import Goodput
+from limpet.training.saves.run_end import finish_retention, record_end
+from limpet.training.saves.save_spec import SaveSpec, version_of
+from limpet.training.saves.saver import Saver
+from limpet.training.step_counter import StepCounter
+from limpet.training.warn import (
+    attach_secondary_errors,
+    describe_cause,
+    raise_or_warn,
+    unsaved_reason,
+    warn_collected,
+    warn_unsaved_steps,
+)
+
+JOIN_TIMEOUT = 20.0
+"""Seconds within which all ranks must join a save after an exception.
+
+If only one rank has raised, the other ranks hang or are terminated.
+"""
+
+_END = "the end of the training"
+
+
+class Ending:
+    """Ends a training: saves what the policy says, and warns of steps that no version holds.
+
+    ``AtEnd`` saves the last step when training ends normally. ``OnException`` saves the state
+    before the step that raised. No state is ever saved that may belong to no step.
+    """
+
+    def __init__(
+        self,
+        policy: SavePolicy,
+        on_error: Literal["raise", "warn"],
+        saver: Saver,
+        cadence: Cadence,
+        lifecycle: Lifecycle,
+        step_counter: StepCounter,
+        start_save: Callable[[str, None, Deadline], object],
+        savepoint: StepSavepoint,
+    ) -> None:
+        self.policy = policy
+        self._on_error = on_error
+        self._group = saver.group
+        self._saver = saver
+        self._cadence = cadence
+        self._lifecycle = lifecycle
+        self._step_counter = step_counter
+        self._start_save: Callable[..., object] = start_save
+        self._savepoint = savepoint
+        self._is_entered = False
+        self.ladder = Ladder(saver.run, saver.group, saves=not isinstance(policy, Never))
+
+    # -- after a notice -------------------------------------------------------------------------
+
+    def save_last_step(self, deadline: Deadline) -> None:
+        """Save the last step on all ranks, and wait until it is committed. ``Never`` saves nothing.
+        A save in flight is awaited first, but no promotion. If it fails, this one may succeed."""
+        saver, step = self._saver, self._step_counter.step
+        with suppress(StoreError, CommitError):  # an event has reported it
+            saver.in_flight.wait_before_last(saver.begun_step == step, deadline)
+        is_saved = saver.saved_step == step
+        if not is_saved and not isinstance(self.policy, Never):
+            self._start_save("preemption", None, deadline)
+            self._saver.wait_on_all_ranks(deadline)
+
+    def leave(self, code: int, problem: object, deadline: Deadline) -> None:
+        self.ladder.leave(code, problem, deadline)
+
+    # -- during the training -------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Allow saves after an exception, because a ``with`` block begins."""
+        self._is_entered = True
+
+    def check_entered(self) -> None:
+        """Raise ``LimpetError`` if ``OnException`` is used outside a ``with`` block."""
+        if self.policy.on_exception and not self._is_entered:
+            raise not_entered_error()
+
+    def warn_if_collected(self, checkpointer: object) -> None:
+        """Warn of unsaved steps if ``checkpointer`` is discarded, or the process ends, without
+        ``close``."""
+        if self._group.rank == 0:
+            parts = self.policy, self._lifecycle, self._saver, self._step_counter
+            finalize(checkpointer, warn_collected, *parts, user_line())
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def finish(self, error: BaseException | None, is_leaving: bool) -> bool:
+        """Wait for the save in flight, and save the last step with ``AtEnd``.
+
+        ``error`` is the exception that is being handled, or None at a normal end. ``is_leaving``:
+        the process leaves, and the training continues in another one. Return True if steps may
+        remain unsaved that nothing has reported.
+        """
+        could_save = self._lifecycle.can_save
+        at_end = could_save and self.policy.at_end and not is_process_ending()
+        if at_end and error is not None:
+            report_exception(self._group, error)
+        try:
+            self._wait()
+        except Exception:
+            if at_end and error is None:  # this save may succeed although that one failed
+                self._save()
+            raise
+        if at_end and error is None:
+            self._save()
+        if could_save and error is None and not is_process_ending():
+            for follow in (finish_retention,) if is_leaving else (record_end, finish_retention):
+                raise_or_warn(partial(follow, self._saver), self._on_error, self._saver)
+        if not self._lifecycle.is_closed:
+            self.ladder.end(error)
+        return could_save and not (at_end and error is None)
+
+    def _wait(self) -> None:
+        if not self._lifecycle.is_forked:
+            raise_or_warn(self._saver.wait, self._on_error, self._saver)
+
+    def _save(self) -> None:
+        step = self._step_counter.step
+        if must_save_last_step(self._group, step, self._saver.saved_step == step):
+            raise_or_warn(partial(self._start_save, "end"), self._on_error, self._saver)
+            self._wait()
+
+    def finish_after(
+        self,
+        error: BaseException,
+        agreement: Agreement | LocalAgreement,
+        release: Callable[[], object],
+    ) -> None:
+        """End the training after ``error`` has ended the ``with`` block.
+
+        ``release`` is called when no save is in flight anymore. Failures are reported in addition
+        to ``error``. Raises the error of the rank that raised first, from ``error``.
+        """
+        if isinstance(error, Preempted | NoProgress):
+            release()
+            return
+        first = None
+        if not isinstance(error, SystemExit) or error.code:
+            first = agreement.publish_error(error)
+        try:
+            self.finish_here(error, release)
+            self.ladder.end(error)
+        finally:
+            if first is not None:
+                raise first from error
+
+    def finish_here(self, error: BaseException, release: Callable[[], object]) -> None:
+        """Do the same, but do not tell the other ranks, and leave the record of restarts alone."""
+        problems: list[str] = []
+        could_save = self._lifecycle.can_save
+        try:
+            self._exit(error, problems, release)
+        except Exception as e:
+            tolerated = self._on_error == "warn" and isinstance(e, StoreError | CommitError)
+            if isinstance(error, SystemExit) and not error.code and not tolerated:
+                raise  # exit code 0 would report success to the parent process
+            problems.append(f"the last save failed: {format_with_notes(e)}")
+        finally:
+            attach_secondary_errors(error, problems)
+        if could_save and isinstance(error, SystemExit) and not error.code and not problems:
+            self.warn_unsaved(error)  # Python shows no traceback
+
+    @exclusive
+    def _exit(
+        self,
+        error: BaseException,
+        problems: list[str],
+        release: Callable[[], object],
+    ) -> None:
+        try:
+            if self._lifecycle.can_save:
+                self._save_after(error, problems)
+        finally:
+            try:
+                self._wait()
+            finally:
+                release()
+
+    def _save_after(self, error: BaseException, problems: list[str]) -> None:
+        label = self._savepoint.label
+        if self.policy.on_exception and label is not None:
+            ExceptionSave(self._savepoint, self._group, self._saver).save(label, error, problems)
+        elif self.policy.at_end:
+            report_exception(self._group, error)
+
+    def warn_unsaved(self, error: BaseException | None) -> None:
+        """Warn, on rank 0, of the steps that no version holds. Emit an event on all ranks."""
+        step, saved_step, url = self._step_counter.step, self._saver.saved_step, self._saver.run.url
+        if step != saved_step and not isinstance(self.policy, Never):
+            events.emit("left_unsaved", run=url, step=step, since=saved_step)
+            if self._group.rank == 0:
+                skipped = self._cadence.skipped_since_save
+                reason = unsaved_reason(self.policy, error, skipped)
+                warn_unsaved_steps(url, step, saved_step, reason)
+
+    def close(self) -> None:
+        if self._start_save is not no_op:
+            saver, step = self._saver, self._step_counter.step
+            self._lifecycle.emit_finished(saver.url, step, saver.saved_step)
+        self._start_save = no_op  # it refers to the Checkpointer, which refers to this object
+        self._savepoint.close()
+
+
+def must_save_last_step(group: Group, step: int, is_saved: bool) -> bool:
+    """Return True if all ranks must now save ``step``, the last step of this rank.
+
+    ``is_saved`` is True if a version holds that step. This rank then does not wait for the others.
+    Raises ``RankFailed`` unless all ranks end at this step, without an exception.
+    """
+    with closing(group.collective(_END)) as collective, collective:
+        if not is_saved:
+            _compare_steps(collective, step, "The ranks did not end at the same step")
+            return True
+        collective.abort(
+            RankFailed(
+                f"Rank {group.rank} has ended after step {step}, which is saved",
+                expected="all ranks to end after the same step",
+                todo="Make the same number of steps on all ranks",
+                rank=group.rank,
+            )
+        )
+        return False
+
+
+def report_exception(group: Group, error: BaseException) -> None:
+    """Make ranks that end normally save nothing, because this rank has raised ``error``.
+
+    Does not wait for the other ranks.
+    """
+    with suppress(RankFailed):  # the other ranks know already that a rank failed
+        collective = group.collective(_END, JOIN_TIMEOUT, describe_cause(error))
+        collective.abort(error)
+        collective.close()
+
+
+def make_savepoint(
+    state: dict[str, Any], policy: SavePolicy, preemption: Preemption | None, goodput: Goodput
+) -> StepSavepoint:
+    """Return the savepoint for saves after an exception or a notice, as far as there are any."""
+    saves = preemption is not None and preemption.save_fn is None and not isinstance(policy, Never)
+    return StepSavepoint(state, policy.on_exception, saves, goodput.median_step_seconds)
+
+
+class ExceptionSave:
+    """Saves the state after the last step, because the next step has raised."""
+
+    def __init__(self, savepoint: StepSavepoint, group: Group, saver: Saver) -> None:
+        self._savepoint = savepoint
+        self._group = group
+        self._saver = saver
+
+    def save(self, label: SavepointLabel, error: BaseException, problems: list[str]) -> None:
+        """Save the state before the step that raised.
+
+        Whatever prevents the save is appended to ``problems``. If another rank raised a different
+        error first, that error is most likely the cause. It is then reported in ``problems``, or
+        as a note on ``error`` and in the note of the version.
+        """
+        step, cause = label.version.step, describe_cause(error)
+        first = Arrival(self._group.rank, "", cause)
+        try:
+            collective = self._group.collective("the save after an exception", JOIN_TIMEOUT, cause)
+            first = collective.first_arrival
+            with closing(collective), collective:
+                _compare_steps(collective, step, "The ranks did not raise in the same step")
+        except RankFailed as e:
+            failure = LimpetError(e.what, expected=e.expected, found=e.found)  # without advice
+            problems.append(
+                f"the state after step {step} was not saved:"
+                f" {failure}{_first_error_text(first, cause)}"
+            )
+        else:
+            if first_error := _first_error_text(first, cause):
+                error.add_note(first_error.strip())
+                cause = f"{first.cause} (rank {first.rank})"
+            self._save(label._replace(note={**label.note, "error": cause}), problems)
+
+    def _save(self, label: SavepointLabel, problems: list[str]) -> None:
+        """Save the captured state, if all ranks still have it.
+
+        Whatever prevents the save is appended to ``problems``. Raises the error of the save if it
+        fails.
+        """
+        saver, earlier_error = self._saver, None
+        try:
+            saver.wait()
+        except Exception as e:  # noqa: BLE001  (this save may succeed although that one failed)
+            earlier_error = e
+        state, own_reason = None, _ALREADY_SAVED
+        if saver.newest is None or version_of(saver.newest) != label.version:
+            state = self._savepoint.flatten(self._group.rank)
+            own_reason = str(self._savepoint.invalid_reason) if state is None else ""
+        operation = "the state before an exception"
+        reason = all_reduce(self._group, operation, lambda: own_reason, str, _first_reason, str)
+        if reason and reason != _ALREADY_SAVED:
+            problems.append(f"the state after step {label.version.step} was not saved: {reason}")
+            if earlier_error is not None:
+                raise earlier_error
+        elif earlier_error is not None:
+            problems.append(f"an earlier save failed: {format_with_notes(earlier_error)}")
+        if state is not None and not reason:
+            metrics, metadata = label.metrics, label.training_metadata
+            saver.start(state, SaveSpec(label.version, "exception", metrics, label.note, metadata))
+            saver.wait()
+
+
+_ALREADY_SAVED = "saved"
+"""The reason for not saving after an exception that the version exists already."""
+
+
+def _first_reason(reasons: list[str]) -> str:
+    """Return why the state before an exception is not saved, or an empty string.
+
+    ``reasons`` holds the reason of each rank. The reason is that rank 0 has already saved the
+    state, or that the first rank without the state has lost it.
+    """
+    without_state = [rank for rank, why in enumerate(reasons) if why not in ("", _ALREADY_SAVED)]
+    if reasons[0] == _ALREADY_SAVED or not without_state:
+        return reasons[0]
+    rank = without_state[0]
+    return reasons[rank] + (f" (on rank {rank})" if len(reasons) > 1 else "")
+
+
+def _compare_steps(collective: Collective, step: int, problem: str) -> None:
+    """Wait for the other ranks, with the timeout of ``collective``.
+
+    Raises ``RankFailed`` unless all ranks join, and their last completed step is the same.
+    """
+    steps = collective.gather(step, int)
+    if steps is not None and (other := {*steps} - {step}):
+        rank = steps.index(min(other))
+        raise RankFailed(
+            problem,
+            expected=f"step {step} as the last completed step of all ranks, as on rank 0",
+            found=f"step {steps[rank]} on rank {rank}",
+            rank=rank,
+        )
+    collective.broadcast(True if steps is not None else None, bool)
+
+
+def _first_error_text(first: Arrival, own_error: str) -> str:
+    """Return a sentence about the error that another rank raised first, if it is a different one.
+
+    The sentence begins with a space. It is empty if there is no such error.
+    """
+    if first.cause in ("", own_error):
+        return ""
+    return f" Rank {first.rank} raised first: {first.cause}"

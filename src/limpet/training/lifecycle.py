@@ -1,0 +1,192 @@
+"""Whether a Checkpointer may be used, and may save."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from sys import _getframe
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import finalize
+
+from limpet import events
+from limpet.errors import LimpetError, NoProgress, Preempted
+from limpet.machine import is_running
+from limpet.sinks.default_terminal import default_terminal
+from limpet.threads import no_op
+
+
+class _HasLifecycle(Protocol):
+    _lifecycle: Lifecycle
+
+
+C = TypeVar("C", bound=_HasLifecycle)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
+    """Raise ``LimpetError``, before anything is changed, if a call of such a method is running.
+
+    The running call is known by its frame, not by a lock: an exception of a signal handler can end
+    a call at any point, also before it would release a lock, but it always ends the frame.
+    """
+
+    name = method.__name__.lstrip("_")
+
+    @wraps(method)
+    def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        calls = self._lifecycle.calls
+        # no variable refers to the frame: it would keep itself alive until a garbage collection
+        calls[_getframe()] = name
+        if len(calls) > 1:
+            self._lifecycle.check_exclusive(_getframe())
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            calls.pop(_getframe(), None)
+
+    return call
+
+
+def is_process_ending() -> bool:
+    """Return True if the main thread has ended. No thread can be started from then on."""
+    return not main_thread().is_alive()
+
+
+def show_lines(checkpointer: object, run: str, quiet: bool) -> Callable[[], object]:
+    """Print the events of ``run`` on a terminal until the returned function is called, or
+    ``checkpointer`` is discarded, unless the user wants none."""
+    if quiet:
+        return no_op
+    close = finalize(checkpointer, default_terminal.open(run))
+    close.atexit = False
+    return close
+
+
+class Lifecycle:
+    """The states of a Checkpointer: resumed, started (by the first step or save), and closed.
+    ``was_taken_over``: a newer Checkpointer of this process closes it, or has closed it.
+
+    ``is_state_valid`` is False after a ``resume`` that failed and may have overwritten a part of
+    the live state.
+    """
+
+    def __init__(self) -> None:
+        self.is_state_valid = True
+        self.is_resumed = self.is_started = self.is_closed = self.was_taken_over = False
+        self._pid = os.getpid()
+        self._outer_exception = id(None)
+        self.calls: dict[FrameType, str] = {}
+        """The frames and names of the calls in the order in which they began. The first one that
+        still runs is the running call. The others are about to be refused, or an exception ended
+        them before they could leave. Each call enters and leaves by one operation of the dict, on
+        its own key.
+        """
+
+    def check_exclusive(self, frame: FrameType) -> None:
+        """Raise ``LimpetError`` unless ``frame`` is the running call."""
+        for other, name in self.calls.copy().items():  # a list of items could see a change
+            if other is frame:
+                return
+            if not self.is_forked and is_running(other):
+                raise _refusal(self.calls.pop(frame), frame, name, other)
+            self.calls.pop(other, None)
+
+    def running_call(self) -> tuple[str, bool] | None:
+        """Return the name of the running call, and whether it is in this thread, or None."""
+        for frame, name in self.calls.copy().items():
+            if is_running(frame):
+                return name, _is_below(_getframe(), frame)
+            self.calls.pop(frame, None)
+        return None
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a forked process: the saves and buffers belong to the parent."""
+        return self._pid != os.getpid()
+
+    @property
+    def can_save(self) -> bool:
+        """True if training has started, the state is valid, and the Checkpointer is open."""
+        return self.is_started and self.is_state_valid and not (self.is_closed or self.is_forked)
+
+    def interruption(self) -> BaseException | None:
+        """Return the exception that ends the training, as in a ``finally`` block after an error.
+
+        An exception that was being handled at the last step too is not the end: the whole training
+        runs in an ``except`` block.
+        """
+        error = sys.exception()
+        return None if id(error) == self._outer_exception else error
+
+    def emit_finished(self, run: str, step: int, saved_step: int) -> None:
+        """Emit ``finished`` for a training that has begun, unless another event says why it ends.
+
+        ``saved_step``: the step of the newest version.
+        """
+        error = self.interruption()
+        is_named = self.was_taken_over or isinstance(error, Preempted | NoProgress)
+        if (self.is_started or self.is_resumed) and not is_named:
+            events.emit("finished", run=run, step=step, saved=saved_step, error=error)
+
+    def check_open(self) -> None:
+        """Raise ``LimpetError`` if the Checkpointer is closed, or in a forked process."""
+        self._outer_exception = id(sys.exception())
+        if self.was_taken_over:
+            raise LimpetError(
+                "The Checkpointer is closed: a newer one of this process has taken its run over",
+                todo="Use the newer one. To train twice in one process, use two runs",
+            )
+        if self.is_closed:
+            raise LimpetError("The Checkpointer is closed", todo="Create a new one")
+        self.check_not_forked()
+
+    def check_not_forked(self) -> None:
+        """Raise ``LimpetError`` in a forked process."""
+        if self.is_forked:
+            raise LimpetError(
+                "This Checkpointer was created before this process was forked",
+                todo="Use it only in the process that created it",
+            )
+
+    def check_state_valid(self) -> None:
+        """Raise ``LimpetError`` if a failed ``resume`` may have left the live state invalid."""
+        if not self.is_state_valid:
+            raise LimpetError(
+                "The last resume() failed and may have left the live state invalid",
+                todo="Resume from an intact version before you continue the training",
+            )
+
+
+def _refusal(name: str, frame: FrameType, callee: str, running: FrameType) -> LimpetError:
+    """Return the error for ``frame``, a call of ``name`` while ``running``, of ``callee``, runs."""
+    own = _is_below(frame, running)
+    if current_thread().name == "limpet-save":
+        return LimpetError(
+            f"{name}() was called in the thread of a save, which cannot wait for itself",
+            expected="a call in the training thread",
+            found=f"a call by an event sink, while {callee}() was running",
+            todo="Call it after the step",
+        )
+    return LimpetError(
+        f"{name}() was called while {callee}() of the same Checkpointer was running",
+        expected="one call at a time",
+        found=f"a call of {callee}() in {'this' if own else 'another'} thread that has not ended",
+        todo="To save on a signal, use SignalNotice(signal.SIGUSR1, stops=False); do not save in a"
+        " handler. Make all other calls in one thread, or one after the other",
+    )
+
+
+def _is_below(top: FrameType, frame: FrameType) -> bool:
+    """Return True if ``frame`` is on the stack of ``top``, a frame of this thread.
+
+    Only this thread's frames are safe to walk: those of another one may end in the meantime.
+    """
+    current: FrameType | None = top
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is frame

@@ -1,0 +1,399 @@
+"""The saves of one training: at most one is in flight, and retention follows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from limpet import events
+from limpet.buffers import BufferPool, page_lock
+from limpet.deadline import Deadline
+from limpet.engine.distributed.group import Group, broadcast_from_first
+from limpet.engine.saving.commit import Receipt
+from limpet.engine.saving.job import SaveJob, VersionMetadata
+from limpet.engine.saving.overlap import DeferredStaging
+from limpet.engine.saving.pending import Pending
+from limpet.engine.saving.save import begin_save, finish_in_background, finish_save
+from limpet.engine.saving.staging import BufferReservation
+from limpet.engine.snapshot.reader import SnapshotReader, open_location
+from limpet.engine.snapshot.snapshot import Snapshot
+from limpet.engine.state.flatten import FlatState
+from limpet.engine.state.step_hooks import StepPreHook
+from limpet.engine.state.walk import optimizers_in
+from limpet.errors import AlreadyExists, CommitError, FormatError, LimpetError, StoreError
+from limpet.format.names import random_id
+from limpet.preemption.savepoints.step_savepoint import SavepointLabel
+from limpet.run.policy import KeepPolicy
+from limpet.run.retention import TrainingRetention, undeleted_error
+from limpet.run.run import Run
+from limpet.run.writer_lock import WriterLock
+from limpet.tiers.local_versions import Promotion
+from limpet.tiers.tiers import Tiers
+from limpet.training.saves.goodput import Goodput
+from limpet.training.saves.in_flight import SavesInFlight
+from limpet.training.saves.save_spec import (
+    SaveSpec,
+    open_on_all_ranks,
+    session_metadata,
+    version_of,
+)
+from limpet.training.saves.version_checks import VersionChecks, emit_structure_change
+
+
+class Saver:
+    """Saves states into a run in the background, and applies retention.
+
+    ``writer_lock`` and ``checks`` are checked before every commit. ``newest`` is the version that
+    was saved or resumed last. The next version names it as its parent and refers to its chunks,
+    except for every ``full_every``-th version, which is written in full (never if ``full_every`` is
+    None). With ``overlap``, parameters and slots are copied during the next step, and an
+    optimizer's step waits for the copy. A save of more than ``timeout`` seconds fails. If the local
+    tier is open, a save is complete on the local disks first, and is then promoted to the run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        tiers: Tiers,
+        keep: KeepPolicy,
+        goodput: Goodput,
+        checks: VersionChecks,
+        full_every: int | None,
+        overlap: bool,
+        timeout: float | None,
+    ) -> None:
+        self.run, self.url = run, run.url
+        self.begun_step = 0
+        """The step of the last save that did not fail, even if it is still in flight."""
+
+        self.retention = TrainingRetention(run.catalog, keep, checks.early_stop.before_deletion)
+        self.group = tiers.group
+        self._goodput = goodput
+        self.writer_lock = WriterLock(run.store)
+        self._full_every = full_every
+        self._overlap, self._timeout = overlap, timeout
+        self._guard: StepPreHook | None = None
+        self._pool = BufferPool(1 << 50, on_create=page_lock)
+        self.reservation = BufferReservation(self._pool)
+        self._attempt = ""
+        self._session = session_metadata(random_id())
+        self._tiers, self._local, self.can_flush = tiers, tiers.local, tiers.can_flush
+        self.in_flight = goodput.saves = SavesInFlight(self.group, run.url)
+        self._deferred_staging: DeferredStaging | None = None
+        self._waited_seconds, self._blocked_seconds = 0.0, [0.0]
+        self._closing = self._is_saving_savepoint = False
+        self.evaluated: dict[str, Any] = {}  # what a ``TrainingEvaluation`` stores in each version
+        self._pid = os.getpid()
+        self.checks = checks
+
+    @property
+    def newest(self) -> SnapshotReader | None:
+        """The version that was saved or resumed last."""
+        return self.in_flight.version
+
+    @property
+    def busy(self) -> bool:
+        """True if a save is in flight."""
+        return self.in_flight.busy
+
+    @property
+    def must_wait(self) -> bool:
+        """True if the next save would have to wait for the one before."""
+        return self.in_flight.must_wait
+
+    @property
+    def saved_step(self) -> int:
+        """The step of ``newest``, or 0."""
+        return 0 if self.newest is None else version_of(self.newest).step
+
+    def wait_before_save(self, step: int) -> None:
+        """Wait for the save in flight, because the save of ``step`` is due.
+
+        Raises the error of the save in flight if it failed.
+        """
+        was_busy, began = self.must_wait, time.perf_counter()
+        try:
+            self.in_flight.wait_for_turn_on_all_ranks()
+        finally:
+            if was_busy:
+                self._waited_seconds = time.perf_counter() - began
+                self._goodput.seconds["waited"] += self._waited_seconds
+                events.emit(
+                    "save_waited", run=self.run.url, step=step, seconds=self._waited_seconds
+                )
+
+    def start(self, state: Any, spec: SaveSpec) -> None:
+        """Begin to save ``state``, which may change when this method returns.
+
+        No other save may be in flight (see ``wait_before_save``). Raises any error that occurs
+        before the save continues in the background.
+        """
+        waited, self._waited_seconds = self._waited_seconds, 0.0
+        try:
+            # in the time before the process must leave, nothing is written twice
+            is_local = self._local.is_open and spec.deadline is None
+            self._begin_save(state, spec, time.perf_counter() - waited, is_local)
+        except BaseException as e:
+            self._record_failure(spec, e)
+            raise
+
+    def _begin_save(self, state: Any, spec: SaveSpec, began: float, is_local: bool) -> None:
+        overlap = self._overlap and not isinstance(state, FlatState)
+        if overlap and self._guard is None and optimizers_in(state):
+            # a hook for all optimizers, because wrappers contain optimizers of their own
+            self._guard = StepPreHook(None, self._wait_staged)
+        location = self.run.location(spec.version).limit("save", self._timeout, spec.deadline)
+        previous, promotion, first = self.in_flight.newest, None, location
+        if is_local:
+            first = self._local.location(spec.version, location.deadline)
+            promotion = self._local.begin_promotion(location, previous)
+        try:
+            job = begin_save(
+                first,
+                state,
+                self.make_metadata(spec),
+                self._pool,
+                stage_now=True,
+                group=self.group,
+                base=self._choose_base(),
+                overlap=overlap,
+            )
+        except BaseException as e:
+            if promotion is not None:
+                promotion.collective.close()
+            if not isinstance(e, AlreadyExists):
+                raise
+            if is_local:  # its promotion has failed
+                self._begin_save(state, spec, began, is_local=False)
+                return
+            existing = open_on_all_ranks(self.run, spec.version, self.group)
+            if existing.manifest.attempt != self._attempt:
+                raise LimpetError(
+                    f"Another training has saved {spec.version} of {self.run.url}",
+                    todo="Find the second job that writes to this run, and stop one of the two",
+                ) from e
+            # this training's own version, whose save failed with an unknown outcome
+            self.in_flight.version = existing
+            self.begun_step = spec.version.step
+            spec.on_finished(True)
+            return
+        self._attempt = job.partition.attempt
+        self.checks.stale.observe(job, state, spec.version)
+        self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
+        self._goodput.seconds["last_blocked"] = blocked_seconds[0]
+
+        def register(pending: Pending | None) -> None:
+            # before the thread starts: an optimizer may step, an event sink may use the save, and
+            # an interrupt may occur at any moment
+            self._deferred_staging = job.deferred
+            if pending is not None:
+                self.in_flight.add(pending, promotion)
+                return
+            self.in_flight.discard_after(previous)
+            if promotion is not None:
+                promotion.collective.close()
+
+        def finish(job: SaveJob) -> SnapshotReader:
+            return self._finish_save(job, spec, blocked_seconds, promotion)
+
+        self.begun_step = spec.version.step
+        finish_in_background(job, finish, register=register)
+
+    def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
+        training = {**self._session, **self.evaluated, **self._goodput.to_metadata()}
+        if spec.reason == "capture" and self.begun_step == spec.version.step:
+            training["captured_with"] = self._attempt  # both are of this call of step()
+        return spec.to_metadata(self.newest, training, self.checks.objectives)
+
+    def save_savepoint(
+        self,
+        flat: FlatState,
+        label: SavepointLabel,
+        deadline: Deadline,
+        group: Group,
+        end_staging: Callable[[], str | None],
+    ) -> None:
+        """Save the state of a savepoint in the calling thread, with the ranks of ``group``.
+
+        ``end_staging`` is called when the state is copied. It returns why the copy is not valid, or
+        None. A save of the same version may be in flight: the first one to commit counts.
+        """
+        version, note, metrics, training_metadata = label
+        location = self.run.location(version).limit("save", None, deadline)
+        spec = SaveSpec(version, "preemption", metrics, note, training_metadata)
+        metadata = self.make_metadata(spec)
+        self._is_saving_savepoint = True
+        try:
+            job = begin_save(location, flat, metadata, self._pool, group=group, stage_now=True)
+            if reason := end_staging():
+                job.staging_error = CommitError(f"{version} was not saved: {reason}")
+            snapshot = finish_save(job, lambda receipts: self.writer_lock.check(location.store))
+            self._emit_saved(job, 0.0, time.perf_counter() - job.started_at)
+        except LimpetError as e:
+            events.emit("save_failed", run=self.run.url, step=version.step, error=e)
+            try:
+                snapshot = open_location(location.for_cleanup())
+            except (FormatError, StoreError):
+                raise e from None
+            snapshot.location = location.without_limit()
+        finally:
+            self._is_saving_savepoint = False
+        self.in_flight.version, self.begun_step = snapshot, version.step
+        self._goodput.counts["saves"] += 1
+        self._goodput.mark_committed(metadata.training["trained_seconds"])
+
+    def start_tiers(self, state: Any) -> None:
+        """Check the space for ``state``, delete what is not needed in the tiers, and promote what
+        an earlier training has left on the local disks, in the background. All ranks call this."""
+        self._tiers.start(state)
+        promoting = self._tiers.promote_leftovers(self.run, self.writer_lock.check)
+        if promoting is not None:
+            self.in_flight.add(*promoting)
+
+    def prepare_savepoint(self) -> None:
+        """Prepare for a save without rank 0, which holds the writer lock: remember the owner."""
+        if self.group.rank:
+            with suppress(LimpetError):
+                self.writer_lock.observe()
+
+    def flush_captured(self, deadline: Deadline) -> None:
+        """Save the newest captured state of this host if it is newer than all versions."""
+        newest = self._tiers.flush(self.run, deadline, self.writer_lock.check)
+        if newest is not None:
+            self.in_flight.take(newest)
+
+    def _wait_staged(self) -> None:
+        staging = self._deferred_staging
+        if staging is not None and not staging.done.is_set() and self._pid == os.getpid():
+            began = time.perf_counter()
+            staging.done.wait()
+            waited = time.perf_counter() - began
+            self._blocked_seconds[0] += waited
+            self._goodput.add_blocked(waited)
+
+    def _choose_base(self) -> SnapshotReader | None:
+        """Return the version whose chunks the next one may refer to, or None for a full version.
+        With several ranks, the decision of rank 0 counts."""
+        base = None if self._full_every == 1 else self.newest
+        if base is None or self._full_every is None or self.group.rank:
+            return base
+        # of every full_every versions, the first is full and the others are its chain
+        return base if base.manifest.chain + 1 < self._full_every else None
+
+    def _finish_save(
+        self,
+        job: SaveJob,
+        spec: SaveSpec,
+        blocked_seconds: list[float],
+        promotion: Promotion | None,
+    ) -> SnapshotReader:
+        """Finish a save in the background: commit it, and then apply retention."""
+        began = time.perf_counter()
+        try:
+            if promotion is None:
+                snapshot = finish_save(job, partial(self._check_before_commit, job))
+            else:
+                snapshot = promotion.finish(job, self.checks.stale.check, self.writer_lock.check)
+            self.checks.stale.mark_committed(job)
+        except BaseException as e:
+            self._record_failure(spec, e)
+            raise
+        finally:
+            if self._closing:
+                self._pool.close()
+        result = job.result
+        self._goodput.counts.update(
+            saves=1, bytes=result.nbytes, referred_bytes=result.referred_bytes
+        )
+        self._goodput.mark_committed(job.metadata.training["trained_seconds"])
+        self._goodput.save_durations.add(time.perf_counter() - job.started_at)
+        spec.on_finished(True)
+        try:
+            if job.collective.rank == 0:  # the rank that committed the version
+                emit_structure_change(self.run.url, self.newest, snapshot)
+                self.checks.after_save(self._goodput.counts["saves"])
+                if spec.deadline is None:
+                    self.checks.early_stop.after_save(snapshot)
+                    self.retention.after_save(snapshot)
+        except LimpetError as e:
+            self.in_flight.post_commit_error = undeleted_error(e, spec.version)
+        except Exception as e:  # noqa: BLE001  (the save is committed: the next call raises this)
+            self.in_flight.post_commit_error = e
+        seconds = time.perf_counter() - began
+        self._goodput.seconds["background"] += seconds
+        self._emit_saved(job, blocked_seconds[0], seconds)
+        return snapshot
+
+    def _emit_saved(self, job: SaveJob, blocked: float, seconds: float) -> None:
+        metadata, result = job.metadata, job.result
+        events.emit(
+            "saved",
+            run=self.run.url,
+            version=job.location.folder.rpartition("/")[2],
+            step=metadata.step,
+            reason=metadata.reason,
+            bytes=result.nbytes,
+            referred=result.referred_bytes,
+            blocked=blocked,
+            seconds=seconds,
+            metrics=dict(metadata.metrics),
+        )
+
+    def _check_before_commit(self, job: SaveJob, receipts: Sequence[Receipt]) -> None:
+        self.writer_lock.check(job.location.store)
+        self.checks.stale.check(receipts)
+
+    def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:
+        spec.on_finished(False)
+        if self.begun_step == spec.version.step:
+            self.begun_step = self.saved_step
+        self._goodput.counts["failures"] += 1
+        events.emit("save_failed", run=self.run.url, step=spec.version.step, error=error)
+
+    def wait_on_all_ranks(self, deadline: Deadline | None = None) -> SnapshotReader | None:
+        """Wait as ``wait`` does. If one rank raises, all do."""
+        self.in_flight.wait_on_all_ranks(deadline)
+        return self.newest
+
+    def wait(self, deadline: Deadline | None = None) -> SnapshotReader | None:
+        """Wait for the saves in flight, and return ``newest``. Raises the error of one that failed,
+        ``TimeoutError`` at the ``deadline``, and once the error of a retention that failed."""
+        self.in_flight.wait(deadline)
+        return self.newest
+
+    def add_metrics(self, snapshot: SnapshotReader, metrics: Mapping[str, Any], name: str) -> None:
+        """Add the metrics of rank 0 to a version. If that fails, all ranks raise."""
+
+        def add() -> bool:
+            if metrics:
+                self.run.add_metrics(Snapshot(snapshot), metrics, name)
+            return True
+
+        broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)
+
+    def resume_from(self, snapshot: SnapshotReader | None, sessions: Sequence[str] = ()) -> None:
+        """Continue from the version ``newest``. ``sessions``: those of a state of a tier."""
+        self._session = session_metadata(self._session["session"], sessions)
+        self.in_flight.version = snapshot
+        self.checks.stale.restart()
+        self.begun_step = self.saved_step
+        self._attempt = ""
+
+    def close(self) -> None:
+        """Release the memory. No further save may begin.
+
+        If an interrupt ended the wait for the save in flight, that save still completes and then
+        releases the buffers.
+        """
+        self._closing = True
+        self.checks.stale.close()
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+        if not (self.busy or self._is_saving_savepoint):
+            self._pool.close()
+        self.reservation.join()

@@ -1,0 +1,149 @@
+"""A Checkpointer takes a run over from earlier ones of the same process.
+
+In a notebook, the cell that creates the Checkpointer of a run is run again and again. The earlier
+Checkpointer is then closed as after an exception: its saves in flight complete, and nothing that
+may belong to no step is saved. The ranks of one job may share a process, in threads; a rank takes
+over only from an earlier Checkpointer of the same rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from contextlib import suppress
+from typing import Protocol
+from weakref import ref
+
+from limpet import events
+from limpet.engine.snapshot.spread import unspread
+from limpet.errors import FormatTooNew, LimpetError, SaveFailed, StoreError, UnsavedSteps
+from limpet.machine import after_fork
+from limpet.run.policy import Never
+from limpet.run.writer_lock import find_writer
+from limpet.storage.local.store import LocalStore
+from limpet.storage.memory import MemoryStore
+from limpet.text import user_line, warn_user
+from limpet.training.ending import Ending
+from limpet.training.lifecycle import Lifecycle
+from limpet.training.saves.saver import Saver
+from limpet.training.step_counter import StepCounter
+from limpet.training.warn import describe_unsaved_steps
+
+CALL_SECONDS = 10.0
+"""How long a takeover waits for a call of the earlier Checkpointer in another thread."""
+
+_POLL_SECONDS = 0.01
+
+
+class Trainer(Protocol):
+    """The parts of a ``Checkpointer`` that a takeover uses."""
+
+    _lifecycle: Lifecycle
+    _ending: Ending
+    _saver: Saver
+    _step_counter: StepCounter
+
+    def _release(self) -> None: ...
+
+
+_trainers: dict[ref[Saver], ref[Trainer]] = {}
+"""The Checkpointers of this process, by their ``Saver``, which lives until its saves have ended.
+
+There is no lock: each access is a single operation of the dict.
+"""
+
+after_fork(_trainers.clear)  # they belong to the parent
+
+
+def _forget(saver: ref[Saver], trainers: dict[ref[Saver], ref[Trainer]] = _trainers) -> None:
+    trainers.pop(saver, None)  # a parameter: at the exit of the interpreter, globals are None
+
+
+def take_over(trainer: Trainer) -> None:
+    """End the earlier trainings of this process that have the run and the rank of ``trainer``.
+
+    A warning names the steps that no version holds. Raises ``LimpetError``, and changes nothing,
+    if a call of such a Checkpointer is running and does not end within ``CALL_SECONDS``.
+    """
+    saver = trainer._saver
+    for known, owner in _trainers.copy().items():
+        earlier = known()
+        if (
+            earlier is not None
+            and earlier.group.rank == saver.group.rank
+            and _is_same_run(earlier, saver)
+        ):
+            _end(earlier, owner())
+    _trainers[ref(saver, _forget)] = ref(trainer)
+
+
+def _end(saver: Saver, owner: Trainer | None) -> None:
+    """End an earlier training. ``owner``: its Checkpointer, unless that has been discarded."""
+    if owner is None or owner._lifecycle.is_closed:
+        try:
+            saver.in_flight.wait()
+        except Exception as e:  # noqa: BLE001  (the new training may be what the user does about it)
+            warn_user(f"The last save of an earlier Checkpointer failed: {e}", SaveFailed)
+        saver.writer_lock.release()
+        return
+    lifecycle, run = owner._lifecycle, saver.run.url
+    lifecycle.was_taken_over = True  # from now on, no call begins
+    try:
+        _await_call(lifecycle, run)
+    except BaseException:
+        lifecycle.was_taken_over = False
+        raise
+    could_save = lifecycle.can_save
+    error = LimpetError(f"A newer Checkpointer of this process has taken {run} over")
+    owner._ending.finish_here(error, owner._release)
+    step, saved_step = owner._step_counter.step, saver.saved_step
+    if could_save:
+        events.emit("taken_over", run=run, step=step, saved=saved_step)
+    if could_save and step != saved_step and not isinstance(owner._ending.policy, Never):
+        reason = "a newer Checkpointer of this process has taken the run over"
+        if saved_step:
+            reason += f". Call its resume() to continue from step {saved_step}"
+        message = describe_unsaved_steps(run, step, saved_step, reason)
+        # Not ``warn``, which shows an equal message only once: a cell may run many times.
+        warnings.warn_explicit(message, UnsavedSteps, *user_line())
+
+
+def _await_call(lifecycle: Lifecycle, run: str) -> None:
+    """Wait until no call of a Checkpointer runs. Raises ``LimpetError`` if one does not end."""
+    deadline = time.monotonic() + CALL_SECONDS
+    while (running := lifecycle.running_call()) is not None:
+        name, is_own = running
+        if is_own or time.monotonic() >= deadline:
+            raise LimpetError(
+                f"An earlier Checkpointer of this process is in use for {run}",
+                expected="no running call of it",
+                found=f"a call of {name}() in {'this' if is_own else 'another'} thread",
+                todo="End that training first, or give each training its own run",
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_same_run(earlier: Saver, newer: Saver) -> bool:
+    """Return True if two trainings have the same run, however it is spelled."""
+    first, second = unspread(earlier.run.store), unspread(newer.run.store)
+    if first is second:
+        return True
+    if isinstance(first, LocalStore) and isinstance(second, LocalStore):
+        if os.path.realpath(first.root) == os.path.realpath(second.root):
+            return True
+        with suppress(OSError):  # neither folder may exist yet
+            return os.path.samefile(first.root, second.root)
+        return False
+    if isinstance(first, MemoryStore) and isinstance(second, MemoryStore):
+        return first.shares_objects_with(second) and first.url == second.url
+    if first.traits.in_memory or second.traits.in_memory or first.url != second.url:
+        return False
+    lock_id = earlier.writer_lock.id
+    if lock_id is None:
+        return True
+    try:  # two servers may use the same URL
+        writer = find_writer(newer.run.store)
+    except (StoreError, FormatTooNew):
+        return False
+    return writer is not None and writer.attempt == lock_id
