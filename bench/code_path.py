@@ -25,10 +25,11 @@ LAYERS = (
     ("(root)",),
     ("format",),
     ("storage", "data", "sinks"),
-    ("engine/planning", "engine/distributed"),
-    ("engine/state", "engine/snapshot"),
-    ("engine/saving", "engine/loading"),
-    ("engine/transform",),
+    ("layout", "ranks"),
+    ("state",),
+    ("snapshot",),
+    ("saving", "loading"),
+    ("convert",),
     ("run", "interop"),
     ("training",),
     ("(public names)",),
@@ -39,11 +40,11 @@ RANKS = {package: rank for rank, packages in enumerate(LAYERS) for package in pa
 
 
 def package_of(file: str) -> str:
-    """The package of a file in the package's folder, such as ``engine/saving``."""
+    """The package of a file in the package's folder, such as ``saving``."""
     parts = file.split("/")
     if len(parts) == 1:
         return "(public names)" if file == "__init__.py" else "(root)"
-    return "/".join(parts[:2]) if parts[0] == "engine" else parts[0]
+    return parts[0]
 
 
 def measure(folder: str) -> dict[str, list[str]]:

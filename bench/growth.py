@@ -301,8 +301,8 @@ def ranks(count: int, folder: Path) -> Iterator[Case]:
     """Plans of ``count`` ranks for 16 leaves, and a snapshot with ``count`` shards."""
     import limpet
     from bench.million_boxes import make_leaf_boxes
-    from limpet.engine.planning.global_plan import can_reuse_plan, make_global_plan
-    from limpet.engine.planning.local_plan import LocalPlan, make_local_plan
+    from limpet.layout.global_plan import can_reuse_plan, make_global_plan
+    from limpet.layout.local_plan import LocalPlan, make_local_plan
 
     raw = [make_local_plan(make_leaf_boxes(r, count, 16)).to_bytes() for r in range(count)]
     plan = make_global_plan([LocalPlan.from_bytes(r) for r in raw])

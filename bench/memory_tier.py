@@ -58,10 +58,10 @@ def measure_capture(folder: str, size: int, spare_files: int) -> dict[str, list[
     background half. Runs in a child process."""
     from bench import states
     from limpet.buffers import BufferPool
-    from limpet.engine.saving.job import VersionMetadata
-    from limpet.engine.saving.save import begin_save, finish_save
-    from limpet.engine.snapshot.location import Location
+    from limpet.saving.job import VersionMetadata
+    from limpet.saving.save import begin_save, finish_save
     from limpet.settings import read_settings
+    from limpet.snapshot.location import Location
     from limpet.storage.tmpfs.store import TmpfsStore
 
     state, threads = states.large_state(size), read_settings().threads

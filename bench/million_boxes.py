@@ -22,12 +22,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from limpet.engine.planning.global_plan import can_reuse_plan, make_global_plan
-from limpet.engine.planning.local_plan import LocalPlan, make_local_plan
-from limpet.engine.planning.read_plan import ReadRequest, make_read_plan
-from limpet.engine.planning.shard_layout import LeafBox, chunk_cuts, digest_leaf_boxes, file_order
 from limpet.format.index import Index, ShardIndex, decode_index, encode_index
 from limpet.format.index_columns import IndexBox, IndexLeaf, SchemaCache
+from limpet.layout.global_plan import can_reuse_plan, make_global_plan
+from limpet.layout.local_plan import LocalPlan, make_local_plan
+from limpet.layout.read_plan import ReadRequest, make_read_plan
+from limpet.layout.shard_layout import LeafBox, chunk_cuts, digest_leaf_boxes, file_order
 from limpet.types import MIB, Box
 
 LEAVES = 977

@@ -53,8 +53,8 @@ class Timings:
 @contextmanager
 def timed_steps(timings: Timings) -> Iterator[None]:
     """Time the steps of the partition and of the commit."""
-    from limpet.engine.distributed.store_collective import StoreCollective
-    from limpet.engine.saving import commit, partition
+    from limpet.ranks.store_collective import StoreCollective
+    from limpet.saving import commit, partition
 
     chair, assembly = partition._Coordinator, StoreCollective
     steps = [
@@ -104,9 +104,9 @@ class _Rank0:
     def __init__(self, port: int, ranks: int, shape: str, folder: Path, processes: Any) -> None:
         from bench import simulated_ranks
         from limpet.buffers import shared_pool
-        from limpet.engine.distributed.group import StoreGroup
-        from limpet.engine.distributed.kv import KVClient, Timeouts
-        from limpet.engine.snapshot.location import locate
+        from limpet.ranks.group import StoreGroup
+        from limpet.ranks.kv import KVClient, Timeouts
+        from limpet.snapshot.location import locate
 
         self.ranks, self.shape, self.folder = ranks, shape, folder
         self.command_store = simulated_ranks.connect(port, counted=False)
@@ -124,7 +124,7 @@ class _Rank0:
     def measure(self) -> dict[str, Any]:
         from bench.resource_usage import PeakMemory
         from bench.simulated_ranks import state_of
-        from limpet.engine.state.flatten import flatten
+        from limpet.state.flatten import flatten
 
         flatten(state_of(0, self.ranks, self.shape))  # import everything before a save is timed
         self.kv.start()
@@ -180,8 +180,8 @@ class _Rank0:
     def save(self, *, commit: bool = False, write: bool = False) -> dict[str, Any]:
         """Save without shards; return seconds of partition and commit, store calls, and bytes."""
         from bench.simulated_ranks import state_of
-        from limpet.engine.saving.partition import partition_state
-        from limpet.engine.state.flatten import flatten
+        from limpet.saving.partition import partition_state
+        from limpet.state.flatten import flatten
         from limpet.threads import Workers, gc_paused
 
         what = f"the save of {self.location.url}"
@@ -213,14 +213,14 @@ class _Rank0:
 
     def commit(self, partition: Any, collective: Any, write: bool) -> dict[str, float]:
         from bench import simulated_ranks
-        from limpet.engine.saving.commit import (
+        from limpet.saving.commit import (
             check_receipts,
             commit_collectively,
             pinned_base,
             put_manifest,
         )
-        from limpet.engine.saving.image import Image
-        from limpet.engine.saving.job import SaveJob, VersionMetadata
+        from limpet.saving.image import Image
+        from limpet.saving.job import SaveJob, VersionMetadata
         from limpet.threads import Workers
 
         none = Image(b"", [], [], [], [], np.zeros(1, np.int64), 0)
@@ -276,7 +276,7 @@ class _Rank0:
 
     def time_failure_detector(self) -> float:
         """Return the median seconds of one check for failed ranks, as during the write."""
-        from limpet.engine.distributed.failure_detector import FailureDetector
+        from limpet.ranks.failure_detector import FailureDetector
 
         vigil = FailureDetector(self.kv, "it")
         seconds = []
@@ -299,8 +299,8 @@ class _Rank0:
         """Measure the start of a load into half as many ranks, on one rank."""
         from bench.resource_usage import PeakMemory
         from bench.simulated_ranks import flatten_state
-        from limpet.engine.planning.read_plan import ReadRequest, make_read_plan
-        from limpet.engine.snapshot.reader import open_snapshot
+        from limpet.layout.read_plan import ReadRequest, make_read_plan
+        from limpet.snapshot.reader import open_snapshot
 
         _, leaves = flatten_state(0, max(1, self.ranks // 2), self.shape)
         stored = open_snapshot(self.folder)

@@ -123,8 +123,8 @@ class _SimulatedRank:
     """One simulated rank. Holds only its encoded messages."""
 
     def __init__(self, rank: int, ranks: int, shape: str, kv: Any) -> None:
-        from limpet.engine.distributed.group import StoreGroup
-        from limpet.engine.saving.partition import _LocalRank
+        from limpet.ranks.group import StoreGroup
+        from limpet.saving.partition import _LocalRank
         from limpet.threads import Workers
 
         self.rank = rank
@@ -144,7 +144,7 @@ class _SimulatedRank:
         self.collective: Any = None
 
     def details(self, request: Any) -> Any:
-        from limpet.engine.saving.partition import Details
+        from limpet.saving.partition import Details
 
         wanted = (request.local_plan_ranks, request.tree_ranks, request.value_ranks)
         told = zip(self.encoded_parts, wanted, strict=True)
@@ -153,8 +153,8 @@ class _SimulatedRank:
 
 def flatten_state(rank: int, ranks: int, shape: str) -> Any:
     """Flatten the state of a rank as ``save`` does; return the tree and the boxes to distribute."""
-    from limpet.engine.saving.partition import _split_leaf
-    from limpet.engine.state.flatten import flatten
+    from limpet.saving.partition import _split_leaf
+    from limpet.state.flatten import flatten
 
     flat = flatten(state_of(rank, ranks, shape), rank)
     return flat, [part for leaf in flat.leaves for part in _split_leaf(leaf)]
@@ -162,7 +162,7 @@ def flatten_state(rank: int, ranks: int, shape: str) -> Any:
 
 def run_ranks(port: int, ranks: int, shape: str, first: int, step: int, folder: str) -> None:
     """Simulate the ranks ``first``, ``first + step``, ... until rank 0 sends "end"."""
-    from limpet.engine.distributed.kv import KVClient, Timeouts
+    from limpet.ranks.kv import KVClient, Timeouts
 
     class Direct(KVClient):
         """A client without its own thread."""
@@ -204,7 +204,7 @@ def _wait_for(store: Any, key: str, value_type: Any) -> Any:
 
 def _partition(simulated: list[_SimulatedRank], what: str) -> list[float]:
     """Run ``partition_state`` for many ranks in turn; return the seconds until each was done."""
-    from limpet.engine.saving.partition import DetailRequest, Details, RankSummary, _unpack_mask
+    from limpet.saving.partition import DetailRequest, Details, RankSummary, _unpack_mask
 
     began = time.perf_counter()
     for each in simulated:
@@ -240,9 +240,9 @@ def _commit(
     orders: Any,
     number: int,
 ) -> None:
-    from limpet.engine.planning.shard_layout import LeafBox
-    from limpet.engine.saving.commit import CommitResult, Receipt, pinned_base
-    from limpet.engine.snapshot.location import locate
+    from limpet.layout.shard_layout import LeafBox
+    from limpet.saving.commit import CommitResult, Receipt, pinned_base
+    from limpet.snapshot.location import locate
 
     for each in simulated:
         with pinned_base(locate(Path(folder)), each.request.attempt, None, each.collective):
@@ -267,12 +267,12 @@ def write_sparse_shard(
     folder: Path, rank: int, ranks: int, attempt: str, sources: list[Any], holdings: list[Any]
 ) -> Any:
     """Write a sparse shard and a real index; return the receipt of the rank."""
-    from limpet.engine.saving.commit import Receipt
-    from limpet.engine.saving.image import make_image
-    from limpet.engine.saving.write import write_index
-    from limpet.engine.snapshot.location import locate
     from limpet.format import names
     from limpet.format.digest import digest
+    from limpet.saving.commit import Receipt
+    from limpet.saving.image import make_image
+    from limpet.saving.write import write_index
+    from limpet.snapshot.location import locate
 
     if rank and not sources:
         return Receipt(rank, None)

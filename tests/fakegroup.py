@@ -6,8 +6,8 @@ from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-from limpet.engine.distributed.group import StoreGroup, use_group
-from limpet.engine.distributed.kv import KVClient, Timeouts
+from limpet.ranks.group import StoreGroup, use_group
+from limpet.ranks.kv import KVClient, Timeouts
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 
 from limpet.storage.store import Store
-from tests.engine.unreliable_stores import HookedStore
+from tests.unreliable_stores import HookedStore
 
 TIMEOUT = 60.0
 

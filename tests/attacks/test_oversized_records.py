@@ -8,7 +8,6 @@ import warnings
 import pytest
 
 from limpet import events
-from limpet.engine.snapshot.pins import REMOTE_PIN_TTL
 from limpet.errors import ManifestInvalid, SkippedVersion
 from limpet.format.names import Version
 from limpet.format.records import MAX_RECORD
@@ -19,6 +18,7 @@ from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request
 from limpet.run.writer_lock import WriterLock
+from limpet.snapshot.pins import REMOTE_PIN_TTL
 from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli
 from tests.trainings import train, trained_run, training
@@ -101,7 +101,7 @@ def test_a_request_is_answered_and_removed(store: MemoryStore) -> None:
 def test_a_manifest_is_skipped_and_protects_what_it_names(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("limpet.engine.snapshot.reader.MAX_MANIFEST", MAX_RECORD)
+    monkeypatch.setattr("limpet.snapshot.reader.MAX_MANIFEST", MAX_RECORD)
     monkeypatch.setattr(catalog, "_PART", 1000)
     for offset in range(990, 1011):  # a name in and around the end of the first part
         store.delete("version_3/manifest.json")

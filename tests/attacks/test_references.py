@@ -13,17 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from limpet.buffers import shared_pool
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.transform.copy import copy_snapshot
+from limpet.convert.copy import copy_snapshot
 from limpet.errors import FormatError, ManifestInvalid, StoreError
 from limpet.format.index import decode_index
 from limpet.format.manifest import ShardReference, decode_manifest
 from limpet.format.names import Version
+from limpet.loading.load import load_snapshot
 from limpet.run.run import Run
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests import forging
 from tests.attacks.test_fuzz import change
@@ -63,8 +63,8 @@ def files() -> Files:
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
         for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-            patch.setattr(f"limpet.engine.{module}.BLOCK_SIZE", 1024)
-        patch.setattr("limpet.engine.planning.shard_layout.SMALL_BOX_BYTES", 64)
+            patch.setattr(f"limpet.{module}.BLOCK_SIZE", 1024)
+        patch.setattr("limpet.layout.shard_layout.SMALL_BOX_BYTES", 64)
         last = None
         for step in range(3):
             current_state = state(step)

@@ -17,17 +17,17 @@ import limpet as hf
 from limpet.cli.verbs.copy import CopyResult, _copy_run
 from limpet.cli.verbs.ls import list_versions
 from limpet.cli.verbs.verify import _verify_run
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import AlreadyExists, CommitError, FormatTooNew, NotFound
 from limpet.format.names import MANIFEST, Version
 from limpet.run.policy import EverySteps, KeepEvery, KeepLast
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from limpet.storage.store import Store
 from tests.cli.invoke import make_run, run_cli, train_branch
-from tests.engine.unreliable_stores import HookedStore
 from tests.interleaving import Actor, count_calls, run_interleaved
 from tests.trainings import flip_bit, shard_of, train, training
+from tests.unreliable_stores import HookedStore
 
 
 def keys(url: str) -> list[str]:

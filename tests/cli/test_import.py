@@ -20,7 +20,7 @@ from limpet.format.names import Version
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import CommandResult, run_cli, train_branch
-from tests.engine.unreliable_stores import HookedStore
+from tests.unreliable_stores import HookedStore
 
 
 @pytest.fixture

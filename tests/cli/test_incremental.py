@@ -10,12 +10,12 @@ import pytest
 
 import limpet as hf
 from limpet.buffers import shared_pool
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Branch, encode_branch
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import Denied
 from limpet.format.names import MANIFEST, Version, random_id, shard_name
 from limpet.run.catalog import Catalog
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of

@@ -11,11 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 import limpet
 from limpet.cli.exit_codes import DIFFERS
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.format import names
 from limpet.format.names import shard_name
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.open import open_store
 from limpet.testing.contract import keys, put
 from tests.cli.invoke import run_cli

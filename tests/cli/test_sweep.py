@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
 from limpet.format.names import random_id, shard_name
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from limpet.storage.store import Traits

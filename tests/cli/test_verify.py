@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from limpet.cli.verbs import verify
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.verify import Problem
 from limpet.errors import Denied, FormatError, LimpetError
 from limpet.format.names import MANIFEST, Version
 from limpet.run.catalog import Catalog
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.verify import Problem
 from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch
 from tests.trainings import flip_bit, shard_of

@@ -44,8 +44,8 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
     """Use pieces of 1 KiB, three threads, and pools of 4 KiB buffers."""
     tracker = PoolTracker()
     for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
-        monkeypatch.setattr(f"limpet.engine.{module}.BLOCK_SIZE", SMALL_UNIT)
-    monkeypatch.setattr("limpet.engine.saving.save.BufferPool", tracker.make_pool)
+        monkeypatch.setattr(f"limpet.{module}.BLOCK_SIZE", SMALL_UNIT)
+    monkeypatch.setattr("limpet.saving.save.BufferPool", tracker.make_pool)
     monkeypatch.setattr("limpet.training.saves.saver.BufferPool", tracker.make_pool)
     # the watcher polls at arbitrary times, so the number of store calls would vary
     monkeypatch.setattr("limpet.run.request_watcher.RequestWatcher.start", lambda self: None)
@@ -65,7 +65,5 @@ class OpenedStore:
 def opened(monkeypatch: pytest.MonkeyPatch) -> OpenedStore:
     """Make every snapshot URL refer to ``opened.store``, which the test sets."""
     opened_store = OpenedStore()
-    monkeypatch.setattr(
-        "limpet.engine.snapshot.location.open_store", lambda url: opened_store.store
-    )
+    monkeypatch.setattr("limpet.snapshot.location.open_store", lambda url: opened_store.store)
     return opened_store

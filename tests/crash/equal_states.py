@@ -17,8 +17,8 @@ from unittest import mock
 
 from limpet.storage.local.os_calls import Fs
 
-CLOCKS = ["machine.utc_now", "engine.snapshot.pins.utc_now"]
-ROUNDED = ["engine.saving.job.round", "training.saves.goodput.round"]
+CLOCKS = ["machine.utc_now", "snapshot.pins.utc_now"]
+ROUNDED = ["saving.job.round", "training.saves.goodput.round"]
 """The measured seconds in a manifest are rounded."""
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import limpet
 from limpet import threads
-from limpet.engine.saving import save  # noqa: F401  (the fork server imports it only once)
 from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
+from limpet.saving import save  # noqa: F401  (the fork server imports it only once)
 from tests.trainings import initial_state, state_after, train
 
 

@@ -12,17 +12,17 @@ from unittest import mock
 import pytest
 
 import limpet
-from limpet.engine.distributed.group import current_group
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import NotFound
 from limpet.format import names
 from limpet.format.names import Version
+from limpet.loading.load import load_snapshot
+from limpet.ranks.group import current_group
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.run.sweep import MIN_GRACE
+from limpet.snapshot import pins
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.store import Store
 from tests.trainings import initial_state, state_after, states_equal, train_step
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet.buffers import shared_pool
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import CommitError, LimpetError
 from limpet.format import names
 from limpet.format.names import MANIFEST, Version
+from limpet.loading.load import load_snapshot
 from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
@@ -35,7 +35,7 @@ from tests.crash.conftest import OpenedStore, PoolTracker
 from tests.crash.equal_states import CheckedStates, equal_bytes
 from tests.crash.test_nth_call import faults
 from tests.crash.test_power import cut_everywhere
-from tests.engine.unreliable_stores import HookedStore
+from tests.unreliable_stores import HookedStore
 
 ROOT = "/a/run"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import limpet
-from limpet.engine.snapshot.spread import read_spread
 from limpet.format import names
 from limpet.run.policy import EverySteps, KeepLast
+from limpet.snapshot.spread import read_spread
 from limpet.storage.local.store import LocalStore
 from limpet.testing.crashfs import CrashFs
 from limpet.testing.faults import FaultFs

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 import limpet
 from limpet.errors import Unsupported
 from limpet.storage.memory import MemoryStore
-from tests.engine.unreliable_stores import HookedStore
 from tests.ranks.trainings import TrainingJob, TrainingRank
+from tests.unreliable_stores import HookedStore
 
 ROOT = Path(__file__).parents[2]
 

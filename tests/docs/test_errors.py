@@ -32,8 +32,8 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing import Fault, FaultFs
 from tests.docs.test_docs import ROOT
-from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
+from tests.unreliable_stores import HookedStore
 
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))

@@ -18,9 +18,7 @@ import torch
 
 import limpet
 from limpet import events
-from limpet.engine.snapshot.location import locate
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.transform.reshard import reshard
+from limpet.convert.reshard import reshard
 from limpet.errors import LimpetError, NotFound, Unavailable
 from limpet.evaluation.evaluation import Evaluation, Outcome
 from limpet.evaluation.pool import Limits
@@ -29,6 +27,8 @@ from limpet.format.records import FailedEvaluation
 from limpet.run.evaluations.lease import list_leases
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
+from limpet.snapshot.location import locate
+from limpet.snapshot.snapshot import reader_of
 from tests.evaluation import functions
 from tests.evaluation.functions import expected, make_model
 from tests.trainings import delete_version

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import Unavailable
 from limpet.evaluation.follower import Follower
 from limpet.evaluation.schedule import Selection
 from limpet.format.names import Version
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from tests.run.test_retention import make_run
 from tests.trainings import delete_version

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as hst
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import DigestMismatch, FormatError, LimpetError, NotFound, PlanError
 from limpet.exporting import average as average_module
 from limpet.exporting.average import _from_float64, _to_float64
+from limpet.snapshot.snapshot import reader_of
 from tests.cli.invoke import run_cli
-from tests.engine.snapshot.manual_shards import split_columns, split_rows, write_resharded
 from tests.exporting.test_public_export import flip_bit, make_run, read_record
+from tests.snapshot.manual_shards import split_columns, split_rows, write_resharded
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 

@@ -23,10 +23,6 @@ import torch
 from torch import nn
 
 import limpet
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     AlreadyExists,
     DigestMismatch,
@@ -41,14 +37,18 @@ from limpet.exporting.plan import ExportPlan, locate_export, plan_export
 from limpet.exporting.write import write_export
 from limpet.format import names
 from limpet.run.policy import EverySteps
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits, Upload
 from limpet.testing.faults import Fault, FaultFs
-from tests.engine.snapshot.manual_shards import split_columns, split_rows, write_resharded
-from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
-from tests.engine.unreliable_stores import HookedStore, HookedUpload
+from tests.snapshot.manual_shards import split_columns, split_rows, write_resharded
+from tests.states import TORCH_DTYPES, assert_same, random_tensor, save_state, unused_url
 from tests.trainings import flip_bit
+from tests.unreliable_stores import HookedStore, HookedUpload
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -721,8 +721,8 @@ MEASURE_MEMORY = """
 import sys, limpet
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.reader import open_snapshot
+from limpet.snapshot import pins
+from limpet.snapshot.reader import open_snapshot
 from limpet.exporting.plan import locate_export
 from limpet.exporting.plan import plan_export
 from limpet.exporting.write import write_export

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import limpet
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import DigestMismatch, NotFound
 from limpet.exporting import stream
 from limpet.exporting.stream import stream_leaves
 from limpet.format.names import MANIFEST
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from tests.engine.planning.random_boxes import shapes, tilings
-from tests.engine.snapshot.manual_shards import (
+from tests.layout.random_boxes import shapes, tilings
+from tests.snapshot.manual_shards import (
     read_elements,
     split_columns,
     split_rows,

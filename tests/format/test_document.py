@@ -11,9 +11,7 @@ import torch
 from jsonschema import Draft202012Validator
 
 import limpet
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.format import names
+from limpet.format import names, torch_types
 from limpet.format.digest import digest
 from limpet.format.index import MAX_CHUNK, decode_index
 from limpet.format.manifest import MAX_MANIFEST, decode_manifest
@@ -32,7 +30,8 @@ from limpet.format.safetensors import MAX_HEADER, build_header
 from limpet.format.sealed import FORMAT
 from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS, decode
 from limpet.format.validate import check_numbered_tree
-from limpet.format.values import torch_types
+from limpet.loading.load import load_snapshot
+from limpet.snapshot.snapshot import reader_of
 from limpet.types import ALIGNMENT, DTYPES, MIB
 from tests.forging import store_of, values_equal
 

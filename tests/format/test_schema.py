@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from jsonschema import Draft202012Validator
 
 import limpet
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
 from limpet.errors import FormatError
 from limpet.format.index import decode_index
 from limpet.format.manifest import decode_manifest
@@ -31,6 +29,8 @@ from limpet.format.records import (
 )
 from limpet.format.validate import check_plain, check_tree
 from limpet.run.run import Run
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
 from limpet.storage.memory import MemoryStore
 from tests.attacks.test_invalid_files import (
     BRANCH,

@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import limpet
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.transform.copy import copy_snapshot
-from limpet.engine.transform.reshard import reshard
+from limpet.convert.copy import copy_snapshot
+from limpet.convert.reshard import reshard
 from limpet.errors import (
     DTypeMismatch,
     LimpetError,
@@ -26,9 +24,10 @@ from limpet.errors import (
     PlanError,
     Unsupported,
 )
-from limpet.format.values import torch_types
+from limpet.format import torch_types
+from limpet.snapshot.location import Location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from tests.engine.states import unused_url
 from tests.fakegroup import FakeGroup
 from tests.forging import (
     Files,
@@ -39,6 +38,7 @@ from tests.forging import (
     sealed_content,
     store_of,
 )
+from tests.states import unused_url
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 STATE: dict[str, Any] = {

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import Unsupported
 from limpet.format import tree
 from limpet.format.tree import MAX_DEPTH, MAX_DIMENSIONS
 from limpet.format.validate import check_tree
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.forging import TORCH_DTYPES, files_of, plain_values, small_state, values_equal
 

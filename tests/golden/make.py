@@ -21,10 +21,10 @@ import torch
 
 import limpet
 from limpet.buffers import shared_pool
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
 from limpet.format.names import Version
 from limpet.run.policy import EverySteps
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
 
 DTYPES = (
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.format.names import Version
+from limpet.snapshot.snapshot import reader_of
 from tests.forging import values_equal
 from tests.golden import make
 

@@ -30,8 +30,6 @@ from torch.distributed.checkpoint.state_dict_loader import (
 )
 
 import limpet
-from limpet.engine.snapshot.location import is_snapshot, locate
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     AlreadyExists,
     CommitError,
@@ -45,12 +43,14 @@ from limpet.errors import (
 )
 from limpet.integrations.dcp.reading import StorageReader
 from limpet.integrations.dcp.writing import StorageWriter
+from limpet.snapshot.location import is_snapshot, locate
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.testing.crashfs import CrashFs
 from limpet.testing.faults import Fault, FaultFs
 from limpet.types import DTYPES
-from tests.engine.states import TORCH_DTYPES, random_tensor, tensor_bytes
+from tests.states import TORCH_DTYPES, random_tensor, tensor_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

@@ -35,10 +35,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import CommitError, DigestMismatch, LimpetError, NotFound
 from limpet.integrations.dcp.reading import StorageReader
 from limpet.integrations.dcp.writing import StorageWriter
+from limpet.snapshot.snapshot import reader_of
 from tests.integrations.world import SIZE, RankProcesses
 
 pytestmark = pytest.mark.slow

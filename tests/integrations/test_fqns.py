@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from limpet.engine.state.flatten import flatten
 from limpet.errors import PlanError
 from limpet.format.validate import check_tree
 from limpet.integrations.dcp import fqns
+from limpet.state.flatten import flatten
 
 LEAVES = st.one_of(
     st.integers(), st.text(max_size=3), st.none(), st.just(torch.zeros(2)), st.tuples(st.integers())

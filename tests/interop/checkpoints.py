@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import limpet
-from limpet.engine.snapshot.location import Location
 from limpet.interop.arrange import arrange_state
 from limpet.interop.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
+from limpet.snapshot.location import Location
 from limpet.storage.open import open_store
 
 _run_numbers = count()

@@ -11,8 +11,8 @@ from torch import nn
 import limpet
 from limpet.interop.arrange import arrange_state, step_from_name, step_from_state, unwrap_names
 from limpet.interop.import_ import read_foreign_checkpoint
-from tests.engine.states import assert_same
 from tests.interop.checkpoints import import_and_load, import_checkpoint
+from tests.states import assert_same
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from limpet.interop.extent import check_extent
 from limpet.interop.import_ import read_foreign_checkpoint
 from limpet.interop.mmap_files import MappedFile, read_zip_records
 from limpet.interop.unflatten import unflatten
-from tests.engine.states import assert_same
 from tests.interop.checkpoints import import_and_load
 from tests.memory_peak import print_peak_memory
+from tests.states import assert_same
 
 
 @pytest.fixture(autouse=True)

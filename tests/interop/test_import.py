@@ -21,8 +21,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 import limpet
-from limpet.engine.snapshot.location import locate
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, Unsupported
 from limpet.interop.arrange import arrange_state
 from limpet.interop.import_ import (
@@ -31,13 +29,15 @@ from limpet.interop.import_ import (
     save_foreign_checkpoint,
 )
 from limpet.interop.mmap_files import MappedFile, read_zip_records
-from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor
+from limpet.snapshot.location import locate
+from limpet.snapshot.snapshot import reader_of
 from tests.interop.checkpoints import (
     MaliciousPickle,
     import_and_load,
     import_checkpoint,
     rewrite_file,
 )
+from tests.states import TORCH_DTYPES, assert_same, random_tensor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
@@ -573,7 +573,7 @@ MEASURE_MEMORY = """
 import sys
 import torch
 import limpet
-from limpet.engine.snapshot.location import locate
+from limpet.snapshot.location import locate
 from limpet.interop.arrange import arrange_state
 from limpet.interop.import_ import (
     flatten_foreign_state, read_foreign_checkpoint, save_foreign_checkpoint,

@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import limpet
-from limpet.engine.planning.shard_layout import leaf_boxes_from_index
-from limpet.engine.snapshot.snapshot import Snapshot
 from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
 from limpet.interop.import_ import read_foreign_checkpoint
-from tests.engine.states import TORCH_DTYPES, assert_same, random_tensor
+from limpet.layout.shard_layout import leaf_boxes_from_index
+from limpet.snapshot.snapshot import Snapshot
 from tests.interop.checkpoints import (
     MaliciousPickle,
     import_and_load,
@@ -34,6 +33,7 @@ from tests.interop.checkpoints import (
     write_dcp_as_ranks,
     write_dcp_folder,
 )
+from tests.states import TORCH_DTYPES, assert_same, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -15,8 +15,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as to_safetensors
 
 import limpet
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.snapshot import Snapshot
 from limpet.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
 from limpet.interop import stored_files
 from limpet.interop.arrange import arrange_state
@@ -26,10 +24,12 @@ from limpet.interop.import_ import (
     save_foreign_checkpoint,
 )
 from limpet.interop.stored_files import size_of_foreign
+from limpet.snapshot.location import Location
+from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli
-from tests.engine.states import assert_same
+from tests.states import assert_same
 
 MODEL = {
     "big": torch.arange(3 << 20, dtype=torch.float32),  # 12 MiB

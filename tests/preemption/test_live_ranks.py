@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from limpet.engine.distributed.collective import LocalCollective
-from limpet.engine.distributed.group import LocalGroup, StoreGroup
-from limpet.engine.distributed.kv import CLOSED_HEARTBEAT
 from limpet.errors import RankFailed
 from limpet.preemption.savepoints.live_ranks import Decision, SavepointVote, Voter, VoteTimes
+from limpet.ranks.collective import LocalCollective
+from limpet.ranks.group import LocalGroup, StoreGroup
+from limpet.ranks.kv import CLOSED_HEARTBEAT
 from tests.fakegroup import FakeGroup
 
 NAME = "1/savepoint"

@@ -24,13 +24,13 @@ def trial_stores(pools: PoolTracker, monkeypatch: pytest.MonkeyPatch) -> Iterato
     counts as dead, because the pins of a killed thread would otherwise count as held.
     """
     monkeypatch.setattr(
-        "limpet.engine.snapshot.location.open_store",
+        "limpet.snapshot.location.open_store",
         lambda url: faults.STORES_BY_URL.get(url) or open_store(url),
     )
     monkeypatch.setattr(buffers, "_pool", pools.make_pool(4096 * PAGE))
     monkeypatch.setenv("LIMPET_THREADS", "2")
     monkeypatch.setattr("limpet.threads.BYTES_PER_THREAD", 1)
-    with mock.patch("limpet.engine.snapshot.pins.is_holder_alive", return_value=False):
+    with mock.patch("limpet.snapshot.pins.is_holder_alive", return_value=False):
         yield pools
     for job in faults.OPEN_JOBS:
         job.group.close()

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from limpet.engine.distributed.group import _own_connection
-from limpet.engine.distributed.kv import KVClient, Timeouts
 from limpet.errors import RankFailed
+from limpet.ranks.group import _own_connection
+from limpet.ranks.kv import KVClient, Timeouts
 
 ROUNDS = [
     f"blocked {end} {kind}"

@@ -19,18 +19,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import limpet
-from limpet.engine.distributed.group import current_group
-from limpet.engine.distributed.kv import Timeouts
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import LimpetError, RankFailed
 from limpet.format.names import Version
+from limpet.loading.load import load_snapshot
+from limpet.ranks.group import current_group
+from limpet.ranks.kv import Timeouts
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
-from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import initial_state, state_after, states_equal
+from tests.unreliable_stores import HookedStore
 
 SHORT_TIMEOUTS = Timeouts(silent=1.5, stuck=2.5)
 """The shortest timeouts that distinguish a live thread from a dead one on a busy machine."""

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import limpet
 from limpet.types import DTYPES
-from tests.engine.states import TORCH_DTYPES, random_tensor, tensor_bytes
+from tests.states import TORCH_DTYPES, random_tensor, tensor_bytes
 
 NUMPY_DTYPES = [d for d in DTYPES if d.replace("complex", "float") in dir(np) and d != "complex32"]
 MESH_SHAPES = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from limpet.types import BLOCK_SIZE, DTYPES, Box
-from tests.engine.unreliable_stores import HookedStore
+from tests.unreliable_stores import HookedStore
 
 
 class RecordingStore(HookedStore):

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.engine.saving import save as recipe
 from limpet.errors import CommitError, NoSpace, RankFailed, StoreError, Unavailable
+from limpet.saving import save as recipe
 from limpet.storage.memory import MemoryStore
 from tests.crash.conftest import PoolTracker
 from tests.fakegroup import FakeGroup

@@ -13,15 +13,15 @@ import pytest
 
 import limpet
 from limpet.buffers import shared_pool
-from limpet.engine.distributed.group import current_group
-from limpet.engine.distributed.kv import Timeouts
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import open_snapshot
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import AlreadyExists, CommitError, RankFailed
+from limpet.ranks.group import current_group
+from limpet.ranks.kv import Timeouts
 from limpet.run.run import Run
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import open_snapshot
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import SHORT_TIMEOUTS, Call, ThreadedJob, assert_versions_intact, state_of

@@ -12,17 +12,17 @@ import pytest
 import limpet
 from limpet import deadline
 from limpet.deadline import Deadline
-from limpet.engine.distributed import store_collective
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
 from limpet.errors import RankFailed, Unavailable
+from limpet.ranks import store_collective
 from limpet.run.run import Run
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from limpet.testing.contract import keys
-from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.ranks.faults import Call, ThreadedJob, state_of
+from tests.unreliable_stores import HookedStore
 
 VICTIM = 1
 

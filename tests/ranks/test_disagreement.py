@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engine.distributed.kv import Timeouts
 from limpet.errors import (
     AlreadyExists,
     CommitError,
@@ -20,6 +19,7 @@ from limpet.errors import (
     RankFailed,
     StoreError,
 )
+from limpet.ranks.kv import Timeouts
 from limpet.storage.memory import MemoryStore
 from tests.crash.conftest import PoolTracker
 from tests.ranks.faults import (

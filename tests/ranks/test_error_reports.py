@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from limpet.engine.distributed.error_report import decode_error, encode_error, format_with_notes
-from limpet.engine.distributed.group import current_group
 from limpet.errors import CommitError, NotFound, RankFailed, SaveFailed
+from limpet.ranks.error_report import decode_error, encode_error, format_with_notes
+from limpet.ranks.group import current_group
 from limpet.run.policy import EverySteps, OnException
 from limpet.run.run import Run
 from limpet.training.warn import warn_save_failed

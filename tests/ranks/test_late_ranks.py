@@ -29,12 +29,12 @@ from unittest import mock
 
 import pytest
 
-from limpet.engine.distributed.group import current_group
-from limpet.engine.saving import save
 from limpet.errors import LimpetError, NoSpace, Unavailable
 from limpet.preemption.notice import Notice
+from limpet.ranks.group import current_group
 from limpet.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from limpet.run.run import Run
+from limpet.saving import save
 from limpet.storage.memory import MemoryStore
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
 

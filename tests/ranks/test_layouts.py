@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet.buffers import shared_pool
-from limpet.engine.distributed.group import current_group
-from limpet.engine.loading import shared_read
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.saving import partition
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import open_location
-from limpet.engine.snapshot.snapshot import reader_of
+from limpet.loading import shared_read
+from limpet.loading.load import load_snapshot
+from limpet.ranks.group import current_group
+from limpet.saving import partition
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import open_location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.types import BLOCK_SIZE, DTYPES, MIB
 from tests.fakegroup import FakeGroup

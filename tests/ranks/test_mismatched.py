@@ -7,11 +7,11 @@ import torch
 from torch import nn, optim
 
 import limpet
-from limpet.engine.state.sharding import Boxed
 from limpet.errors import ShapeMismatch
-from tests.engine.states import assert_same, clone
+from limpet.state.sharding import Boxed
 from tests.fakegroup import FakeGroup
 from tests.ranks.rank_threads import for_each_rank, load_errors, save_on_ranks
+from tests.states import assert_same, clone
 
 
 def make(size, steps=0):

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet.data.rng import RNG
-from limpet.engine.state.replication import PerRank, Replicated
-from limpet.engine.state.sharding import Boxed
 from limpet.errors import DTypeMismatch, PlanError, RanksChanged, ShapeMismatch, Unsupported
+from limpet.state.replication import PerRank, Replicated
+from limpet.state.sharding import Boxed
 from limpet.storage.memory import MemoryStore
-from tests.engine.states import assert_same
 from tests.ranks import rank_threads
 from tests.ranks.rank_threads import (
     floats,
@@ -29,6 +28,7 @@ from tests.ranks.rank_threads import (
     save_error,
     save_on_ranks,
 )
+from tests.states import assert_same
 
 
 class Loader:

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.state.sharding import Boxed
 from limpet.errors import (
     DigestMismatch,
     DTypeMismatch,
@@ -21,7 +19,8 @@ from limpet.errors import (
     ShapeMismatch,
     UnexpectedLeaf,
 )
-from tests.engine.states import Stateful, assert_same, clone
+from limpet.snapshot.snapshot import reader_of
+from limpet.state.sharding import Boxed
 from tests.fakegroup import FakeGroup
 from tests.ranks.rank_threads import (
     floats,
@@ -31,6 +30,7 @@ from tests.ranks.rank_threads import (
     save_error,
     save_on_ranks,
 )
+from tests.states import Stateful, assert_same, clone
 
 LAYERS = 6
 

@@ -43,8 +43,6 @@ from typing import Any
 
 import pytest
 
-from limpet.engine.distributed.kv import Timeouts
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import Preempted, RankFailed
 from limpet.format.names import MANIFEST
 from limpet.preemption import (
@@ -58,9 +56,11 @@ from limpet.preemption import (
 from limpet.preemption.exit_status import Status
 from limpet.preemption.savepoints import step_savepoint
 from limpet.preemption.savepoints.savepoint_saver import SavepointSaver
+from limpet.ranks.kv import Timeouts
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from tests.preemption.announced import Announced
 from tests.preemption.metadata_servers import GcpServer
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step

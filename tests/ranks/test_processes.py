@@ -326,7 +326,7 @@ TRAINING = """
 import os, signal, sys
 import numpy as np, torch, torch.distributed as dist
 import limpet
-from limpet.engine.saving import save
+from limpet.saving import save
 from tests.ranks.processes import join_process_group
 from tests.ranks.faults import state_of
 from tests.trainings import train_step

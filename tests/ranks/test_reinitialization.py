@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import limpet
-from limpet.engine.distributed.group import current_group
 from limpet.errors import LimpetError, RankFailed
+from limpet.ranks.group import current_group
 from tests.ranks.world import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.slow

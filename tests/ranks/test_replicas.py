@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import limpet
-from limpet.engine.state.replication import PerRank, Replicated
-from limpet.engine.state.sharding import Boxed
 from limpet.errors import DTypeMismatch, PlanError, ShapeMismatch
+from limpet.state.replication import PerRank, Replicated
+from limpet.state.sharding import Boxed
 from limpet.types import BLOCK_SIZE
-from tests.engine.states import TORCH_DTYPES, assert_same, clone, random_tensor
 from tests.ranks.rank_threads import floats, for_each_rank, load_on_ranks, save_error, save_on_ranks
+from tests.states import TORCH_DTYPES, assert_same, clone, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 

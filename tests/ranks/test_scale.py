@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.engine.distributed.failure_detector import FailureDetector
-from limpet.engine.distributed.group import current_group
-from limpet.engine.distributed.kv import MAX_BATCH_KEYS, MAX_VALUE_BYTES, KVClient, Timeouts
-from limpet.engine.saving import partition
+from limpet.ranks.failure_detector import FailureDetector
+from limpet.ranks.group import current_group
+from limpet.ranks.kv import MAX_BATCH_KEYS, MAX_VALUE_BYTES, KVClient, Timeouts
+from limpet.saving import partition
 from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup, FakeStore, StoreView
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from limpet.deadline import Deadline
-from limpet.engine.distributed import store_collective
-from limpet.engine.distributed.group import StoreGroup
-from limpet.engine.distributed.kv import CLOSED_HEARTBEAT, KVClient, Timeouts
-from limpet.engine.distributed.session import SessionKVClient
-from limpet.engine.distributed.store_connection import KeyValueStore
 from limpet.errors import RankFailed
+from limpet.ranks import store_collective
+from limpet.ranks.group import StoreGroup
+from limpet.ranks.kv import CLOSED_HEARTBEAT, KVClient, Timeouts
+from limpet.ranks.session import SessionKVClient
+from limpet.ranks.store_connection import KeyValueStore
 from tests.fakegroup import FakeStore, StoreView
 
 SOON = Timeouts(silent=1.5, stuck=8.0)

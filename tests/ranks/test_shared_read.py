@@ -22,25 +22,25 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet import machine
-from limpet.engine.distributed import host_exchange, host_memory
-from limpet.engine.distributed.group import current_group
-from limpet.engine.distributed.host_exchange import HostPeers
-from limpet.engine.distributed.kv import Timeouts
-from limpet.engine.loading import shared_read
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.planning.read_plan import ReadItem
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import open_location
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import DigestMismatch, FormatError, PlanError, RankFailed
+from limpet.layout.read_plan import ReadItem
+from limpet.loading import shared_read
+from limpet.loading.load import load_snapshot
+from limpet.ranks import host_exchange, host_memory
+from limpet.ranks.group import current_group
+from limpet.ranks.host_exchange import HostPeers
+from limpet.ranks.kv import Timeouts
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import open_location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Traits
 from limpet.types import BLOCK_SIZE, MIB
-from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.ranks.random_layouts import leaf_key, local_bytes, state_of, states
 from tests.ranks.test_layouts import save_to_location
+from tests.unreliable_stores import HookedStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
@@ -311,7 +311,7 @@ def test_an_index_that_is_larger_than_one_block():
         return [int(i < len(sizes) // 2) for i in range(len(sizes))]
 
     with (
-        patch("limpet.engine.loading.shared_read.BLOCK_SIZE", 4096),
+        patch("limpet.loading.shared_read.BLOCK_SIZE", 4096),
         patch.object(shared_read, "assign_readers", in_halves),
     ):
         stores = load_on_hosts("aa", store, live_states)
@@ -387,7 +387,7 @@ def test_any_layout_loads_on_any_hosts(drawn, budget, random):
     with ExitStack() as small:
         planned = ("planning.shard_layout", "saving.image", "planning.read_plan")
         for module in (*planned, "loading.shared_read"):
-            small.enter_context(patch(f"limpet.engine.{module}.BLOCK_SIZE", 512))
+            small.enter_context(patch(f"limpet.{module}.BLOCK_SIZE", 512))
         with FakeGroup(sizes[0]) as group:
             group.run(lambda r: limpet.save(store, state_of(tensors, 0, r)[0]))
         small.enter_context(patch.object(host_memory, "WINDOW_BUDGET", budget))

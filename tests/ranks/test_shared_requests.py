@@ -13,14 +13,14 @@ import pytest
 import limpet
 from limpet import buffers
 from limpet.buffers import BufferPool
-from limpet.engine.distributed import host_memory
-from limpet.engine.distributed.kv import Timeouts
-from limpet.engine.loading import shared_read
 from limpet.errors import DigestMismatch, RankFailed, StoreError
+from limpet.loading import shared_read
+from limpet.ranks import host_memory
+from limpet.ranks.kv import Timeouts
 from limpet.types import BLOCK_SIZE
-from tests.engine.snapshot.test_group_reads import RequestStore, random_state
 from tests.fakegroup import FakeGroup
 from tests.ranks.test_shared_read import without_sharing
+from tests.snapshot.test_group_reads import RequestStore, random_state
 
 RANKS = 4
 

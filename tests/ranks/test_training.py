@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import Denied, LimpetError, PlanError, RankFailed, StoreError
 from limpet.format import names
 from limpet.format.records import Pin, encode_pin
@@ -31,6 +30,7 @@ from limpet.run.policy import (
 )
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request
+from limpet.snapshot.snapshot import reader_of
 from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state, matches_uninterrupted
 
 WRITES = {"put", "write_at", "commit", "put_if_absent"}
@@ -522,7 +522,7 @@ def test_a_second_job_is_refused_on_all_ranks() -> None:
     with TrainingJob(3) as job:
         other = Pin("fedcba987654", None, "2026-11-21T00:00:00Z", "elsewhere x", "y", "12:34")
         job.inner.put_if_absent(names.WRITER_LOCK, encode_pin(other))
-        with mock.patch("limpet.engine.snapshot.pins.is_holder_alive", return_value=True):
+        with mock.patch("limpet.snapshot.pins.is_holder_alive", return_value=True):
             outcomes = job.outcomes(lambda trainer: trainer.train(7, save=EverySteps(5)))
         assert all(isinstance(o, LimpetError) for o in outcomes), outcomes
         assert all("Another training writes to this run" in str(o) for o in outcomes), outcomes

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import LimpetError, RankFailed
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.preemption.notice import Notice
 from limpet.run.policy import EverySeconds, EverySteps, Never, StopWhen
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.training.evaluations.training_evaluation import TrainingEvaluation
 from tests.ranks.test_training import clocks
 from tests.ranks.trainings import TrainingJob, TrainingRank, train_step

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     CommitError,
     Denied,
@@ -33,6 +32,7 @@ from limpet.errors import (
 from limpet.format.names import Version
 from limpet.run.policy import EverySeconds, EverySteps, KeepLast, OnException
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.threads import no_op
 from tests.ranks.trainings import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import limpet
-from limpet.engine.distributed.kv import Timeouts
 from limpet.errors import CommitError, LimpetError
+from limpet.ranks.kv import Timeouts
 from limpet.storage.memory import MemoryStore
 from tests.fakegroup import FakeGroup
 

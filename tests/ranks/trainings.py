@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 import limpet
-from limpet.engine.distributed.kv import Timeouts
+from limpet.ranks.kv import Timeouts
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
-from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
+from tests.unreliable_stores import HookedStore
 
 SHORT_TIMEOUTS = Timeouts(silent=4.0, stuck=8.0)
 ROWS = 120

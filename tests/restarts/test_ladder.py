@@ -16,7 +16,6 @@ import torch
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.engine.distributed.group import LocalGroup
 from limpet.errors import (
     Denied,
     NoProgress,
@@ -32,6 +31,7 @@ from limpet.preemption.exit_status import DONE, GIVE_UP, SAVED, UNSAVED, read_re
 from limpet.preemption.notice import Notice
 from limpet.preemption.policy import Preemption
 from limpet.preemption.savepoints import step_savepoint
+from limpet.ranks.group import LocalGroup
 from limpet.restarts.ladder import Ladder
 from limpet.restarts.records import read_restarts
 from limpet.run.policy import AtEnd, EverySteps, Never
@@ -39,10 +39,10 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.training.checkpointer import Checkpointer
-from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.tiers.hosts import Host, flip_bit
 from tests.trainings import initial_state, state_after, states_equal, train_step
+from tests.unreliable_stores import HookedStore
 
 Status = Callable[[], list[Any]]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.format.names import Version, restart_name
 from limpet.preemption.exit_status import FAILED, GIVE_UP
 from limpet.restarts.records import Restart, write_restart
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from tests.cli.supervised import run_to_end
 
 pytestmark = pytest.mark.slow

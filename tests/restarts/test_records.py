@@ -28,7 +28,7 @@ from limpet.restarts.records import (
     write_restart,
 )
 from limpet.storage.memory import MemoryStore
-from tests.engine.unreliable_stores import HookedStore
+from tests.unreliable_stores import HookedStore
 
 RECORD = Restart(0, 50, "version_50", "a" * 32, None, None, "2026-01-02T03:04:05+00:00")
 BACK = replace(RECORD, rung=2, skipped="version_60.1")

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import NoSnapshot, NotFound
 from limpet.format.names import split_address
 from limpet.run import address as address_module
 from limpet.run.address import merge_objectives, open_reader, open_version, read_objectives
 from limpet.run.policy import EverySteps, KeepBest, KeepLast, KeepPolicy, StopWhen
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from tests.cli.invoke import run_cli

@@ -12,11 +12,7 @@ import pytest
 
 import limpet
 from limpet import machine
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader, open_location
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.transform.copy import copy_snapshot
+from limpet.convert.copy import copy_snapshot
 from limpet.errors import AlreadyExists, NoSpace, NotFound, StoreError, Unavailable
 from limpet.format.names import (
     MANIFEST,
@@ -30,10 +26,14 @@ from limpet.format.names import (
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from limpet.run.writer_lock import WriterLock
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
-from tests.engine.unreliable_stores import HookedStore
 from tests.interleaving import Actor, count_calls, run_interleaved
+from tests.unreliable_stores import HookedStore
 
 VERSION = Version(7)
 

@@ -15,7 +15,6 @@ import pytest
 
 import limpet
 from limpet import events
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     AlreadyExists,
     BrokenLink,
@@ -28,6 +27,7 @@ from limpet.errors import (
 from limpet.format.names import MANIFEST, Version
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from tests.cli.invoke import run_cli
 from tests.trainings import train, training
 

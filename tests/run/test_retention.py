@@ -16,27 +16,27 @@ import pytest
 
 import limpet
 from limpet import events
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.transform.copy import copy_snapshot
+from limpet.convert.copy import copy_snapshot
 from limpet.errors import LimpetError, NotFound, SkippedVersion, StoreError, Unavailable
 from limpet.format.names import MANIFEST, NOTICES, Version, random_id, shard_name
+from limpet.loading.load import load_snapshot
 from limpet.run import catalog
 from limpet.run.catalog import VersionRecord
 from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from limpet.run.run import Run
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.testing.crashfs import CrashFs
 from limpet.testing.faults import Fault, FaultFs
 from tests.crash.promises import check_promises
-from tests.engine.unreliable_stores import HookedStore
 from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit, shard_of, state_after, train, trained_run, training
+from tests.unreliable_stores import HookedStore
 
 DAY = 24 * 3600.0
 YEAR = 365 * DAY

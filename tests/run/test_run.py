@@ -14,25 +14,25 @@ import pytest
 import limpet
 from limpet import events
 from limpet.buffers import shared_pool
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.transform.copy import copy_snapshot
+from limpet.convert.copy import copy_snapshot
 from limpet.errors import FormatTooNew, ManifestInvalid, NoSnapshot, NotFound
 from limpet.format.digest import digest
 from limpet.format.names import MANIFEST, Version, index_name, random_id, shard_name
 from limpet.format.records import Branch, encode_branch
+from limpet.loading.load import load_snapshot
 from limpet.run.address import open_version
 from limpet.run.policy import EverySteps, KeepEvery, KeepLast
 from limpet.run.run import Run
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat
-from tests.engine.unreliable_stores import HookedStore
 from tests.trainings import flip_bit, shard_of, train, trained_run, training
+from tests.unreliable_stores import HookedStore
 
 DAY = 24 * 3600.0
 

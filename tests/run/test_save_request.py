@@ -18,8 +18,6 @@ from msgspec.structs import replace
 
 from limpet import events
 from limpet.buffers import shared_pool
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
 from limpet.errors import DeadlinePassed, Denied, Unavailable
 from limpet.format.names import MANIFEST, SAVE_REQUEST, Version, is_attempt
 from limpet.run.request_watcher import RequestWatcher
@@ -31,6 +29,8 @@ from limpet.run.save_request import (
     remove_request,
     request_and_wait,
 )
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat
 

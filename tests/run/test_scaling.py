@@ -19,14 +19,14 @@ import pytest
 from msgspec.structs import replace
 
 import limpet
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.transform.copy import copy_snapshot
+from limpet.convert.copy import copy_snapshot
 from limpet.format.manifest import decode_manifest, encode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast, KeepPolicy, Record
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
+from limpet.snapshot.location import Location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.os_calls import FileStat, Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import LimpetError
 from limpet.format import names
 from limpet.format.names import Version, index_name, shard_name
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.run.run import Run
+from limpet.snapshot import pins
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store, list_level

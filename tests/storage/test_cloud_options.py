@@ -7,8 +7,8 @@ import traceback
 import pytest
 
 import limpet
-from limpet.engine.snapshot.location import locate
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
+from limpet.snapshot.location import locate
 from limpet.storage.cloud import endpoint
 from limpet.storage.cloud.failures import translate
 from limpet.storage.cloud.upload import StreamAppender

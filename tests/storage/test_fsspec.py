@@ -18,8 +18,8 @@ from fsspec.spec import AbstractBufferedFile
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.engine.snapshot import pins
 from limpet.errors import AlreadyExists, Denied, LimpetError, NoSpace, StoreError, Unavailable
+from limpet.snapshot import pins
 from limpet.storage.open import open_store
 from limpet.storage.store import within
 from limpet.testing import StoreContract

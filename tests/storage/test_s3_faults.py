@@ -13,8 +13,8 @@ import pytest
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.engine.snapshot.location import locate
 from limpet.errors import Denied, LimpetError, NotFound, StoreError, Unavailable
+from limpet.snapshot.location import locate
 from limpet.types import MIB
 from tests.storage.fake_s3 import open_run
 

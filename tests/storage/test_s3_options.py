@@ -8,8 +8,8 @@ import pytest
 from botocore.exceptions import ClientError
 
 import limpet
-from limpet.engine.snapshot.location import locate
 from limpet.errors import StoreError, Unavailable
+from limpet.snapshot.location import locate
 from limpet.storage.s3 import endpoint
 from limpet.storage.s3.endpoint import S3Options
 from limpet.storage.s3.pace import MEASURED, STEPS

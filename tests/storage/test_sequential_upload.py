@@ -9,11 +9,11 @@ import threading
 import pytest
 
 import limpet
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import NoSpace, StoreError
 from limpet.exporting.plan import plan_export
 from limpet.exporting.write import write_export
+from limpet.snapshot.location import Location
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage import sequential_upload
 from limpet.storage.checks import refuse_partial
 from limpet.storage.memory import MemoryStore

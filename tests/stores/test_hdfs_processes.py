@@ -6,11 +6,11 @@ import uuid
 import pytest
 
 import limpet
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.pins import hold_pin
 from limpet.errors import AlreadyExists, NotFound, StoreError, Unavailable
 from limpet.format.names import index_name, random_id, shard_name
 from limpet.run.writer_lock import WriterLock
+from limpet.snapshot.location import Location
+from limpet.snapshot.pins import hold_pin
 from limpet.testing.contract import partial_keys, put
 
 

@@ -13,10 +13,10 @@ from limpet.types import MIB
 
 PROGRAM = """
 import sys, numpy as np, limpet
-from limpet.engine.snapshot.location import Location, locate
-from limpet.engine.snapshot.reader import open_snapshot
-from limpet.engine.transform.copy import copy_snapshot
-from limpet.engine.transform.reshard import reshard
+from limpet.snapshot.location import Location, locate
+from limpet.snapshot.reader import open_snapshot
+from limpet.convert.copy import copy_snapshot
+from limpet.convert.reshard import reshard
 from tests.memory_peak import print_peak_memory
 verb, a, b, part_size = sys.argv[1:]
 options = {"part_size": int(part_size)} if int(part_size) else {}

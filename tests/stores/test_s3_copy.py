@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import limpet
-from limpet.engine.snapshot.location import Location, locate
-from limpet.engine.snapshot.snapshot import reader_of
-from limpet.engine.transform.copy import copy_snapshot
+from limpet.convert.copy import copy_snapshot
 from limpet.errors import FormatError
+from limpet.snapshot.location import Location, locate
+from limpet.snapshot.snapshot import reader_of
 from limpet.testing.contract import partial_keys
 from limpet.types import MIB
 from tests.cli.invoke import run_cli
-from tests.engine.snapshot.manual_shards import split_rows, write_resharded
 from tests.interop.checkpoints import write_dcp_as_ranks
+from tests.snapshot.manual_shards import split_rows, write_resharded
 from tests.stores.fault_proxy import Fault, FaultProxy
 from tests.trainings import flip_bit
 
@@ -178,9 +178,9 @@ def test_a_damaged_source_is_refused_and_nothing_is_committed(s3, tmp_path, to):
 
 COPY = """
 import sys, numpy as np, torch, limpet
-from limpet.engine.snapshot.location import locate
-from limpet.engine.snapshot.reader import open_snapshot
-from limpet.engine.transform.copy import copy_snapshot
+from limpet.snapshot.location import locate
+from limpet.snapshot.reader import open_snapshot
+from limpet.convert.copy import copy_snapshot
 from limpet.exporting.plan import locate_export, plan_export
 from limpet.exporting.write import write_export
 from tests.memory_peak import print_peak_memory

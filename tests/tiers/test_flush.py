@@ -19,8 +19,6 @@ import pytest
 import limpet
 from limpet.cli.verbs import run as run_verb
 from limpet.deadline import Deadline
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     DeadlinePassed,
     FormatError,
@@ -36,16 +34,18 @@ from limpet.preemption import Preemption
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.run.writer_lock import WriterLock
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import flush as flush_module
 from limpet.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
 from limpet.tiers.memory_tier import MemoryTier
 from limpet.training.checkpointer import Checkpointer
-from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.ranks.trainings import TrainingJob, TrainingRank
 from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal
+from tests.unreliable_stores import HookedStore
 
 
 def soon(seconds: float = 20) -> Deadline:

@@ -16,8 +16,6 @@ import pytest
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     DeadlinePassed,
     FormatError,
@@ -38,6 +36,8 @@ from limpet.preemption.policy import Preemption
 from limpet.restarts.records import read_restarts
 from limpet.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import flush, local_versions
@@ -46,7 +46,6 @@ from limpet.tiers.local_tier import LocalTier
 from limpet.tiers.memory_tier import MemoryTier
 from limpet.training.checkpointer import Checkpointer
 from tests.cli.invoke import run_cli
-from tests.engine.unreliable_stores import HookedStore
 from tests.preemption.announced import Announced
 from tests.tiers.hosts import flip_bit
 from tests.tiers.hosts import train as train_and_capture
@@ -58,6 +57,7 @@ from tests.trainings import (
     states_equal,
     train_step,
 )
+from tests.unreliable_stores import HookedStore
 
 DEADLINE = 20.0
 

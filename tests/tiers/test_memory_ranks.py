@@ -17,15 +17,15 @@ import pytest
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.engine.loading import shared_read
-from limpet.engine.saving import commit
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import CommitError, SkippedVersion, Unavailable
 from limpet.format.names import MANIFEST, Version
+from limpet.loading import shared_read
 from limpet.preemption import response
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
+from limpet.saving import commit
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import captures, host_tier
 from limpet.tiers.flush import MemoryRecord, flush_states
@@ -535,8 +535,8 @@ def test_the_end_of_the_rank_that_hosts_the_job_store_is_no_error_of_the_others(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others would exit with 1 although their last step is saved, or the training complete."""
-    from limpet.engine.distributed.kv import KVClient
     from limpet.errors import RankFailed
+    from limpet.ranks.kv import KVClient
 
     delete, refused = KVClient.delete, []
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from limpet.engine.distributed.kv import KVClient
 from limpet.errors import StoreError
+from limpet.ranks.kv import KVClient
 from limpet.tiers.peers.addresses import (
     PeerAddress,
     choose_address,

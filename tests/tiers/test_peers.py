@@ -251,7 +251,7 @@ def test_a_wrong_secret_is_refused_by_both_sides(folder, source):
         connect(server, secret=make_secret())
     # a client that does not check the proof of the server, and sends a wrong one itself
     with serving(folder) as server, raw(server) as stranger:
-        stranger.sendall(b"HFPEER01" + bytes(32))
+        stranger.sendall(b"LIMPET01" + bytes(32))
         assert len(stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
         stranger.sendall(bytes(PROOF_BYTES))
         assert stranger.recv(1) == b""
@@ -290,9 +290,9 @@ def test_a_replayed_connection_is_refused(folder, source):
 def test_a_reflected_challenge_is_refused(folder):
     """A stranger that passes the challenge of one server to another learns no proof of a client."""
     with serving(folder) as server, raw(server) as first, raw(server) as second:
-        first.sendall(b"HFPEER01" + bytes(32))
+        first.sendall(b"LIMPET01" + bytes(32))
         challenge = first.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
-        second.sendall(b"HFPEER01" + challenge[:32])
+        second.sendall(b"LIMPET01" + challenge[:32])
         answer = second.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
         first.sendall(answer[32:])
         assert first.recv(1) == b""
@@ -303,7 +303,7 @@ def test_many_strangers_take_neither_threads_nor_the_place_of_peers(folder, sour
     with serving(folder, limits) as server:
         strangers = [raw(server) for _ in range(60)]
         for stranger in strangers[::2]:
-            stranger.sendall(b"HFPEER01" + bytes(10))
+            stranger.sendall(b"LIMPET01" + bytes(10))
         with connect(server) as peer:
             assert peer.send_file(source, "v1/a").length == SIZE
         assert is_idle(server) or len(server._threads) == 1

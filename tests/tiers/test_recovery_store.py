@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import Snapshot, reader_of
 from limpet.errors import DigestMismatch, FormatError, NotFound, StoreError, Unavailable
 from limpet.format.names import MANIFEST
+from limpet.loading.load import load_snapshot
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.storage.tmpfs.store import TmpfsStore

@@ -25,8 +25,6 @@ from torch import nn
 
 import limpet
 from limpet import events, machine
-from limpet.engine.saving import pending
-from limpet.engine.saving.overlap import DeferredStaging
 from limpet.errors import LimpetError, NoSnapshot, SaveFailed, StoreError
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Pin, encode_pin
@@ -41,6 +39,8 @@ from limpet.run.policy import (
 )
 from limpet.run.run import Run
 from limpet.run.save_request import put_request
+from limpet.saving import pending
+from limpet.saving.overlap import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer

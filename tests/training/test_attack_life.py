@@ -26,10 +26,10 @@ from torch import nn
 
 import limpet
 from limpet import events
-from limpet.engine.saving.overlap import DeferredStaging
 from limpet.errors import LimpetError, SaveFailed, StoreError
 from limpet.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from limpet.run.run import Run
+from limpet.saving.overlap import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     Denied,
     LimpetError,
@@ -23,6 +22,7 @@ from limpet.errors import (
 from limpet.format.names import MANIFEST, Version
 from limpet.run.policy import EverySeconds, EverySteps, KeepLast
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from tests.trainings import (
     flip_bit,

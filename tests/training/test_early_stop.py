@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limpet.engine.snapshot import pins
 from limpet.errors import Denied, MetricMissing, SaveFailed, StoreError, Unavailable
 from limpet.format.names import MANIFEST, EvaluationFile, Version, lease_name
 from limpet.format.records import Evaluation, encode_about_version
@@ -30,14 +29,15 @@ from limpet.run.policy import (
     StopWhen,
 )
 from limpet.run.run import Run
+from limpet.snapshot import pins
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.saves.recorded_scores import MAX_VERSIONS, VERSIONS_PER_POLL
 from limpet.training.saves.score_history import ScoreHistory
-from tests.engine.unreliable_stores import HookedStore
 from tests.training.test_life import record_events
 from tests.trainings import initial_state, train
+from tests.unreliable_stores import HookedStore
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.MetricMissing")
 

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import limpet
-from limpet.engine.distributed.group import LocalGroup
 from limpet.errors import (
     LimpetError,
     MetricMissing,
@@ -26,6 +25,7 @@ from limpet.errors import (
     UncountedEpochs,
 )
 from limpet.preemption import Preemption, PreemptionGuard
+from limpet.ranks.group import LocalGroup
 from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never, StopWhen
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import limpet
-from limpet.engine.saving import pending
-from limpet.engine.saving.save import finish_in_background
 from limpet.run.policy import EverySteps, OnException
 from limpet.run.run import Run
+from limpet.saving import pending
+from limpet.saving.save import finish_in_background
 from limpet.storage.memory import MemoryStore
 from limpet.training import checkpointer
 from limpet.training.checkpointer import Checkpointer

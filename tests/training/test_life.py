@@ -22,7 +22,6 @@ import torch
 import limpet
 from limpet import events, machine
 from limpet.deadline import Deadline
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     Denied,
     FormatTooNew,
@@ -52,11 +51,11 @@ from limpet.run.policy import (
 from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
 from limpet.run.save_request import RequestedSave, put_request, read_request, request_and_wait
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.saves.goodput import Goodput
-from tests.engine.unreliable_stores import HookedStore
 from tests.forging import seal, sealed_content
 from tests.trainings import (
     initial_state,
@@ -68,6 +67,7 @@ from tests.trainings import (
     trained_run,
     training,
 )
+from tests.unreliable_stores import HookedStore
 
 
 class GatedStore(MemoryStore):

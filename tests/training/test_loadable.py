@@ -10,8 +10,8 @@ import torch
 from torch import nn, optim
 
 import limpet
-from limpet.engine.state.loadable import shares_elements
 from limpet.errors import NothingSaved, PlanError
+from limpet.state.loadable import shares_elements
 
 
 class Metric(nn.Module):

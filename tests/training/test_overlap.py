@@ -13,11 +13,11 @@ import torch
 
 import limpet
 from limpet.buffers import BufferPool, page_lock
-from limpet.engine.saving import overlap, save
-from limpet.engine.saving.overlap import DeferredStaging
 from limpet.errors import CommitError, LimpetError, NoSpace
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
+from limpet.saving import overlap, save
+from limpet.saving.overlap import DeferredStaging
 from limpet.storage.memory import MemoryStore
 from limpet.threads import Workers
 from limpet.training.checkpointer import Checkpointer

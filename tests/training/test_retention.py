@@ -9,10 +9,6 @@ import pytest
 
 import limpet
 from limpet.buffers import shared_pool
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import open_location
 from limpet.errors import Denied, SaveFailed
 from limpet.format.names import MANIFEST, Version
 from limpet.run import catalog
@@ -27,12 +23,16 @@ from limpet.run.policy import (
 )
 from limpet.run.retention import VERSIONS_PER_SAVE
 from limpet.run.run import Run
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import open_location
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.saves.version_checks import METRIC_CHECK_AFTER
-from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import flip_bit, initial_state, train, training
+from tests.unreliable_stores import HookedStore
 
 
 class UndeletableStore(MemoryStore):

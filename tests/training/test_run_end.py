@@ -13,10 +13,10 @@ from limpet.run.policy import AtEnd, EverySteps, KeepLast, Never, StopWhen
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
-from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.training.test_preemption import Training
 from tests.trainings import delete_version, initial_state, train, training
+from tests.unreliable_stores import HookedStore
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.MetricMissing")
 

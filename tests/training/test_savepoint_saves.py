@@ -12,7 +12,6 @@ import torch
 
 import limpet
 from limpet.deadline import Deadline
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import Preempted
 from limpet.preemption import PreemptionGuard, response
 from limpet.preemption.notice import Notice
@@ -21,9 +20,10 @@ from limpet.preemption.savepoints import step_savepoint
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import EverySteps, Never, OnException, SavePolicy
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
-from tests.engine.unreliable_stores import HookedStore
+from tests.unreliable_stores import HookedStore
 
 Ends = list[tuple[int, str]]
 

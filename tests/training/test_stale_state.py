@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import limpet
-from limpet.engine.saving import stale_state
 from limpet.errors import InexactResume, LimpetError, PlanError, StateUnchanged
 from limpet.run.policy import AtEnd, EverySteps, OnException
 from limpet.run.run import Run
+from limpet.saving import stale_state
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
-from tests.engine.unreliable_stores import HookedStore
+from tests.unreliable_stores import HookedStore
 
 SMALL, LARGE = 4, 160
 """Widths of a layer: its weight shares a chunk with other leaves, or has chunks of its own."""

@@ -23,9 +23,9 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training import takeover
 from limpet.training.checkpointer import Checkpointer
-from tests.engine.unreliable_stores import HookedStore
 from tests.fakegroup import FakeGroup
 from tests.trainings import initial_state, train
+from tests.unreliable_stores import HookedStore
 
 CELL = """
 import numpy as np, limpet

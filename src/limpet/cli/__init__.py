@@ -5,8 +5,9 @@ only when the verb runs; rich is imported only to print for people. A script tha
 therefore waits for neither.
 
 Terms: a *verb* is the word that selects a command, such as ``ls``.
-May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
-``run``, ``exporting``, ``preemption``, ``tiers``, ``evaluation``, and ``training``.
+May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
+``snapshot``, ``saving``, ``loading``, ``convert``, ``interop``, ``run``, ``exporting``,
+``preemption``, ``tiers``, ``evaluation``, and ``training``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from limpet.engine.snapshot.location import get_bounded
 from limpet.errors import FormatError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
@@ -10,6 +9,7 @@ from limpet.format.records import MAX_RECORD
 from limpet.run.catalog import Catalog, read_sessions
 from limpet.run.lineage import branch_numbers, branch_origin, read_parent
 from limpet.run.listing import Listing
+from limpet.snapshot.location import get_bounded
 
 
 def find_divergence(

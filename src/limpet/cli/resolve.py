@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
-from limpet.engine.snapshot.location import (
+from limpet.errors import AlreadyExists, NoSnapshot, NotFound, StoreError
+from limpet.format import names
+from limpet.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
+from limpet.run.lineage import find_latest
+from limpet.run.listing import Listing
+from limpet.run.run import Run
+from limpet.snapshot.location import (
     Location,
     Url,
     is_snapshot,
@@ -16,14 +22,8 @@ from limpet.engine.snapshot.location import (
     path_advice,
     versions_in,
 )
-from limpet.engine.snapshot.reader import SnapshotReader, open_snapshot
-from limpet.engine.snapshot.spread import SpreadStore, unspread
-from limpet.errors import AlreadyExists, NoSnapshot, NotFound, StoreError
-from limpet.format import names
-from limpet.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
-from limpet.run.lineage import find_latest
-from limpet.run.listing import Listing
-from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader, open_snapshot
+from limpet.snapshot.spread import SpreadStore, unspread
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import is_built_in, open_store
 from limpet.storage.store import Store, list_level

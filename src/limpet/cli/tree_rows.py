@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.format import tree
+from limpet.format import torch_types, tree
 from limpet.format.names import join_key
-from limpet.format.values import torch_types
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import LongRepr
 from limpet.types import DTYPES
 

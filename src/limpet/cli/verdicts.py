@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import LimpetError
 from limpet.format.names import parse_version
 from limpet.run.evaluations.reader import VersionEvaluations
 from limpet.run.evaluations.status import EvaluationStatus, find_statuses
 from limpet.run.evaluations.trust import describe_verdict, find_distrust, trust_of
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 
 
 def read_evaluations(snapshot: SnapshotReader) -> VersionEvaluations:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from limpet.errors import Denied
 
-MAGIC = b"HFPEER01"
+MAGIC = b"LIMPET01"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES

@@ -3,5 +3,6 @@
 Terms: the *evaluator* is the process that leases tasks to its *workers*, merges what they return,
 and records it. The *state* of a metric is what can be merged: a sum and a count, or that of a
 torchmetrics ``Metric``.
-May import: the root modules, ``format``, ``storage``, ``engine``, ``run``, and ``tasks``.
+May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``state``,
+``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, and ``tasks``.
 """

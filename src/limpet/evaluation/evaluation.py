@@ -13,10 +13,6 @@ from threading import Event
 from typing import Any, Literal
 
 from limpet import events
-from limpet.engine.distributed.group import GroupSpec, saving_group
-from limpet.engine.snapshot.location import Url
-from limpet.engine.snapshot.pins import require_manifest
-from limpet.engine.snapshot.snapshot import Snapshot, reader_of
 from limpet.errors import (
     FormatError,
     LimpetError,
@@ -34,10 +30,14 @@ from limpet.evaluation.process import WorkerError, WorkerLost
 from limpet.evaluation.schedule import Selection
 from limpet.format.names import Version
 from limpet.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
+from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
 from limpet.run.evaluations.metrics import check_job_name
 from limpet.run.evaluations.objectives import make_objective, record_objective
 from limpet.run.run import Run
+from limpet.snapshot.location import Url
+from limpet.snapshot.pins import require_manifest
+from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.threads import no_op
 
 _check = partial(check_argument, "Evaluation")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from limpet import events
-from limpet.engine.snapshot.snapshot import Snapshot
 from limpet.errors import FormatError, NotFound
 from limpet.evaluation.schedule import Selection
 from limpet.format.names import Version
@@ -14,6 +13,7 @@ from limpet.format.records import Evaluation, FailedEvaluation
 from limpet.run.lineage import lineage_folders
 from limpet.run.listing import Listing
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import Snapshot
 from limpet.threads import no_op
 
 

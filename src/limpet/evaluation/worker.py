@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot.reader import open_snapshot
-from limpet.engine.snapshot.snapshot import Snapshot
 from limpet.errors import LimpetError, NotFound
 from limpet.evaluation.functions import FunctionName
 from limpet.evaluation.metric_states import MetricStates, State, compute
 from limpet.lazy_torch import torch_or_none
+from limpet.loading.load import load_snapshot
+from limpet.snapshot.reader import open_snapshot
+from limpet.snapshot.snapshot import Snapshot
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):

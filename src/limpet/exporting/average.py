@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from limpet.buffers import Buffer
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import LimpetError, NotFound, PlanError, Unsupported
 from limpet.exporting.stream import (
     ContiguousBox,
@@ -29,6 +28,7 @@ from limpet.exporting.stream import (
 from limpet.format.names import parse_version
 from limpet.format.validate import LeafSpecs
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list
 from limpet.threads import Workers
 from limpet.types import DTYPES, MIB

@@ -10,10 +10,10 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.spread import unspread
 from limpet.errors import LimpetError, NotFound
 from limpet.interop.stored_files import ForeignFile, ForeignFolder, locate_foreign
+from limpet.snapshot.location import Location
+from limpet.snapshot.spread import unspread
 from limpet.storage.local.store import LocalStore
 from limpet.text import format_list
 from limpet.types import BLOCK_SIZE

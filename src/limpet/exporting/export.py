@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from limpet.engine.snapshot.location import Location, Url
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import Snapshot, reader_of
 from limpet.errors import LimpetError
 from limpet.exporting.average import (
     AveragedLeaves,
@@ -40,6 +37,9 @@ from limpet.interop.mmap_files import Advance
 from limpet.run.address import open_reader
 from limpet.run.evaluations.metrics import select_numbers
 from limpet.run.run import Run
+from limpet.snapshot.location import Location, Url
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.text import format_list, warn_user
 from limpet.threads import no_op
 from limpet.version import __version__

@@ -11,9 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from limpet.engine.planning.select import ABSENT, KeyFilter, make_key_filter, match_all, prune
-from limpet.engine.snapshot.location import Location, locate
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import MissingLeaf, StoreError, Unsupported
 from limpet.exporting.companions import Companion
 from limpet.exporting.output_layout import (
@@ -31,7 +28,10 @@ from limpet.exporting.torch_pickle import build_torch_pickle
 from limpet.exporting.training_files import TRAINING_KINDS, plan_training_files
 from limpet.format import tree
 from limpet.format.names import join_key
-from limpet.format.values.numpy_dtypes import from_descr
+from limpet.format.numpy_dtypes import from_descr
+from limpet.layout.select import ABSENT, KeyFilter, make_key_filter, match_all, prune
+from limpet.snapshot.location import Location, locate
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list
 
 SUFFIXES = {

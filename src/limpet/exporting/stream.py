@@ -15,17 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 from limpet.buffers import Buffer
-from limpet.engine.planning.boxes import contiguous_boxes
-from limpet.engine.planning.read_plan import ReadItem, ReadRequest, make_read_plan
-from limpet.engine.snapshot.read import (
+from limpet.format.index import ShardIndex
+from limpet.layout.boxes import contiguous_boxes
+from limpet.layout.read_plan import ReadItem, ReadRequest, make_read_plan
+from limpet.snapshot.read import (
     Target,
     check_header,
     execute_read_plan,
     group_items,
     read_group,
 )
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.format.index import ShardIndex
+from limpet.snapshot.reader import SnapshotReader
 from limpet.threads import Workers
 from limpet.types import BLOCK_SIZE, DTYPES, MIB, Box
 

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from limpet.engine.loading.bind_optimizer import is_optimizer_node
-from limpet.engine.loading.targets import LEAF_NODE_TAGS
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import LimpetError
-from limpet.format import tree
+from limpet.format import torch_types, tree
 from limpet.format.names import join_key
-from limpet.format.values import torch_types
+from limpet.loading.bind_optimizer import is_optimizer_node
+from limpet.loading.targets import LEAF_NODE_TAGS
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import with_article
 from limpet.types import DTYPES
 

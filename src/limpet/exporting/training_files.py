@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from limpet.engine.loading.bind_optimizer import is_optimizer_node
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import Unsupported
 from limpet.exporting.output_layout import (
     SINGLE_FILE,
@@ -30,6 +28,8 @@ from limpet.exporting.output_layout import (
 from limpet.exporting.torch_pickle import TorchPickle, make_pickle
 from limpet.format import tree
 from limpet.interop.members import role_of_fields
+from limpet.loading.bind_optimizer import is_optimizer_node
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list
 
 TRAINING_KINDS = ("accelerate", "transformers", "lightning")

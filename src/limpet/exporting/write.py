@@ -12,8 +12,6 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from limpet.engine.snapshot.location import Location, is_snapshot, versions_in
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import AlreadyExists, NotFound, StoreError
 from limpet.exporting.companions import copy_companion
 from limpet.exporting.output_layout import INDEX_FILE, SINGLE_FILE, OutputFile
@@ -24,6 +22,8 @@ from limpet.format.torchzip import combine_crc32
 from limpet.interop.export_record import insert_crc
 from limpet.interop.mmap_files import Advance
 from limpet.run.run import Run
+from limpet.snapshot.location import Location, is_snapshot, versions_in
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import Upload
 from limpet.threads import no_op
 from limpet.types import MIB

@@ -33,10 +33,10 @@ from typing import Any
 import numpy as np
 
 from limpet.errors import ManifestInvalid, Unsupported
+from limpet.format import torch_types
 from limpet.format.names import escape_level, join_key
-from limpet.format.values import torch_types
-from limpet.format.values.numpy_dtypes import from_descr, to_descr
-from limpet.format.values.rejected import (
+from limpet.format.numpy_dtypes import from_descr, to_descr
+from limpet.format.rejected import (
     add_container,
     collect,
     ends_search,

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from limpet.errors import ManifestInvalid
+from limpet.format import torch_types
 from limpet.format.names import join_key
+from limpet.format.numpy_dtypes import from_descr
 from limpet.format.tree import (
     LEAF_TAGS,
     MAX_DEPTH,
@@ -24,8 +26,6 @@ from limpet.format.tree import (
     parts,
     reject_leaf,
 )
-from limpet.format.values import torch_types
-from limpet.format.values.numpy_dtypes import from_descr
 
 _DICT_FIELDS: dict[str, set[str]] = {
     "dict": {"dict"},

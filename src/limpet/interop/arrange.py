@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from limpet.engine.state.modules import EXTRA_STATE
 from limpet.format.names import MAX_STEP
+from limpet.state.modules import EXTRA_STATE
 
 STEP_KEYS = ("global_step", "step", "iteration", "iter_num")
 """Names that training loops use for the step. The first one at the top level applies."""

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from limpet.engine.snapshot.location import Location
 from limpet.errors import DigestMismatch, FormatError, NotFound, StoreError
 from limpet.format.safetensors import decode_entries
 from limpet.format.strict_json import DECODE_ERRORS
@@ -27,6 +26,7 @@ from limpet.format.torchzip import combine_crc32
 from limpet.interop.mmap_files import Advance
 from limpet.interop.read_safetensors import INDEX_SUFFIX, SAFE_WEIGHTS_NAME
 from limpet.interop.stored_files import ForeignFile, ForeignFolder, is_safetensors, locate_foreign
+from limpet.snapshot.location import Location
 from limpet.threads import Workers, no_op
 from limpet.types import BLOCK_SIZE
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from limpet.engine.state.tensors.sparse import PARTS
 from limpet.errors import Unsupported
 from limpet.format.tree import MAX_DEPTH
+from limpet.state.sparse import PARTS
 from limpet.types import MIB
 
 _FREE_NODES = 1 << 17

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from limpet import events
-from limpet.engine.planning.read_plan import ReadRequest
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.read import Target
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.state.flatten import LocalLeaf
 from limpet.format.index import ShardIndex
 from limpet.format.manifest import Manifest
 from limpet.interop.arrange import arrange_state
 from limpet.interop.import_ import flatten_foreign_state
 from limpet.interop.members import match_members, read_members
 from limpet.interop.stored_files import StoredFile, StoredTensor
+from limpet.layout.read_plan import ReadRequest
+from limpet.snapshot.location import Location
+from limpet.snapshot.read import Target
+from limpet.snapshot.reader import SnapshotReader
+from limpet.state.flatten import LocalLeaf
 from limpet.text import format_list, warn_user
 from limpet.threads import Workers, no_op
 from limpet.types import Box

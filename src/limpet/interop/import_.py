@@ -15,11 +15,6 @@ from typing import Any, Self, cast
 from msgspec import structs
 
 from limpet.buffers import shared_pool
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.save import begin_save, finish_save
-from limpet.engine.snapshot.location import Location, path_advice, suggest_similar_path
-from limpet.engine.snapshot.reader import SnapshotReader, open_location
-from limpet.engine.state.flatten import FlatState, flatten
 from limpet.errors import LimpetError, NotFound, Unsupported
 from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
 from limpet.format.strict_json import unique_members
@@ -38,6 +33,11 @@ from limpet.interop.stored_files import (
     is_safetensors,
     locate_foreign,
 )
+from limpet.saving.job import VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location, path_advice, suggest_similar_path
+from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.state.flatten import FlatState, flatten
 from limpet.storage.store import Store
 from limpet.threads import Workers, no_op
 

@@ -12,11 +12,11 @@ from math import prod
 from typing import Any
 
 from limpet import lazy_torch
-from limpet.engine.state import modules, optimizers
-from limpet.engine.state.walk import find_named_instances
 from limpet.errors import FormatError, PlanError, ShapeMismatch, UnexpectedLeaf, Unsupported
 from limpet.format.names import join_key
 from limpet.interop.arrange import unwrap_names
+from limpet.state import modules, optimizers
+from limpet.state.walk import find_named_instances
 from limpet.text import format_list
 
 _MAX_LISTED = 10

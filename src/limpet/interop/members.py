@@ -17,8 +17,6 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from limpet import lazy_torch
-from limpet.engine.snapshot.location import Location
-from limpet.engine.state import modules
 from limpet.errors import NotFound, PlanError
 from limpet.interop.arrange import MODEL_KEY, is_module_state_dict, unwrap_state
 from limpet.interop.import_ import (
@@ -32,6 +30,8 @@ from limpet.interop.mmap_files import Advance
 from limpet.interop.read_dcp import METADATA_FILE, TensorBoxes
 from limpet.interop.read_safetensors import find_model_file
 from limpet.interop.stored_files import ForeignFolder, StoredTensor, locate_foreign
+from limpet.snapshot.location import Location
+from limpet.state import modules
 from limpet.text import format_list
 from limpet.threads import no_op
 

@@ -13,9 +13,6 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-from limpet.engine.planning.global_plan import make_global_plan
-from limpet.engine.planning.local_plan import make_local_plan
-from limpet.engine.planning.shard_layout import LeafBox
 from limpet.errors import FormatError, NotFound, PlanError, Unsupported
 from limpet.format.tree import MAX_DIMENSIONS, is_valid_shape
 from limpet.interop.extent import check_bytes, check_extent
@@ -23,6 +20,9 @@ from limpet.interop.mmap_files import Advance, MappedFile, ZipRecord, check_crc,
 from limpet.interop.read_torch import ZIP_MAGIC, torch_load
 from limpet.interop.stored_files import ForeignFile, ForeignFolder, require_space
 from limpet.interop.unflatten import unflatten
+from limpet.layout.global_plan import make_global_plan
+from limpet.layout.local_plan import make_local_plan
+from limpet.layout.shard_layout import LeafBox
 from limpet.threads import Workers, no_op
 from limpet.types import DTYPES, Box
 

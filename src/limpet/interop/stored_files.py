@@ -18,11 +18,11 @@ from math import prod
 from threading import Lock
 from typing import Any, Protocol
 
-from limpet.engine.snapshot.location import Location, locate
-from limpet.engine.snapshot.spread import unspread
 from limpet.errors import FormatError, NoSpace, NotFound, StoreError
 from limpet.format.safetensors import MAX_HEADER
 from limpet.interop.mmap_files import Advance, MappedFile, format_error
+from limpet.snapshot.location import Location, locate
+from limpet.snapshot.spread import unspread
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import expand_home

@@ -2,8 +2,7 @@
 
 Terms: a *notice* is a message that the process will be stopped. Its *deadline* is the time of that
 stop. A *source* reports notices.
-May import: the root modules, ``format``, ``preemption``, and from the engine ``distributed`` and
-``state``.
+May import: the root modules, ``format``, ``preemption``, ``ranks``, and ``state``.
 
 Each public name is imported on first use, as in ``limpet``.
 """

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from limpet.deadline import Deadline
-from limpet.engine.distributed.error_report import is_from_torch
 from limpet.errors import NoProgress, Preempted, RankFailed
 from limpet.preemption.exit_status import (
     DONE,
@@ -16,6 +15,7 @@ from limpet.preemption.exit_status import (
     leave_code,
     leave_done_at_exit,
 )
+from limpet.ranks.error_report import is_from_torch
 from limpet.threads import call_with_limit
 
 E = TypeVar("E", BaseException, BaseException | None)

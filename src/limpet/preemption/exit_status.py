@@ -21,10 +21,10 @@ from pathlib import Path
 
 import msgspec
 
-from limpet.engine.distributed.error_report import encode_json
 from limpet.errors import LimpetError
 from limpet.machine import after_fork
 from limpet.preemption.process_tree import read_process, started_at
+from limpet.ranks.error_report import encode_json
 from limpet.settings import LAUNCHED_WORKER_VARIABLE, launched_worker, status_folder
 from limpet.text import hide_secrets
 

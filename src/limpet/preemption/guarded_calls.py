@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from limpet.engine.distributed.agreement import Agreement, LocalAgreement
 from limpet.errors import Preempted
 from limpet.preemption.parts import LEAVE
 from limpet.preemption.response import PreemptionResponse
+from limpet.ranks.agreement import Agreement, LocalAgreement
 
 _NOTHING: frozenset[str] = frozenset()
 

@@ -15,10 +15,6 @@ from typing import Any
 
 from limpet import events
 from limpet.deadline import CLEANUP_SECONDS, Deadline
-from limpet.engine.distributed.agreement import Agreement, LocalAgreement
-from limpet.engine.distributed.error_report import decode_raised, is_from_torch
-from limpet.engine.distributed.group import Group
-from limpet.engine.distributed.rounds import RoundDeadline
 from limpet.errors import LimpetError, Preempted, RankFailed
 from limpet.preemption.end_status import E, end_training, is_own_failure, note_end
 from limpet.preemption.exit_status import (
@@ -40,6 +36,10 @@ from limpet.preemption.policy import Preemption
 from limpet.preemption.savepoints.savepoint_saver import SLACK, Durations, SavepointSaver
 from limpet.preemption.savepoints.step_savepoint import StepSavepoint
 from limpet.preemption.signals import request_signals, stop_signals
+from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.error_report import decode_raised, is_from_torch
+from limpet.ranks.group import Group
+from limpet.ranks.rounds import RoundDeadline
 
 STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""

@@ -3,6 +3,6 @@
 Terms: a *restart* is one start of a training under ``limpet run`` that has resumed. It counts
 until it has ended well, or a state newer than its *goal* exists. A *rung* says what a resume
 leaves out.
-May import: the root modules, ``format``, ``storage``, ``engine``, ``run``, ``preemption``, and
-``tiers``.
+May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``state``,
+``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, ``preemption``, and ``tiers``.
 """

@@ -12,18 +12,18 @@ from typing import Any
 from msgspec import structs
 
 from limpet.deadline import Deadline
-from limpet.engine.distributed.group import Group
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import FormatError, NoProgress, Preempted, SkippedVersion, StoreError
 from limpet.format.names import Version, random_id, restart_name
 from limpet.machine import utc_now
 from limpet.preemption.exit_status import GIVE_UP, SAVED, Status, leave_code, write_error
+from limpet.ranks.group import Group
 from limpet.restarts.decision import PATIENCE, Plan, Rung, decide, has_progress
 from limpet.restarts.records import Restart, delete_restarts, read_restarts, write_restart
 from limpet.run.evaluations.metrics import to_numbers
 from limpet.run.lineage import lineage_folders
 from limpet.run.run import Run
 from limpet.settings import status_folder
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import within
 from limpet.text import format_list
 from limpet.tiers.inventory import Candidate, TierName

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from limpet import events
-from limpet.engine.snapshot.location import get_bounded
 from limpet.errors import FormatError, FormatTooNew, NotFound, StoreError, Unavailable
 from limpet.format.digest import Digest
 from limpet.format.names import MAX_STEP, VersionName, is_restart_name
 from limpet.format.sealed import is_utc_time, require, seal, unseal
 from limpet.format.strict_json import StrictDecoder
+from limpet.snapshot.location import get_bounded
 from limpet.storage.store import Store, list_level
 from limpet.tiers.inventory import WHERE, TierName
 

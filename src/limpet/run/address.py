@@ -16,7 +16,13 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from limpet.deadline import Deadline
-from limpet.engine.distributed.group import (
+from limpet.errors import NotFound
+from limpet.format.names import Version, split_address
+from limpet.interop.foreign_snapshot import ForeignSnapshotReader, open_foreign
+from limpet.interop.members import is_foreign
+from limpet.loading.binding import Leniency, warn_of_share
+from limpet.loading.load import load_snapshot
+from limpet.ranks.group import (
     Group,
     GroupSpec,
     LocalGroup,
@@ -24,25 +30,19 @@ from limpet.engine.distributed.group import (
     current_group,
     failing_together,
 )
-from limpet.engine.loading.binding import Leniency, warn_of_share
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot.location import (
+from limpet.run.evaluations.objectives import read_recorded_objectives
+from limpet.run.lineage import find_best, find_latest
+from limpet.run.run import Run
+from limpet.sinks.default_terminal import default_terminal
+from limpet.snapshot.location import (
     Location,
     Url,
     locate,
     path_advice,
     suggest_similar_path,
 )
-from limpet.engine.snapshot.reader import SnapshotReader, open_location, open_snapshot
-from limpet.engine.snapshot.snapshot import Snapshot
-from limpet.errors import NotFound
-from limpet.format.names import Version, split_address
-from limpet.interop.foreign_snapshot import ForeignSnapshotReader, open_foreign
-from limpet.interop.members import is_foreign
-from limpet.run.evaluations.objectives import read_recorded_objectives
-from limpet.run.lineage import find_best, find_latest
-from limpet.run.run import Run
-from limpet.sinks.default_terminal import default_terminal
+from limpet.snapshot.reader import SnapshotReader, open_location, open_snapshot
+from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.open import open_store
 from limpet.storage.store import within
 from limpet.text import format_list

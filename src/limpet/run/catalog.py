@@ -16,9 +16,6 @@ from math import inf
 from typing import Any
 
 from limpet import events
-from limpet.engine.snapshot.location import Location, get_bounded, is_snapshot
-from limpet.engine.snapshot.reader import SnapshotReader, open_location
-from limpet.engine.snapshot.spread import SpreadStore
 from limpet.errors import BrokenLink, FormatError, LimpetError, NotFound, NotTrusted
 from limpet.format import names
 from limpet.format.manifest import MAX_MANIFEST
@@ -42,6 +39,9 @@ from limpet.run.listing import (
     list_files,
 )
 from limpet.run.policy import Record
+from limpet.snapshot.location import Location, get_bounded, is_snapshot
+from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.spread import SpreadStore
 from limpet.storage.store import Stat
 from limpet.types import MIB
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from limpet import events, machine
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import (
     AlreadyExists,
     Denied,
@@ -29,6 +28,7 @@ from limpet.run.catalog import Catalog
 from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_trust
 from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import Mode, Record, best_first
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.checks import MAX_PUTS, contended_error
 from limpet.text import format_list
 

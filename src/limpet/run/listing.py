@@ -10,9 +10,9 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-from limpet.engine.snapshot.spread import SpreadStore
 from limpet.errors import BrokenLink, LimpetError, NotFound
 from limpet.format.names import Version, is_spreadable, parse_version
+from limpet.snapshot.spread import SpreadStore
 from limpet.storage.store import Entry, Stat, list_level
 from limpet.text import to_repr
 

@@ -13,7 +13,6 @@ from functools import cache
 from typing import get_args
 
 from limpet import events
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import LimpetError, NotFound
 from limpet.format.names import MANIFEST, MAX_STEP, Version
 from limpet.run.catalog import Catalog, VersionRecord
@@ -32,6 +31,7 @@ from limpet.run.policy import (
 )
 from limpet.run.roots import Roots, find_roots
 from limpet.run.sweep import delete_versions, finish_deletions, link_reason
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list
 from limpet.threads import look_up_each
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from limpet import events
-from limpet.engine.snapshot import pins
 from limpet.errors import FormatError
 from limpet.format import names
 from limpet.format.names import Version
 from limpet.run.catalog import Catalog, VersionRecord
 from limpet.run.evaluations import lease
 from limpet.run.listing import Listing
+from limpet.snapshot import pins
 from limpet.storage.store import Stat
 
 

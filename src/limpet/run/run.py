@@ -11,10 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from limpet import events, machine
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location, Url
-from limpet.engine.snapshot.snapshot import Snapshot, reader_of, snapshot_of
-from limpet.engine.snapshot.spread import create_spread, spread_store
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.names import Version
@@ -40,6 +36,10 @@ from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import KeepPolicy, Mode, Record
 from limpet.run.policy.checks import check_metric
 from limpet.run.sweep import GRACE, SweepResult
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location, Url
+from limpet.snapshot.snapshot import Snapshot, reader_of, snapshot_of
+from limpet.snapshot.spread import create_spread, spread_store
 from limpet.storage.open import open_store
 from limpet.threads import gc_paused
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import msgspec
 
 from limpet import machine
-from limpet.engine.snapshot.location import get_bounded
 from limpet.errors import (
     AlreadyExists,
     DeadlinePassed,
@@ -34,6 +33,7 @@ from limpet.format.sealed import seal, unseal
 from limpet.format.strict_json import StrictDecoder
 from limpet.run.lineage import lineage_folders
 from limpet.run.run import Run
+from limpet.snapshot.location import get_bounded
 from limpet.storage.checks import MAX_PUTS, contended_error
 from limpet.storage.store import Store
 

@@ -13,7 +13,7 @@ for a copy of the version. It has five steps:
 A sweep has selected its orphans by step 2, and performs steps 3 to 5 for them.
 
 A reader or a save first pins a version and then checks that its manifest exists
-(``engine/snapshot/pins.py``). A save commits its own manifest before it removes its pin. Deletion
+(``snapshot/pins.py``). A save commits its own manifest before it removes its pin. Deletion
 therefore always reads pins before manifests. If a save has no pin when the pins are read and no
 manifest when the manifests are read, it checks for the deleted manifest only after the deletion.
 
@@ -35,8 +35,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from limpet import events
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
 from limpet.errors import BrokenLink, NoSpace, NotFound
 from limpet.format import names
 from limpet.format.names import MAX_STEP, Version
@@ -44,6 +42,8 @@ from limpet.run.catalog import Catalog, VersionRecord
 from limpet.run.lineage import branches_of_unknown_origin, lineage_of
 from limpet.run.listing import FolderFiles, Listing
 from limpet.run.roots import Roots, find_roots
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
 from limpet.storage.store import Stat
 
 GRACE = 24 * 3600.0

@@ -15,8 +15,6 @@ from contextlib import suppress
 
 from limpet import machine
 from limpet.deadline import CLEANUP_SECONDS, Deadline
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location, get_bounded
 from limpet.errors import (
     AlreadyExists,
     FormatError,
@@ -27,6 +25,8 @@ from limpet.errors import (
 )
 from limpet.format.names import WRITER_LOCK, random_id
 from limpet.format.records import MAX_RECORD, Pin, decode_pin, encode_pin
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location, get_bounded
 from limpet.storage.checks import MAX_PUTS, contended_error
 from limpet.storage.store import Store, within
 

@@ -5,6 +5,7 @@ host; ``copies`` counts the local one. A state in a tier is *captured*; a *promo
 the run. A *generation* is all copies of one version. A *domain* is
 what fails as a whole: a host, or what a label names. A *peer* is a rank that holds a copy of
 another rank.
-May import: the root modules, ``format``, ``connections``, ``storage``, ``engine``, ``run``,
-``preemption``, and ``tiers``.
+May import: the root modules, ``format``, ``connections``, ``storage``, ``layout``, ``ranks``,
+``state``, ``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, ``preemption``, and
+``tiers``.
 """

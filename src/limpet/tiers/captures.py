@@ -11,17 +11,17 @@ from typing import Any
 
 from limpet import events
 from limpet.buffers import BufferPool
-from limpet.engine.distributed.collective import Collective, await_all
-from limpet.engine.distributed.group import Group
-from limpet.engine.saving.commit import Receipt
-from limpet.engine.saving.job import SaveJob, VersionMetadata
-from limpet.engine.saving.pending import Pending
-from limpet.engine.saving.save import begin_save, finish_in_background, finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import AlreadyExists, LimpetError
 from limpet.format.names import Version, parse_version
+from limpet.ranks.collective import Collective, await_all
+from limpet.ranks.group import Group
 from limpet.run.policy import PolicyInput
+from limpet.saving.commit import Receipt
+from limpet.saving.job import SaveJob, VersionMetadata
+from limpet.saving.pending import Pending
+from limpet.saving.save import begin_save, finish_in_background, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.tmpfs.spare_files import MIN_SPARE_BYTES
 from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.text import warn_user

@@ -18,11 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from limpet.convert.copy import copy_shards
 from limpet.deadline import Deadline
-from limpet.engine.snapshot import pins
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.transform.copy import copy_shards
 from limpet.errors import (
     AlreadyExists,
     DeadlinePassed,
@@ -38,6 +35,9 @@ from limpet.run.lineage import newest_version
 from limpet.run.run import Run
 from limpet.run.writer_lock import find_writer
 from limpet.settings import MEMORY_SUFFIX
+from limpet.snapshot import pins
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store, exists
 from limpet.tiers.inventory import CurrentLine, find_candidates, take_inventory

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from limpet.engine.distributed.collective import Collective, await_all
-from limpet.engine.distributed.group import Group, StoreGroup
-from limpet.engine.distributed.kv import KVClient
-from limpet.engine.saving.staging import shard_bytes
-from limpet.engine.snapshot.location import Location
-from limpet.engine.state.flatten import flatten
 from limpet.errors import Denied, LimpetError, StoreError
 from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import MANIFEST, Version, index_name, parse_version, shard_name
+from limpet.ranks.collective import Collective, await_all
+from limpet.ranks.group import Group, StoreGroup
+from limpet.ranks.kv import KVClient
+from limpet.saving.staging import shard_bytes
 from limpet.settings import status_folder
+from limpet.snapshot.location import Location
+from limpet.state.flatten import flatten
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store
 from limpet.storage.tmpfs.store import TmpfsStore

@@ -11,15 +11,15 @@ from typing import Literal
 
 import msgspec
 
-from limpet.engine.distributed.collective import Collective
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import FormatError, NotFound, NotTrusted, StoreError
 from limpet.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
+from limpet.ranks.collective import Collective
 from limpet.run.catalog import read_captured_with, read_sessions
 from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from limpet.run.lineage import branch_origin, newest_version
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import Store
 
 TierName = Literal["memory", "local"]

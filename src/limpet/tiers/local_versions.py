@@ -7,24 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 
 from limpet import events
+from limpet.convert.copy import copy_shards
 from limpet.deadline import Deadline
-from limpet.engine.distributed.collective import Collective
-from limpet.engine.distributed.group import Group
-from limpet.engine.saving.commit import (
-    Receipt,
-    before_commit,
-    check_receipts,
-    commit_collectively,
-    pinned_base,
-    put_manifest,
-)
-from limpet.engine.saving.job import SaveJob
-from limpet.engine.saving.pending import Pending
-from limpet.engine.saving.save import finish_save
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader, open_location
-from limpet.engine.snapshot.snapshot import Snapshot
-from limpet.engine.transform.copy import copy_shards
 from limpet.errors import (
     AlreadyExists,
     CommitError,
@@ -37,8 +21,24 @@ from limpet.errors import (
 from limpet.format import names
 from limpet.format.manifest import IncrementalShard, Manifest, Shard
 from limpet.format.names import Version, shard_name
+from limpet.ranks.collective import Collective
+from limpet.ranks.group import Group
 from limpet.run.run import Run
+from limpet.saving.commit import (
+    Receipt,
+    before_commit,
+    check_receipts,
+    commit_collectively,
+    pinned_base,
+    put_manifest,
+)
+from limpet.saving.job import SaveJob
+from limpet.saving.pending import Pending
+from limpet.saving.save import finish_save
 from limpet.settings import read_settings
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store
 from limpet.threads import Latch, no_op

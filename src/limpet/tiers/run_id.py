@@ -10,13 +10,13 @@ import os
 
 import msgspec
 
-from limpet.engine.snapshot.location import get_bounded
-from limpet.engine.snapshot.spread import unspread
 from limpet.errors import AlreadyExists, FormatError, NotFound, StoreError
 from limpet.format.names import RUN_ID, is_attempt, random_id
 from limpet.format.records import MAX_RECORD
 from limpet.format.sealed import seal, unseal
 from limpet.format.strict_json import StrictDecoder
+from limpet.snapshot.location import get_bounded
+from limpet.snapshot.spread import unspread
 from limpet.storage.checks import MAX_PUTS, contended_error
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store

@@ -9,15 +9,15 @@ from typing import Any
 
 from limpet import events
 from limpet.deadline import Deadline
-from limpet.engine.distributed.collective import Collective
-from limpet.engine.distributed.group import Group, broadcast_from_first
-from limpet.engine.saving.pending import Pending
-from limpet.engine.snapshot.location import Location
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import LimpetError
 from limpet.format.names import Version
+from limpet.ranks.collective import Collective
+from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.lineage import newest_version
 from limpet.run.run import Run
+from limpet.saving.pending import Pending
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import Store
 from limpet.tiers.captures import Captures
 from limpet.tiers.flush import MemoryRecord, flush_states

@@ -1,6 +1,7 @@
 """``Checkpointer`` and its parts: when to save, how to resume, and how a training ends.
 
 Terms: the *cadence* decides when a save is due.
-May import: the root modules, ``format``, ``storage``, ``data``, ``sinks``, ``engine``,
-``preemption``, ``restarts``, ``run``, ``tiers``, and ``training``.
+May import: the root modules, ``format``, ``storage``, ``data``, ``sinks``, ``layout``, ``ranks``,
+``state``, ``snapshot``, ``saving``, ``loading``, ``convert``, ``preemption``, ``restarts``,
+``run``, ``tiers``, and ``training``.
 """

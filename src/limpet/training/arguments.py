@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from limpet.data.progress import Progress
-from limpet.engine.distributed.group import Group, all_reduce
-from limpet.engine.snapshot.location import Location, describe_run, is_snapshot
-from limpet.engine.state.loadable import find_unsaved_modules, find_unwritable
 from limpet.errors import LimpetError, NothingSaved, PlanError
 from limpet.format.names import parse_version
 from limpet.format.records import MAX_PREFIXES
 from limpet.format.tree import MAX_DEPTH, child_keys
 from limpet.preemption.policy import Preemption
+from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
 from limpet.run.policy import KeepPolicy, SavePolicy, StopWhen
 from limpet.run.run import Run
 from limpet.run.writer_lock import WriterLock
+from limpet.snapshot.location import Location, describe_run, is_snapshot
+from limpet.state.loadable import find_unsaved_modules, find_unwritable
 from limpet.text import MAX_SHOWN, format_list, warn_user, with_article
 from limpet.tiers.local_tier import LocalTier
 from limpet.tiers.memory_tier import MemoryTier

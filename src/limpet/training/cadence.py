@@ -2,7 +2,7 @@
 
 Each rank evaluates policies on steps and epochs by itself. One rank notices that a time has passed
 or that a request has arrived. It proposes a save, and all ranks save at a step on which they agree
-(``engine/distributed/agreement.py``).
+(``ranks/agreement.py``).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from limpet import events
-from limpet.engine.distributed.agreement import Agreement, LocalAgreement
-from limpet.engine.distributed.group import Group, broadcast_from_first
 from limpet.preemption.parts import SAVE as PREEMPTION_SAVE
 from limpet.preemption.parts import SAVE_ONLY as PREEMPTION_SAVE_ONLY
+from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.policy import PolicyInput, SavePolicy
 from limpet.training.saves.goodput import Goodput
 from limpet.training.step_counter import StepCounter

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from limpet import events
-from limpet.engine.distributed.group import GroupSpec
-from limpet.engine.loading.binding import STRICT, Leniency
-from limpet.engine.snapshot.location import Url
-from limpet.engine.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.errors import LimpetError
+from limpet.loading.binding import STRICT, Leniency
 from limpet.preemption.policy import DEFAULT, Preemption
+from limpet.ranks.group import GroupSpec
 from limpet.run.evaluations.metrics import ADDED_METRICS, check_metrics
 from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from limpet.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
+from limpet.snapshot.location import Url
+from limpet.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.storage.throttle import store_statistics
 from limpet.tiers.tiers import Tier
 from limpet.training.arguments import Options, check_state

@@ -9,17 +9,17 @@ from typing import Any
 
 from limpet import events
 from limpet.deadline import Deadline
-from limpet.engine.distributed.agreement import make_agreement
-from limpet.engine.distributed.group import GroupSpec, LocalGroup, saving_group
-from limpet.engine.loading.report import LoadReport
-from limpet.engine.snapshot.location import Url
 from limpet.format.names import Version
+from limpet.loading.report import LoadReport
 from limpet.preemption.guarded_calls import GuardedCalls
 from limpet.preemption.response import PreemptionResponse
 from limpet.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
+from limpet.ranks.agreement import make_agreement
+from limpet.ranks.group import GroupSpec, LocalGroup, saving_group
 from limpet.run.evaluations.metrics import ADDED_METRICS
 from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
+from limpet.snapshot.location import Url
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import (
     STRUCTURE,

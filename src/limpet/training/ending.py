@@ -10,10 +10,6 @@ from weakref import finalize
 
 from limpet import events
 from limpet.deadline import Deadline
-from limpet.engine.distributed.agreement import Agreement, LocalAgreement
-from limpet.engine.distributed.collective import Collective
-from limpet.engine.distributed.error_report import Arrival, format_with_notes
-from limpet.engine.distributed.group import Group, all_reduce
 from limpet.errors import (
     CommitError,
     LimpetError,
@@ -24,6 +20,10 @@ from limpet.errors import (
 )
 from limpet.preemption.policy import Preemption
 from limpet.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
+from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.collective import Collective
+from limpet.ranks.error_report import Arrival, format_with_notes
+from limpet.ranks.group import Group, all_reduce
 from limpet.restarts.ladder import Ladder
 from limpet.run.policy import Never, SavePolicy
 from limpet.text import user_line

@@ -6,10 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from limpet.engine.distributed.collective import Collective
-from limpet.engine.distributed.group import Group
-from limpet.engine.loading.binding import STRICT, Leniency
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import (
     Denied,
     FormatError,
@@ -24,10 +20,14 @@ from limpet.errors import (
 )
 from limpet.format.names import parse_version
 from limpet.generators import open_block
+from limpet.loading.binding import STRICT, Leniency
+from limpet.ranks.collective import Collective
+from limpet.ranks.group import Group
 from limpet.restarts.ladder import Ladder, LadderExhausted
 from limpet.run.evaluations.trust import check_trust
 from limpet.run.lineage import find_newest, newest_version, start_branch
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import warn_user
 from limpet.tiers.inventory import Candidate, CurrentLine
 from limpet.tiers.tiers import Tiers

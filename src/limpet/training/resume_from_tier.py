@@ -9,8 +9,6 @@ from dataclasses import replace
 from msgspec import structs
 
 from limpet import events
-from limpet.engine.distributed.collective import Collective
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import (
     FormatError,
     LimpetError,
@@ -21,10 +19,12 @@ from limpet.errors import (
 )
 from limpet.format.manifest import Parent
 from limpet.format.names import Version, parse_version
+from limpet.ranks.collective import Collective
 from limpet.restarts.ladder import Ladder
 from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from limpet.run.lineage import start_branch
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 from limpet.tiers.inventory import WHERE, Candidate, CurrentLine, Sources
 from limpet.training.resume_point import (
     ResumeInstruction,

@@ -8,11 +8,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from limpet.engine.distributed.group import Group
-from limpet.engine.loading.binding import STRICT, Leniency
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.loading.report import LoadReport
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import (
     Denied,
     LimpetError,
@@ -22,8 +17,13 @@ from limpet.errors import (
     Unavailable,
 )
 from limpet.format.manifest import Parent
+from limpet.loading.binding import STRICT, Leniency
+from limpet.loading.load import load_snapshot
+from limpet.loading.report import LoadReport
+from limpet.ranks.group import Group
 from limpet.run.catalog import read_sessions, read_training_metadata
 from limpet.run.evaluations.trust import Trust
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list
 from limpet.tiers.inventory import Candidate, Sources, TierName
 from limpet.tiers.tiers import Tiers

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from limpet.engine.distributed.group import Group
-from limpet.engine.loading.binding import STRICT, Leniency
-from limpet.engine.loading.load import load_snapshot
-from limpet.engine.snapshot.location import Url
 from limpet.errors import LimpetError, PlanError
+from limpet.loading.binding import STRICT, Leniency
+from limpet.loading.load import load_snapshot
+from limpet.ranks.group import Group
 from limpet.run.address import open_on_all_ranks
 from limpet.run.catalog import read_training_metadata
+from limpet.snapshot.location import Url
 from limpet.training.resume_point import ResumePoint
 from limpet.training.resuming.kept import warn_of_unloaded
 

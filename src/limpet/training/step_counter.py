@@ -8,10 +8,10 @@ from typing import Any
 from limpet.data.progress import Progress
 from limpet.data.sampler import ElasticSampler
 from limpet.data.sampler_group import SamplerGroup
-from limpet.engine.state.walk import find_instances
 from limpet.errors import LimpetError, UncountedEpochs
 from limpet.generators import open_block
 from limpet.run.policy import SavePolicy
+from limpet.state.walk import find_instances
 from limpet.text import to_repr, warn_user, with_article
 
 LONG_EPOCH = 10_000

@@ -16,11 +16,11 @@ from typing import Protocol
 from weakref import ref
 
 from limpet import events
-from limpet.engine.snapshot.spread import unspread
 from limpet.errors import FormatTooNew, LimpetError, SaveFailed, StoreError, UnsavedSteps
 from limpet.machine import after_fork
 from limpet.run.policy import Never
 from limpet.run.writer_lock import find_writer
+from limpet.snapshot.spread import unspread
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.text import user_line, warn_user

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal
 
-from limpet.engine.distributed.error_report import format_with_notes
 from limpet.errors import (
     CommitError,
     LimpetError,
@@ -17,6 +16,7 @@ from limpet.errors import (
     StoreError,
     UnsavedSteps,
 )
+from limpet.ranks.error_report import format_with_notes
 from limpet.run.policy import Never, SavePolicy
 from limpet.text import warn_user
 from limpet.training.lifecycle import Lifecycle, is_process_ending

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet import events
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import (
     Denied,
     FormatError,
@@ -30,10 +29,11 @@ from limpet.run.evaluations import metrics
 from limpet.run.evaluations.trust import trust_of
 from limpet.run.policy import EverySteps, KeepBest, KeepEvery, KeepLast
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from tests.engine.unreliable_stores import HookedStore
 from tests.forging import seal, sealed_content
 from tests.trainings import flip_bit, shard_of, state_after, train, trained_run, training
+from tests.unreliable_stores import HookedStore
 
 
 @pytest.fixture

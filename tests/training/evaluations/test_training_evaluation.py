@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 import limpet
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import LimpetError, Preempted, Unavailable
 from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.preemption.notice import Notice
@@ -30,10 +29,11 @@ from limpet.run.policy import (
     StopWhen,
 )
 from limpet.run.run import Run
+from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.training.evaluations.training_evaluation import TrainingEvaluation
-from tests.engine.unreliable_stores import HookedStore
 from tests.evaluation.functions import data, evaluate, expected, make_model
+from tests.unreliable_stores import HookedStore
 
 BATCHES = 20
 DATA = torch.utils.data.Subset(data(), range(100))

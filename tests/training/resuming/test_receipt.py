@@ -15,8 +15,8 @@ from torch import nn
 
 import limpet
 from limpet.data.next_batch import find_next_batch
-from limpet.engine.snapshot.snapshot import reader_of
 from limpet.errors import UnconsumedSamples
+from limpet.snapshot.snapshot import reader_of
 from limpet.training.resuming import receipt
 from tests.trainings import forget
 

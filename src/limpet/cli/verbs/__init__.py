@@ -1,6 +1,7 @@
 """The commands, one module per verb, each with a click command named ``command``.
 
 Terms: as in ``cli``.
-May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
-``run``, ``exporting``, ``preemption``, ``tiers``, ``evaluation``, ``training``, and ``cli``.
+May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
+``snapshot``, ``saving``, ``loading``, ``convert``, ``interop``, ``run``, ``exporting``,
+``preemption``, ``tiers``, ``evaluation``, ``training``, and ``cli``.
 """

@@ -30,10 +30,7 @@ from limpet.cli.resolve import (
     stray_snapshot_warning,
 )
 from limpet.cli.verbs.verify import bytes_to_read
-from limpet.engine.saving.commit import raise_if_exists
-from limpet.engine.snapshot.location import Location, get_bounded, is_snapshot, locate
-from limpet.engine.snapshot.reader import SnapshotReader, open_location
-from limpet.engine.transform.copy import Advance, attempt_of_copy, copy_snapshot
+from limpet.convert.copy import Advance, attempt_of_copy, copy_snapshot
 from limpet.errors import AlreadyExists, FormatError, FormatTooNew, LimpetError, NotFound
 from limpet.format.names import (
     MANIFEST,
@@ -53,6 +50,9 @@ from limpet.machine import utc_now
 from limpet.run.catalog import read_training_metadata
 from limpet.run.listing import Listing
 from limpet.run.run import Run
+from limpet.saving.commit import raise_if_exists
+from limpet.snapshot.location import Location, get_bounded, is_snapshot, locate
+from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.text import format_count
 
 

@@ -23,10 +23,10 @@ from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import resolve_snapshot
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from limpet.cli.verbs.show import filter_rows
-from limpet.engine.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.format import tree
 from limpet.format.names import join_key
+from limpet.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count
 from limpet.types import DTYPES
 

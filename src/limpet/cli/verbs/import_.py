@@ -11,8 +11,6 @@ import click
 from limpet.cli.console import format_size, make_console, print_line, progress_bar
 from limpet.cli.output import json_option, print_result
 from limpet.cli.resolve import check_run_target
-from limpet.engine.saving.commit import raise_if_exists
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.format.names import MAX_STEP, Version
 from limpet.interop.arrange import ArrangedState, arrange_state
 from limpet.interop.import_ import (
@@ -23,6 +21,8 @@ from limpet.interop.import_ import (
 )
 from limpet.interop.stored_files import size_of_foreign
 from limpet.run.run import Run
+from limpet.saving.commit import raise_if_exists
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count
 
 _KIND_NAMES = {

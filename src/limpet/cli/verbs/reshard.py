@@ -19,10 +19,10 @@ from limpet.cli.console import (
 )
 from limpet.cli.output import json_option, print_result
 from limpet.cli.resolve import check_version_name, remove_folder_if_empty, resolve_snapshot
-from limpet.engine.snapshot.location import Location, locate, versions_in
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.transform.reshard import SPLITS, reshard
+from limpet.convert.reshard import SPLITS, reshard
 from limpet.format.names import Version
+from limpet.snapshot.location import Location, locate, versions_in
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count
 from limpet.types import DTYPES
 

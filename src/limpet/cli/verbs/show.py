@@ -28,11 +28,11 @@ from limpet.cli.output import (
 from limpet.cli.resolve import resolve_newest
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
 from limpet.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations, read_statuses
-from limpet.engine.planning.select import make_key_filter
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import FormatError, MissingLeaf
 from limpet.format.index_columns import IndexBox
 from limpet.format.records import InexactEvaluation
+from limpet.layout.select import make_key_filter
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count, to_repr
 
 MAX_TREE_LINES = 40

@@ -25,9 +25,6 @@ from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run_or_snapshot, stray_snapshot_warning
 from limpet.cli.verdicts import read_evaluations
-from limpet.engine.snapshot.location import get_bounded
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.verify import CheckedChunks, Problem
 from limpet.errors import (
     Denied,
     DigestMismatch,
@@ -57,6 +54,9 @@ from limpet.run.evaluations.trust import trust_of
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.sinks.wording import format_error_brief
+from limpet.snapshot.location import get_bounded
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.verify import CheckedChunks, Problem
 from limpet.text import format_count, format_list
 
 

@@ -5,7 +5,8 @@ them with all digests checked. DCP makes the plans, gathers them, and reports er
 converts its plans to boxes. See ``docs/dcp.md``.
 
 Terms: an *FQN* (fully qualified name) is DCP's name of a leaf, such as ``model.fc.weight``.
-May import: the root modules, ``format``, ``storage``, ``engine``, and ``run``.
+May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``state``,
+``snapshot``, ``saving``, ``loading``, ``convert``, and ``run``.
 """
 
 from __future__ import annotations

@@ -20,11 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from limpet.engine.loading.targets import LoadTargets
-from limpet.engine.planning.read_plan import ReadRequest
-from limpet.engine.snapshot.location import Url
-from limpet.engine.snapshot.read import Target
-from limpet.engine.snapshot.reader import SnapshotReader, open_location
 from limpet.errors import LimpetError, NoSnapshot, NotFound, PlanError, ShapeMismatch
 from limpet.format import names
 from limpet.integrations.dcp import fqns
@@ -34,7 +29,12 @@ from limpet.integrations.dcp.shared import (
     completed_future,
     rank_location,
 )
+from limpet.layout.read_plan import ReadRequest
+from limpet.loading.targets import LoadTargets
 from limpet.run.address import open_reader
+from limpet.snapshot.location import Url
+from limpet.snapshot.read import Target
+from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.types import Box
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.futures import Future
 
-from limpet.engine.snapshot.location import Location, Url, locate
 from limpet.errors import LimpetError
+from limpet.snapshot.location import Location, Url, locate
 
 METADATA_KEY = "dcp"
 """Member of a manifest's ``metadata`` if DCP saved the snapshot; its blobs are DCP's pickles."""

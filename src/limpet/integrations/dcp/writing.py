@@ -20,21 +20,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from limpet import events, machine
-from limpet.engine.planning.global_plan import make_global_plan
-from limpet.engine.planning.local_plan import make_local_plan
-from limpet.engine.planning.shard_layout import LeafBox
-from limpet.engine.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
-from limpet.engine.saving.image import make_image, split_into_pieces, synchronize_streams
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.saving.write import write_index, write_shard
-from limpet.engine.snapshot import pins as pin
-from limpet.engine.snapshot.location import Location, Url, locate
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.state.flatten import LocalLeaf
 from limpet.errors import CommitError, PlanError, ShapeMismatch, Unsupported
 from limpet.format import names, tree
 from limpet.format.manifest import Manifest
-from limpet.format.values.rejected import unsupported
+from limpet.format.rejected import unsupported
 from limpet.integrations.dcp import fqns
 from limpet.integrations.dcp.shared import (
     METADATA_KEY,
@@ -42,7 +31,18 @@ from limpet.integrations.dcp.shared import (
     completed_future,
     rank_location,
 )
+from limpet.layout.global_plan import make_global_plan
+from limpet.layout.local_plan import make_local_plan
+from limpet.layout.shard_layout import LeafBox
 from limpet.lazy_torch import dtype_name
+from limpet.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
+from limpet.saving.image import make_image, split_into_pieces, synchronize_streams
+from limpet.saving.job import VersionMetadata
+from limpet.saving.write import write_index, write_shard
+from limpet.snapshot import pins as pin
+from limpet.snapshot.location import Location, Url, locate
+from limpet.snapshot.reader import SnapshotReader
+from limpet.state.flatten import LocalLeaf
 from limpet.text import format_list
 from limpet.threads import Workers, no_op
 from limpet.types import Box

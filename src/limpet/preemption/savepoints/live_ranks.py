@@ -28,10 +28,10 @@ from typing import TypeVar
 
 import msgspec
 
-from limpet.engine.distributed.failure_detector import Heartbeat, WaitPosition
-from limpet.engine.distributed.group import Group, LocalGroup, StoreGroup
-from limpet.engine.distributed.kv import KVClient
-from limpet.engine.distributed.store_connection import KeyValueStore
+from limpet.ranks.failure_detector import Heartbeat, WaitPosition
+from limpet.ranks.group import Group, LocalGroup, StoreGroup
+from limpet.ranks.kv import KVClient
+from limpet.ranks.store_connection import KeyValueStore
 
 T = TypeVar("T")
 

@@ -15,12 +15,12 @@ from typing import Protocol
 
 from limpet import events
 from limpet.deadline import Deadline
-from limpet.engine.distributed.group import Group, LocalGroup, StoreGroup
-from limpet.engine.state.flatten import FlatState
 from limpet.errors import RankFailed
 from limpet.preemption.exit_timer import exit_margin
 from limpet.preemption.savepoints.live_ranks import Decision, SavepointVote, Voter, VoteTimes
 from limpet.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
+from limpet.ranks.group import Group, LocalGroup, StoreGroup
+from limpet.state.flatten import FlatState
 from limpet.text import format_ranks
 from limpet.threads import Claim, Latch, call_with_limit, no_op, start_thread
 

@@ -9,11 +9,11 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 from limpet import events
-from limpet.engine.state.copy_pool import TooManyBytes
-from limpet.engine.state.flatten import FlatState
-from limpet.engine.state.savepoint import Savepoint
 from limpet.format.names import Version
 from limpet.generators import Isolation, observe_blocks
+from limpet.state.copy_pool import TooManyBytes
+from limpet.state.flatten import FlatState
+from limpet.state.savepoint import Savepoint
 from limpet.types import MIB
 
 SHARE = 0.01

@@ -18,11 +18,11 @@ from contextlib import suppress
 from threading import Lock, Thread
 
 from limpet import events, machine
-from limpet.engine.snapshot.location import get_bounded
-from limpet.engine.snapshot.pins import is_holder_alive
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, StoreError
 from limpet.format.names import Version, lease_name, parse_lease, random_id
 from limpet.format.records import MAX_RECORD, Lease, decode_lease, encode_lease
+from limpet.snapshot.location import get_bounded
+from limpet.snapshot.pins import is_holder_alive
 from limpet.storage.checks import contended_error
 from limpet.storage.store import Store, list_level
 from limpet.threads import Latch, start_thread
@@ -193,7 +193,7 @@ class LeaseHolder:
     def protect(self, versions: Sequence[Version]) -> None:
         """Protect these versions, and no others, from now on.
 
-        Then check that their manifests exist: see ``engine/snapshot/pins.py``. Raises the error of
+        Then check that their manifests exist: see ``snapshot/pins.py``. Raises the error of
         the lost lease, and ``StoreError``.
         """
         with self._lock:

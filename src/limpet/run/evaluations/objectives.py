@@ -9,11 +9,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from limpet import events
-from limpet.engine.snapshot.location import get_bounded
 from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound
 from limpet.format.digest import digest
 from limpet.format.names import is_objective_name, objective_name
 from limpet.format.records import MAX_RECORD, Objective, decode_objective, encode_objective
+from limpet.snapshot.location import get_bounded
 from limpet.storage.store import Store, list_level
 from limpet.text import to_repr
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar, Union
 
-from limpet.engine.snapshot.location import get_bounded
 from limpet.errors import BrokenLink, FormatError, LimpetError, ManifestInvalid, NotFound
 from limpet.format.names import EvaluationFile, Version, parse_evaluation
 from limpet.format.records import (
@@ -18,6 +17,7 @@ from limpet.format.records import (
     Verdict,
     decode_about_version,
 )
+from limpet.snapshot.location import get_bounded
 from limpet.storage.store import Entry, Store
 
 _T = TypeVar("_T", bound=AboutVersion)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import msgspec
 
 from limpet.connections.auth import make_secret
-from limpet.engine.distributed.kv import KVClient
 from limpet.errors import StoreError
+from limpet.ranks.kv import KVClient
 
 _SIOCGIFADDR = 0x8915
 

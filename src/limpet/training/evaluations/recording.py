@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from limpet.engine.distributed.group import all_reduce, broadcast_from_first
-from limpet.engine.snapshot.snapshot import Snapshot, reader_of
 from limpet.errors import LimpetError
 from limpet.format.records import Evaluation, InexactEvaluation
+from limpet.ranks.group import all_reduce, broadcast_from_first
 from limpet.run.catalog import read_training_metadata
+from limpet.snapshot.snapshot import Snapshot, reader_of
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.saves.save_spec import version_of
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from limpet import events
-from limpet.engine.distributed.agreement import Agreement, LocalAgreement, make_agreement
-from limpet.engine.distributed.group import all_reduce, broadcast_from_first
 from limpet.errors import LimpetError
 from limpet.evaluation.arguments import check_argument
 from limpet.evaluation.worker import count_records
+from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
+from limpet.ranks.group import all_reduce, broadcast_from_first
 from limpet.run.evaluations.metrics import check_job_name
 from limpet.run.policy import Never, SavePolicy
 from limpet.text import warn_user

@@ -16,11 +16,11 @@ import numpy as np
 from limpet.data.progress import Progress
 from limpet.data.rng import RNG
 from limpet.data.sampler import ElasticSampler
-from limpet.engine.state.walk import find_instances
 from limpet.errors import InexactResume
 from limpet.generators import States, capture_states
 from limpet.lazy_torch import torch_or_none
 from limpet.run.policy import AtEnd, EveryEpoch, Never, SavePolicy
+from limpet.state.walk import find_instances
 from limpet.text import format_list, warn_user
 from limpet.training.resuming.loop_check import LoopCheck
 from limpet.training.resuming.members import find_members

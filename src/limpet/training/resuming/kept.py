@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from limpet.data.progress import Progress
-from limpet.engine.distributed.collective import Collective
-from limpet.engine.loading.differences import fold_keys, format_keys
-from limpet.engine.loading.report import MISSING, LoadReport
-from limpet.engine.planning.match import Match
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.state.flatten import flatten
-from limpet.engine.state.walk import find_named_instances
 from limpet.errors import KeptValues
 from limpet.format.tree import walk
+from limpet.layout.match import Match
 from limpet.lazy_torch import torch_or_none
+from limpet.loading.differences import fold_keys, format_keys
+from limpet.loading.report import MISSING, LoadReport
+from limpet.ranks.collective import Collective
+from limpet.snapshot.reader import SnapshotReader
+from limpet.state.flatten import flatten
+from limpet.state.walk import find_named_instances
 from limpet.text import warn_user
 from limpet.training.resume_point import ResumePoint
 

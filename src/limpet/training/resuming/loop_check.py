@@ -13,8 +13,8 @@ from types import FrameType
 from typing import Any
 
 from limpet.data.sampler import ElasticSampler
-from limpet.engine.state.replication import PerRank, Replicated
 from limpet.errors import InexactResume
+from limpet.state.replication import PerRank, Replicated
 from limpet.text import user_frame, warn_user
 from limpet.training.step_counter import StepCounter
 

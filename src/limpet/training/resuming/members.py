@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from limpet.engine.state.replication import PerRank, Replicated
-from limpet.engine.state.walk import find_named_instances
+from limpet.state.replication import PerRank, Replicated
+from limpet.state.walk import find_named_instances
 
 
 def find_members(state: Any, kind: type[Any]) -> Iterator[tuple[str, Any]]:

@@ -12,10 +12,10 @@ from math import isfinite
 from typing import Any, NamedTuple
 from weakref import ref
 
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import ReplacedOptions
 from limpet.lazy_torch import torch_or_none
 from limpet.run.catalog import read_training_metadata
+from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list, to_repr, warn_user
 from limpet.training.resuming.members import find_members
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from limpet.engine.state.walk import storage_address
 from limpet.lazy_torch import dtype_name, torch_or_none
+from limpet.state.walk import storage_address
 from limpet.text import format_count, format_list
 from limpet.training.resuming.members import find_members
 

@@ -24,14 +24,6 @@ from limpet import events
 from limpet.buffers import Buffer
 from limpet.data.next_batch import find_next_batch
 from limpet.data.sampler import ElasticSampler
-from limpet.engine.distributed.group import Group
-from limpet.engine.planning.boxes import contiguous_boxes
-from limpet.engine.planning.read_plan import ReadRequest
-from limpet.engine.saving.image import Image, contiguous_address
-from limpet.engine.snapshot.read import Target
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.state.flatten import FlatState, LocalLeaf, flatten
-from limpet.engine.state.walk import find_named_instances
 from limpet.errors import (
     FormatError,
     LimpetError,
@@ -42,8 +34,16 @@ from limpet.errors import (
 from limpet.format.digest import digest, digest_parts
 from limpet.format.index import ShardIndex
 from limpet.format.tree import walk
+from limpet.layout.boxes import contiguous_boxes
+from limpet.layout.read_plan import ReadRequest
+from limpet.ranks.group import Group
 from limpet.run.catalog import read_training_metadata
 from limpet.run.run import Run
+from limpet.saving.image import Image, contiguous_address
+from limpet.snapshot.read import Target
+from limpet.snapshot.reader import SnapshotReader
+from limpet.state.flatten import FlatState, LocalLeaf, flatten
+from limpet.state.walk import find_named_instances
 from limpet.text import warn_user
 from limpet.threads import Workers, gc_paused
 from limpet.types import BLOCK_SIZE, DTYPES, Box

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
-from limpet.engine.state.walk import find_named_instances
 from limpet.errors import ReplacedSchedule
 from limpet.lazy_torch import torch_or_none
+from limpet.state.walk import find_named_instances
 from limpet.text import format_list, warn_user
 
 _MAX_NAMES = 5

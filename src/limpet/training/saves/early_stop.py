@@ -6,16 +6,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from limpet import events
-from limpet.engine.distributed.agreement import Agreement, LocalAgreement
-from limpet.engine.distributed.group import Group, broadcast_from_first
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.errors import LimpetError
 from limpet.format.names import Version
+from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.catalog import VersionRecord, read_training_metadata
 from limpet.run.evaluations.metrics import to_number
 from limpet.run.lineage import find_end
 from limpet.run.policy import Mode, StopState, StopWhen
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 from limpet.training.saves.recorded_scores import RecordedScores
 from limpet.training.saves.score_history import ScoreHistory
 

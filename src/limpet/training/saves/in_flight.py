@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from limpet.deadline import Deadline
-from limpet.engine.distributed.group import Group, broadcast_from_first
-from limpet.engine.saving.pending import Pending
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.snapshot.snapshot import reader_of
+from limpet.ranks.group import Group, broadcast_from_first
+from limpet.saving.pending import Pending
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import reader_of
 from limpet.tiers.local_versions import Promotion
 from limpet.training.saves.save_spec import version_of
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.format.names import Version
 from limpet.run.catalog import VersionRecord
 from limpet.run.evaluations.trust import find_distrust
 from limpet.run.lineage import lineage_of
 from limpet.run.run import Run
+from limpet.snapshot.reader import SnapshotReader
 from limpet.threads import look_up_each
 
 MAX_VERSIONS = 100

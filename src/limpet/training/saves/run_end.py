@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from limpet.engine.snapshot import pins
 from limpet.errors import LimpetError, NotFound
 from limpet.format.records import Ended
 from limpet.run.evaluations.metrics import put_about_version
 from limpet.run.retention import undeleted_error
+from limpet.snapshot import pins
 from limpet.training.saves.save_spec import version_of
 from limpet.training.saves.saver import Saver
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from limpet.deadline import Deadline
-from limpet.engine.distributed.group import Group, broadcast_from_first
-from limpet.engine.saving.job import VersionMetadata
-from limpet.engine.snapshot.reader import SnapshotReader
 from limpet.format.manifest import Parent
 from limpet.format.names import Version, parse_version
+from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.evaluations.metrics import to_numbers
 from limpet.run.run import Run
+from limpet.saving.job import VersionMetadata
+from limpet.snapshot.reader import SnapshotReader
 
 _MAX_SESSIONS = 32
 """The restarts from tiers, without a version in between, that a version remembers."""

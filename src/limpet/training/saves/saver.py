@@ -12,25 +12,25 @@ from typing import Any
 from limpet import events
 from limpet.buffers import BufferPool, page_lock
 from limpet.deadline import Deadline
-from limpet.engine.distributed.group import Group, broadcast_from_first
-from limpet.engine.saving.commit import Receipt
-from limpet.engine.saving.job import SaveJob, VersionMetadata
-from limpet.engine.saving.overlap import DeferredStaging
-from limpet.engine.saving.pending import Pending
-from limpet.engine.saving.save import begin_save, finish_in_background, finish_save
-from limpet.engine.saving.staging import BufferReservation
-from limpet.engine.snapshot.reader import SnapshotReader, open_location
-from limpet.engine.snapshot.snapshot import Snapshot
-from limpet.engine.state.flatten import FlatState
-from limpet.engine.state.step_hooks import StepPreHook
-from limpet.engine.state.walk import optimizers_in
 from limpet.errors import AlreadyExists, CommitError, FormatError, LimpetError, StoreError
 from limpet.format.names import random_id
 from limpet.preemption.savepoints.step_savepoint import SavepointLabel
+from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.policy import KeepPolicy
 from limpet.run.retention import TrainingRetention, undeleted_error
 from limpet.run.run import Run
 from limpet.run.writer_lock import WriterLock
+from limpet.saving.commit import Receipt
+from limpet.saving.job import SaveJob, VersionMetadata
+from limpet.saving.overlap import DeferredStaging
+from limpet.saving.pending import Pending
+from limpet.saving.save import begin_save, finish_in_background, finish_save
+from limpet.saving.staging import BufferReservation
+from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.snapshot import Snapshot
+from limpet.state.flatten import FlatState
+from limpet.state.step_hooks import StepPreHook
+from limpet.state.walk import optimizers_in
 from limpet.tiers.local_versions import Promotion
 from limpet.tiers.tiers import Tiers
 from limpet.training.saves.goodput import Goodput

@@ -6,17 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from limpet import events
-from limpet.engine.saving.commit import Receipt
-from limpet.engine.saving.job import SaveJob
-from limpet.engine.saving.stale_state import Observation, StepCount, TrainableBoxes
-from limpet.engine.snapshot.reader import SnapshotReader
-from limpet.engine.state.flatten import FlatState
 from limpet.errors import LimpetError, MetricMissing, PlanError, StateUnchanged
 from limpet.format.names import Version, parse_lease
 from limpet.lazy_torch import torch_or_none
 from limpet.run.address import merge_objectives
 from limpet.run.policy import KeepPolicy, SavePolicy
 from limpet.run.run import Run
+from limpet.saving.commit import Receipt
+from limpet.saving.job import SaveJob
+from limpet.saving.stale_state import Observation, StepCount, TrainableBoxes
+from limpet.snapshot.reader import SnapshotReader
+from limpet.state.flatten import FlatState
 from limpet.text import format_list, warn_user
 from limpet.training.saves.early_stop import EarlyStop
 

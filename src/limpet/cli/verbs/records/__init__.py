@@ -1,6 +1,7 @@
 """The verbs that take steps of a run: pin, attest, and rm.
 
 Terms: those of the command line, and of ``run``.
-May import: the root modules, ``format``, ``storage``, ``sinks``, ``engine``, ``interop``,
-``run``, ``preemption``, ``tiers``, ``training``, and ``cli``.
+May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
+``snapshot``, ``saving``, ``loading``, ``convert``, ``interop``, ``run``, ``preemption``, ``tiers``,
+``training``, and ``cli``.
 """

@@ -1,0 +1,309 @@
+"""Copy a snapshot to another location, and check every digest on the way.
+
+A full snapshot is copied byte for byte. An incremental snapshot becomes a full one. The attempt of
+its copy is derived from the digest of its manifest, so that all copies of it are identical, byte
+for byte.
+
+The files are written in the order of a save: shards, then their indexes, then the manifest. A copy
+never removes a file. If a copy fails, its files are orphans for ``sweep`` until the copy is
+repeated, which checks and uses them. For the same reason, two concurrent copies to one location do
+not harm each other. A deletion may have decided to delete files with the names of this copy, so a
+copy begins only while no process deletes files of the version (see ``run/sweep.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from limpet import events
+from limpet.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NotFound
+from limpet.format import names
+from limpet.format.digest import digest
+from limpet.format.index import Index, ShardIndex, decode_index, encode_index
+from limpet.format.index_columns import IndexBox, IndexLeaf
+from limpet.format.manifest import (
+    FEWER_LEAVES,
+    MAX_MANIFEST,
+    FileEntry,
+    Manifest,
+    Shard,
+    decode_manifest,
+    encode_manifest,
+    with_number,
+)
+from limpet.format.names import MANIFEST, parse_version
+from limpet.format.safetensors import build_header
+from limpet.format.sealed import check_length
+from limpet.layout.read_plan import ReadItem, chunk_read_items
+from limpet.layout.shard_layout import full_shard_entries, leaf_boxes_from_index
+from limpet.saving.commit import raise_if_exists
+from limpet.snapshot import pins
+from limpet.snapshot.index_files import parse_index
+from limpet.snapshot.location import Location
+from limpet.snapshot.read import group_items, read_group
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.spread import spread_store
+from limpet.storage.store import upload_memory
+from limpet.threads import Workers, no_op
+from limpet.types import MIB
+
+Advance = Callable[[int], object]
+
+MAX_UPLOAD_BYTES = 256 * MIB
+"""How many bytes of parts the threads of a copy collect at most, unless one thread needs more. On
+average, a part is half full, so this is twice of what they need."""
+
+
+def copy_snapshot(
+    snapshot: SnapshotReader, location: Location, advance: Advance = no_op
+) -> SnapshotReader:
+    """Copy ``snapshot`` to ``location``, and return the copy once it is committed.
+
+    The copy uses at most 256 MiB of memory. ``advance(nbytes)`` is called from several threads as
+    bytes are written. Raises ``AlreadyExists`` if ``location`` holds a snapshot, ``FormatError`` if
+    ``snapshot`` is damaged, ``Unavailable`` if a process is deleting files of ``location``,
+    ``CommitError`` if files of the copy disappear, and ``StoreError``. If it raises, nothing was
+    committed.
+    """
+    raise_if_exists(location)
+    with snapshot.not_found_if_deleted():
+        return _copy(snapshot, location, advance)
+
+
+def _copy(snapshot: SnapshotReader, location: Location, advance: Advance) -> SnapshotReader:
+    indexes, source = snapshot.indexes(), snapshot.location
+    raw = source.store.get(source.key(MANIFEST), MAX_MANIFEST)
+    manifest, manifest_digest = decode_manifest(raw, source.key(MANIFEST))
+    if manifest_digest != snapshot.digest:
+        raise FormatError(
+            f"{snapshot.url} was replaced after it was opened",
+            expected=f"a manifest with digest {snapshot.digest}",
+            found=manifest_digest,
+            todo="Open the snapshot again",
+        )
+    if manifest.chain:
+        copies = [_plan_full(snapshot, n, index) for n, index in enumerate(indexes)]
+        shards = [shard_copy.shard for shard_copy in copies]
+        manifest = full_manifest(snapshot, attempt=attempt_of_copy(snapshot), shards=shards)
+        raw, manifest_digest = encode_manifest(manifest)
+    else:
+        copies = [
+            _ShardCopy(
+                shard, index, source.store.get(source.key(shard.index.name), MAX_MANIFEST), None
+            )
+            for shard, index in zip(manifest.shards, indexes, strict=True)
+        ]
+    version = parse_version(location.folder.rpartition("/")[2])
+    with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt, version):
+        if version is not None:
+            pins.require_no_deletion(location, version)
+        for index, shard_copy in zip(indexes, copies, strict=True):
+            _copy_shard(source, location, index, shard_copy, advance)
+        for shard_copy in copies:
+            _put_index(location, shard_copy)
+            advance(len(shard_copy.index_bytes))
+        copy = SnapshotReader(location, manifest, manifest_digest)
+        _require_files(copy)
+        location.store.put_if_absent(location.key(MANIFEST), raw)
+    events.emit("copied", url=snapshot.url, to=location.url, bytes=copy.nbytes)
+    return copy
+
+
+def copy_shards(
+    source: Location, location: Location, shards: Sequence[Shard], advance: Advance = no_op
+) -> None:
+    """Copy some shards of a full snapshot with their indexes, and commit nothing.
+
+    Every byte is checked. What the destination has already is not written again. ``advance`` is
+    called from several threads with the number of bytes. Raises
+    ``FormatError`` if a shard is damaged, ``AlreadyExists``, and ``StoreError``.
+    """
+    for shard in shards:
+        raw = source.store.get(source.key(shard.index.name), MAX_MANIFEST)
+        index = parse_index(source, shard, raw)
+        shard_copy = _ShardCopy(shard, index, raw, None)
+        _copy_shard(source, location, index, shard_copy, advance)
+        _put_index(location, shard_copy)
+
+
+def _put_index(location: Location, shard_copy: _ShardCopy) -> None:
+    key = location.key(shard_copy.shard.index.name)
+    try:
+        location.store.put_if_absent(key, shard_copy.index_bytes)
+    except AlreadyExists as e:
+        if location.store.get(key, MAX_MANIFEST) != shard_copy.index_bytes:
+            raise _not_a_copy_error(location, key, "the index of this copy", "another file") from e
+
+
+def _require_files(copy: SnapshotReader) -> None:
+    """Read the indexes back, and check the lengths of the shards, before the copy is committed.
+
+    Raises ``CommitError``, not the ``FormatError`` of a damaged source.
+    """
+    try:
+        copy.read_indexes()
+    except FormatError as e:
+        raise CommitError(
+            f"The files of the copy {copy.url} are not what was written; nothing was committed",
+            expected="the shards and indexes of the copy, which is pinned",
+            found=e.what,
+            todo="Find out what changes or deletes files at the destination, and copy again",
+        ) from e
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ShardCopy:
+    """A shard as the copy will have it.
+
+    ``shard``: its entry in the manifest; ``index`` and ``index_bytes``: its index, decoded and
+    encoded; ``new_header``: its header, if the header differs from the source's.
+    """
+
+    shard: Shard
+    index: ShardIndex
+    index_bytes: bytes
+    new_header: bytes | None
+
+
+def attempt_of_copy(snapshot: SnapshotReader) -> str:
+    """Return the attempt id of a copy of the snapshot."""
+    return snapshot.digest[:12] if snapshot.bases else snapshot.manifest.attempt
+
+
+def _plan_full(snapshot: SnapshotReader, number: int, index: ShardIndex) -> _ShardCopy:
+    """Return the full shard with the same image as an incremental one."""
+    count, attempt = len(snapshot.manifest.shards), attempt_of_copy(snapshot)
+    header = build_header(full_shard_entries(leaf_boxes_from_index(index)[0]))
+    shift = len(header) - index.header
+    leaves = [
+        IndexLeaf(
+            f.key, f.dtype, f.shape, [IndexBox(b.offsets, b.sizes, b.at + shift) for b in f.boxes]
+        )
+        for f in index.leaves
+    ]
+    cuts = (index.cuts + shift).tolist()
+    full_index = Index(
+        format=1,
+        shard=names.shard_name(number, count, attempt),
+        length=cuts[-1],
+        header=len(header),
+        leaves=leaves,
+        cuts=cuts,
+        digests=[digest(header), *map(index.chunk_digest, range(1, len(cuts)))],
+    )
+    raw = encode_index(full_index)
+    name = names.index_name(number, count, attempt)
+    check_length(name, raw, MAX_MANIFEST, FEWER_LEAVES)
+    shard = Shard(full_index.shard, full_index.length, FileEntry(name, len(raw), digest(raw)))
+    return _ShardCopy(shard, decode_index(raw, name), raw, header)
+
+
+def full_manifest(snapshot: SnapshotReader, **changes: Any) -> Manifest:
+    """Return the snapshot's manifest as that of a full snapshot, with other values of some
+    fields."""
+    fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
+    return with_number(Manifest(**{**fields, **changes}), snapshot.manifest.number)
+
+
+def _copy_shard(
+    source: Location,
+    location: Location,
+    index: ShardIndex,
+    shard_copy: _ShardCopy,
+    advance: Advance,
+) -> None:
+    """Copy a shard. If the destination already has the file, check it instead.
+
+    ``index``: the index of the source shard. Raises ``AlreadyExists`` if the file is not a copy of
+    the shard.
+    """
+    if _is_copied(location, shard_copy.index, advance):
+        return
+    try:
+        _write_shard(source, location, index, shard_copy, advance)
+    except AlreadyExists:  # a concurrent copy was faster
+        if not _is_copied(location, shard_copy.index, no_op):
+            raise
+
+
+def _is_copied(location: Location, index: ShardIndex, advance: Advance) -> bool:
+    """Return whether the destination has a shard, after checking all of it.
+
+    Raises ``AlreadyExists`` if the file is not the shard of ``index``.
+    """
+    key = location.key(index.shard)
+    try:
+        length = location.store.stat(key).length
+    except NotFound:
+        return False
+    if length != index.length:
+        raise _not_a_copy_error(location, key, f"{index.length} bytes", f"{length} bytes")
+    try:
+        _read_shard(location, index, lambda item, data: advance(len(data)))
+    except DigestMismatch as e:
+        raise _not_a_copy_error(location, key, e.expected, e.found) from e
+    return True
+
+
+def _write_shard(
+    source: Location,
+    location: Location,
+    index: ShardIndex,
+    shard_copy: _ShardCopy,
+    advance: Advance,
+) -> None:
+    """Write the shard of ``shard_copy``, from the source shard with ``index``."""
+    copy_index = shard_copy.index
+    shift = copy_index.header - index.header
+    traits = location.store.traits
+    memory = 0 if traits.ordered else upload_memory(traits, copy_index.length)
+    most_threads = max(1, MAX_UPLOAD_BYTES // memory) if memory else None
+    with location.store.put(location.key(copy_index.shard), copy_index.length) as upload:
+
+        def write(item: ReadItem, data: memoryview) -> None:
+            start, body = item.start, data
+            if shard_copy.new_header is not None and not start:  # the header and what follows it
+                upload.write_at(0, memoryview(shard_copy.new_header))
+                start, body = index.header, data[index.header :]
+            if body:
+                upload.write_at(start + shift, body)
+            advance(len(data))
+
+        _read_shard(source, index, write, most_threads)
+        upload.commit()
+
+
+def _not_a_copy_error(
+    location: Location, key: str, expected: object, found: object
+) -> AlreadyExists:
+    place = spread_store(location.store).place(key)  # where to delete it
+    return AlreadyExists(
+        f"{place} already exists in {location.store.url} and is not a copy of this snapshot's file",
+        expected=expected,
+        found=found,
+        todo="Copy to another location, or delete that file first",
+        key=key,
+        store=location.store.url,
+    )
+
+
+def _read_shard(
+    location: Location,
+    index: ShardIndex,
+    consume: Callable[[ReadItem, memoryview], object],
+    most_threads: int | None = None,
+) -> None:
+    """Read a whole shard in several threads, check it, and pass its parts to ``consume``."""
+    workers = Workers.create()
+    if most_threads is not None:
+        workers = replace(workers, threads=min(workers.threads, most_threads))
+
+    def read(group: Sequence[ReadItem]) -> None:
+        with read_group(location, index, group, workers) as verified:
+            for item, buffer, start in verified:
+                consume(item, buffer.view[item.start - start : item.stop - start])
+
+    items = chunk_read_items(0, index.cuts, index.chunk_refs)
+    workers.each(group_items(location, [index], items, workers), read)

@@ -1,7 +1,0 @@
-"""The load recipe, ``load.py``, and its steps. Each step returns to the recipe.
-
-Terms: *binding* matches the live state with a snapshot's tree; a *target* is the memory into which
-a leaf is read.
-May import: the root modules, ``format``, ``storage``, and from the engine ``planning``,
-``distributed``, ``state``, ``snapshot``, and ``loading``.
-"""

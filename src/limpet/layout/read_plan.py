@@ -1,0 +1,291 @@
+"""Plan which chunks to read and which bytes to copy from them to fill the requested boxes.
+
+The plan converts any stored layout into any requested layout, so resharding is pure arithmetic. A
+digest covers a whole chunk, so a reader reads whole chunks and copies the requested parts out of
+them. A reader needs the memory of one item, whatever the sizes of the boxes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from limpet.errors import ManifestInvalid
+from limpet.format.chunk_refs import ChunkRefs
+from limpet.format.index import ShardIndex
+from limpet.layout.boxes import contiguous_boxes, flat_range
+from limpet.layout.cover_boxes import ShardCopies, StridedOverlap, cover_box
+from limpet.layout.find_boxes import DAMAGED_ADVICE, OverlapSearch
+from limpet.ragged import Ints, ranges
+from limpet.text import MAX_SHOWN, format_list
+from limpet.types import BLOCK_SIZE, Box
+
+ChunkMap = tuple[Ints, ChunkRefs | None]
+"""The ends of a shard's chunks, and their locations unless all are in the shard itself."""
+
+
+class ReadRequest(NamedTuple):
+    """A part of a leaf to read into a contiguous, row-major target of stored elements."""
+
+    key: str
+    box: Box
+
+
+class StridedCopy(NamedTuple):
+    """Copy a part of an array in the file to a part of the requested box.
+
+    The file has a row-major array of ``shape`` at ``file_offset``, with ``itemsize`` bytes per
+    element. Its part ``source`` goes to the part ``target`` of the requested box.
+    """
+
+    request_id: int
+    file_offset: int
+    itemsize: int
+    shape: tuple[int, ...]
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadItem:
+    """A range of chunks to read at once, and the copies to make after its chunks are verified.
+
+    The item covers chunks ``first_chunk`` to ``end_chunk`` (exclusive) of a shard, which are bytes
+    ``start`` to ``stop``. ``linear_copies`` has one row for each copy that is one run of bytes on
+    both sides: request ID, file offset, byte offset in the requested box, number of bytes.
+    ``strided_copies`` are the other copies.
+    """
+
+    shard: int
+    first_chunk: int
+    end_chunk: int
+    start: int
+    stop: int
+    linear_copies: Ints
+    strided_copies: tuple[StridedCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """The items to read, ordered by shard and then by offset.
+
+    ``ReadItem.shard`` is an index into the given shards, as a request ID is an index into the list
+    of requests. ``headers``: the names of the shards whose header is read and checked.
+    """
+
+    items: tuple[ReadItem, ...]
+    headers: tuple[str, ...] = ()
+
+
+def make_read_plan(
+    shard_indexes: Iterable[ShardIndex],
+    requests: Sequence[ReadRequest],
+    checked_headers: Collection[str] | None = None,
+) -> ReadPlan:
+    """Plan the reads and copies that fill every requested box.
+
+    The function iterates over ``shard_indexes`` once and keeps only what the requests need from
+    each index, so a generator may decode the indexes one at a time. If stored boxes overlap, each
+    element is read from one of them. If a request needs data of a shard's own file, the plan also
+    reads the header of that file, unless ``checked_headers`` has the shard's name or is None.
+
+    Raises ``MissingLeaf`` that names all keys that no shard has; ``ManifestInvalid`` that names
+    all requested boxes that the stored boxes do not cover, or a leaf whose type differs between
+    shards; ``PlanError`` for a requested box that is not within its leaf.
+    """
+    search = OverlapSearch(requests)
+    chunk_maps: dict[int, ChunkMap] = {}
+    copies: dict[int, ShardCopies] = {}
+    unchecked_headers: dict[int, str] = {}
+    for number, shard in enumerate(shard_indexes):
+        shard_copies = ShardCopies(array("q"), [])
+        if search.scan_shard(number, shard, shard_copies):
+            chunk_maps[number], copies[number] = (shard.cuts, shard.chunk_refs), shard_copies
+            if checked_headers is not None and shard.shard not in checked_headers:
+                unchecked_headers[number] = shard.shard
+    search.check_requests()
+    uncovered: list[tuple[ReadRequest, Box]] = []
+    for number in np.flatnonzero(~search.exact_matches).tolist():
+        request = requests[number]
+        missing = cover_box(number, request.box, search.pop_overlaps(number), copies)
+        if missing is not None:
+            uncovered.append((request, missing))
+    if uncovered:
+        raise _coverage_error(uncovered)
+    items: list[ReadItem] = []
+    headers: list[str] = []
+    for number in list(copies):
+        header = unchecked_headers.get(number)
+        first = len(items)
+        items += _make_items(number, chunk_maps[number], copies.pop(number), header is not None)
+        if header is not None and items[first:] and not items[first].first_chunk:
+            headers.append(header)
+    return ReadPlan(tuple(items), tuple(headers))
+
+
+def chunk_read_items(
+    shard: int, cuts: Ints, chunk_refs: ChunkRefs | None = None, only_chunks: Ints | None = None
+) -> list[ReadItem]:
+    """Make items that read chunks of a shard and copy nothing.
+
+    Without ``only_chunks``, the items read the whole shard, including its header.
+    """
+    chunks = np.arange(len(cuts)) if only_chunks is None else only_chunks
+    chunk_ranges = _ChunkRanges.merge_adjacent(chunks, (cuts, chunk_refs))
+    return chunk_ranges.make_items(shard, np.empty((0, 4), np.int64), {})
+
+
+def _coverage_error(uncovered: list[tuple[ReadRequest, Box]]) -> ManifestInvalid:
+    parts = [
+        f"{request.key} (offsets {box.offsets}, sizes {box.sizes})" for request, box in uncovered
+    ]
+    return ManifestInvalid(
+        f"The shards lack parts of {len(uncovered)} requested boxes",
+        expected="stored boxes that cover every leaf",
+        found="no stored data for " + format_list(parts, MAX_SHOWN),
+        todo=DAMAGED_ADVICE,
+        leaves=tuple(request.key for request, _ in uncovered),
+    )
+
+
+def _make_items(
+    shard: int, chunk_map: ChunkMap, shard_copies: ShardCopies, check_header: bool
+) -> list[ReadItem]:
+    """Make the items of one shard for all copies from it, and for its header if ``check_header``
+    and if any of the other chunks is in the shard's own file."""
+    cuts, chunk_refs = chunk_map
+    linear = np.array(shard_copies.linear, np.int64).reshape(-1, 4)
+    linear = linear[linear[:, 3] > 0]
+    begin = linear[:, 1]
+    end = begin + linear[:, 3]
+    strided = _strided_copies_by_chunk(shard_copies.strided, cuts)
+    needed = np.zeros(len(cuts) + 1, np.int64)
+    np.add.at(needed, np.searchsorted(cuts, begin, "right"), 1)
+    np.add.at(needed, np.searchsorted(cuts, end, "left") + 1, -1)
+    needed = np.cumsum(needed)
+    needed[list(strided)] += 1
+    if check_header:
+        needed[0] = needed[:-1][slice(None) if chunk_refs is None else chunk_refs.files == 0].any()
+    return _ChunkRanges.merge_adjacent(np.flatnonzero(needed), chunk_map).make_items(
+        shard, linear, strided
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ChunkRanges:
+    """Ranges of chunks, each to read at once: columns of chunk numbers and file offsets."""
+
+    first_chunk: Ints
+    end_chunk: Ints
+    start: Ints
+    stop: Ints
+
+    @classmethod
+    def merge_adjacent(cls, chunks: Ints, chunk_map: ChunkMap) -> _ChunkRanges:
+        """Merge chunks that are adjacent in their file and within the same block.
+
+        A block is ``BLOCK_SIZE`` bytes, counted from the end of the header, as in writing. A header
+        that is not longer than that is read with the first block.
+        """
+        cuts, chunk_refs = chunk_map
+        start = np.concatenate([np.zeros(1, np.int64), cuts[:-1]])[chunks]
+        stop = cuts[chunks]
+        # A chunk that crosses a block boundary gets its own number. Limpet writes no such chunks.
+        block = (start - cuts[0]) // BLOCK_SIZE + (stop - 1 - cuts[0]) // BLOCK_SIZE
+        if cuts[0] <= BLOCK_SIZE:
+            block[chunks == 0] = 0
+        is_boundary = (chunks[1:] != chunks[:-1] + 1) | (block[1:] != block[:-1])
+        if chunk_refs is not None:
+            is_boundary |= ~chunk_refs.is_contiguous_with_next(cuts)[chunks[:-1]]
+        edge = np.ones(min(1, len(chunks)), bool)
+        begins, ends = np.concatenate([edge, is_boundary]), np.concatenate([is_boundary, edge])
+        return cls(chunks[begins], chunks[ends] + 1, start[begins], stop[ends])
+
+    def make_items(
+        self, shard: int, linear_copies: Ints, strided_copies: dict[int, list[StridedCopy]]
+    ) -> list[ReadItem]:
+        """Make the items with their copies; ``strided_copies`` is keyed by chunk number."""
+        linear_copies, row_bounds = self._split_linear_copies(linear_copies)
+        strided_by_item: list[list[StridedCopy]] = [[] for _ in self.first_chunk]
+        for chunk, copies in sorted(strided_copies.items()):
+            strided_by_item[int(np.searchsorted(self.first_chunk, chunk, "right")) - 1] += copies
+        rows = np.column_stack([self.first_chunk, self.end_chunk, self.start, self.stop]).tolist()
+        return [
+            ReadItem(
+                shard,
+                a,
+                b,
+                c,
+                d,
+                linear_copies[row_bounds[i] : row_bounds[i + 1]],
+                tuple(strided_by_item[i]),
+            )
+            for i, (a, b, c, d) in enumerate(rows)
+        ]
+
+    def _split_linear_copies(self, linear_copies: Ints) -> tuple[Ints, list[int]]:
+        """Split linear copies at the ends of items and sort them by offset.
+
+        Also returns the first row of each item, plus the number of rows.
+        """
+        begin = linear_copies[:, 1]
+        end = begin + linear_copies[:, 3]
+        first = np.searchsorted(self.stop, begin, "right")
+        count = np.searchsorted(self.start, end, "left") - first
+        row = np.repeat(np.arange(len(linear_copies)), count)
+        item = ranges(first, count)
+        low = np.maximum(begin[row], self.start[item])
+        high = np.minimum(end[row], self.stop[item])
+        target_offset = linear_copies[row, 2] + low - begin[row]
+        pieces = np.column_stack([linear_copies[row, 0], low, target_offset, high - low])
+        pieces = pieces[np.argsort(low, kind="stable")]
+        return pieces, [*np.searchsorted(pieces[:, 1], self.start).tolist(), len(pieces)]
+
+
+def _strided_copies_by_chunk(
+    overlaps: Sequence[StridedOverlap], cuts: Ints
+) -> dict[int, list[StridedCopy]]:
+    """Make the strided copies for the overlaps, keyed by the number of the source chunk."""
+    copies_by_chunk: dict[int, list[StridedCopy]] = {}
+    for overlap in overlaps:
+        at, itemsize = overlap.stored.file_offset, overlap.stored.itemsize
+        first, last = flat_range(overlap.overlap, overlap.stored.box)
+        stop = at + overlap.stored.box.numel * itemsize
+        chunk = int(np.searchsorted(cuts, at + first * itemsize, "right"))
+        # Use all of the box that is in the chunk: whole rows result in fewer boxes.
+        begin = max(at, int(cuts[chunk - 1]))
+        while begin < at + last * itemsize:
+            # The index is validated, so chunks end between elements.
+            end = min(stop, int(cuts[chunk]))
+            copies = list(
+                _iter_strided_copies(overlap, (begin - at) // itemsize, (end - at) // itemsize)
+            )
+            if copies:
+                copies_by_chunk.setdefault(chunk, []).extend(copies)
+            begin, chunk = end, chunk + 1
+    return copies_by_chunk
+
+
+def _iter_strided_copies(
+    strided_overlap: StridedOverlap, first: int, last: int
+) -> Iterator[StridedCopy]:
+    """Yield copies from elements ``first`` to ``last`` of the stored box to the requested box."""
+    box, itemsize = strided_overlap.stored.box, strided_overlap.stored.itemsize
+    at = strided_overlap.stored.file_offset + first * itemsize
+    for r in contiguous_boxes(box.sizes, first, last):
+        offsets = tuple(o + z for o, z in zip(r.offsets, box.offsets, strict=True))
+        overlap = Box(offsets, r.sizes).intersection(strided_overlap.overlap)
+        if overlap is not None:
+            yield StridedCopy(
+                strided_overlap.request_id,
+                at,
+                itemsize,
+                r.sizes,
+                overlap.slices(offsets),
+                overlap.slices(strided_overlap.requested_box.offsets),
+            )
+        at += r.numel * itemsize

@@ -1,0 +1,135 @@
+"""Load a module: fill its parameters and buffers in place, and pass everything else to its
+``load_state_dict``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from limpet.format.names import escape_level, join_key
+from limpet.layout.select import ABSENT
+from limpet.lazy_torch import dtype_name
+from limpet.loading.bind_subclass import bind_subclass
+from limpet.loading.binding import STATE_INVALID, Binding
+from limpet.loading.targets import Finalize
+from limpet.state import modules, sharding, subclasses
+
+
+def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
+    """Bind every member of the module's state dict.
+
+    A member that is not the memory of a parameter or buffer (extra state, a tensor made by a hook,
+    a lazy parameter) is loaded by the module's own code. If the module has custom code for loading,
+    that code runs for every member.
+    """
+    members = binding.dict_members(module, node, key)
+    if members is None:
+        return lambda: module
+    with modules.calling(module, key, "state_dict", f"Nothing was loaded. {modules.UNCHANGED}"):
+        state = module.state_dict()
+    live = dict(module.named_parameters(remove_duplicate=False))
+    live.update(module.named_buffers(remove_duplicate=False))
+    in_place = {
+        _memory_key(t, join_key(key, escape_level(name)))
+        for name, t in live.items()
+        if _is_dense(t)
+    }
+    fresh: dict[str, Finalize] = {}
+    plain_names = modules.strip_wrapper_names(module, list(state), key)
+    for (name, value), plain_name in zip(state.items(), plain_names, strict=True):
+        child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
+        if not binding.selected(k):
+            if child is not ABSENT and _is_dense(value):
+                binding.note_unselected(value, child, k)
+        elif child is ABSENT:
+            binding.differences.missing.append(k)
+        elif name in live and subclasses.is_subclass(live[name]):
+            # the member itself: its alias in the state dict may have copies of inner tensors
+            bind_subclass(binding, live[name], child, k)
+        elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
+            fresh[name] = binding.targets.add_fresh(child, k)
+        elif _is_resized_by_load(binding, module, name, value, child, k):
+            fresh[name] = binding.targets.add_fresh(child, k, value.device)
+        elif (source := binding.tensor_source(value, child, k)) is None:
+            continue
+        elif value.numel() == 0 or _memory_key(value, k) in in_place:
+            binding.add_tensor(value, source, k)
+        else:
+            fresh[name] = binding.targets.add_fresh(child, k)
+    binding.note_unexpected(members.values())
+    binding.differences.modules.append(key)
+
+    def finalize() -> Any:
+        if fresh or _has_custom_load(module):
+            state.update({name: finalize_value() for name, finalize_value in fresh.items()})
+            with modules.calling(
+                module, key, "load_state_dict", STATE_INVALID, live_state="not valid"
+            ):
+                module.load_state_dict(state)
+        return module
+
+    return finalize
+
+
+def _is_resized_by_load(
+    binding: Binding, module: Any, name: str, value: Any, node: Any, key: str
+) -> bool:
+    """Return True if the module's own code for loading gives this buffer its saved shape, as the
+    observers of quantization-aware training do. A copy of the submodule tries it."""
+    source = binding.leaf_source(node, key, "tensor")
+    stored, shape = ("", ()) if source is None else binding.targets.snapshot.leaves[source]
+    if shape == tuple(value.shape) or stored != dtype_name(value.dtype):
+        return False
+    path, _, member = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:  # a state_dict hook made the name
+        return False
+    if member not in owner._buffers or not _has_own_load(owner):
+        return False
+    trial, errors = copy.deepcopy(owner), list[str]()
+    state: dict[str, Any] = {}
+    trial._save_to_state_dict(state, "", False)
+    state[member] = value.new_zeros(shape)
+    try:
+        trial._load_from_state_dict(state, "", {"version": owner._version}, True, [], [], errors)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError):  # fmt: skip
+        return False
+    return not errors and tuple(getattr(trial, member).shape) == shape
+
+
+def _memory_key(value: Any, key: str) -> object:
+    """Return a key that identifies a tensor's memory: its address, or for a distributed tensor the
+    storage of the boxes that this rank has."""
+    boxes = sharding.get_local_boxes(value, key)
+    return value.data_ptr() if boxes is None else boxes.tie_key
+
+
+def _is_dense(value: Any) -> bool:
+    """Return True for a tensor with memory that bytes can be written to."""
+    import torch
+
+    return (
+        isinstance(value, torch.Tensor)
+        and not torch.nn.parameter.is_lazy(value)
+        and value.layout is torch.strided
+        and not subclasses.is_subclass(value)
+    )
+
+
+def _has_custom_load(module: Any) -> bool:
+    """Return True if user code runs when the module's state is loaded: hooks, or methods that
+    override those of PyTorch. The overrides in PyTorch's own layers do not count, because they only
+    handle old versions of their state."""
+    import torch
+
+    return type(module).load_state_dict is not torch.nn.Module.load_state_dict or any(
+        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks or _has_own_load(m)
+        for m in module.modules()
+    )
+
+
+def _has_own_load(sub: Any) -> bool:
+    """Return True if a submodule overrides how its own members are loaded."""
+    return not type(sub)._load_from_state_dict.__module__.startswith("torch.nn.modules.")

@@ -1,0 +1,260 @@
+"""Load an optimizer: its state becomes exactly the snapshot's, slot by slot, matched by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from limpet.format import tree
+from limpet.format.names import escape_level, join_key
+from limpet.layout.select import (
+    ABSENT,
+    NumberedRenames,
+    find_renames,
+    number_renames,
+)
+from limpet.loading.bind_slots import SlotOwner, bind_slots
+from limpet.loading.binding import STATE_INVALID, Binding
+from limpet.loading.numbered_slots import (
+    Members,
+    is_numbered,
+    name_parameters,
+    note_misfits,
+)
+from limpet.loading.slot_options import LoadedOptions
+from limpet.loading.targets import Finalize, tag_of
+from limpet.state import modules, optimizers
+
+_MIN_DIFFERING_OPTIONS = 2
+
+
+def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Finalize:
+    """Bind an optimizer's slots and options. The snapshot may also have its ``state_dict()``.
+
+    Slots that do not exist yet (before the first step) are created. If a parameter had no slots
+    when the snapshot was saved, its live slots are removed, so that training continues as if it had
+    never stopped. A parameter that keeps its live value because it has another shape also keeps
+    its live slots, or has none.
+    """
+    if node is ABSENT:
+        if binding.selected(key) or binding.selected(f"{key}/state"):
+            _note_absent(binding, optimizer, key)
+        return lambda: optimizer
+    grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names)
+    members, numbered = _find_members(binding, optimizer, grouped, node, key)
+    if members is None:
+        return lambda: optimizer
+    live = {
+        name: parameter
+        for group, names in zip(optimizer.param_groups, grouped, strict=True)
+        for name, parameter in zip(names, group["params"], strict=True)
+    }
+    # a parameter's name is its path in the state, with dots
+    renames = number_renames({old.replace("/", "."): new for old, new in binding.renames.items()})
+    kept = _resized_parameters(binding, live)
+    finalizers: dict[str, dict[str, Finalize]] = {}
+    options = _loaded_options(binding, optimizer, grouped, *members["groups"])
+    saved, state_key = members["state"]
+    exact = binding.selected(state_key) or binding.selected(f"{state_key}/**")
+    for saved_name, slots, k in tree.children(saved, state_key):
+        name = _rename_parameter(saved_name, renames)
+        if name not in live:
+            binding.note_unexpected([(slots, k)])
+            continue
+        if name in kept:
+            binding.note_kept_slots(kept[name], tree.children(slots, k))
+            continue
+        if numbered and note_misfits(binding, optimizer, live[name], name, slots, k):
+            continue
+        owner = SlotOwner(optimizer, live[name], saved_name, options[name])
+        bound = bind_slots(binding, owner, slots, k, exact)
+        if bound is None:
+            kept[name] = "a slot of another shape"
+        else:
+            finalizers[name] = bound
+    groups = _bind_groups(binding, optimizer, grouped, renames, *members["groups"])
+
+    def finalize() -> Any:
+        if exact:
+            for name in live.keys() - finalizers.keys() - kept.keys():
+                optimizer.state.pop(live[name], None)
+        loaded: list[dict[str, Any]] = []
+        for name, slot_finalizers in finalizers.items():
+            slots = {slot: finalize_slot() for slot, finalize_slot in slot_finalizers.items()}
+            loaded.append(slots)
+            if exact:
+                optimizer.state[live[name]] = slots
+            elif slots:
+                optimizer.state[live[name]].update(slots)
+        for group, values in groups:
+            group.update({option: finalize_value() for option, finalize_value in values.items()})
+        _convert_numbers(optimizer, loaded, key)
+        return optimizer
+
+    return finalize
+
+
+def _note_absent(binding: Binding, optimizer: Any, key: str) -> None:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    names = [binding.parameter_names.get(id(p), "") for p in parameters]
+    binding.differences.missing.append(key)
+    binding.differences.absent[key] = [name for name in names if name]
+
+
+def _find_members(
+    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
+) -> tuple[Members | None, bool]:
+    """Return the slots and the groups of a saved optimizer, and whether it was saved with numbered
+    parameters. Return None, and record a difference, if the node is of another kind."""
+    members = binding.dict_members(optimizer, node, key)
+    numbered = members is not None and is_numbered(members)
+    if members is not None and numbered:
+        members = name_parameters(binding, optimizer, grouped, members, key)
+    if members is None or _note_other_object(binding, optimizer, members, node, key):
+        return None, numbered
+    return members, numbered
+
+
+def _resized_parameters(binding: Binding, live: dict[str, Any]) -> dict[str, str]:
+    """Return the parameters that keep their live values because of their shapes. Their slots are
+    kept as well: saved slots belong to the saved values, and all slots to one another."""
+    found = {name: binding.resized_parameter(value, name) for name, value in live.items()}
+    return {name: shapes for name, shapes in found.items() if shapes is not None}
+
+
+def _loaded_options(
+    binding: Binding, optimizer: Any, grouped: list[list[str]], node: Any, key: str
+) -> dict[str, LoadedOptions]:
+    """Return the options that apply to each parameter after the load."""
+    found: dict[str, LoadedOptions] = {}
+    for i, (group, names) in enumerate(zip(optimizer.param_groups, grouped, strict=True)):
+        saved = node["list"][i] if i < len(node["list"]) else None
+        found |= dict.fromkeys(names, LoadedOptions.of(binding, group, saved, f"{key}/{i}"))
+    return found
+
+
+def _convert_numbers(optimizer: Any, loaded: list[dict[str, Any]], key: str) -> None:
+    """Let the optimizer convert slots that are tensors today, but were numbers in early versions of
+    PyTorch, such as ``step``. PyTorch's ``load_state_dict`` calls the same method."""
+    import torch
+
+    has_numbers = any(type(value) in (int, float) for slots in loaded for value in slots.values())
+    if has_numbers and type(optimizer).__setstate__ is not torch.optim.Optimizer.__setstate__:
+        with modules.calling(optimizer, key, "__setstate__", STATE_INVALID, live_state="not valid"):
+            optimizer.__setstate__(
+                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            )
+
+
+def _note_other_object(
+    binding: Binding, optimizer: Any, members: dict[Any, tuple[Any, str]], node: Any, key: str
+) -> bool:
+    """If the saved value is not an optimizer of this class, record a difference and return True."""
+    if is_optimizer_node(members):
+        return _note_other_class(binding, optimizer, *members["groups"], key)
+    binding.note_other_kind(type(optimizer).__name__, node, key)
+    return True
+
+
+def is_optimizer_node(members: dict[Any, tuple[Any, str]]) -> bool:
+    """Return True if a node was made by ``optimizers.optimizer_state``. A PyTorch ``state_dict`` of
+    an optimizer has a different structure."""
+    if members.keys() != {"state", "groups"}:
+        return False
+    (state, _), (groups, _) = members["state"], members["groups"]
+    return (
+        tag_of(state) == "dict"
+        and all(tag_of(slots) == "dict" for slots in state["dict"].values())
+        and tag_of(groups) == "list"
+        and all(
+            tag_of(g) == "dict" and tag_of(g["dict"].get("params")) == "list"
+            for g in groups["list"]
+        )
+    )
+
+
+def _note_other_class(
+    binding: Binding, optimizer: Any, node: Any, groups_key: str, key: str
+) -> bool:
+    """If an optimizer of another class was saved, record a difference of kind and return True.
+
+    A snapshot does not store the class. For most pairs of classes, each class has several options
+    that the other lacks. (This fails if one class has only additional options, such as Adam and
+    RAdam.) Between two versions of PyTorch, by contrast, options are only added, and one may be
+    renamed.
+    """
+    saved = {option for group in node["list"] for option in group["dict"]}
+    live = {option for group in optimizer.param_groups for option in group}
+    saved_only = sorted(option for option in saved - live if not _is_added_later(option))
+    live_only = sorted((set(optimizer.defaults) & live) - saved)
+    is_other_class = min(len(saved_only), len(live_only)) >= _MIN_DIFFERING_OPTIONS and any(
+        binding.selected(f"{groups_key}/{i}/{saved_only[0]}") for i in range(len(node["list"]))
+    )
+    if is_other_class:
+        binding.differences.kinds[key] = (
+            f"saved with {', '.join(saved_only)}, live {type(optimizer).__name__} with"
+            f" {', '.join(live_only)}"
+        )
+    return is_other_class
+
+
+def _rename_parameter(name: Any, renames: NumberedRenames) -> Any:
+    """Apply ``rename`` to a parameter's name."""
+    matches = find_renames(name, renames)
+    if not matches:
+        return name
+    _, old, new = matches[-1]
+    return new.replace("/", ".") + name[len(old) :]
+
+
+def _bind_groups(
+    binding: Binding,
+    optimizer: Any,
+    grouped: list[list[str]],
+    renames: NumberedRenames,
+    node: Any,
+    key: str,
+) -> list[tuple[dict[str, Any], dict[str, Finalize]]]:
+    """Bind the options of each group. Groups are matched by position and must have the same
+    parameters. A live option that the snapshot lacks is kept, as by PyTorch, and reported."""
+    missing, unexpected = binding.differences.missing, binding.differences.unexpected
+    keys = [f"{key}/{i}" for i in range(max(len(node["list"]), len(grouped)))]
+    bound = []
+    for k, saved, group, live_names in zip(keys, node["list"], optimizer.param_groups, grouped):
+        members = {name: child for name, child, _ in tree.children(saved, k)}
+        saved_names = [
+            _rename_parameter(n, renames)
+            for n in tree.decode(members.pop("params"), k, tree.reject_value)
+        ]
+        for side, names, others in (
+            (missing, live_names, set(saved_names)),
+            (unexpected, saved_names, set(live_names)),
+        ):
+            one_sided = (f"{k}/params/{escape_level(n)}" for n in names if n not in others)
+            side += filter(binding.selected, one_sided)
+        values = {}
+        for option, child in members.items():
+            if option not in group and not _is_added_later(option):
+                # probably another class of optimizer, or an optimizer from a later PyTorch
+                binding.note_unexpected([(child, join_key(k, option))])
+            elif binding.selected(join_key(k, option)):
+                values[option] = binding.targets.add_fresh(child, join_key(k, option), "cpu")
+        binding.differences.options += [
+            join_key(k, option)
+            for option, value in group.items()
+            if option not in ("params", "param_names", *members)
+            and value is not None
+            and value is not False  # a switch that is off, such as one of a later PyTorch
+            and binding.selected(join_key(k, option))
+        ]
+        bound.append((group, values))
+    missing += filter(binding.selected, keys[len(node["list"]) :])
+    unexpected += filter(binding.selected, keys[len(grouped) :])
+    return bound
+
+
+def _is_added_later(option: str) -> bool:
+    """Return True for an option that is added to the groups after the optimizer is created: by a
+    scheduler, which may be created after the load, or by the optimizer in its first step (those of
+    timm and apex count their steps in the groups)."""
+    names = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "step")
+    return option.startswith("initial_") or option in names

@@ -1,0 +1,213 @@
+"""Bind the slots of one parameter, after a comparison with its live slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from limpet.format import tree
+from limpet.format.names import escape_level, join_key
+from limpet.lazy_torch import dtype_name
+from limpet.loading.bind_subclass import bind_subclass
+from limpet.loading.binding import Binding, can_cast
+from limpet.loading.slot_options import LoadedOptions
+from limpet.loading.targets import Finalize, tag_of
+from limpet.state import sharding, subclasses
+from limpet.state.loadable import shares_elements
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOwner:
+    """A parameter of a live optimizer. ``saved_name``: its name in the snapshot."""
+
+    optimizer: Any
+    parameter: Any
+    saved_name: Any
+    options: LoadedOptions
+
+    @property
+    def live_slots(self) -> Mapping[str, Any]:
+        """Its slots. They are empty before the first step."""
+        return self.optimizer.state.get(self.parameter) or {}
+
+    def device_of(self, slot: str) -> Any:
+        """Return the device on which PyTorch keeps a slot: that of its parameter, or the CPU for a
+        step counter unless the optimizer is capturable or fused (see ``load_state_dict`` in
+        torch/optim/optimizer.py)."""
+        options = self.options.values
+        is_on_cpu = slot == "step" and not (options.get("capturable") or options.get("fused"))
+        return "cpu" if is_on_cpu else self.parameter.device
+
+
+def bind_slots(
+    binding: Binding, owner: SlotOwner, node: Any, key: str, is_exact: bool
+) -> dict[str, Finalize] | None:
+    """Bind the saved slots of a parameter. Return None if it keeps its live slots, because one of
+    them has another shape.
+
+    ``is_exact``: whether the saved slots replace the live ones, rather than being added to them.
+    The live slots show what the next step expects, so the saved ones are compared with them, unless
+    an option is loaded that may change the slots. An optimizer that has not stepped has no slots to
+    compare with.
+    """
+    live, saved = owner.live_slots, tree.children(node, key)
+    selected = [(slot, child, k) for slot, child, k in saved if binding.selected(k)]
+    comparable = {} if owner.options.change_slots else live
+    resized = dict(_find_resized(binding, comparable, selected))
+    if resized:
+        shapes = next(iter(resized.values()))
+        binding.note_kept_slots(shapes, selected)
+        binding.differences.shapes |= resized
+        return None
+    if not live and 0 < len(selected) < len(saved):
+        left_out = [str(slot) for slot, _, k in saved if not binding.selected(k)]
+        binding.differences.kinds[key] = (
+            f"{', '.join(str(slot) for slot, _, _ in selected)} selected, live no slots yet;"
+            f" its step also needs {', '.join(left_out)}"
+        )
+    finalizers = {
+        slot: _bind_slot(binding, owner, slot, child, k)
+        for slot, child, k in selected
+        if not _note_other_kind(binding, comparable.get(slot), child, k)
+    }
+    names = {slot for slot, _, _ in saved}
+    for slot, value in comparable.items() if is_exact and saved else ():
+        if slot not in names and value is not None:
+            binding.note_missing(join_key(key, escape_level(str(slot))))
+            finalizers[slot] = _return_value(value)
+    return finalizers
+
+
+def _return_value(value: Any) -> Finalize:
+    return lambda: value
+
+
+def _find_resized(
+    binding: Binding, live: Mapping[str, Any], selected: list[tuple[str, Any, str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the key of each slot that has another shape than the live one, with both shapes. The
+    shapes of one element are all alike."""
+    for slot, child, key in selected:
+        value = live.get(slot)
+        source = binding.leaf_source(child, key, "tensor")
+        if source is not None and isinstance(value, binding.torch.Tensor):
+            shape, live_shape = binding.targets.snapshot.leaves[source][1], tuple(value.shape)
+            if shape != live_shape and not prod(shape) == prod(live_shape) == 1:
+                yield key, f"{list(shape)}, live {list(live_shape)}"
+
+
+def _note_other_kind(binding: Binding, live: Any, node: Any, key: str) -> bool:
+    """If one side is a tensor and the other is not, record a difference and return True.
+
+    None stands for a slot that the optimizer has not created yet. A number may stand for a tensor
+    of one element, and the reverse: early versions of PyTorch had such counters, and L-BFGS keeps
+    either.
+    """
+    if live is None or node is None or tag_of(node) in tree.PART_TAGS:
+        return False
+    source = binding.leaf_source(node, key, "tensor")
+    is_number = type(node) in (int, float)
+    if isinstance(live, binding.torch.Tensor):
+        fits = source is not None or (is_number and live.numel() == 1)
+        expected = "tensor"
+    else:
+        one_element = source is None or prod(binding.targets.snapshot.leaves[source][1]) == 1
+        fits = source is None or (one_element and type(live) in (int, float))
+        expected = type(live).__name__
+    if not fits:
+        binding.note_other_kind(expected, node, key)
+    return not fits
+
+
+def _bind_slot(binding: Binding, owner: SlotOwner, slot: str, node: Any, key: str) -> Finalize:
+    """Fill the live slot in place if it has the saved shape and dtype (or one to which it may be
+    converted) and is on the right device; otherwise, load the slot into fresh memory."""
+    torch, device = binding.torch, owner.device_of(slot)
+    live = _live_slot(owner, slot, node, key)
+    is_live_tensor = isinstance(live, torch.Tensor)
+    if is_live_tensor and (subclasses.is_subclass(live) or tag_of(node) == "subclass"):
+        return bind_subclass(binding, live, node, key)
+    if not (type(node) is dict and "tensor" in node):
+        if is_live_tensor and slot == "step" and type(node) in (int, float):
+            return lambda: torch.full_like(live, node, device=device)
+        return binding.targets.add_fresh(node, key, device)
+    source, _ = binding.targets.resolve_leaf(node, key)
+    stored, shape = binding.targets.snapshot.leaves[source]
+    if live is None:
+        dtype = _converted_dtype(binding, owner, stored, shape)
+        live = _empty_slot_like(binding, owner.parameter, dtype or stored, shape, key)
+        if live is None and dtype is not None:
+            live = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        is_live_tensor = live is not None
+    if not is_live_tensor or tuple(live.shape) != shape:
+        return binding.targets.add_fresh(node, key, device)
+    live_dtype = dtype_name(live.dtype)
+    if stored != live_dtype:
+        castable = can_cast(stored, live.dtype)
+        # as PyTorch's load_state_dict does, which asks for no permission
+        is_counter = slot == "step" and live.numel() == 1
+        if castable and (binding.cast or is_counter):
+            binding.differences.casts[key] = f"{stored} to {live_dtype}"
+        elif owner.options.change_slots or is_counter:
+            return binding.targets.add_fresh(node, key, device)
+        else:
+            binding.note_other_dtype(key, stored, live_dtype, castable)
+            return lambda: live
+    writable = live.layout is torch.strided and not shares_elements(live)
+    if not writable or live.device != torch.device(device):
+        live = torch.empty(shape, dtype=live.dtype, device=device)
+    binding.add_tensor(live, source, key)
+    return lambda: live
+
+
+def _live_slot(owner: SlotOwner, slot: str, node: Any, key: str) -> Any:
+    """Return the live slot. If it does not exist yet and is saved as a tensor subclass, let the
+    optimizer create it as its first step would, if it has torchao's method for that."""
+    live = owner.live_slots.get(slot)
+    create = getattr(owner.optimizer, "_new_buffer", None)
+    if live is not None or tag_of(node) != "subclass" or create is None:
+        return live
+    for signed in (True, False):
+        created = create(owner.parameter, signed)
+        if subclasses.is_subclass(created) and subclasses.fits(created, node, key):
+            return created
+    return None
+
+
+def _converted_dtype(
+    binding: Binding, owner: SlotOwner, stored: str, shape: tuple[int, ...]
+) -> str | None:
+    """Return the dtype to which a new slot is converted, if ``cast=True`` converts its parameter.
+
+    Only a slot that was saved in the dtype of its parameter is converted with it, as PyTorch's
+    ``load_state_dict`` does. Numbers, such as step counters, and slots that were kept in a higher
+    precision on purpose keep their dtypes.
+    """
+    if not binding.cast or not shape or binding.saved_dtypes.get(owner.saved_name) != stored:
+        return None
+    live = dtype_name(owner.parameter.dtype)
+    return live if live != stored and can_cast(stored, owner.parameter.dtype) else None
+
+
+def _empty_slot_like(
+    binding: Binding, parameter: Any, dtype: str, shape: tuple[int, ...], key: str
+) -> Any:
+    """Allocate a slot that does not exist yet, distributed over the ranks like its parameter.
+
+    Return None if the parameter is not distributed, or if the slot has one element. Also return
+    None, and record a difference, for a slot of another shape, because only the optimizer knows how
+    to distribute it.
+    """
+    if not sharding.is_distributed_tensor(parameter):
+        return None
+    if shape == tuple(parameter.shape):
+        return sharding.empty_like(parameter, getattr(binding.torch, dtype))
+    if len(shape) and prod(shape) > 1:
+        binding.differences.kinds[key] = (
+            f"a slot of shape {list(shape)}, live no slot yet for a parameter of shape"
+            f" {list(parameter.shape)} that is distributed over ranks (let the optimizer step once"
+            " before the load)"
+        )
+    return None

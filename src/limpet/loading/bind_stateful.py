@@ -1,0 +1,164 @@
+"""Load an object by its own ``load_state_dict``, after a comparison of the keys of its state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from limpet.format import tree
+from limpet.format.names import escape_level, join_key
+from limpet.generators import keep_restored
+from limpet.layout.select import ABSENT
+from limpet.loading.binding import STATE_INVALID, Binding
+from limpet.loading.targets import Finalize, is_leaf, tag_of
+from limpet.state.modules import UNCHANGED, calling
+
+Adapt = Callable[[Any], Any]
+"""Makes a loaded state fit a live object, where the caller tolerates the differences."""
+
+_INNER_SCHEDULERS = "_schedulers"
+"""The key of the states within the state of a ``SequentialLR`` or a ``ChainedScheduler``."""
+
+_VERSION_DEPENDENT = frozenset({"verbose", "default_min_lr"})
+"""Keys of schedulers that only some releases of PyTorch have."""
+
+
+def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    """Bind an object by its ``load_state_dict``, which is called after the bytes are read.
+
+    The keys of the saved state are compared with those of the live ``state_dict()``. If the object
+    has ``check_state_dict``, it compares them itself. If the saved state then consists of plain
+    values, that method is called now, so that the object can reject the state before anything
+    changes.
+    """
+    if node is ABSENT:
+        binding.note_missing(key)
+        if binding.selected(key):
+            binding.differences.absent[key] = list(getattr(value, "__dict__", ()))
+        return lambda: value
+    if not binding.is_any_selected(node, key):
+        return lambda: value
+    if _note_resized(binding, value, key):
+        return lambda: value
+    finalize_state = binding.targets.add_fresh(node, key, "cpu")
+    check = getattr(value, "check_state_dict", None)
+    adapt = _compare_with_live(binding, value, node, key) if check is None else _unchanged
+    if check is not None and not any(is_leaf(n) for _, n in tree.walk(node, key)):
+        with calling(value, key, "check_state_dict", f"Nothing was loaded. {UNCHANGED}"):
+            check(finalize_state())
+
+    def finalize() -> Any:
+        state = adapt(finalize_state())
+        with calling(value, key, "load_state_dict", STATE_INVALID, live_state="not valid"):
+            value.load_state_dict(state)
+        keep_restored(state)
+        return value
+
+    return finalize
+
+
+def _note_resized(binding: Binding, value: Any, key: str) -> bool:
+    """If the object is an optimizer of a parameter that keeps its live value because of its shape,
+    record a difference and return True: its own code would load the saved state of all of them."""
+    for group in getattr(value, "param_groups", None) or ():
+        for parameter in group["params"] if isinstance(group, dict) and "params" in group else ():
+            name = binding.parameter_names.get(id(parameter))
+            shapes = binding.resized_parameter(parameter, name)
+            if shapes is not None:
+                binding.differences.kinds[key] = (
+                    f"the state of all parameters, live {type(value).__name__} with {name or key}"
+                    f" of another shape ({shapes}), whose own load_state_dict cannot leave it out"
+                )
+                return True
+    return False
+
+
+def _compare_with_live(binding: Binding, value: Any, node: Any, key: str) -> Adapt:
+    """Record the differences between a saved state and the live ``state_dict()``, which is called
+    once, and not at all if no saved key is compared."""
+    saved_names = [name for name, _, _ in tree.children(node, key)] if _is_dict(node) else []
+    if saved_names and not any(map(_is_field, saved_names)):
+        return _unchanged
+    try:
+        live = value.state_dict()
+    except Exception:  # noqa: BLE001  (a save raises it: an object may have no state before a load)
+        return _unchanged
+    differing = len(binding.differences.missing) + len(binding.differences.unexpected)
+    adapt = _compare(binding, live, node, key)
+    if len(binding.differences.missing) + len(binding.differences.unexpected) > differing:
+        binding.differences.objects.append(key)
+    return adapt
+
+
+def _compare(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
+    """Compare the keys of two states. A live state that is empty accepts every saved state."""
+    if live is None or (isinstance(live, dict) and (not live or type(live) is Counter)):
+        return _unchanged
+    if isinstance(live, dict) != _is_dict(node):
+        binding.note_other_kind(f"state of {type(live).__name__}", node, key)
+        return _unchanged
+    if not _is_dict(node):
+        return _unchanged
+    saved = {name: (child, k) for name, child, k in tree.children(node, key)}
+    lacking = [n for n in live if n not in saved and _is_field(n)]
+    # an object that is given its own fields also expects its internal ones
+    kept = {n: v for n, v in live.items() if n not in saved and not _is_item(n)} if lacking else {}
+    surplus = [n for n in saved if n not in live and _is_field(n)]
+    for name in lacking:
+        binding.note_missing(join_key(key, escape_level(name)))
+    binding.note_unexpected(saved[name] for name in surplus)
+    adapt_inner: Adapt = _unchanged
+    if _INNER_SCHEDULERS in live and _INNER_SCHEDULERS in saved:
+        adapt_inner = _compare_lists(binding, live[_INNER_SCHEDULERS], *saved[_INNER_SCHEDULERS])
+
+    def adapt(state: Any) -> Any:
+        for name in surplus:
+            del state[name]
+        state.update(kept)
+        if _INNER_SCHEDULERS in state:
+            state[_INNER_SCHEDULERS] = adapt_inner(state[_INNER_SCHEDULERS])
+        return state
+
+    return adapt
+
+
+def _compare_lists(binding: Binding, live: Any, node: Any, key: str) -> Adapt:
+    """Compare two lists of states, state by state."""
+    if type(live) is not list or tag_of(node) != "list":
+        return _unchanged
+    keys = [f"{key}/{i}" for i in range(max(len(live), len(node["list"])))]
+    adapts = [_compare(binding, *pair) for pair in zip(live, node["list"], keys)]
+    for k in keys[len(node["list"]) :]:
+        binding.note_missing(k)
+    binding.note_unexpected(zip(node["list"][len(live) :], keys[len(live) :], strict=True))
+
+    def adapt(states: Any) -> Any:
+        fitted = [adapt_one(state) for adapt_one, state in zip(adapts, states)]
+        return fitted + live[len(states) :]
+
+    return adapt
+
+
+def _is_field(name: Any) -> bool:
+    """Return True for a key that every state of one class has, so that it is compared.
+
+    A name that begins with an underscore is internal: objects add and remove such attributes as
+    they work, and so do releases of a library.
+    """
+    is_internal = _is_item(name) or name in _VERSION_DEPENDENT or name.startswith("_")
+    return not is_internal or name == _INNER_SCHEDULERS
+
+
+def _is_item(name: Any) -> bool:
+    """Return True for a key of which an object may have any number: it is no string, or it ends
+    with a digit."""
+    return type(name) is not str or name[-1:].isdecimal()
+
+
+def _is_dict(node: Any) -> bool:
+    return tag_of(node) in ("dict", "ordered", "items")
+
+
+def _unchanged(state: Any) -> Any:
+    return state

@@ -1,0 +1,315 @@
+"""The differences between a snapshot and the live state, reported all at once."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from typing import Any
+
+import msgspec
+
+from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
+from limpet.format import tree
+from limpet.format.names import join_key
+from limpet.layout.match import Match, suggest_submodule
+from limpet.layout.select import (
+    KeyFilter,
+    make_key_filter,
+    match_all,
+)
+from limpet.ranks.collective import Collective
+from limpet.snapshot.reader import SnapshotReader
+from limpet.text import MAX_SHOWN, format_list, format_ranks, to_printable
+
+_MAX_MISMATCHES_SHOWN = 5
+_MAX_SUGGESTED_KEYS = 5
+
+SLOT_OF = "slot of a parameter"
+"""How the description of an optimizer's slot begins that does not fit because its parameter has
+another shape."""
+
+
+@dataclass(slots=True)
+class Differences:
+    """The differences between a snapshot and the live state into which it is loaded.
+
+    ``missing``: keys of the live state that the snapshot lacks; ``unexpected``: keys of the
+    snapshot that the live state lacks; ``shapes``, ``dtypes`` (which can be converted), and
+    ``kinds``: a description of both sides, by key; ``resized``: like ``shapes``, but also of keys
+    that are not loaded, and without the slots of an optimizer; ``casts``: both dtypes of the leaves
+    that are converted; ``ranks``: the ranks whose states differ, or an empty list if all do. The
+    error that ``raise_if_any`` raises has the keys as fields: ``missing``, ``unexpected``,
+    ``misfits`` for the rest, and ``mismatched`` and ``dtypes`` for those of the rest that only have
+    another shape or dtype. ``objects``: the keys of the objects with a ``load_state_dict`` of their
+    own whose state has missing or unexpected keys; ``options``: those of the live optimizers that
+    the snapshot lacks, which is not an error; ``modules``: the keys of the live modules;
+    ``absent``: the optimizers and other objects that the snapshot lacks as a whole, each with the
+    names of its parameters or attributes.
+
+    ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
+    it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
+    not an error, but ``describe_reassigned`` describes it.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: dict[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    resized: dict[str, str] = field(default_factory=dict)
+    casts: dict[str, str] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    absent: dict[str, list[str]] = field(default_factory=dict)
+    ranks: list[int] = field(default_factory=list)
+    saved_ranks: dict[str, list[int]] = field(default_factory=dict)
+    loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
+
+    def combine_ranks(self, collective: Collective) -> None:
+        """Replace these differences with those of all ranks, so that either all ranks raise the
+        same error or none raises, before any rank reads.
+
+        A key is unexpected only if no rank expects it: with pipeline stages, a layer that one rank
+        lacks belongs to another. A key is missing, or has a different shape, dtype, or kind, if it
+        does on any rank; ``ranks`` lists those ranks.
+        """
+        if collective.size == 1:
+            self._keep_reassigned([(self, [collective.rank])])
+            return
+        encoded = collective.gather(self._encode(), bytes)
+        combined = None if encoded is None else self._combine(encoded)
+        result = _DIFFERENCES.decode(zlib.decompress(collective.broadcast(combined, bytes)))
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(result, name))
+
+    def _encode(self) -> bytes:
+        return zlib.compress(msgspec.json.encode(self))
+
+    def _combine(self, encoded: Sequence[bytes]) -> bytes:
+        ranks_by_message: defaultdict[bytes, list[int]] = defaultdict(list)
+        for rank, raw in enumerate(encoded):
+            ranks_by_message[raw].append(rank)
+        groups = [
+            (_DIFFERENCES.decode(zlib.decompress(raw)), ranks)
+            for raw, ranks in ranks_by_message.items()
+        ]
+        combined = Differences()
+        combined._keep_reassigned(groups)
+        on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
+        combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
+        for name in ("missing", "objects", "options", "modules"):
+            keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
+            setattr(combined, name, list(keys))
+        for one, ranks in groups:
+            for name in ("shapes", "dtypes", "kinds", "resized", "casts", "absent"):
+                setattr(combined, name, getattr(one, name) | getattr(combined, name))
+            if one.missing or one.shapes or one.dtypes or one.kinds:
+                combined.ranks += ranks
+        combined.ranks = sorted(combined.ranks) if len(combined.ranks) < len(encoded) else []
+        return combined._encode()
+
+    def _keep_reassigned(self, groups: Sequence[tuple[Differences, list[int]]]) -> None:
+        """Keep only the per-rank values that are loaded by other ranks than saved them. ``groups``:
+        the differences of all ranks, each with the ranks that have them."""
+        saved_ranks: dict[str, list[int]] = {}
+        loaded_ranks: defaultdict[str, list[int]] = defaultdict(list)
+        for one, ranks in groups:
+            saved_ranks |= one.saved_ranks
+            for key in one.saved_ranks:
+                loaded_ranks[key] += ranks
+        for ranks in loaded_ranks.values():
+            ranks.sort()
+        self.saved_ranks = {
+            k: saved for k, saved in saved_ranks.items() if saved != loaded_ranks[k]
+        }
+        self.loaded_ranks = {key: loaded_ranks[key] for key in self.saved_ranks}
+
+    def describe_reassigned(self) -> str:
+        """Describe the per-rank values that are loaded by other ranks than saved them. Return an
+        empty string if there are none."""
+        keys_by_text: dict[str, list[tuple[str, int]]] = {}
+        for key, saved in self.saved_ranks.items():
+            text = _describe_reassignment(saved, self.loaded_ranks[key])
+            keys_by_text.setdefault(text, []).append((key, 1))
+        return "; ".join(f"{format_keys(keys)} {text}" for text, keys in keys_by_text.items())
+
+    def raise_if_any(
+        self,
+        url: str,
+        node: tree.Node,
+        selected: KeyFilter,
+        *,
+        missing: bool = True,
+        unexpected: bool = True,
+        mismatched: bool = True,
+    ) -> None:
+        """Raise one error that lists all differences, of the narrowest class that fits them.
+
+        ``node``: the snapshot's tree; ``selected``: a filter for the leaves to load; ``missing``,
+        ``unexpected``, and ``mismatched`` (other shapes): False if such keys are not errors.
+        """
+        lacking, surplus = self.missing * missing, self.unexpected * unexpected
+        shapes = self.shapes if mismatched else {}
+        # a parameter stands for its slots
+        shapes = {k: t for k, t in shapes.items() if not t.startswith(SLOT_OF)} or shapes
+        others = self.dtypes | self.kinds
+        misfits = [*shapes, *others]
+        if not (lacking or surplus or misfits):
+            return
+        saved = [key for key, _ in tree.walk(node)]
+        live = [*(set(saved) - set(self.unexpected)), *self.missing]
+        kinds: list[tuple[type[PlanError], str, str]] = [
+            (MissingLeaf, "missing in the snapshot", format_keys(fold_keys(lacking, saved))),
+            (UnexpectedLeaf, "unexpected in the snapshot", format_keys(fold_keys(surplus, live))),
+            (ShapeMismatch, "with a different shape", format_mismatches(shapes)),
+            (DTypeMismatch, "with a different dtype or kind", format_mismatches(others)),
+        ]
+        counts = (len(lacking), len(surplus), len(shapes), len(others))
+        present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
+        error_class = present[0][1] if len(present) == 1 else PlanError
+        match = Match.find(
+            self.missing, self.unexpected, saved, url, modules=self.modules, absent=self.absent
+        )
+        advice = self._advise(match, saved, selected, lacking, surplus, shapes)
+        where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
+        raise error_class(
+            f"The snapshot {url} does not fit the live state{where}; nothing was changed. "
+            + ". ".join(f"{n} {text}: {listing}" for n, _, text, listing in present),
+            todo="Load into the same state that was saved"
+            + (f", or use options as needed: {advice}" if advice else ""),
+            missing=tuple(lacking),
+            unexpected=tuple(surplus),
+            misfits=tuple(misfits),
+            mismatched=tuple(shapes),
+            dtypes=tuple(self.dtypes),
+            match=match,
+        )
+
+    def _advise(
+        self,
+        match: Match,
+        saved: Sequence[str],
+        selected: KeyFilter,
+        lacking: Sequence[str],
+        surplus: Sequence[str],
+        shapes: Mapping[str, str],
+    ) -> str:
+        """Return the options that tolerate the differences, without those that do not help. A load
+        that would load nothing is not suggested."""
+        below = [k for k in saved if not self.kinds.keys().isdisjoint(key_prefixes(k))]
+        fitting = {*saved, *self.missing}.difference(self.unexpected, below, shapes, self.dtypes)
+        requested = [*filter(selected, saved)]
+        matches = match.arguments(saved)
+        is_part = matches or self.missing or selected is match_all
+        submodule = "" if is_part else suggest_submodule(requested, selected, self.modules)
+        loads_some = bool(matches or self.dtypes) or not fitting.isdisjoint(requested)
+        loads_some = loads_some and not match.unloaded
+        members = "" if lacking else _suggest_keys(requested, [*surplus, *below])
+        if matches:
+            lacking, surplus = lacking and match.lacking, surplus and match.surplus
+        options = (
+            (matches, matches),
+            (submodule, submodule),
+            (f"keys={members}", members),
+            ('missing="keep"', lacking and loads_some),
+            ('unexpected="ignore"', surplus and loads_some),
+            ("check_state_dict(state) in a class whose keys change in training", self.objects),
+            (
+                f'mismatched="keep", which keeps {_format_few(shapes, fitting)}',
+                shapes and loads_some,
+            ),
+            ("cast=True", self.dtypes),
+            (f"keys=[...] without {_format_few(self.kinds, fitting)}", self.kinds and not members),
+        )
+        return to_printable(", ".join(option for option, needed in options if needed))
+
+
+def _describe_reassignment(saved: Sequence[int], loaded: Sequence[int]) -> str:
+    """Describe how the ranks that saved a per-rank value differ from those that load it."""
+    new, gone = sorted({*loaded} - {*saved}), sorted({*saved} - {*loaded})
+    effects = []
+    if new:
+        keeps = "keeps its current value" if len(new) == 1 else "keep their current values"
+        effects.append(f"{format_ranks(new)} {keeps}")
+    if gone:
+        ignored = "value of {} is ignored" if len(gone) == 1 else "values of {} are ignored"
+        effects.append(f"the {ignored.format(format_ranks(gone))}")
+    savers = f"{len(saved)} rank{'s' * (len(saved) != 1)}"
+    return f"(saved by {savers}, loaded by {len(loaded)}): {', '.join(effects)}"
+
+
+def fold_keys(keys: Sequence[str], present: Iterable[str]) -> list[tuple[str, int]]:
+    """Fold keys that one side lacks into as few keys as possible.
+
+    ``present``: the keys that this side has. If it has no key below some level, that level replaces
+    all keys below it. Return each key or level with the number of leaves that it represents.
+    """
+    present_levels = {level for key in present for level in key_prefixes(key)}
+    below: dict[str, list[str]] = {}
+    for key in keys:
+        highest = next((level for level in key_prefixes(key) if level not in present_levels), key)
+        below.setdefault(highest, []).append(key)
+    return [(h if len(k) > 1 else k[0], len(k)) for h, k in below.items()]
+
+
+def _suggest_keys(saved: Iterable[str], surplus: Sequence[str]) -> str:
+    """Return a value for ``keys=`` that selects everything except the surplus.
+
+    Return an empty string if nothing or too much would have to be selected, or if the surplus is a
+    part of a model rather than a member of the state.
+    """
+    unexpected = set(surplus)
+    common = [key for key in saved if key not in unexpected] if surplus else []
+    selected, excluded = fold_keys(common, surplus), fold_keys(surplus, common)
+    parents, excluded_parents = (
+        {key.rpartition("/")[0] for key, n in folded if n == 1} for folded in (selected, excluded)
+    )
+    has_wildcards = any(c in key for key, _ in selected for c in "*?")
+    too_many = not 0 < len(selected) <= _MAX_SUGGESTED_KEYS
+    if too_many or has_wildcards or (parents & excluded_parents) - {""}:
+        return ""
+    if any(map(make_key_filter([key for key, _ in selected]), surplus)):
+        return ""  # a surplus key continues a selected one with a dot
+    quoted = ", ".join(f'"{key}"' for key, _ in selected)
+    return quoted if len(selected) == 1 else f"[{quoted}]"
+
+
+def key_prefixes(key: str) -> Iterator[str]:
+    """Return the key of each level: ``a``, ``a/b``, and ``a/b/c`` for ``a/b/c``."""
+    return accumulate(key.split("/"), join_key)
+
+
+_DIFFERENCES = msgspec.json.Decoder(Differences)
+
+
+def format_keys(folded: Sequence[tuple[str, int]], limit: int = MAX_SHOWN) -> str:
+    """Return keys or levels, each with the number of its leaves, as text."""
+    names = [(to_printable(key), n) for key, n in folded[:limit]]
+    shown = [key if n == 1 else f"{key} ({n} leaves)" for key, n in names]
+    return format_list(shown, len(shown), total=len(shown) + sum(n for _, n in folded[limit:]))
+
+
+def _format_few(keys: Iterable[str], others: Iterable[str]) -> str:
+    return format_keys(fold_keys([*keys], others), _MAX_SUGGESTED_KEYS)
+
+
+def format_mismatches(mismatches: Mapping[str, str]) -> str:
+    """Return the first keys as text, each with the description of both sides."""
+    few = islice(mismatches.items(), _MAX_MISMATCHES_SHOWN)
+    shown = [to_printable(f"{key} {text}") for key, text in few]
+    return format_list(shown, len(shown), total=len(mismatches))
+
+
+def no_match_error(snapshot: SnapshotReader, keys: Any) -> MissingLeaf:
+    """Return the error of a load whose ``keys`` select nothing."""
+    return MissingLeaf(
+        f"No leaf of {snapshot.url} matches",
+        expected=f"keys like {keys!r}",
+        found=", ".join([*snapshot.nodes()][:10]),
+        todo="`limpet show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
+        " across levels",
+    )

@@ -1,0 +1,177 @@
+"""The load recipe. Read it from top to bottom; it calls every step, and each step returns to it.
+
+1. Open the manifest, which is validated completely.
+2. Bind: match the snapshot's tree with the live state. This raises an error that lists all
+   differences, or gives every leaf a target.
+3. Plan the reads, read, check the digests, and copy.
+4. Finalize: set plain values and options, and call ``load_state_dict``. Restore the random
+   generators last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from limpet import events
+from limpet.errors import LimpetError, PlanError, RankFailed, RanksChanged
+from limpet.format.tree import walk
+from limpet.generators import Isolation
+from limpet.layout.select import ABSENT, make_key_filter, prune, rename
+from limpet.loading.binder import Binder
+from limpet.loading.binding import STATE_INVALID, STRICT, Leniency
+from limpet.loading.devices import device_chooser
+from limpet.loading.differences import no_match_error
+from limpet.loading.report import LoadReport
+from limpet.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
+from limpet.loading.targets import Finalize, LoadTargets
+from limpet.ranks.collective import Collective, await_all
+from limpet.ranks.group import (
+    Group,
+    LocalGroup,
+)
+from limpet.snapshot.reader import SnapshotReader
+from limpet.state import modules
+from limpet.text import warn_user, with_article
+from limpet.threads import gc_paused
+
+
+def load_snapshot(
+    snapshot: SnapshotReader,
+    into: dict[str, Any] | None = None,
+    keys: str | Sequence[str] | None = None,
+    device: Any = None,
+    leniency: Leniency = STRICT,
+    group: Group | None = None,
+) -> Any:
+    """Load an open snapshot, as ``limpet.load`` does, which is in ``run/address.py``. Return the
+    loaded state, or the ``LoadReport`` of a load ``into`` a live state.
+
+    Without a ``group``, this process loads alone.
+    """
+    group = LocalGroup() if group is None or into is None else group
+    limit = snapshot.location.deadline
+    collective = group.collective(f"the load of {snapshot.location.name}", deadline=limit)
+    targets = LoadTargets(snapshot, device_chooser(snapshot, device))
+    try:
+        # One pin protects all ranks, because no rank reads before the broadcast.
+        with collective, snapshot.pin_while_reading() if group.rank == 0 else nullcontext():
+            is_shared = group.size > 1 and is_worth_sharing(snapshot)
+            is_shared = collective.broadcast(is_shared if group.rank == 0 else None, bool)
+            with (
+                open_shared_reader(snapshot, collective)
+                if is_shared
+                else nullcontext(snapshot) as reader
+            ):
+                return _load(reader, into, keys, targets, leniency, collective)
+    finally:
+        collective.close()
+
+
+def _load(
+    reader: SnapshotReader | SharedReader,
+    into: dict[str, Any] | None,
+    keys: str | Sequence[str] | None,
+    targets: LoadTargets,
+    leniency: Leniency,
+    collective: Collective,
+) -> Any:
+    # before any memory is allocated: the indexes prove that the bytes for the shapes exist
+    reader.indexes()
+    try:
+        finalize, report, reassigned = _bind(targets, into, keys, leniency, collective)
+    except RankFailed as e:
+        if e.is_state_invalid or isinstance(e.__cause__, LimpetError):
+            raise  # the error already states whether the other rank had begun to read
+        raise e.with_advice(STATE_INVALID, live_state="not valid") from e
+    if reassigned and collective.rank == 0:
+        warn_user(
+            f"The per-rank values in {targets.snapshot.url} do not match the ranks that load them:"
+            f" {reassigned}. If a value counts the data that one rank has seen, some samples will"
+            " be repeated and some skipped; limpet.ElasticSampler continues with any number of"
+            " ranks.",
+            RanksChanged,
+        )
+    try:
+        reader.read(targets.requests, targets.targets, collective.advance)
+        with Isolation("load"):
+            loaded = gc_paused(finalize)()
+        await_all(collective)
+    except BaseException as e:
+        if into is None or (isinstance(e, LimpetError) and e.is_state_invalid):
+            raise
+        if isinstance(e, LimpetError):
+            raise e.with_advice(STATE_INVALID, live_state="not valid") from e
+        e.add_note(STATE_INVALID)
+        raise
+    events.emit(
+        "loaded",
+        url=targets.snapshot.url,
+        leaves=len(targets.requests),
+        kept=0 if report is None else len(report.kept),
+        ignored=0 if report is None else len(report.ignored),
+        cast=0 if report is None else len(report.cast),
+        summary="" if report is None else report.summary,
+    )
+    return loaded if report is None else report
+
+
+@gc_paused
+@Isolation("call")
+def _bind(
+    targets: LoadTargets,
+    into: dict[str, Any] | None,
+    keys: str | Sequence[str] | None,
+    leniency: Leniency,
+    collective: Collective,
+) -> tuple[Finalize, LoadReport | None, str]:
+    """Give every requested leaf a target, live or fresh, without changing the live state.
+
+    Return a function that returns the loaded state after the bytes are read, what that load does to
+    a live state, and a description of the per-rank values that other ranks load than saved them.
+    Raises ``PlanError``.
+    """
+    snapshot, selected = targets.snapshot, make_key_filter(keys)
+    tree = snapshot.manifest.tree
+    if leniency.rename:
+        tree = rename(tree, leniency.rename)
+    if into is None:
+        tree = prune(tree, selected)
+        if tree is ABSENT:
+            raise no_match_error(snapshot, keys)
+        return targets.add_fresh(tree, ""), None, ""
+    if not isinstance(into, dict):
+        raise PlanError(
+            f"into= is {with_article(type(into).__name__)}",
+            expected='a dict like the one that was saved, such as {"model": model}',
+            found=type(into).__name__,
+        )
+    targets.is_live = True
+    names = modules.parameter_names(into)
+    binder = Binder(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
+    finalize = binder.bind(into, tree, "")
+    binder.differences.combine_ranks(collective)
+    if resized := binder.differences.resized:
+        # again, because the slots of resized parameters are kept, and a parameter may come after
+        # its optimizer. What one rank keeps, all ranks keep.
+        del finalize
+        targets.clear()
+        binder = binder.with_resized(resized)
+        finalize = binder.bind(into, tree, "")
+        binder.differences.combine_ranks(collective)
+    binder.differences.raise_if_any(
+        snapshot.url,
+        tree,
+        selected,
+        missing=leniency.missing == "error",
+        unexpected=leniency.unexpected == "error",
+        mismatched=leniency.mismatched == "error",
+    )
+    if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
+        raise no_match_error(snapshot, keys)
+    saved = [key for key, _ in walk(tree) if selected(key)]
+    report = LoadReport.from_differences(snapshot.url, saved, binder.differences, leniency.rename)
+    report = replace(report, ignored=(*report.ignored, *snapshot.left_out))
+    return finalize, report, binder.differences.describe_reassigned()

@@ -1,0 +1,153 @@
+"""The targets of one load: live memory to fill, and fresh memory for all other leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from limpet.errors import DTypeMismatch
+from limpet.format import torch_types, tree
+from limpet.format.names import MANIFEST, join_key
+from limpet.format.numpy_dtypes import from_descr
+from limpet.layout.read_plan import ReadRequest
+from limpet.snapshot.leaf import allocate, as_records
+from limpet.snapshot.read import Target
+from limpet.snapshot.reader import SnapshotReader
+from limpet.types import Box
+
+Finalize = Callable[[], Any]
+"""A function to call after the bytes are read. It returns the value for the loaded state."""
+
+LEAF_NODE_TAGS = frozenset(tree.LEAF_TAGS)
+BYTE_TAGS = frozenset({*tree.LEAF_TAGS, "tied"})
+
+
+@dataclass(slots=True)
+class LoadTargets:
+    """All targets of one load. ``fresh`` holds the memory of leaves that have no live memory, and
+    ``device_of`` returns its device for a leaf's key."""
+
+    snapshot: SnapshotReader
+    device_of: Callable[[str], Any] = lambda key: None
+    requests: list[ReadRequest] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    fresh: dict[str, Any] = field(default_factory=dict)
+    is_live: bool = False
+    """Whether there is a live state: it never gets the inner tensors of a tensor subclass."""
+
+    def clear(self) -> None:
+        """Discard all targets, and release the fresh memory."""
+        for part in (self.requests, self.targets, self.fresh):
+            part.clear()
+
+    def resolve_leaf(self, node: Any, key: str) -> tuple[str, Any]:
+        """Return the key under which a leaf's bytes are stored, and the node that describes it."""
+        source = node.get("tied", key)
+        is_reference = LEAF_NODE_TAGS.isdisjoint(node)
+        return source, self.snapshot.nodes()[source] if is_reference else node
+
+    def add(self, source: str, into: Any, box: Box | None = None) -> None:
+        """Request that the leaf, or a box of it, is read into ``into``."""
+        dtype, shape = self.snapshot.leaves[source]
+        box = Box.whole(shape) if box is None else box
+        if 0 not in box.sizes:
+            self.requests.append(ReadRequest(source, box))
+            self.targets.append(Target.from_tensor(dtype, box.sizes, into))
+
+    def add_fresh(self, node: Any, key: str, device: Any = None) -> Finalize:
+        """Allocate memory for all leaves of a node, and request them. Return the ``Finalize``
+        function that decodes the node's value."""
+        if self.is_live and self.snapshot.manifest.number == 3:
+            self._refuse_subclasses(node, key)
+        for k, n in tree.walk(node, key):
+            if is_leaf(n):
+                source, leaf = self.resolve_leaf(n, k)
+                if source not in self.fresh:
+                    leaf_device = device
+                    if device is None and "tensor" in leaf:
+                        leaf_device = self.device_of(source)
+                    spec = self.snapshot.leaves[source]
+                    self.fresh[source] = allocate(leaf, k, *spec, leaf_device)
+                    self.add(source, self.fresh[source])
+        return lambda: tree.decode(node, key, self.decode_leaf)
+
+    def decode_leaf(self, node: Any, key: str) -> Any:
+        """Return the value of a leaf whose bytes are read. Callback for ``tree.decode``."""
+        if not torch_types.TAGS.isdisjoint(node):
+            return torch_types.decode(node, key)
+        if "sparse" in node:
+            return self._make_sparse(node["sparse"], key)
+        if "subclass" in node:
+            return self._inner_tensors(node, key)
+        source, leaf = self.resolve_leaf(node, key)
+        loaded = self.fresh[source]
+        if "blob" in leaf:
+            return {"bytes": bytes, "bytearray": bytearray}[leaf["blob"][0]](loaded.data)
+        if "array" in leaf and len(leaf["array"]) == 3:
+            dtype = from_descr(leaf["array"][2])
+            return as_records(loaded, dtype).reshape(loaded.shape[:-1])
+        return loaded
+
+    def _refuse_subclasses(self, node: Any, key: str) -> None:
+        """Raise ``DTypeMismatch`` if the node has a tensor of another class than ``Tensor``."""
+        for k, n in tree.walk(node, key, split_sparse=False):
+            if tag_of(n) == "subclass":
+                name = n["subclass"]["class"]
+                raise DTypeMismatch(
+                    f"The live state has no tensor of the class {name} at {k!r}; nothing was"
+                    " changed",
+                    expected="a live tensor of that class, which is filled in place",
+                    found="none, and no class is created from its name",
+                    todo="Quantize the live model first, or let the optimizer step once before the"
+                    " load; or exclude it with keys=, and load its inner tensors without into=",
+                    leaf=k,
+                )
+
+    def _inner_tensors(self, node: Any, key: str) -> dict[str, Any]:
+        """Return what a tensor subclass consists of. Its class is not looked up."""
+        body = node["subclass"]
+        return {
+            "class": body["class"],
+            "dtype": torch_types.decode({"dtype": body["dtype"]}, key),
+            "shape": torch_types.decode({"size": body["shape"]}, key),
+            "context": tree.decode(body["context"], key, torch_types.decode),
+            "tensors": {
+                name: self.decode_leaf(part, k)
+                for name, (part, k) in zip(body["parts"], tree.parts(node, key), strict=True)
+            },
+        }
+
+    def _make_sparse(self, body: Any, key: str) -> Any:
+        import torch
+
+        parts = {n: self.decode_leaf(p, join_key(key, n)) for n, p in body["parts"].items()}
+        shape = tuple(body["shape"])
+        try:
+            if body["layout"] == "sparse_coo":
+                tensor = torch.sparse_coo_tensor(
+                    parts["indices"], parts["values"], shape, check_invariants=True
+                )
+                return tensor._coalesced_(body["coalesced"])
+            compressed, plain = ("crow", "col") if "crow" in parts else ("ccol", "row")
+            return torch.sparse_compressed_tensor(
+                parts[compressed],
+                parts[plain],
+                parts["values"],
+                shape,
+                layout=getattr(torch, body["layout"]),
+                check_invariants=True,
+            )
+        except (RuntimeError, TypeError, ValueError) as e:
+            file = self.snapshot.location.key(MANIFEST)
+            raise tree.invalid_node({"sparse": body}, key, file) from e
+
+
+def tag_of(node: Any) -> Any:
+    """Return the tag of a node, which is its first name; None for a node without a tag."""
+    return next(iter(node), None) if type(node) is dict else None
+
+
+def is_leaf(node: Any) -> bool:
+    """Return True for the node of a leaf or of a tensor that is tied to one."""
+    return type(node) is dict and not BYTE_TAGS.isdisjoint(node)

@@ -1,0 +1,350 @@
+"""The ranks that save or load together. One process is a group of one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from threading import RLock, current_thread, local
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+from limpet.deadline import Deadline
+from limpet.errors import LimpetError, RankFailed, Unsupported
+from limpet.format.digest import digest
+from limpet.lazy_torch import torch_or_none
+from limpet.ranks.collective import Collective, LocalCollective
+from limpet.ranks.kv import KVClient, Timeouts
+from limpet.ranks.session import SessionKVClient
+from limpet.ranks.store_collective import StoreCollective
+from limpet.ranks.store_connection import KeyValueStore, StoreConnection
+from limpet.settings import read_settings
+from limpet.threads import no_op
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+_MAX_MISSED = 10_000
+"""The maximum number of operations that a rank may have missed."""
+
+GroupSpec = Any
+"""The ranks that save or load: None for all ranks of torch.distributed, ``"alone"`` for only this
+process, or a ``torch.distributed.ProcessGroup``."""
+
+
+@dataclass(eq=False)
+class LocalGroup:
+    """The group of one process, with the interface of ``StoreGroup``."""
+
+    rank = 0
+    size = 1
+    cache: dict[str, Any] = field(default_factory=dict)
+    ranks: Sequence[int] = (0,)
+
+    def collective(
+        self,
+        operation: str,
+        timeout: float | None = None,
+        cause: str = "",
+        deadline: Deadline | None = None,
+    ) -> Collective:
+        return LocalCollective(deadline)
+
+
+class StoreGroup:
+    """A group of several ranks, which communicate over a key-value store.
+
+    ``cache``: the data that a save keeps for the next save. ``ranks``: if some ranks of the job
+    save without the others, the ranks under which the job knows them.
+    """
+
+    def __init__(self, kv: KVClient, size: int, ranks: Sequence[int] | None = None) -> None:
+        self.kv = kv
+        self.rank = kv.rank
+        self.size = size
+        self.ranks = range(size) if ranks is None else ranks
+        self.cache: dict[str, Any] = {}
+        self._sequence_numbers = count(1)
+        self._missed_last = False
+        self._collectives: WeakSet[StoreCollective] = WeakSet()
+
+    def collective(
+        self,
+        operation: str,
+        timeout: float | None = None,
+        cause: str = "",
+        deadline: Deadline | None = None,
+    ) -> Collective:
+        """Start a collective.
+
+        ``operation``: a description that is the same on all ranks, such as "the save of
+        version_500"; ``timeout``: the maximum duration of each wait in seconds, if it differs from
+        the default; ``cause``: the reason why this rank started the operation; ``deadline``: that
+        of the operation.
+        """
+        if self.size == 1:
+            return LocalCollective(deadline)
+        self.kv.start()
+        for _ in range(_MAX_MISSED):
+            collective = StoreCollective(
+                self.kv, self.size, self.next_sequence_number(), operation, timeout, cause, deadline
+            )
+            try:
+                if isinstance(self.kv, SessionKVClient):
+                    self.kv.await_session(collective.exceeded)
+                missed_operation = collective.missed_operation()
+            except RankFailed as error:
+                if isinstance(self.kv, SessionKVClient):  # rank 0 must not wait for this rank later
+                    self.kv.set_when_joined(*collective.encode_failure(error))
+                raise
+            if missed_operation is None or (
+                missed_operation == operation and not self._missed_last
+            ):
+                self._missed_last = missed_operation is not None
+                self._collectives.add(collective)
+                with collective:
+                    collective.join()
+                return collective
+            collective.close()  # the others gave up on this rank and continue with the next number
+        raise RankFailed(
+            f"This rank could not join {operation}",
+            expected=f"at most {_MAX_MISSED} operations that the other ranks aborted without it",
+            found="more",
+            todo="Restart the job from the last committed version",
+            rank=self.rank,
+            lost=True,
+        )
+
+    def next_sequence_number(self) -> int:
+        """Return the number of the group's next operation, which makes its keys unique.
+
+        All ranks call this in the same order from the training thread.
+        """
+        return next(self._sequence_numbers)
+
+    def close(self) -> None:
+        """Wait for the collectives in progress, such as that of a save, and close the client.
+
+        The wait ends when this rank makes no progress for ``timeouts.silent`` seconds.
+        """
+        kv = self.kv
+        progress, progress_at = kv.progress, kv.clock()
+        try:
+            # A thread of Limpet must not wait for itself: the garbage collector may call this.
+            while (
+                kv.clock() - progress_at < kv.timeouts.silent
+                and not current_thread().name.startswith("limpet-")
+                and any(not collective.closed for collective in list(self._collectives))
+            ):
+                time.sleep(0.01)
+                if kv.progress != progress:
+                    progress, progress_at = kv.progress, kv.clock()
+        finally:
+            kv.close()
+
+
+Group = LocalGroup | StoreGroup
+"""Ranks that act together.
+
+All ranks call ``collective`` in the same order from the training thread. The collective may then
+continue in any thread.
+"""
+
+
+def all_reduce(
+    group: Group,
+    operation: str,
+    local_value: Callable[[], T],
+    value_type: type[T],
+    combine: Callable[[list[T]], U],
+    result_type: type[U],
+    deadline: Deadline | None = None,
+) -> U:
+    """Gather ``local_value()`` of each rank, apply ``combine`` on rank 0, and return the result.
+
+    All ranks get the same result. If one rank raises an error, all ranks do. ``deadline``: that of
+    the waits for the other ranks.
+    """
+    with closing(group.collective(operation, deadline=deadline)) as collective, collective:
+        values = collective.gather(local_value(), value_type)
+        return collective.broadcast(None if values is None else combine(values), result_type)
+
+
+def broadcast_from_first(
+    group: Group,
+    operation: str,
+    on_first: Callable[[], T],
+    value_type: type[T],
+    on_each: Callable[[], object] = no_op,
+    deadline: Deadline | None = None,
+) -> T:
+    """Call ``on_each`` on all ranks, then ``on_first`` on rank 0, and return its result.
+
+    All ranks get the same result. If one rank raises an error, all ranks do.
+    """
+    return all_reduce(
+        group,
+        operation,
+        lambda: on_each() is None,
+        bool,
+        lambda values: on_first(),
+        value_type,
+        deadline,
+    )
+
+
+@contextmanager
+def failing_together(group: Group, operation: str, deadline: Deadline | None) -> Iterator[None]:
+    """Send an error of the ``with`` block, which precedes an operation of all ranks, to the others.
+
+    Otherwise, they would wait in the operation for this rank, and never learn the cause.
+    """
+    try:
+        yield
+    except BaseException as e:
+        with suppress(RankFailed):  # the other ranks know already that a rank failed
+            collective = group.collective(operation, deadline=deadline)
+            collective.abort(e)
+            collective.close()
+        raise
+
+
+_groups: WeakKeyDictionary[Any, dict[tuple[int, str], StoreGroup]] = WeakKeyDictionary()
+"""For each initialization of torch.distributed, by its default process group: the groups by process
+and name."""
+_groups_lock = RLock()  # the garbage collector may end a group in the thread that creates one
+_thread_local = local()
+
+
+@contextmanager
+def use_group(group: Group) -> Iterator[None]:
+    """Make this thread use another group within the context, to simulate ranks."""
+    previous = getattr(_thread_local, "group", None)
+    _thread_local.group = group
+    try:
+        yield
+    finally:
+        _thread_local.group = previous
+
+
+def current_group(spec: GroupSpec = None) -> Group:
+    """Return the group with which this process saves and loads.
+
+    Raises ``LimpetError`` for an invalid ``spec``, or for a group without this process.
+    """
+    if isinstance(spec, str) and spec != "alone":
+        raise LimpetError(
+            "Invalid value for group=",
+            expected='None, "alone", or a torch.distributed.ProcessGroup',
+            found=repr(spec)[:80],
+        )
+    if spec == "alone":
+        return LocalGroup()
+    simulated: Group | None = getattr(_thread_local, "group", None)
+    if simulated is not None:
+        return simulated
+    torch = torch_or_none()
+    if (
+        torch is None
+        or not torch.distributed.is_available()
+        or not torch.distributed.is_initialized()
+    ):
+        return LocalGroup()
+    ranks = torch.distributed.get_process_group_ranks(spec)
+    if torch.distributed.get_rank() not in ranks:
+        raise LimpetError(
+            "This rank is not in the group that saves or loads",
+            expected=f"one of ranks {ranks[:8]}",
+            found=f"rank {torch.distributed.get_rank()}",
+            todo="Make this call only on the ranks of the group",
+        )
+    return LocalGroup() if len(ranks) == 1 else _torch_group(torch, ranks)
+
+
+def saving_group(spec: GroupSpec = None) -> Group:
+    """Return the same group as ``current_group``, for a caller that is about to save.
+
+    Raises ``LimpetError`` if torchrun started several processes and torch.distributed is not
+    initialized in this one: each process would save its own state under the same name.
+    """
+    group = current_group(spec)
+    world_size = read_settings().launched_world_size
+    simulated = getattr(_thread_local, "group", None) is not None
+    if spec is None and group.size == 1 and world_size > 1 and not simulated:
+        torch = torch_or_none()
+        if torch is None or not torch.distributed.is_initialized():
+            raise LimpetError(
+                f"torchrun started {world_size} processes, but torch.distributed is not initialized"
+                " in this one",
+                expected="a call of torch.distributed.init_process_group() before the first save"
+                " and before the creation of a Checkpointer",
+                found="no process group",
+                todo='Call init_process_group() first, or pass group="alone" to save only the state'
+                " of this process",
+            )
+    return group
+
+
+def _torch_group(torch: Any, ranks: Sequence[int]) -> StoreGroup:
+    """Return the group of these ranks, created once per initialization of torch.distributed.
+
+    Nothing of Limpet keeps the store for longer than the default process group, which has it too.
+    Otherwise, the store of rank 0 would serve its old keys to the next initialization.
+    """
+    from torch.distributed import distributed_c10d
+
+    default_group = distributed_c10d._get_default_group()
+    store = distributed_c10d._get_default_store()
+    name = f"limpet/{digest(repr(list(ranks)).encode())[:12]}"
+    with _groups_lock:
+        groups = _groups.setdefault(default_group, {})
+        group = groups.get((os.getpid(), name))
+        if group is None:
+            settings = read_settings()
+            connection: KeyValueStore = _connect_store(torch, store, name)
+            kv = SessionKVClient(
+                connection,
+                list(ranks).index(torch.distributed.get_rank()),
+                len(ranks),
+                Timeouts(settings.silent, settings.stuck),
+                lambda prefix: torch.distributed.PrefixStore(prefix, connection),
+            )
+            kv.connection = _own_connection(connection, store)
+            kv.start()  # from its first call on, a rank sends heartbeats, such as during imports
+            group = groups[os.getpid(), name] = StoreGroup(kv, len(ranks))
+            # destroy_process_group ends the default group, and with it this group
+            finalize(default_group, _close_group, group, store, os.getpid()).atexit = False
+        return group
+
+
+def _close_group(group: StoreGroup, store: Any, pid: int) -> None:
+    """Close a group. Until then, its finalizer keeps the ``store`` for the saves in progress."""
+    if pid == os.getpid():
+        group.close()
+
+
+def _connect_store(torch: Any, store: Any, name: str) -> Any:
+    """Return the store over a separate connection, if the store supports that.
+
+    ``name``: a prefix before all keys.
+    """
+    if torch.distributed.get_backend() == "fake":
+        raise Unsupported(
+            "torch.distributed uses a fake process group, whose other ranks do not exist",
+            todo='Save with group="alone", or initialize a real process group',
+        )
+    clone = getattr(store, "clone", None)  # since PyTorch 2.7
+    return torch.distributed.PrefixStore(name, store if clone is None else clone())
+
+
+def _own_connection(connection: Any, store: Any) -> StoreConnection | None:
+    """Return the connection if it is a separate one, not that of the training's ``store``."""
+    while hasattr(connection, "underlying_store"):
+        connection = connection.underlying_store
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    own = repr(connection)
+    return None if own == repr(store) else StoreConnection(own)

@@ -1,0 +1,320 @@
+"""Exchange items through the shared memory of a host: one rank reads each, all ranks consume it.
+
+Every thread of a rank takes the next task that is ready: to read a group of items into private
+memory, to publish one of them in a slot of this rank, or to consume a slot of another rank. Words
+in the shared memory order the ranks. A rank waits only when none of its tasks is ready.
+
+Items are read into private memory because direct I/O into shared memory, which has no huge pages,
+is slower. So a slot is in use only from the copy into it to the copies out of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from threading import Lock
+from typing import NamedTuple
+
+from limpet import events
+from limpet.buffers import shared_pool
+from limpet.ranks.collective import Collective
+from limpet.ranks.host_memory import (
+    CONSUMED,
+    FILLED,
+    MAX_SLOTS,
+    PHASE,
+    WINDOW_STATE,
+    HostMemory,
+    MemorySlice,
+    slot_layout,
+)
+from limpet.settings import read_settings
+from limpet.threads import in_parallel
+
+Read = Callable[[Sequence[int]], AbstractContextManager[Iterable[MemorySlice]]]
+"""Reads the items with these numbers into memory that is valid in the context."""
+
+Consume = Callable[[int, MemorySlice], None]
+"""Called with the number of an item and its bytes."""
+
+_POLL_SECONDS = 0.0002
+
+_ITEM_BITS = 31
+_ITEM_MASK = (1 << _ITEM_BITS) - 1
+
+
+class HostPeers:
+    """The ranks of one host in a collective.
+
+    All of them make the same calls. The collective reports errors. ``peer_index``: the position of
+    this rank among them in rank order.
+    """
+
+    def __init__(self, collective: Collective, memory: HostMemory) -> None:
+        self.collective = collective
+        self.memory = memory
+        self.ranks = memory.ranks
+        self.peer_index = memory.own
+        self.segments = memory.segments
+        self.phase = 0
+        self._is_usable = True
+
+    def own_items(self, readers: Sequence[int]) -> list[int]:
+        """Return the numbers of the items that this rank reads."""
+        return [item for item, reader in enumerate(readers) if reader == self.peer_index]
+
+    def exchange(
+        self,
+        sizes: Sequence[int],
+        readers: Sequence[int],
+        groups: Sequence[Sequence[int]],
+        read: Read,
+        consume: Consume,
+    ) -> bool:
+        """Exchange items with these sizes in bytes.
+
+        Each item is read on one rank (``readers``: the positions of these ranks), and then
+        ``consume`` is called on all ranks. ``groups``: the own items of this rank, in the groups
+        that it calls ``read`` with. Several threads make the calls. Returns False on all ranks,
+        without any call, if one of them cannot allocate its window.
+        """
+        if not sizes or not self._is_usable:
+            return self._is_usable
+        slot_size, slots = slot_layout(sizes, readers)
+        turns = [readers.count(peer) for peer in range(len(self.ranks))]
+        self.barrier()  # no rank reads the previous contents
+        own = self.segments[self.peer_index]
+        own.control_words[FILLED:] = memoryview(bytes(own.control_words[FILLED:].nbytes)).cast("q")
+        reason = ""
+        try:
+            own.resize(slot_size * min(slots, turns[self.peer_index]))
+        except OSError as e:
+            reason = f": {e}"
+        own.control_words[WINDOW_STATE] = -1 if reason else 1
+        self.barrier()
+        failed = [
+            rank
+            for rank, segment in zip(self.ranks, self.segments, strict=True)
+            if segment.control_words[WINDOW_STATE] != 1
+        ]
+        if failed:
+            self._is_usable = False
+            reason = f"rank {failed[0]} cannot allocate shared memory{reason}"
+            events.emit("read_alone", url=self.memory.url, reason=reason)
+            return False
+        _Exchange(self, _Layout(sizes, turns, slot_size, slots), groups, read, consume).run()
+        self.phase += 2 * max(turns)
+        return True
+
+    def barrier(self) -> None:
+        """Wait until all ranks have completed the phases that this rank has completed."""
+        self.phase += 1
+        self.segments[self.peer_index].control_words[PHASE] = self.phase
+        self.collective.wait_for_ranks(self._lagging_ranks, self.phase)
+
+    def _lagging_ranks(self) -> list[int]:
+        return [
+            rank
+            for rank, segment in zip(self.ranks, self.segments, strict=True)
+            if segment.control_words[PHASE] < self.phase
+        ]
+
+
+class _Layout(NamedTuple):
+    """The sizes of all items, how many each rank reads, and the slots of each window."""
+
+    sizes: Sequence[int]
+    turns: Sequence[int]
+    slot_size: int
+    slots: int
+
+
+class _Held:
+    """Items that this rank has read at once. ``unpublished``: those that no thread publishes yet;
+    ``in_use``: how many still need the memory, which ``release`` returns."""
+
+    def __init__(self, items: list[tuple[int, MemorySlice]], release: Callable[[], None]) -> None:
+        self.unpublished, self.in_use, self.release = items, len(items), release
+
+
+Task = Callable[[], None]
+
+
+class _Exchange:
+    """One exchange, as seen by one rank.
+
+    A rank publishes its items in the order in which they are read. The n-th, from 1, has *turn* n
+    and goes to slot ``(n - 1) % slots``. ``_consuming[r]``: the last turn of rank r that this rank
+    has begun to consume; ``_published``: its own last turn; ``_held``: what it has read.
+    """
+
+    def __init__(
+        self,
+        peers: HostPeers,
+        layout: _Layout,
+        groups: Sequence[Sequence[int]],
+        read: Read,
+        consume: Consume,
+    ) -> None:
+        self._peers = peers
+        self._own = peers.peer_index
+        self._words = [segment.control_words for segment in peers.segments]
+        self._layout = layout
+        self._read, self._consume = read, consume
+        self._unread = iter(groups)
+        self._reading: set[int] = set()
+        self._held: list[_Held] = []
+        self._published = 0
+        self._consuming = [0] * len(layout.turns)
+        self._running: set[Task] = set()
+        self._failures: list[BaseException] = []
+        self._lock = Lock()
+        self._threads = read_settings().threads
+        # A thread that reads waits for the store, so at least one must be left to copy. A read must
+        # not wait for a buffer of this exchange either: only a rank none of whose tasks runs
+        # notices that another rank, which should take the bytes of the buffer, has died.
+        pool = shared_pool()
+        buffers = pool.budget // pool.buffer_size // max(map(len, groups), default=1)
+        self._max_reads = max(1, min(self._threads - 2, buffers))
+
+    def run(self) -> None:
+        """Exchange all items. Raises the first error of a callback or of another rank."""
+        advance = self._peers.collective.advance
+        try:
+            in_parallel(self._iter_tasks(), self._run_task, self._threads, advance, self._failures)
+        finally:
+            for held in self._held:  # after an error
+                held.release()
+
+    def _iter_tasks(self) -> Iterator[Task]:
+        """Yield each task of this rank as soon as it is ready."""
+        while not self._failures and (self._running or self._pending()):
+            task = self._next_task()
+            if task is not None:
+                self._running.add(task)
+                yield task
+            elif self._running:
+                time.sleep(_POLL_SECONDS)
+            else:
+                number = self._peers.phase + min(number for number, _ in self._pending())
+                self._peers.collective.wait_for_ranks(self._awaited_ranks, number)
+
+    def _run_task(self, task: Task) -> None:
+        try:
+            task()
+        finally:
+            self._running.discard(task)
+
+    def _next_task(self) -> Task | None:
+        if len(self._reading) + len(self._held) < self._max_reads:
+            group = next(self._unread, None)
+            if group is not None:
+                self._reading.add(group[0])
+                return partial(self._run_read, group)
+        if (held := self._next_held()) is not None and not self._occupants():
+            self._published += 1
+            item, span = held.unpublished.pop(0)
+            return partial(self._run_publish, self._published, item, span, held)
+        for reader in self._consumable_readers():
+            turn = self._consuming[reader] + 1
+            if item := self._published_item(reader, turn):
+                self._consuming[reader] = turn
+                return partial(self._run_consume, reader, turn, item - 1)
+        return None
+
+    def _run_read(self, group: Sequence[int]) -> None:
+        with ExitStack() as stack:
+            items = []
+            for item, span in zip(group, stack.enter_context(self._read(group)), strict=True):
+                self._consume(item, span)
+                items.append((item, span))
+            self._held.append(_Held(items, stack.pop_all().close))
+            self._reading.discard(group[0])
+
+    def _run_publish(self, turn: int, item: int, span: MemorySlice, held: _Held) -> None:
+        slot = self._slot(self._own, turn, item)
+        ctypes.memmove(slot.address, span.address, self._layout.sizes[item])
+        self._fence()
+        word = FILLED + (turn - 1) % self._layout.slots
+        self._words[self._own][word] = turn << _ITEM_BITS | item + 1
+        with self._lock:
+            held.in_use -= 1
+            is_last = not held.in_use
+        if is_last:
+            self._held.remove(held)
+            held.release()
+
+    def _run_consume(self, reader: int, turn: int, item: int) -> None:
+        self._fence()
+        self._consume(item, self._slot(reader, turn, item))
+        self._fence()
+        word = CONSUMED + reader * MAX_SLOTS + (turn - 1) % self._layout.slots
+        self._words[self._own][word] = turn
+
+    def _next_held(self) -> _Held | None:
+        """Return the items with the next one to publish, if this rank has read it."""
+        return next((held for held in self._held if held.unpublished), None)
+
+    def _slot(self, reader: int, turn: int, item: int) -> MemorySlice:
+        offset = (turn - 1) % self._layout.slots * self._layout.slot_size
+        return self._peers.segments[reader].window(offset, self._layout.sizes[item])
+
+    def _consumable_readers(self) -> list[int]:
+        """Return the other ranks that this rank has not consumed all items of."""
+        return [
+            reader
+            for reader, turns in enumerate(self._layout.turns)
+            if reader != self._own and self._consuming[reader] < turns
+        ]
+
+    def _published_item(self, reader: int, turn: int) -> int:
+        """Return the number of the item, plus 1, that a rank has published; 0 if it has not."""
+        word = self._words[reader][FILLED + (turn - 1) % self._layout.slots]
+        return word & _ITEM_MASK if word >> _ITEM_BITS == turn else 0
+
+    def _occupants(self) -> list[int]:
+        """Return the ranks that have not consumed what is in the slot of the next own turn."""
+        turn, slots = self._published + 1, self._layout.slots
+        word = CONSUMED + self._own * MAX_SLOTS + (turn - 1) % slots
+        return [
+            rank
+            for i, (rank, words) in enumerate(zip(self._peers.ranks, self._words, strict=True))
+            if i != self._own and words[word] < turn - slots
+        ]
+
+    def _pending(self) -> list[tuple[int, list[int]]]:
+        """Return what this rank has left to do: the number of a wait for it, and the ranks that it
+        must wait for.
+
+        A turn is published after an earlier turn was consumed. So of two ranks of which one waits
+        for the other, the latter waits at a lower number.
+        """
+        found = []
+        if self._published < self._layout.turns[self._own]:
+            ranks = self._occupants() if self._next_held() else []
+            found.append((2 * self._published, ranks))
+        for reader in self._consumable_readers():
+            turn = self._consuming[reader] + 1
+            is_ready = self._published_item(reader, turn)
+            found.append((2 * turn - 1, [] if is_ready else [self._peers.ranks[reader]]))
+        return found
+
+    def _awaited_ranks(self) -> list[int]:
+        """Return the ranks that this rank waits for, or none if it has something to do."""
+        if self._failures:  # such as Ctrl-C in another thread
+            return []
+        awaited = [ranks for _, ranks in self._pending()]
+        return sorted({rank for ranks in awaited for rank in ranks}) if all(awaited) else []
+
+    def _fence(self) -> None:
+        """Order the accesses to memory before and after this call, on every processor.
+
+        Other processes must see the bytes of a slot before its word. To lock twice is a full
+        barrier: nothing moves above the second acquisition, which follows the first release.
+        """
+        for _ in range(2):
+            with self._lock:
+                pass

@@ -1,0 +1,366 @@
+"""The commit: pin what the save writes and refers to, later check the receipts and the files, then
+write the manifest atomically, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from limpet import events
+from limpet.deadline import CLEANUP_SECONDS
+from limpet.errors import (
+    AlreadyExists,
+    CommitError,
+    FormatError,
+    NotFound,
+    RankFailed,
+    StoreError,
+    Unavailable,
+)
+from limpet.format.manifest import (
+    FEWER_LEAVES,
+    MAX_MANIFEST,
+    IncrementalShard,
+    Manifest,
+    Shard,
+    encode_manifest,
+    with_number,
+)
+from limpet.format.names import MANIFEST, parse_version
+from limpet.format.records import Spread
+from limpet.format.sealed import check_length
+from limpet.format.validate import check_numbered_tree
+from limpet.layout.global_plan import GlobalPlan
+from limpet.ranks.collective import Collective
+from limpet.saving.incremental import as_sibling
+from limpet.snapshot import pins
+from limpet.snapshot.index_files import file_key
+from limpet.snapshot.location import Location, describe_run, versions_in
+from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.spread import SpreadStore
+from limpet.threads import look_up_each
+
+
+class BasePin(msgspec.Struct, frozen=True):
+    """Rank 0's message to the other ranks before any rank writes.
+
+    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created;
+    ``spread``: how the run spreads its shards.
+    """
+
+    usable: bool
+    key: str
+    spread: Spread | None
+
+
+@contextmanager
+def before_commit() -> Iterator[None]:
+    """In an error of the ``with`` block, do not leave it open whether the version was committed: it
+    may be unknown whether an object that the block wrote exists, but it is not the manifest."""
+    try:
+        yield
+    except StoreError as e:
+        e.fields.pop("outcome", None)
+        raise
+
+
+@contextmanager
+def pinned_base(
+    location: Location, attempt: str, base: SnapshotReader | None, collective: Collective
+) -> Iterator[SnapshotReader | None]:
+    """Pin the attempt and ``base``, with every version that ``base`` refers to, for the duration of
+    the ``with`` block. Yield ``base`` as the store of ``location`` shows it now.
+
+    Rank 0 creates the pins before any rank writes, and the other ranks check that they see one.
+    Raises ``CommitError`` on a rank that does not: that rank writes to a different location.
+
+    Yields None, which makes the save a full one, if ``base`` is not a version of the same run, was
+    deleted, or is damaged, as far as its manifest, its indexes, and the lengths of its files show.
+    Nothing is pinned in the stores of hosts: only the training deletes what is there.
+    """
+    if location.is_per_host:
+        yield None
+        return
+    snapshot = None if base is None or collective.rank else as_sibling(location, base)
+    base_pin = None
+    with ExitStack() as pins_to_remove:
+        if collective.rank == 0:
+            # each pin also names the attempt
+            versions = [None] if snapshot is None else sorted({snapshot.version, *snapshot.bases})
+            keys: list[str] = []
+            pins_to_remove.callback(pins.remove_pins, location, keys)
+            for version in versions:
+                with before_commit():
+                    keys.append(pins.create_pin(location, attempt, version))
+            if snapshot is not None:
+                try:
+                    pins.require_manifest(snapshot.location)
+                    snapshot.check_files()
+                except (FormatError, NotFound) as e:
+                    events.emit("skipped", version=str(snapshot.version), error=e)
+                    snapshot = None
+            spread = None
+            if isinstance(location.store, SpreadStore) and parse_version(location.folder):
+                spread = location.store.spread
+            base_pin = BasePin(snapshot is not None, keys[0], spread)
+        base_pin = collective.broadcast(base_pin, BasePin)
+        if collective.rank:
+            if isinstance(location.store, SpreadStore):
+                location.store.learn(base_pin.spread)
+            _check_visible(location, base_pin.key, collective)
+            if base_pin.usable and base is not None:
+                snapshot = as_sibling(location, base)  # only after rank 0 has found it there
+        try:
+            yield snapshot
+        except BaseException as e:
+            # Abort before the pins are removed, so that a rank that misses them learns why.
+            if not collective.abort(e):
+                # The version may still be committed, or no other rank could be notified. The pins
+                # protect the base until this process ends.
+                pins_to_remove.pop_all()
+            raise
+
+
+def _check_visible(location: Location, key: str, collective: Collective) -> None:
+    """Check that this rank sees a file that rank 0 wrote, before this rank writes anything. Raises
+    ``CommitError``."""
+    rank = collective.rank
+    try:
+        location.store.stat(key)
+    except NotFound as e:
+        collective.raise_if_aborted()
+        raise CommitError(
+            f"Nothing was committed to {location.url}: rank {rank} cannot see the files that rank 0"
+            " writes there",
+            expected=f"{key}, which rank 0 wrote",
+            found="no such file; this is a different folder, possibly on another disk",
+            todo="Use one location that all ranks can reach, such as a shared file system, under"
+            " the same address on every rank",
+            rank=rank,
+            file=key,
+        ) from e
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What a rank returns once its files are durable.
+
+    ``shard``: the rank's shard, or None if the rank had nothing to write; ``data_bytes``: the bytes
+    of the boxes that the shard holds or refers to; ``unchanged``: what
+    ``Observation.on_written`` returned; ``devices``: the map of the devices of its tensors.
+    """
+
+    rank: int
+    shard: IncrementalShard | None
+    data_bytes: int = 0
+    unchanged: list[str] | None = []
+    devices: Any = None
+
+
+def check_receipts(
+    location: Location,
+    receipts: Sequence[Receipt],
+    world_size: int,
+    plan: GlobalPlan | None = None,
+) -> list[Shard]:
+    """Check that every rank wrote what was planned and that this process sees the files, also those
+    of other versions that the shards refer to.
+
+    Return the shards in rank order. This process stats every file through its own store, which
+    detects a folder that the hosts do not really share. If each host has a store of its own, each
+    rank has checked its files before it sent its receipt. Raises ``CommitError`` or ``StoreError``.
+    """
+    if [r.rank for r in receipts] != list(range(world_size)):
+        raise CommitError(
+            f"Nothing was committed to {location.url}: receipts are missing",
+            expected=f"one receipt from each of {world_size} ranks",
+            found=[r.rank for r in receipts],
+        )
+    for receipt in receipts:
+        planned = receipt.data_bytes if plan is None else int(plan.bytes_per_rank[receipt.rank])
+        if receipt.data_bytes != planned:
+            raise CommitError(
+                f"Nothing was committed to {location.url}: rank {receipt.rank} did not write what"
+                " was planned",
+                expected=f"{planned} bytes",
+                found=f"{receipt.data_bytes} bytes",
+                todo="Report this as a bug of Limpet, with the versions of Limpet on all ranks",
+                rank=receipt.rank,
+            )
+    rank_shards = [(r.rank, r.shard) for r in receipts if r.shard is not None]
+    if location.is_per_host:
+        return [Shard(s.name, s.length, s.index) for _, s in rank_shards]
+    for path, length in sorted({(f.path, f.length) for _, s in rank_shards for f in s.refers}):
+        key, what = file_key(location, path), f"{path}, which this version refers to,"
+        todo = "Save again, and find out what deletes versions that a running save has pinned"
+        _require_length(location, key, length, what, {"todo": todo, "file": key})
+    todo = "Check that all ranks write to the same folder"
+    files = [
+        (
+            location.key(file.name),
+            file.length,
+            f"{file.name} of rank {rank}",
+            {"todo": todo, "rank": rank, "file": file.name},
+        )
+        for rank, shard in rank_shards
+        for file in (shard, shard.index)
+    ]
+    look_up_each(files, lambda file: _require_length(location, *file))
+    return [s if s.refers else Shard(s.name, s.length, s.index) for _, s in rank_shards]
+
+
+def _require_length(
+    location: Location, key: str, length: int, what: str, fields: dict[str, Any]
+) -> None:
+    """Raise ``CommitError`` with these fields if a file is missing or does not have its length."""
+    try:
+        found = f"{location.store.stat(key).length} bytes"
+    except NotFound as e:
+        found = str(e.found or "no such file")
+    if found != f"{length} bytes":
+        raise CommitError(
+            f"Nothing was committed to {location.url}: {what} is missing or has the wrong length",
+            expected=f"{length} bytes",
+            found=found,
+            **fields,
+        )
+
+
+def put_manifest(
+    location: Location, manifest: Manifest, plan: GlobalPlan | None = None
+) -> SnapshotReader:
+    """Write the manifest if none exists. This is the commit.
+
+    ``plan``: the plan by which the shards were written; the tree must have exactly its leaves.
+
+    Raises ``CommitError`` if another save committed this version first, and ``StoreError``. The
+    error's field ``outcome`` is "unknown" if the store cannot say whether the manifest exists.
+    """
+    # do not commit a manifest that a reader would reject
+    leaves, number = check_numbered_tree(manifest.tree, MANIFEST)
+    manifest = with_number(manifest, number)
+    raw, manifest_digest = encode_manifest(manifest)
+    check_length(location.key(MANIFEST), raw, MAX_MANIFEST, FEWER_LEAVES)
+    if plan is not None and (mismatched := plan.mismatched_leaves(leaves)):
+        raise CommitError(
+            f"Nothing was committed to {location.url}: the tree and the boxes have different"
+            " leaves",
+            expected="every leaf of the tree in the boxes, and every leaf of the boxes in the tree",
+            found=", ".join(mismatched[:5]),
+            todo="Check that all ranks tie the same tensors; if they do, report this as a bug",
+            leaves=tuple(mismatched),
+        )
+    try:
+        location.store.put_if_absent(location.key(MANIFEST), raw)
+    except AlreadyExists as e:
+        raise CommitError(
+            f"Nothing was committed to {location.url}: another save has committed this version",
+            todo="Look for a second job that writes to the same run; each job needs its own run",
+            file=MANIFEST,
+        ) from e
+    except StoreError as e:
+        # A store resolves lost replies itself. If one does not, the error must not claim that
+        # nothing was committed.
+        if not e.is_outcome_unknown and not isinstance(e, Unavailable):
+            raise
+        raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e
+    return SnapshotReader(location, manifest, manifest_digest, leaves)
+
+
+_OUTCOME_UNKNOWN = (
+    "It is unknown whether this version was committed; `limpet ls` lists it if it was"
+)
+
+
+class CommitResult(msgspec.Struct, frozen=True):
+    """The result of a commit, broadcast by rank 0: the manifest's digest, the bytes written, and
+    the bytes referred to in earlier versions; ``manifest``: its bytes, if each host needs them."""
+
+    digest: str
+    nbytes: int
+    referred_bytes: int
+    manifest: bytes = b""
+
+
+NO_RESULT = CommitResult("", 0, 0)
+"""The result of a save that has not committed."""
+
+
+def commit_collectively(
+    location: Location,
+    attempt: str,
+    collective: Collective,
+    receipt: Receipt,
+    commit: Callable[[list[Receipt]], SnapshotReader],
+) -> tuple[SnapshotReader, CommitResult]:
+    """Gather the receipts of all ranks, have rank 0 call ``commit`` with them, and return the
+    snapshot on all ranks.
+
+    A rank that sees another rank fail meanwhile aborts the save. If the commit has begun by then,
+    or the abort reaches no other rank, it looks for the manifest: rank 0 may have died right after
+    the commit. Raises ``RankFailed``, or what ``commit`` raises.
+    """
+    snapshot = result = None
+    try:
+        receipts = collective.gather(receipt, Receipt)
+        if receipts is not None:
+            snapshot = commit(receipts)
+            raw = encode_manifest(snapshot.manifest)[0] if location.is_per_host else b""
+            result = CommitResult(snapshot.digest, snapshot.nbytes, snapshot.referred_bytes, raw)
+        result = collective.broadcast(result, CommitResult)
+        if collective.rank and result.manifest:
+            _put_same_manifest(location, result.manifest)
+    except RankFailed as e:
+        if snapshot is not None and result is not None:
+            return snapshot, result  # committed, whichever ranks received the result
+        if collective.rank == 0 or collective.abort(e):
+            raise
+        with suppress(FormatError, StoreError):
+            deadline = location.deadline
+            seconds = CLEANUP_SECONDS if deadline is None else deadline.cleanup_seconds
+            found = open_location(location.without_limit().limit("search", seconds))
+            if found.manifest.attempt == attempt:
+                return found, CommitResult(found.digest, found.nbytes, found.referred_bytes)
+        raise e.with_advice(_OUTCOME_UNKNOWN, outcome="unknown") from e.__cause__
+    return snapshot or SnapshotReader(location, None, result.digest), result
+
+
+def _put_same_manifest(location: Location, raw: bytes) -> None:
+    """Write the manifest that rank 0 has committed into the store of this host.
+
+    Another rank of this host may do the same. Raises ``CommitError`` if there is another manifest.
+    """
+    key = location.key(MANIFEST)
+    try:
+        location.store.put_if_absent(key, raw)
+    except AlreadyExists as e:
+        if location.store.get(key, MAX_MANIFEST) != raw:
+            raise CommitError(
+                f"{location.url} is on this host already, with other contents",
+                todo="Delete what an earlier training has left in this folder",
+                file=key,
+            ) from e
+
+
+def raise_if_exists(location: Location) -> None:
+    """Raise ``AlreadyExists`` if ``location`` holds a snapshot or a run. Called before the save
+    writes anything."""
+    try:
+        location.store.stat(location.key(MANIFEST))
+    except NotFound:
+        if versions := versions_in(location):
+            raise AlreadyExists(
+                f"{location.url} is {describe_run(versions)}; nothing was changed",
+                todo=f"Name a version in it, such as {location.url}/version_N, or another folder",
+                key=location.folder,
+                store=location.store.url,
+            ) from None
+        return
+    raise AlreadyExists(
+        f"A snapshot already exists at {location.url}; nothing was changed",
+        todo="Choose another name; a snapshot is never modified",
+        key=location.key(MANIFEST),
+        store=location.store.url,
+    )

@@ -1,0 +1,374 @@
+"""Partition: the ranks decide which rank writes which boxes.
+
+The ranks exchange digests. They exchange boxes and trees only if something changed:
+
+1. Each rank sends digests of its boxes, of its tree, and of the elements that other ranks may also
+   hold.
+2. Rank 0 requests what it does not know yet, from one rank for each distinct digest.
+3. Rank 0 assigns the boxes, compares the elements, merges the trees, and sends each rank a mask of
+   its boxes to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from limpet.errors import PlanError
+from limpet.format.names import random_id
+from limpet.layout.global_plan import GlobalPlan, can_reuse_plan, make_global_plan
+from limpet.layout.local_plan import LocalPlan, make_local_plan
+from limpet.layout.merge_trees import RankNodes, merge
+from limpet.layout.shard_layout import LeafBox, digest_leaf_boxes
+from limpet.ranks.collective import Collective
+from limpet.ranks.group import Group
+from limpet.saving.replica_check import digest_values
+from limpet.state.flatten import FlatState, LocalLeaf
+from limpet.state.replication import Replication
+from limpet.text import MAX_SHOWN, format_list, format_ranks
+from limpet.threads import Workers
+from limpet.types import MIB, Box
+
+T = TypeVar("T")
+
+MAX_BOX_BYTES = 16 * MIB
+"""Largest box that is not split across ranks, in bytes."""
+
+_MAX_CACHED_PLANS = 4
+"""Largest number of cached plans. A training that alternates between several states has one plan
+for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The boxes that this rank writes, and what only rank 0 knows.
+
+    ``sources``: the boxes that this rank writes, described by ``leaf_boxes``; ``tree``: the
+    snapshot's tree, on rank 0 only; ``plan``: the plan for all ranks, on rank 0 only, or None if
+    one process writes whole leaves.
+    """
+
+    attempt: str
+    sources: list[Any]
+    leaf_boxes: list[LeafBox]
+    tree: Any
+    plan: GlobalPlan | None
+
+
+class RankSummary(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's first message.
+
+    ``structure``: the digest of its boxes; ``tree_digest``: the digest of its tree;
+    ``unverified_keys`` and ``unverified_values``: the digests of the keys and of the elements of
+    the leaves that are not declared to be replicated; ``per_rank_nodes``: the nodes of its per-rank
+    values, as JSON; ``known_plans``: the ids of the plans for which it has cached its mask.
+    """
+
+    structure: bytes
+    tree_digest: bytes
+    unverified_keys: bytes
+    unverified_values: bytes
+    per_rank_nodes: bytes
+    known_plans: list[bytes]
+
+
+class DetailRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0's reply: the attempt, and the ranks that must send details.
+
+    ``plan_id``: the id of the plan; ``send_masks``: True if rank 0 sends the masks because not
+    every rank has cached its mask; ``local_plan_ranks``, ``tree_ranks``, and ``value_ranks``: the
+    ranks that must send their boxes, their tree, and a digest for each of their unverified leaves.
+    """
+
+    attempt: str
+    plan_id: bytes
+    send_masks: bool
+    local_plan_ranks: list[int]
+    tree_ranks: list[int]
+    value_ranks: list[int]
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.local_plan_ranks or self.tree_ranks or self.value_ranks)
+
+
+class Details(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's reply to a ``DetailRequest``; empty fields were not requested."""
+
+    local_plan: bytes = b""
+    tree: bytes = b""
+    values: bytes = b""
+
+
+class CommonTree(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a ``FlatState`` that the ranks have in common, as it is sent."""
+
+    tree: Any
+    merged_lists: list[str]
+
+
+_COMMON_TREE = msgspec.msgpack.Decoder(CommonTree)
+_VALUE_DIGESTS = msgspec.msgpack.Decoder(list[tuple[str, bytes]])
+_PER_RANK_NODES = msgspec.json.Decoder(dict[str, Any])
+
+
+def partition_state(
+    collective: Collective, group: Group, flat: FlatState, workers: Workers
+) -> Partition:
+    """Decide together with the other ranks which rank writes which boxes of a state.
+
+    Raises ``PlanError`` if the states of the ranks do not fit together: values, shapes, or elements
+    differ, or boxes overlap or leave gaps.
+    """
+    if collective.size == 1:
+        return _partition_locally(flat, group.ranks[0])
+    masks: dict[bytes, Any] = group.cache.setdefault("masks", {})
+    leaves = [part for leaf in flat.leaves for part in _split_leaf(leaf)]
+    local = _LocalRank(flat, leaves, workers)
+    summaries = collective.gather(local.make_summary(list(masks)), RankSummary)
+    coordinator = None if summaries is None else _Coordinator(summaries, local, group)
+    request = collective.broadcast(
+        None if coordinator is None else coordinator.make_request(), DetailRequest
+    )
+    if request.has_requests:
+        details = collective.gather(local.make_details(request, collective.rank), Details)
+        if coordinator is not None and details is not None:
+            coordinator.collect(request, details)
+    tree = None if coordinator is None else coordinator.merge_trees()
+    if request.send_masks:
+        encoded_masks = None if coordinator is None else coordinator.encode_masks()
+        mask = _unpack_mask(collective.scatter(encoded_masks, bytes), len(leaves))
+        _add_to_cache(masks, request.plan_id, mask)
+    elif request.has_requests:
+        # wait until rank 0 has accepted the details: it raises if they conflict
+        collective.broadcast(None if coordinator is None else True, bool)
+    chosen = masks[request.plan_id].nonzero()[0].tolist()
+    return Partition(
+        request.attempt,
+        [leaves[i].source for i in chosen],
+        [local.leaf_boxes[i] for i in chosen],
+        tree,
+        None if coordinator is None else coordinator.plan,
+    )
+
+
+def _partition_locally(flat: FlatState, rank: int) -> Partition:
+    """Return the partition of one process, which writes all of its boxes. They must cover every
+    leaf; raises ``PlanError``."""
+    leaves, tree = flat.leaves, flat.tree
+    leaf_boxes = [LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box) for leaf in leaves]
+    is_partial = any(leaf.box.sizes != leaf.shape for leaf in leaves)
+    plan = make_global_plan([make_local_plan(leaf_boxes)]) if is_partial else None
+    if flat.per_rank or flat.from_first:
+        per_rank = {key: {rank: node} for key, node in flat.per_rank.items()}
+        tree = merge([(tree, (rank,))], RankNodes(per_rank, flat.from_first))
+    return Partition(random_id(), [leaf.source for leaf in leaves], leaf_boxes, tree, plan)
+
+
+def _split_leaf(leaf: LocalLeaf) -> Iterator[LocalLeaf]:
+    """Split a large box into parts, so that ranks that hold the same box can share the work."""
+    box, source = leaf.box, leaf.source
+    d = next((d for d, n in enumerate(box.sizes) if n > 1), None)
+    if d is None or source.nbytes <= MAX_BOX_BYTES:
+        yield leaf
+        return
+    rows = max(1, MAX_BOX_BYTES * box.sizes[d] // int(source.nbytes))
+    for at in range(0, box.sizes[d], rows):
+        count = min(rows, box.sizes[d] - at)
+        offsets = (*box.offsets[:d], box.offsets[d] + at, *box.offsets[d + 1 :])
+        part = Box(offsets, (*box.sizes[:d], count, *box.sizes[d + 1 :]))
+        piece = source[(slice(None),) * d + (slice(at, at + count),)]
+        yield LocalLeaf(leaf.key, leaf.dtype, leaf.shape, piece, part, leaf.replication)
+
+
+class _LocalRank:
+    """The messages of this rank, made on request."""
+
+    def __init__(self, flat: FlatState, leaves: Sequence[LocalLeaf], workers: Workers) -> None:
+        self.flat = flat
+        self.leaf_boxes = [LeafBox(leaf.key, leaf.dtype, leaf.shape, leaf.box) for leaf in leaves]
+        self.from_first = np.array(
+            [leaf.replication == Replication.FROM_FIRST for leaf in leaves], bool
+        )
+        self._unverified = [
+            leaf for leaf in flat.leaves if leaf.replication == Replication.UNVERIFIED
+        ]
+        self._value_digests = digest_values(self._unverified, workers)
+        self.structure = xxh3_128_digest(
+            digest_leaf_boxes(self.leaf_boxes) + self.from_first.tobytes()
+        )
+
+    def make_summary(self, known_plans: list[bytes]) -> RankSummary:
+        common = msgspec.msgpack.encode(CommonTree(self.flat.tree, self.flat.merged_lists))
+        unverified = [(leaf.key, leaf.dtype, leaf.shape) for leaf in self._unverified]
+        return RankSummary(
+            self.structure,
+            xxh3_128_digest(common),
+            xxh3_128_digest(msgspec.msgpack.encode(unverified)),
+            xxh3_128_digest(b"".join(self._value_digests)),
+            msgspec.json.encode(self.flat.per_rank),
+            known_plans,
+        )
+
+    def make_details(self, request: DetailRequest, rank: int) -> Details:
+        return Details(
+            self.make_local_plan().to_bytes() if rank in request.local_plan_ranks else b"",
+            self.encode_tree() if rank in request.tree_ranks else b"",
+            self.encode_values() if rank in request.value_ranks else b"",
+        )
+
+    def make_local_plan(self) -> LocalPlan:
+        return make_local_plan(self.leaf_boxes, self.from_first, self.structure)
+
+    def encode_tree(self) -> bytes:
+        return msgspec.msgpack.encode(
+            CommonTree([self.flat.tree, self.flat.from_first], self.flat.merged_lists)
+        )
+
+    def encode_values(self) -> bytes:
+        keys = [leaf.key for leaf in self._unverified]
+        return msgspec.msgpack.encode(list(zip(keys, self._value_digests, strict=True)))
+
+
+class _Coordinator:
+    """Rank 0's part: it makes every decision."""
+
+    def __init__(self, summaries: Sequence[RankSummary], local: _LocalRank, group: Group) -> None:
+        cache, self._ranks = group.cache, group.ranks
+        self._summaries = summaries
+        self._cached_plans: dict[bytes, GlobalPlan] = cache.setdefault("plans", {})
+        self._plan_id = xxh3_128_digest(b"".join(s.structure for s in summaries))
+        self._trees: dict[bytes, Any] = {
+            summaries[0].tree_digest: [local.flat.tree, local.flat.from_first]
+        }
+        self._merged_lists = set(local.flat.merged_lists)
+        self.plan: GlobalPlan | None = self._cached_plans.get(self._plan_id)
+
+    def make_request(self) -> DetailRequest:
+        summaries = self._summaries
+        known = can_reuse_plan([s.structure for s in summaries], self.plan)
+        distinct = _first_ranks((s.unverified_keys, s.unverified_values) for s in summaries)
+        count = max(MAX_SHOWN, len({s.unverified_keys for s in summaries}))
+        return DetailRequest(
+            random_id(),
+            self._plan_id,
+            not (known and all(self._plan_id in s.known_plans for s in summaries)),
+            [] if known else list(_first_ranks(s.structure for s in summaries).values()),
+            [r for r in _first_ranks(s.tree_digest for s in summaries).values() if r],
+            # also if only the keys differ, because some keys may be the same
+            list(distinct.values())[:count] if len(distinct) > 1 else [],
+        )
+
+    def collect(self, request: DetailRequest, details: Sequence[Details]) -> None:
+        """Process the requested details. Raises ``PlanError``."""
+        summaries = self._summaries
+        for r in request.tree_ranks:
+            common = _COMMON_TREE.decode(details[r].tree)
+            self._trees[summaries[r].tree_digest] = common.tree
+            self._merged_lists.update(common.merged_lists)
+        # before the values are compared: if shapes differ, elements differ too
+        if request.local_plan_ranks:
+            local_plans = {
+                summaries[r].structure: LocalPlan.from_bytes(details[r].local_plan)
+                for r in request.local_plan_ranks
+            }
+            self.plan = make_global_plan([local_plans[s.structure] for s in summaries])
+        if request.value_ranks:
+            self._compare_values({r: details[r].values for r in request.value_ranks})
+        if request.local_plan_ranks and self.plan is not None:
+            _add_to_cache(self._cached_plans, self._plan_id, self.plan)
+
+    def _compare_values(self, encoded_values: Mapping[int, bytes]) -> None:
+        """Raise ``PlanError`` for leaves whose elements differ between the ranks that have them."""
+        ranks_by_digest: dict[str, dict[bytes, list[int]]] = {}
+        for r, raw in encoded_values.items():
+            same = (self._summaries[r].unverified_keys, self._summaries[r].unverified_values)
+            ranks = [
+                i
+                for i, s in enumerate(self._summaries)
+                if (s.unverified_keys, s.unverified_values) == same
+            ]
+            for key, digest in _VALUE_DIGESTS.decode(raw):
+                ranks_by_digest.setdefault(key, {}).setdefault(digest, []).extend(ranks)
+        mismatches = {key: ranks for key, ranks in ranks_by_digest.items() if len(ranks) > 1}
+        if mismatches:
+            raise _replica_mismatch_error(mismatches)
+
+    def merge_trees(self) -> Any:
+        """Return the tree of the snapshot. Raises ``PlanError``."""
+        summaries, from_first = self._summaries, {}
+        per_rank: dict[str, dict[int, Any]] = {}
+        for rank, summary in zip(self._ranks, summaries, strict=True):
+            if summary.per_rank_nodes != b"{}":
+                for key, node in _PER_RANK_NODES.decode(summary.per_rank_nodes).items():
+                    per_rank.setdefault(key, {})[rank] = node
+        trees = []
+        for digest in _first_ranks(s.tree_digest for s in summaries):
+            tree, nodes = self._trees[digest]
+            from_first.update({key: n for key, n in nodes.items() if key not in from_first})
+            trees.append(
+                (tree, tuple(r for r, s in enumerate(summaries) if s.tree_digest == digest))
+            )
+        if len(trees) == 1 and not per_rank and not from_first:
+            return trees[0][0]
+        return merge(trees, RankNodes(per_rank, from_first, frozenset(self._merged_lists)))
+
+    def encode_masks(self) -> list[bytes]:
+        """Return, for each rank, a bit mask of the boxes that it writes."""
+        plan = self.plan
+        if plan is None:
+            raise ValueError("no rank has sent its boxes")
+        return [np.packbits(plan.write_mask(r)).tobytes() for r in range(len(self._summaries))]
+
+
+def _unpack_mask(raw: bytes, count: int) -> Any:
+    return np.unpackbits(np.frombuffer(raw, np.uint8), count=count).astype(bool)
+
+
+def _first_ranks(values: Iterable[T]) -> dict[T, int]:
+    """Return the first rank with each distinct value."""
+    first_ranks: dict[T, int] = {}
+    for rank, value in enumerate(values):
+        first_ranks.setdefault(value, rank)
+    return first_ranks
+
+
+def _add_to_cache(cache: dict[bytes, T], key: bytes, value: T) -> None:
+    """Add a value, and remove the oldest values beyond ``_MAX_CACHED_PLANS``."""
+    cache[key] = value
+    while len(cache) > _MAX_CACHED_PLANS:
+        del cache[next(iter(cache))]
+
+
+_MAX_LISTED = 5
+
+
+def _replica_mismatch_error(mismatches: Mapping[str, Mapping[bytes, list[int]]]) -> PlanError:
+    lines = []
+    for key, ranks_by_digest in list(mismatches.items())[:_MAX_LISTED]:
+        sides = list(ranks_by_digest.values())
+        difference = " vs. ".join(format_ranks(sorted(ranks)) for ranks in sides[:3])
+        if len(sides) > 2 and all(len(ranks) == 1 for ranks in sides):
+            difference = "different on every rank"
+        lines.append(f"{key} ({difference})")
+    what = (
+        "A tensor of the state is"
+        if len(mismatches) == 1
+        else f"{len(mismatches)} tensors of the state are"
+    )
+    return PlanError(
+        f"{what} not the same on all ranks",
+        expected="the same elements on every rank that has the tensor, or a DTensor",
+        found=format_list(lines, _MAX_LISTED, "; ", len(mismatches)),
+        todo="Check that every rank initializes the model from the same seed, and put a"
+        " DistributedDataParallel model into the state with its wrapper. For tensors that differ on"
+        " purpose, use limpet.Replicated(model) to save the first rank's values of everything"
+        " that is not a DTensor (such as BatchNorm buffers), limpet.PerRank to save every rank's"
+        " values, or limpet.Boxed to state which part of a larger tensor each rank has",
+        leaves=tuple(mismatches),
+    )

@@ -1,0 +1,250 @@
+"""The save recipe. Read it from top to bottom; it calls every step, and each step returns to it.
+
+1. Flatten the state, and agree with the other ranks on which rank writes which boxes.
+2. Stage: make the shard's image. An asynchronous save copies it into buffers now, so that training
+   can continue. For a store in memory, these are the memory of the shard's file.
+3. Write the shard (with a base version, only the chunks that the base lacks), then its index.
+4. Gather the receipts, check them, and commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from limpet import events
+from limpet.buffers import BufferPool, shared_pool
+from limpet.errors import CommitError
+from limpet.ranks.group import Group, GroupSpec, LocalGroup, saving_group
+from limpet.saving.commit import (
+    Receipt,
+    before_commit,
+    check_receipts,
+    commit_collectively,
+    pinned_base,
+    put_manifest,
+    raise_if_exists,
+)
+from limpet.saving.image import make_image, split_into_pieces, synchronize_streams
+from limpet.saving.job import SaveJob, VersionMetadata
+from limpet.saving.overlap import DeferredStaging, split_pieces
+from limpet.saving.partition import partition_state
+from limpet.saving.pending import Pending
+from limpet.saving.staging import stage_pieces
+from limpet.saving.write import put_local_shard, write_local_shard
+from limpet.snapshot.location import Location, Url, locate
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import Snapshot
+from limpet.state.flatten import FlatState, flatten
+from limpet.state.step_hooks import find_stable_leaves
+from limpet.text import format_list
+from limpet.threads import Workers, gc_paused, no_op
+
+
+def save(
+    url: Url,
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    note: Mapping[str, Any] = {},
+    group: GroupSpec = None,
+    timeout: float | None = None,
+) -> Snapshot:
+    """Save ``state`` as the snapshot at ``url``, and return the snapshot once it is committed.
+
+    ``state``: a dict of tensors, arrays, plain values, dicts and lists of those, modules,
+    optimizers, and objects with ``state_dict()`` and ``load_state_dict()``. ``step``: if it is not
+    given, it is read from a folder name such as ``version_120``. ``note``: plain values for the
+    snapshot's ``metadata``.
+
+    Under torch.distributed, all ranks make this call, and one snapshot holds the state of all of
+    them. ``group="alone"`` saves the state of this process only; a ``ProcessGroup`` saves the state
+    of its ranks.
+
+    ``timeout``: the seconds after which the save fails, on all ranks. Without it, every call of a
+    store on a server ends in time (see ``docs/stores.md``), but the whole save may take long.
+
+    The save uses at most 256 MiB of memory beyond the state. Raises ``AlreadyExists`` if the
+    snapshot exists, ``Unsupported`` for a value that cannot be stored faithfully, ``StoreError``,
+    or ``CommitError``. If it raises, nothing was committed, unless the error's ``outcome`` is
+    "unknown".
+    """
+    metadata, ranks = VersionMetadata(step=step, note=note), saving_group(group)
+    location = locate(url).limit("save", timeout)
+    job = begin_save(location, state, metadata, shared_pool(), group=ranks, stage_now=False)
+    return Snapshot(finish_save(job))
+
+
+def save_async(
+    url: Url,
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    note: Mapping[str, Any] = {},
+    group: GroupSpec = None,
+    timeout: float | None = None,
+) -> Pending:
+    """Copy ``state`` into host buffers and return; a background thread finishes the save.
+
+    Like ``save``, but the state may change as soon as this returns. The save uses memory for one
+    copy of the state plus 256 MiB. ``wait()`` on the result returns the snapshot or raises the
+    error of the save. If a save fails and nothing waits for it, the process exits with code 1.
+    ``timeout`` counts from this call.
+    """
+    metadata, location = VersionMetadata(step=step, note=note), locate(url).limit("save", timeout)
+    pool = BufferPool(1 << 50)
+    try:
+        ranks = saving_group(group)
+        job = begin_save(location, state, metadata, pool, group=ranks, stage_now=True)
+        return finish_in_background(job, finish_save, after=pool.close)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def finish_in_background(
+    job: SaveJob,
+    finish: Callable[[SaveJob], SnapshotReader],
+    after: Callable[[], object] = no_op,
+    register: Callable[[Pending | None], object] = no_op,
+) -> Pending:
+    """Run the second half of a staged save on a background thread. Raises ``CommitError`` if no
+    thread can be started.
+
+    ``register`` gets the save before the thread starts, because an interrupt may prevent this
+    function from returning although the thread runs. It gets None if the save will never begin.
+    """
+    pending = None
+    try:
+        staged = None if job.deferred is None else job.deferred.done
+        pending = Pending(lambda: Snapshot(finish(job)), job.location.url, after, staged)
+        register(pending)
+        pending.start()
+    except BaseException:
+        if pending is None or pending.cancel():
+            with job, job.collective:  # otherwise an optimizer or another rank would wait forever
+                register(None)
+                raise
+        raise
+    return pending
+
+
+@gc_paused
+def begin_save(
+    location: Location,
+    state: Any,
+    metadata: VersionMetadata,
+    pool: BufferPool,
+    *,
+    group: Group | None = None,
+    stage_now: bool,
+    base: SnapshotReader | None = None,
+    overlap: bool = False,
+) -> SaveJob:
+    """Run the first half of a save, during which the live state must not change: agree on which
+    rank writes what, and stage if ``stage_now``. Without a ``group``, this process saves alone.
+
+    ``base``: a version of the same run; the save refers to the chunks that the base already holds
+    instead of writing them. ``overlap``: leave parameters and optimizer slots, which change only
+    when an optimizer steps, to ``finish_save``; no optimizer may then step before ``deferred.done``
+    of the returned job is set. ``state`` may already be flattened. Both halves end by the
+    deadline of ``location``.
+    """
+    started_at = time.perf_counter()
+    group = group or LocalGroup()
+    collective = group.collective(f"the save of {location.name}", deadline=location.deadline)
+    workers = Workers.create(pool, collective.advance, location.check_time)
+    with collective:
+        if group.rank == 0:
+            raise_if_exists(location)
+        metadata_node = metadata.to_node()
+        flat = state if isinstance(state, FlatState) else flatten(state, group.rank)
+        sources = [leaf.source for leaf in flat.leaves]
+        synchronize_streams(sources)
+        partition = partition_state(collective, group, flat, workers)
+        cache = group.cache if stage_now else None  # a synchronous save is not one of many
+        image = make_image(partition.sources, partition.leaf_boxes, cache=cache)
+        job = SaveJob(
+            location,
+            metadata,
+            base,
+            collective,
+            metadata_node,
+            partition,
+            image,
+            split_into_pieces(len(image.header), image.length),
+            workers,
+            started_at,
+            devices=flat.devices(),
+        )
+        try:
+            if stage_now:
+                now, later = split_pieces(
+                    image, job.pieces, find_stable_leaves(state, flat) if overlap else ()
+                )
+                job.upload = put_local_shard(job)
+                stage_pieces(image, now, workers, job.upload)
+                job.deferred = DeferredStaging(image, later, job.upload)
+            job.staged_at = time.perf_counter()
+            seconds = job.staged_at - started_at
+            events.emit("staged", url=location.url, bytes=image.length, seconds=seconds)
+        except BaseException as e:
+            job.release_memory()
+            if collective.size == 1 or not stage_now or not isinstance(e, Exception):
+                raise
+            # The other ranks already continue training, so all ranks raise at the end of the save.
+            job.staging_error = e
+    return job
+
+
+def finish_save(
+    job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_op
+) -> SnapshotReader:
+    """Run the second half of a save, which may run in the background: write, gather, and commit.
+
+    Rank 0 calls ``fence`` with the receipts right before the commit; ``fence`` raises to prevent
+    the commit.
+    """
+    location, collective = job.location, job.collective
+    with job, collective:
+        if job.staging_error is not None:
+            raise job.staging_error
+        if job.deferred is not None:
+            _stage_deferred(job, job.deferred)
+        if job.observer is not None:
+            job.observer.on_staged(job.pieces)
+        with pinned_base(location, job.partition.attempt, job.base, collective) as base:
+            with before_commit():
+                receipt = write_local_shard(job, base)
+                job.copy_to_peers(receipt)
+
+            def commit(receipts: list[Receipt]) -> SnapshotReader:
+                with before_commit():
+                    shards = check_receipts(location, receipts, collective.size, job.partition.plan)
+                    chain = 1 if base is None else base.manifest.chain + 1
+                    manifest = job.build_manifest(shards, chain, receipts)
+                    fence(receipts)
+                collective.advance()  # raises if the deadline has passed
+                collective.begin_commit()  # raises if another rank failed before
+                return put_manifest(location, manifest, job.partition.plan)
+
+            snapshot, job.result = commit_collectively(
+                location, job.partition.attempt, collective, receipt, commit
+            )
+    snapshot.location = location.without_limit()
+    seconds = time.perf_counter() - job.started_at
+    events.emit("committed", url=location.url, bytes=job.result.nbytes, seconds=seconds)
+    return snapshot
+
+
+def _stage_deferred(job: SaveJob, deferred: DeferredStaging) -> None:
+    """Stage the deferred pieces. Raises ``CommitError`` if the training changed their leaves
+    meanwhile."""
+    if changed := deferred.stage(job.workers):
+        raise CommitError(
+            f"Nothing was committed to {job.location.url}: {format_list(changed, 3)} changed"
+            " during the copy in the background",
+            todo="Change these tensors only in an optimizer's step, or use overlap=False",
+            leaves=changed,
+        )

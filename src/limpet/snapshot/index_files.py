@@ -1,0 +1,189 @@
+"""Reads the indexes of a snapshot, and checks its files against its manifest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate, groupby
+from math import prod
+
+import numpy as np
+
+from limpet.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound, StoreError
+from limpet.format.digest import digest
+from limpet.format.index import ShardIndex, decode_index
+from limpet.format.index_columns import LeafSchema, SchemaCache
+from limpet.format.manifest import MAX_MANIFEST, Shard
+from limpet.format.names import SPREAD
+from limpet.format.validate import LeafSpecs
+from limpet.ragged import Ints
+from limpet.snapshot.location import Location
+from limpet.snapshot.spread import RESTORE_SPREAD, SpreadStore
+from limpet.storage.store import Store
+from limpet.text import VERIFY_ADVICE
+from limpet.threads import look_up_each
+from limpet.types import MIB
+
+_BYTES_AT_ONCE = 16 * MIB
+"""The size of the indexes that are read before they are parsed."""
+
+_OPEN_IN_RUN = (
+    "Open the snapshot as RUN/version_N, or make a self-contained copy with `limpet copy`"
+)
+
+
+def read_index(location: Location, shard: Shard) -> ShardIndex:
+    """Read the index of a shard, and check its length, digest, and content against the manifest.
+
+    Raises ``FormatError`` or ``StoreError``.
+    """
+    check_length(location, shard.index.name, shard.index.length)
+    return parse_index(location, shard, _get_index(location, shard))
+
+
+def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex]:
+    """Read the indexes of all shards of a snapshot, whose lengths were checked before."""
+    schema_cache = SchemaCache()
+    indexes, raw = list[ShardIndex](), dict[str, bytes]()
+
+    def read(shard: Shard) -> None:
+        raw[shard.name] = _get_index(location, shard)
+
+    ends = accumulate(shard.index.length for shard in shards)
+    for _, part in groupby(zip(ends, shards, strict=True), lambda e: e[0] // _BYTES_AT_ONCE):
+        group = [shard for _, shard in part]
+        look_up_each(group, read)
+        indexes += [parse_index(location, s, raw.pop(s.name), schema_cache) for s in group]
+    return indexes
+
+
+def _get_index(location: Location, shard: Shard) -> bytes:
+    return location.store.get(location.key(shard.index.name), MAX_MANIFEST)
+
+
+def parse_index(
+    location: Location, shard: Shard, raw: bytes, schema_cache: SchemaCache | None = None
+) -> ShardIndex:
+    """Do the same as ``read_index`` for bytes that were already read.
+
+    ``schema_cache``: shared by all indexes of the snapshot.
+    """
+    file = location.key(shard.index.name)
+    actual = digest(raw)
+    if actual != shard.index.digest:
+        raise DigestMismatch(
+            f"{location.url}/{shard.index.name} is damaged",
+            expected=f"digest {shard.index.digest}",
+            found=actual,
+            todo=VERIFY_ADVICE,
+            file=file,
+            offset=0,
+        )
+    index = decode_index(raw, file, shard.refers, schema_cache)
+    if (index.shard, index.length) != (shard.name, shard.length):
+        raise ManifestInvalid(
+            f"{file} is the index of another shard",
+            expected=f"{shard.name} of {shard.length} bytes",
+            found=f"{index.shard} of {index.length} bytes",
+            file=file,
+        )
+    return index
+
+
+def file_key(location: Location, path: str) -> str:
+    """Return the key of a file whose path is relative to the snapshot's folder."""
+    return location.run_key(path[3:]) if path.startswith("../") else location.key(path)
+
+
+def check_length(location: Location, name: str, length: int) -> None:
+    """Check that a file exists and has the expected length, in bytes.
+
+    ``name``: the path of the file relative to the snapshot's folder. Raises ``FormatError`` if the
+    file is missing, has another length, or is outside of the store, and ``StoreError``.
+    """
+    file = file_key(location, name)
+    if not location.folder and file != name:
+        raise FormatError(
+            f"{location.url} refers to {name}, which is outside of the store",
+            expected="a snapshot that is opened as part of its run",
+            found="a store whose root is the snapshot's folder",
+            todo=_OPEN_IN_RUN,
+            file=file,
+            offset=0,
+        )
+    try:
+        actual = location.store.stat(file).length
+    except NotFound as e:
+        is_lost = _has_lost_record(location.store)
+        todo = RESTORE_SPREAD.format(location.store.url) if is_lost else VERIFY_ADVICE
+        raise FormatError(
+            f"{location.url} is damaged: {name} is missing"
+            + (f", and so is {SPREAD}, which says where it is" if is_lost else ""),
+            expected=f"{length} bytes",
+            found=e.found or "no such file",
+            todo=todo if location.folder else _OPEN_IN_RUN,
+            file=file,
+            offset=0,
+        ) from e
+    if actual != length:
+        raise FormatError(
+            f"{location.url} is damaged: {name} has the wrong length",
+            expected=f"{length} bytes",
+            found=f"{actual} bytes",
+            todo=VERIFY_ADVICE,
+            file=file,
+            offset=min(actual, length),
+        )
+
+
+def _has_lost_record(store: Store) -> bool:
+    """Return True if a run has folders over which it is spread, but has lost the record of it."""
+    with suppress(StoreError):
+        return isinstance(store, SpreadStore) and store.has_lost_record()
+    return False  # it is only advice
+
+
+def check_indexes(url: str, file: str, leaves: LeafSpecs, indexes: Sequence[ShardIndex]) -> None:
+    """Check that the indexes of a snapshot hold its ``leaves``, all elements of each.
+
+    ``file``: the key of its manifest. Raises ``ManifestInvalid``.
+    """
+
+    def contradiction_error(expected: str, found: str, leaf: str) -> ManifestInvalid:
+        return ManifestInvalid(
+            f"The manifest and the indexes of {url} contradict each other",
+            expected=expected,
+            found=found,
+            todo="Load another version; this one was not written by a correct Limpet",
+            file=file,
+            leaf=leaf,
+        )
+
+    numels_by_schema = dict[LeafSchema, Ints]()
+    for index in indexes:
+        schema, numels = index.leaves.schema, index.leaves.stored_numels()
+        if schema in numels_by_schema:
+            # clipped, so that the next sum does not overflow 64 bits
+            numels = np.minimum(numels + numels_by_schema[schema], 1 << 62)
+        else:  # shards that share a schema need only one check of its leaves
+            for key, *spec in zip(schema.keys, schema.dtypes, schema.shapes, strict=True):
+                if leaves.get(key) != tuple(spec):
+                    raise contradiction_error(
+                        f"leaf {key} as {leaves.get(key)}",
+                        f"{tuple(spec)} in the index of {index.shard}",
+                        key,
+                    )
+        numels_by_schema[schema] = numels
+    stored: Counter[str] = Counter()
+    for schema, numels in numels_by_schema.items():
+        for key, numel in zip(schema.keys, numels.tolist(), strict=True):
+            stored[key] += numel
+    for key, (_, shape) in leaves.items():
+        # every element of a shape has stored bytes, so a shape cannot demand too much memory
+        if key not in stored or stored[key] < prod(shape):
+            raise contradiction_error(
+                f"{prod(shape)} elements of leaf {key[:200]!r}",
+                f"{stored[key]} in the indexes",
+                key,
+            )

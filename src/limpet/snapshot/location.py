@@ -1,0 +1,202 @@
+"""The location of a snapshot: a store and a folder in it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from limpet.deadline import Deadline
+from limpet.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
+from limpet.format.names import MANIFEST, Version, parse_version
+from limpet.snapshot.spread import spread_store, unspread
+from limpet.storage.local.store import LocalStore
+from limpet.storage.open import check_url, has_authority, open_store
+from limpet.storage.store import Store, list_level, within
+from limpet.text import hide_secrets
+
+Url = str | os.PathLike[str] | Store
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A snapshot's folder in a store. The folder is ``""`` if the store's root is the snapshot.
+
+    ``deadline``: the time by which the calls of the store end; ``unlimited``: the store without it.
+    ``is_per_host``: True if each host has a store of its own here, such as its memory, which the
+    ranks of other hosts do not see.
+    """
+
+    store: Store
+    folder: str
+    deadline: Deadline | None = None
+    unlimited: Store | None = None
+    is_per_host: bool = False
+
+    def limit(
+        self, operation: str, timeout: float | None, deadline: Deadline | None = None
+    ) -> Location:
+        """Return the same location for an operation of at most ``timeout`` seconds from now. None:
+        without a limit. ``operation``: "save". A ``deadline`` replaces the timeout.
+
+        Raises ``LimpetError`` unless the timeout is positive.
+        """
+        if deadline is None:
+            if timeout is None:
+                return self
+            deadline = Deadline.after(timeout, f"the {operation} of {self.url}: {timeout} s")
+        limited = within(self.store, deadline)
+        return Location(limited, self.folder, deadline, self.store, self.is_per_host)
+
+    def without_limit(self) -> Location:
+        """Return the same location without the deadline."""
+        if self.unlimited is None:
+            return self
+        return Location(self.unlimited, self.folder, is_per_host=self.is_per_host)
+
+    def for_cleanup(self) -> Location:
+        """Return the same location for the removal of what an operation has left.
+
+        After the deadline, it gets ``cleanup_seconds``. They begin now if those after the deadline
+        have passed: this rank may have waited for another one for longer.
+        """
+        deadline, store = self.deadline, self.unlimited
+        if deadline is None or store is None or deadline.seconds_left:
+            return self
+        cleanup = deadline.for_cleanup()
+        if not cleanup.seconds_left:
+            cleanup = replace(cleanup, at=cleanup.clock() + cleanup.cleanup_seconds)
+        return Location(within(store, cleanup), self.folder, cleanup, store, self.is_per_host)
+
+    def check_time(self) -> None:
+        """Raise ``Unavailable`` once the deadline has passed."""
+        if self.deadline is not None:
+            self.deadline.check()
+
+    def key(self, name: str) -> str:
+        """Return the key of a file of the snapshot."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def run_key(self, name: str) -> str:
+        """Return the key of a file in the run's folder, which contains the snapshot's folder."""
+        return "/".join([*self.folder.split("/")[:-1], name])
+
+    @property
+    def name(self) -> str:
+        """What all ranks call the snapshot: its URL, unless each host has another one."""
+        return f"{self.folder} on each host" if self.is_per_host else self.url
+
+    @property
+    def url(self) -> str:
+        return f"{self.store.url.rstrip('/')}/{self.folder}" if self.folder else self.store.url
+
+
+def locate(url: Url) -> Location:
+    """Return the location of one snapshot.
+
+    The last level of a URL is the snapshot's folder. The levels before it are the root of the
+    store, so that files in the run's folder are accessible. Raises ``StoreError`` for a URL without
+    a folder.
+    """
+    if not isinstance(url, str | os.PathLike):
+        return Location(open_store(url), "")
+    text = check_url(url)
+    scheme, separator, path = text.rpartition("://")
+    if scheme == "file":  # the folder's name is decoded, as the levels before it are
+        scheme, separator, path = "", "", open_store(text).url
+    path = path.rstrip("/")  # not the whole text: of "s3://", "s3:" would remain, a local folder
+    root, _, folder = path.rpartition("/")
+    if has_authority(scheme) and not root:
+        return Location(open_store(f"{scheme}{separator}{path}"), "")  # it is a whole bucket
+    if folder in ("", ".", ".."):
+        raise StoreError(
+            f"{hide_secrets(text)!r} is not the URL of a snapshot", expected="RUN/version_120"
+        )
+    if not scheme:
+        root = root or ("/" if path.startswith("/") else ".")
+    return Location(spread_store(open_store(f"{scheme}{separator}{root}")), folder)
+
+
+def get_bounded(store: Store, key: str, limit: int) -> bytes:
+    """Return an object that its format limits to ``limit`` bytes.
+
+    A longer one is damaged: raises ``ManifestInvalid``, not the ``StoreError`` of ``Store.get``.
+    """
+    try:
+        return store.get(key, limit)
+    except NotFound:
+        raise
+    except StoreError as e:
+        length = 0
+        with suppress(StoreError):
+            length = store.stat(key).length
+        if length <= limit:
+            raise
+        raise ManifestInvalid(
+            f"{key} in {store.url} is longer than the format allows",
+            expected=f"at most {limit} bytes",
+            found=f"{length} bytes",
+            file=key,
+        ) from e
+
+
+def versions_in(location: Location) -> list[Version]:
+    """Return the versions whose folders are directly in a folder, oldest first.
+
+    If there are any, the folder is a run. A folder that is named like a version has none. Only one
+    level is listed, because the subfolders may contain a whole disk.
+    """
+    if parse_version(location.folder.rpartition("/")[2]) is not None:
+        return []
+    entries = list_level(unspread(location.store), location.folder, "version_")
+    versions = [parse_version(entry.name) for entry in entries if entry.kind != "object"]
+    return sorted(
+        v
+        for v in versions
+        if v is not None and is_snapshot(Location(location.store, location.key(str(v))))
+    )
+
+
+def is_snapshot(location: Location) -> bool:
+    """Return True if there is a manifest, which may be damaged."""
+    try:
+        with suppress(BrokenLink):
+            location.store.stat(location.key(MANIFEST))
+    except NotFound:
+        return False
+    return True
+
+
+def describe_missing(location: Location) -> tuple[str, str]:
+    """Return ``found`` and ``todo`` for the error that there is no manifest at a location."""
+    url = location.url
+    if isinstance(unspread(location.store), LocalStore) and not os.path.isdir(url):
+        if os.path.lexists(url):
+            return "a file", "Name the folder of a snapshot"
+        return "no such file or folder", path_advice(suggest_similar_path(url))
+    return (
+        "none",
+        "`limpet ls RUN` lists the versions of a run; a folder without a manifest is from a save"
+        " that was never committed",
+    )
+
+
+def suggest_similar_path(path: str) -> str | None:
+    """Return an existing path with a name similar to that of a missing local path, or None."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if os.path.lexists(path) or not os.path.isdir(folder):
+        return None
+    matches = difflib.get_close_matches(name, sorted(os.listdir(folder)), n=1)
+    return os.path.join(os.path.dirname(path), matches[0]) if matches else None
+
+
+def path_advice(similar: str | None) -> str:
+    """Return the advice for a missing path, to which ``similar`` is similar."""
+    return "Check the path" if similar is None else f"Perhaps you meant {similar}"
+
+
+def describe_run(versions: Sequence[Version]) -> str:
+    """Describe a run that has these versions, for error messages."""
+    return f"a run of {len(versions):,} version{'' if len(versions) == 1 else 's'}"

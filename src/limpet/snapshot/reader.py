@@ -1,0 +1,300 @@
+"""Opens a committed snapshot and reads it lazily: the manifest first, the rest on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from limpet.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
+from limpet.format import tree
+from limpet.format.index import ShardIndex
+from limpet.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
+from limpet.format.names import MANIFEST, Version, parse_reference, parse_version
+from limpet.format.sealed import require
+from limpet.format.validate import LeafSpecs, check_numbered_tree, check_plain
+from limpet.layout.read_plan import ReadRequest, make_read_plan
+from limpet.snapshot import pins
+from limpet.snapshot.index_files import check_indexes, check_length, read_indexes
+from limpet.snapshot.location import (
+    Location,
+    Url,
+    describe_missing,
+    describe_run,
+    get_bounded,
+    locate,
+    versions_in,
+)
+from limpet.snapshot.read import Target, execute_read_plan, read_workers
+from limpet.snapshot.verify import CheckedChunks, Report, verify
+from limpet.threads import gc_paused, look_up_each, no_op
+
+
+def open_snapshot(url: Url) -> SnapshotReader:
+    """Open the snapshot at ``url``. Only its manifest is read.
+
+    Raises ``NotFound`` if there is no snapshot, and ``FormatError`` if its manifest is damaged.
+    """
+    return open_location(locate(url))
+
+
+@gc_paused
+def open_location(location: Location) -> SnapshotReader:
+    """Do the same as ``open_snapshot`` for a location."""
+    file = location.key(MANIFEST)
+    try:
+        raw = get_bounded(location.store, file, MAX_MANIFEST)
+    except NotFound as e:
+        if versions := versions_in(location):
+            raise NotFound(
+                f"{location.url} is {describe_run(versions)}, not a snapshot",
+                todo=f"Name one of them, such as {location.url}@latest or"
+                f" {location.url}/{versions[-1]}",
+                key=file,
+                store=location.store.url,
+                versions=len(versions),
+            ) from e
+        found, todo = describe_missing(location)
+        raise NotFound(
+            f"There is no snapshot at {location.url}",
+            expected=f"a folder with a {MANIFEST}",
+            found=found,
+            todo=todo,
+            key=file,
+            store=location.store.url,
+        ) from e
+    return SnapshotReader(location, *decode_manifest(raw, file))
+
+
+class SnapshotReader:
+    """Reads the files of a committed snapshot. ``Snapshot`` is its public side.
+
+    If ``manifest`` is None, the manifest with the digest ``digest`` is read on first use.
+    ``checked_headers``: the names of the shards whose headers were compared with their digests.
+    """
+
+    left_out: Sequence[str] = ()  # members of a checkpoint of another library
+
+    def __init__(
+        self,
+        location: Location,
+        manifest: Manifest | None,
+        digest: str,
+        leaves: LeafSpecs | None = None,
+    ) -> None:
+        self.location = location
+        self.digest = digest
+        self._manifest = manifest
+        self._leaves = leaves
+        if manifest is not None and leaves is None:  # a caller that committed it passes its leaves
+            self._leaves = self._check_manifest(manifest)
+        self._nodes: dict[str, Any] | None = None
+        self._indexes: list[ShardIndex] | None = None
+        self.checked_headers: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<SnapshotReader {self.url}>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the manifest was read."""
+        return self._manifest is not None
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest that the commit wrote.
+
+        If another rank committed the snapshot, the first use reads the manifest and may raise
+        ``FormatError`` or ``StoreError``.
+        """
+        if self._manifest is None:
+            stored = open_location(self.location)
+            if stored.digest != self.digest:
+                raise DigestMismatch(
+                    f"The manifest of {self.url} is not the one that was committed",
+                    expected=f"digest {self.digest}",
+                    found=stored.digest,
+                    todo="Look for a second job that writes to the same run",
+                    file=self.location.key(MANIFEST),
+                )
+            self._manifest, self._leaves = stored.manifest, stored.leaves
+        return self._manifest
+
+    @property
+    def leaves(self) -> LeafSpecs:
+        """The leaves that have bytes: a mapping from key to (dtype name, global shape)."""
+        if self._leaves is None:
+            self._leaves = self._check_manifest(self.manifest)
+        return self._leaves
+
+    def _check_manifest(self, manifest: Manifest) -> LeafSpecs:
+        file = self.location.key(MANIFEST)
+        check_plain(manifest.metadata, "metadata", file)
+        leaves, number = check_numbered_tree(manifest.tree, file)
+        fits = (number == 3) == (manifest.number == 3)
+        require(file, fits, f"nodes of format {manifest.number}", f"nodes of format {number}")
+        return leaves
+
+    @property
+    def url(self) -> str:
+        """The location of the snapshot."""
+        return self.location.url
+
+    @property
+    def step(self) -> int | None:
+        """The training step after which the snapshot was saved."""
+        return self.manifest.step
+
+    @property
+    def version(self) -> Version:
+        """The step and the branch in the folder's name.
+
+        Raises ``ManifestInvalid`` if the name is not that of a version, or if the manifest has
+        another step or branch.
+        """
+        name = parse_version(self.location.folder.rpartition("/")[2])
+        step, branch = self.manifest.step, self.manifest.branch
+        if name is None or (name.step, name.branch) != (step, branch):
+            raise ManifestInvalid(
+                f"The folder name of {self.url} does not match its manifest",
+                expected="a folder with the name version_STEP or version_STEP.BRANCH",
+                found=f"a manifest of step {step} on branch {branch}",
+                todo="Restore the original name of the folder",
+                file=self.location.key(MANIFEST),
+            )
+        return name
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, the ``devices`` of
+        the tensors, and the ``objectives`` of the policies of a ``Checkpointer``."""
+        metadata: dict[str, Any] = tree.decode(
+            self.manifest.metadata, "metadata", tree.reject_value
+        )
+        return metadata
+
+    @property
+    def nbytes(self) -> int:
+        """The total size of the snapshot's own shards, in bytes."""
+        return sum(s.length for s in self.manifest.shards)
+
+    @property
+    def bases(self) -> frozenset[Version]:
+        """The base versions, whose files this one refers to; empty for a full version."""
+        references = [parse_reference(f.path) for s in self.manifest.shards for f in s.refers]
+        return frozenset(r[0] for r in references if r is not None)
+
+    @property
+    def referred_bytes(self) -> int:
+        """The number of bytes in files of base versions that this version refers to."""
+        return sum(f.bytes for s in self.manifest.shards for f in s.refers)
+
+    @gc_paused
+    def nodes(self) -> dict[str, Any]:
+        """Return the tree's nodes of leaves and plain values by key, in the state's order."""
+        if self._nodes is None:
+            self._nodes = dict(tree.walk(self.manifest.tree))
+        return self._nodes
+
+    def indexes(self) -> list[ShardIndex]:
+        """Return the indexes of all shards, checked against the manifest and the tree.
+
+        They are read once. The lengths of the files are checked first. Raises ``FormatError`` or
+        ``StoreError``: ``NotFound`` if the snapshot was deleted.
+        """
+        if self._indexes is None:
+            with self.not_found_if_deleted():
+                self._indexes = self.read_indexes()
+        return self._indexes
+
+    @gc_paused
+    def read_indexes(self) -> list[ShardIndex]:
+        """Do the same as ``indexes``, but read them again and do not keep them."""
+        self.check_lengths(self.manifest.shards)
+        indexes = read_indexes(self.location, self.manifest.shards)
+        check_indexes(self.url, self.location.key(MANIFEST), self.leaves, indexes)
+        return indexes
+
+    @gc_paused
+    def set_indexes(self, indexes: list[ShardIndex]) -> None:
+        """Check and keep the indexes of all shards, which the caller received in another way."""
+        check_indexes(self.url, self.location.key(MANIFEST), self.leaves, indexes)
+        self._indexes = indexes
+
+    def check_files(self) -> None:
+        """Check that every file, including those of base versions, has the expected length.
+
+        The files are not read. Raises ``FormatError`` for a file that is missing or has the wrong
+        length, and ``NotFound`` if the snapshot was deleted.
+        """
+        with self.not_found_if_deleted():
+            self.check_lengths(self.manifest.shards)
+
+    def check_lengths(self, shards: Sequence[Shard]) -> None:
+        """Check the lengths of some shards' files. Raises ``FormatError`` or ``StoreError``."""
+        files = dict.fromkeys(
+            (file, length)
+            for shard in shards
+            for file, length in (
+                (shard.name, shard.length),
+                (shard.index.name, shard.index.length),
+                *((f.path, f.length) for f in shard.refers),
+            )
+        )
+        look_up_each([*files], lambda file: check_length(self.location, *file))
+
+    def read(
+        self,
+        requests: Sequence[ReadRequest],
+        targets: Sequence[Target],
+        advance: Callable[[], object] = no_op,
+        *,
+        check_headers: bool = True,
+    ) -> None:
+        """Read the boxes that ``requests`` requests, check them, and copy each into its target.
+
+        ``advance`` is called after each part. Unless ``check_headers`` is False, the header of
+        every own shard that is read is checked too, once. Raises ``FormatError`` or ``StoreError``:
+        ``NotFound`` if the snapshot was deleted.
+        """
+        indexes = self.indexes()
+        checked = self.checked_headers if check_headers else None
+        plan = gc_paused(make_read_plan)(indexes, requests, checked)
+        with self.not_found_if_deleted():
+            workers = read_workers(self.location, advance)
+            execute_read_plan(self.location, plan, indexes, targets, workers)
+        self.checked_headers.update(plan.headers)
+
+    def verify(
+        self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None
+    ) -> Report:
+        """Read every byte of every file, and every byte referred to, and check all digests.
+
+        ``seen``: chunks that were read for other versions. They are not read again. Damage does not
+        raise an error; the report lists all of it. ``progress(nbytes)`` is called from several
+        threads as bytes are checked. Raises ``NotFound`` if the snapshot was deleted.
+        """
+        with self.pin_while_reading():
+            report = verify(self.location, self.manifest, self.leaves, self.indexes, progress, seen)
+        if not report.ok:
+            pins.require_manifest(self.location, "during the read")
+        return report
+
+    @contextmanager
+    def not_found_if_deleted(self) -> Iterator[None]:
+        """Replace an error in the ``with`` block by ``NotFound`` if the snapshot was deleted.
+
+        The files of a version that is being deleted are missing, but the version is not damaged.
+        """
+        try:
+            yield
+        except (FormatError, NotFound):
+            pins.require_manifest(self.location, "during the read")
+            raise
+
+    def pin_while_reading(self) -> AbstractContextManager[None]:
+        """Pin a large snapshot during a ``with`` block that reads it.
+
+        Raises ``NotFound`` if the snapshot was deleted.
+        """
+        return pins.pin_while_reading(self.location, self.nbytes + self.referred_bytes, self.bases)

@@ -1,0 +1,191 @@
+"""The public ``Snapshot``: a committed state as a mapping. A ``SnapshotReader`` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from limpet.format import torch_types, tree
+from limpet.format.names import Version
+from limpet.snapshot.leaf import LeafView
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.subtree import (
+    SubtreeView,
+    describe_members,
+    is_container,
+    missing_key,
+    to_html,
+    walk_containers,
+)
+from limpet.snapshot.verify import CheckedChunks, Report
+from limpet.text import format_size, to_printable
+from limpet.threads import gc_paused
+
+_SHOWN_METRICS = 6
+_MISSING = object()
+
+
+class Snapshot:
+    """An immutable, committed state. ``limpet.open``, ``limpet.save``, and ``Run`` return it.
+
+    It maps the keys of all leaves and plain values, in the state's order, to ``LeafView`` objects
+    and plain values. Only the manifest is read to open it.
+    """
+
+    def __init__(self, reader: SnapshotReader) -> None:
+        self._reader = reader
+        self._containers_by_key: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        if not self._reader.is_open:  # nothing is read for this
+            return f"<Snapshot {self.url}, not read yet>"
+        members = describe_members(self._reader.leaves, self._reader.manifest.tree, "")
+        return f"<Snapshot {self._title}: {members}>"
+
+    def _repr_html_(self) -> str:
+        metrics = "".join(f", {k} {v:.6g}" for k, v in [*self.metrics.items()][:_SHOWN_METRICS])
+        leaves, root = self._reader.leaves, self._reader.manifest.tree
+        return to_html(f"{self._title}{metrics}", leaves, root, "")
+
+    def __eq__(self, other: object) -> bool:
+        """Return True for another ``Snapshot`` of the same reader, such as what a second
+        ``Checkpointer.save`` at one step returns."""
+        return isinstance(other, Snapshot) and self._reader is other._reader
+
+    def __hash__(self) -> int:
+        return hash(self._reader)
+
+    @property
+    def _title(self) -> str:
+        step = "" if self.step is None else f" step {self.step},"
+        size = format_size(self.nbytes + self.referred_bytes)
+        return f"{to_printable(self.url)}:{step} {size}"
+
+    @property
+    def url(self) -> str:
+        """The location of the snapshot."""
+        return self._reader.url
+
+    @property
+    def step(self) -> int | None:
+        """The training step after which the snapshot was saved."""
+        return self._reader.step
+
+    @property
+    def version(self) -> Version:
+        """The step and the branch in the folder's name.
+
+        Raises ``ManifestInvalid`` if the name is not that of a version, or if the manifest has
+        another step or branch.
+        """
+        return self._reader.version
+
+    @property
+    def created(self) -> str:
+        """The time of the save (UTC, ISO 8601), by the clock of the machine that saved it."""
+        return self._reader.manifest.created
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The ``reason``, ``metrics``, ``note``, and ``statistics`` of the save, the ``devices`` of
+        the tensors, and the ``objectives`` of the policies of a ``Checkpointer``."""
+        return self._reader.metadata
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the save. ``Run.metrics`` has those of evaluations, too."""
+        found = self.metadata.get("metrics")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def tree(self) -> Any:
+        """The state as it was saved, a dict, with a ``LeafView`` for each tensor and array, and a
+        ``SubtreeView`` for each sparse tensor. Nothing is read."""
+        return tree.decode(self._reader.manifest.tree, "", self._view)
+
+    @property
+    def nbytes(self) -> int:
+        """The total size of the snapshot's own shards, in bytes."""
+        return self._reader.nbytes
+
+    @property
+    def bases(self) -> frozenset[Version]:
+        """The base versions, whose files this one refers to; empty for a full version."""
+        return self._reader.bases
+
+    @property
+    def referred_bytes(self) -> int:
+        """The number of bytes in files of base versions that this version refers to."""
+        return self._reader.referred_bytes
+
+    @property
+    def chain(self) -> int:
+        """The number of versions from this one back to a full version; 0 for a full version."""
+        return self._reader.manifest.chain
+
+    def keys(self) -> list[str]:
+        """Return the keys of all leaves and plain values, in the state's order."""
+        return list(self._reader.nodes())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reader.nodes())
+
+    def __len__(self) -> int:
+        """Return the number of leaves and plain values."""
+        return len(self._reader.nodes())
+
+    def __bool__(self) -> bool:
+        return True  # also without a leaf
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._reader.nodes() or key in self._containers()
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a plain value, a ``LeafView`` of a tensor or array, or a ``SubtreeView`` of the
+        members below ``key``. A list or tuple of plain values is one value. Raises ``KeyError``."""
+        node = self._reader.nodes().get(key, _MISSING)
+        if node is _MISSING:
+            if key not in self._containers():
+                raise KeyError(missing_key(key, self.keys()))
+            node = self._containers()[key]
+            if is_container(node, key):
+                return self._subtree(key)
+        return tree.decode(node, key, self._view)
+
+    def _view(self, node: Any, key: str) -> Any:
+        """Return a view of a node that is no plain value, or the value of a type of torch."""
+        if not torch_types.TAGS.isdisjoint(node):
+            return torch_types.decode(node, key)
+        return self._subtree(key) if "sparse" in node else LeafView(self._reader, key, node)
+
+    def _subtree(self, key: str) -> SubtreeView:
+        return SubtreeView(self, self._reader.leaves, key, self._containers()[key])
+
+    @gc_paused
+    def _containers(self) -> dict[str, Any]:
+        """Return the tree's nodes of dicts, lists, tuples, and sparse tensors by key, without the
+        root."""
+        if self._containers_by_key is None:
+            self._containers_by_key = dict(walk_containers(self._reader.manifest.tree))
+        return self._containers_by_key
+
+    def verify(
+        self, progress: Callable[[int], None] | None = None, seen: CheckedChunks | None = None
+    ) -> Report:
+        """Read every byte of every file, and every byte referred to, and check all digests.
+
+        ``seen``: chunks that were read for other versions. They are not read again. Damage does not
+        raise an error; the report lists all of it. ``progress(nbytes)`` is called from several
+        threads as bytes are checked. Raises ``NotFound`` if the snapshot was deleted.
+        """
+        return self._reader.verify(progress, seen)
+
+
+def snapshot_of(reader: SnapshotReader | None) -> Snapshot | None:
+    """Return what a user gets for the reader of a version, if there is one."""
+    return None if reader is None else Snapshot(reader)
+
+
+def reader_of(snapshot: Snapshot) -> SnapshotReader:
+    """Return the reader of a snapshot that a user passed, or that a public function returned."""
+    return snapshot._reader

@@ -1,0 +1,119 @@
+"""How the ranks replicate values: wrappers such as DDP, ``PerRank``, and ``Replicated``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from limpet import lazy_torch
+from limpet.errors import Unsupported
+from limpet.state.walk import find_instances, modules_in, optimizers_in
+
+if TYPE_CHECKING:
+    import torch
+
+
+def find_ddp_replication(state: Any) -> dict[int, Replication]:
+    """Return how the ranks replicate the tensors that DDP synchronizes, by memory address.
+
+    Parameters, and their optimizer slots, are ``REPLICATED``. Buffers are ``FROM_FIRST`` if DDP
+    broadcasts them before each forward pass.
+
+    torch.distributed must be initialized. Raises ``Unsupported`` for an optimizer of the flat
+    parameters of FSDP1.
+    """
+    torch = lazy_torch.torch_or_none()
+    if torch.distributed.get_world_size() == 1:
+        return {}
+    replication: dict[int, Replication] = {}
+    ddp_parameter_ids: set[int] = set()
+    flat_parameter_ids: set[int] = set()
+    for sub in (sub for module in modules_in(state) for sub in module.modules()):
+        if isinstance(sub, torch.nn.parallel.DistributedDataParallel):
+            ddp_parameter_ids.update(_record_ddp_members(sub, replication))
+        elif type(sub).__name__ == "FullyShardedDataParallel":
+            flat_parameter_ids.update(map(id, sub.parameters()))
+    for optimizer in optimizers_in(state) if ddp_parameter_ids or flat_parameter_ids else ():
+        for group in optimizer.param_groups:
+            if not flat_parameter_ids.isdisjoint(map(id, group["params"])):
+                raise _flat_parameter_error(optimizer)
+        slots = [
+            s for parameter, s in optimizer.state.items() if id(parameter) in ddp_parameter_ids
+        ]
+        tensors = find_instances(slots, torch.Tensor)
+        replication.update({t.data_ptr(): Replication.REPLICATED for t in tensors})
+    replication.pop(0, None)
+    return replication
+
+
+def _record_ddp_members(module: Any, replication: dict[int, Replication]) -> set[int]:
+    """Record the replication of a DDP module's members; return the ids of its parameters."""
+    ignored = module.parameters_to_ignore
+    params = [p for name, p in module.module.named_parameters() if name not in ignored]
+    replication.update({p.data_ptr(): Replication.REPLICATED for p in params})
+    if module.broadcast_buffers:
+        buffers = [b for name, b in module.module.named_buffers() if name not in ignored]
+        replication.update({b.data_ptr(): Replication.FROM_FIRST for b in buffers})
+    return {id(p) for p in params}
+
+
+def _flat_parameter_error(optimizer: torch.optim.Optimizer) -> Unsupported:
+    name = type(optimizer).__name__
+    return Unsupported(
+        f"The {name} optimizes flat parameters of FullyShardedDataParallel (FSDP1), which do not"
+        " record which part of the model's parameters they hold",
+        expected="fully_shard(model) (FSDP2), whose parameters are DTensors",
+        found=f"{name} with flat parameters",
+        todo="Use fully_shard, or save the result of"
+        " FullyShardedDataParallel.optim_state_dict(model, optimizer)",
+    )
+
+
+T = TypeVar("T")
+
+
+class Replication(IntEnum):
+    """How the ranks that have the same box of a leaf replicate it.
+
+    ``UNVERIFIED``: nothing declares that the copies are equal. The ranks compare their digests
+    before the box is stored once. ``REPLICATED``: the copies are equal by declaration (DTensor,
+    DDP, ``Boxed``), or only one rank can have the box. ``FROM_FIRST``: the copy of the lowest rank
+    that has the box is stored, whatever the other ranks have.
+    """
+
+    UNVERIFIED = 0
+    REPLICATED = 1
+    FROM_FIRST = 2
+
+
+@dataclass(eq=False)
+class PerRank(Generic[T]):
+    """Marks a value in a state as different on each rank, such as the position of a data loader::
+
+        state = {"model": model, "loader": limpet.PerRank(loader)}
+
+    The value of each rank is stored under the rank's number (``loader/3/...``). If a load uses more
+    ranks than the save, each new rank keeps its current value. If it uses fewer, the values of the
+    missing ranks are ignored. In both cases, rank 0 issues a ``RanksChanged`` warning. A load
+    without a live state returns a dict that maps rank numbers, as strings, to values.
+    """
+
+    value: T
+
+
+@dataclass(eq=False)
+class Replicated(Generic[T]):
+    """Marks a value in a state as the same on all ranks; rank 0's is saved without a comparison.
+
+    Use it for a value that differs slightly between ranks without a need to, such as the running
+    statistics of BatchNorm without ``SyncBatchNorm``. Without ``Replicated``, a difference is an
+    error that names the ranks.
+    """
+
+    value: T
+
+
+def keeps_per_rank(value: Any) -> bool:
+    """Return True for a ``PerRank`` and for an object whose class sets ``keeps_per_rank``."""
+    return isinstance(value, PerRank) or bool(getattr(type(value), "keeps_per_rank", False))

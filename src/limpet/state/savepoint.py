@@ -1,0 +1,400 @@
+"""The state at the last step boundary, for a save in the middle of the next step.
+
+During a forward or backward pass, parameters and slots still have the values of the preceding step
+boundary, but buffers, counters, and random generators have changed. A ``Savepoint`` copies the
+latter at each boundary and combines both on request. It does not copy stable parameters and slots
+(see ``step_hooks``), and it flattens the state only on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from math import inf
+from operator import attrgetter
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from limpet import lazy_torch
+from limpet.generators import DeferredIsolation
+from limpet.state import modules, optimizers
+from limpet.state.copy_pool import CopyPool
+from limpet.state.fingerprint import Fingerprint, ModuleStructure, are_same
+from limpet.state.flatten import FlatState, flatten
+from limpet.state.member_copies import (
+    MemberCopies,
+    PrefixedModules,
+    find_mutable_members,
+)
+from limpet.state.replication import PerRank, Replicated, keeps_per_rank
+from limpet.state.sharding import Boxed
+from limpet.state.step_hooks import StepPreHook
+from limpet.state.walk import (
+    Memo,
+    find_stable_storages,
+    map_containers,
+    modules_in,
+    optimizers_in,
+    parameters_and_slots,
+    slots_of,
+    storage_address,
+    to_local,
+)
+from limpet.threads import Latch
+
+if TYPE_CHECKING:
+    import torch
+
+_NO_SAVEPOINT = "no step has been completed yet"
+_INTERRUPTED = "the copy of the mutable state was interrupted"
+_STEP_BEGAN = "the optimizer had begun the next step"
+_PARAMETER_CHANGED = "a parameter was changed outside of an optimizer step"
+_STRUCTURE_CHANGED = "the structure of the state changed"
+_LOAD_BEGAN = "a load into the state had begun"
+_TOO_EXPENSIVE = "copies of the state take too long compared to a step"
+
+_SAMPLED_BUFFERS = 16
+
+_OWN_PACKAGES = frozenset({"limpet", "torch"})
+"""The packages whose classes draw no random numbers in ``state_dict()``."""
+
+
+class _Invalidated(Exception):
+    """The live state is no longer the state of the savepoint."""
+
+
+class Savepoint:
+    """The state at the last ``capture``, available until an optimizer in it begins a step.
+
+    ``state``: as for ``limpet.save``. The training thread calls ``capture`` when a step is
+    complete, and after a load. ``capture`` copies everything except the stable parameters and slots
+    of the optimizers in the state. Each copy stays on the device of its original. Each capture
+    reuses the memory of the copies of the capture before it.
+
+    Another thread may ``hold`` the savepoint to save it. Until ``release``, the training thread
+    waits before an optimizer steps, before the next capture, and before a load.
+
+    PyTorch's version counters detect changes of parameters and slots outside of an optimizer step.
+    A ``Fingerprint`` detects changes that do not increment those counters (``p.data``, NumPy, a
+    kernel that is not PyTorch's). A change that does neither remains undetected: one through
+    ``p.data`` that affects only elements that are not sampled or, on an accelerator, only tensors
+    that are not sampled.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self._captured: Any = None
+        self._invalid_reason: str | None = _NO_SAVEPOINT
+        self._memo: Memo = {}
+        self._parameter_names: dict[int, str] | None = None
+        self._copies = CopyPool()
+        self._step_hook = StepPreHook((), self._on_step_begin)
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._modules: list[torch.nn.Module] = []
+        self._owned_tensors: list[torch.Tensor] = []
+        self._sampled_buffers: list[torch.Tensor] = []
+        self._stable_tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._version_counters: list[int] = []
+        self._fingerprint = Fingerprint(())
+        self._signature = ModuleStructure([])
+        self._stable_storages: frozenset[int] = frozenset()
+        self._mutable_members: dict[int, tuple[PrefixedModules, MemberCopies] | None] = {}
+        self._stable_optimizer_ids: set[int] = set()
+        self._isolation = DeferredIsolation()
+        self._lock = RLock()
+        self._hold: Latch | None = None
+        self.label: Any = None
+        """What the last ``capture`` got as its ``label``."""
+
+        self._begun_steps = 0
+
+    @property
+    def invalid_reason(self) -> str | None:
+        """The reason why the savepoint is not available, as text; None if it is available."""
+        if self._invalid_reason is not None:
+            return self._invalid_reason
+        if not self._is_structure_unchanged():
+            return _STRUCTURE_CHANGED
+        changed = (
+            _read_version_counters(self._fingerprint.partial) != self._version_counters
+            or self._fingerprint.has_changed()
+        )
+        return _PARAMETER_CHANGED if changed else None
+
+    def capture(self, label: Any = None, max_bytes: float = inf) -> None:
+        """Create the savepoint: copy the values that may change before the next optimizer step.
+
+        What code of the user draws in the meantime is undone. Raises ``TooManyBytes``.
+        """
+        self._invalidate(_INTERRUPTED)
+        self._copies.max_bytes = max_bytes
+        self.label, self._captured = label, None
+        with DeferredIsolation() as self._isolation:
+            if not self._is_structure_unchanged():
+                self._isolation.begin()
+                self._scan_state()
+            self._version_counters = _read_version_counters(self._fingerprint.partial)
+            self._fingerprint.record()
+            self._copies.recycle()
+            self._memo, self._parameter_names = {}, None
+            self._captured = map_containers(self._state, self._capture_value, self._memo)
+            self._memo = {}
+        self._invalid_reason = None
+
+    def invalidate(self) -> None:
+        """Discard the savepoint, because a load is about to overwrite the live state."""
+        self._invalidate(_LOAD_BEGAN)
+        self._captured = None
+
+    def free(self) -> None:
+        """Discard the savepoint and its copies, because they are too expensive."""
+        self._invalidate(_TOO_EXPENSIVE)
+        self._captured, self._copies, self.label = None, CopyPool(), None
+
+    def hold(self) -> bool:
+        """Keep the savepoint until ``release``. Return False if it is not available.
+
+        While it is held, no optimizer begins a step, but other code may change parameters: ask for
+        ``invalid_reason`` again after the copy.
+        """
+        with self._lock:
+            if self._invalid_reason is not None:
+                return False
+            self._hold = self._hold or Latch()
+        if self.invalid_reason is None:
+            return True
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Let the training continue that waits because of ``hold``."""
+        with self._lock:
+            hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.set()
+
+    def _invalidate(self, reason: str) -> None:
+        """Record why the savepoint is not available, once nothing holds it."""
+        while True:
+            with self._lock:
+                hold = self._hold
+                if hold is None:
+                    self._invalid_reason = reason
+                    return
+            hold.wait()
+
+    def witness(self) -> tuple[int, list[int], bytes]:
+        """Return what most likely changes when the next step begins: the steps that optimizers have
+        begun, versions of buffers (those of BatchNorm count), and the generator of PyTorch."""
+        torch = lazy_torch.torch_or_none()
+        generator = b"" if torch is None else torch.get_rng_state().numpy().tobytes()
+        return self._begun_steps, _read_version_counters(self._sampled_buffers), generator
+
+    @property
+    def has_optimizers(self) -> bool:
+        """True if the last scan found optimizers, whose steps it observes."""
+        return bool(self._optimizers)
+
+    def flatten_captured(self, rank: int = 0) -> FlatState | None:
+        """Return the state of the last ``capture``, flattened as ``rank``, or None if it is not
+        available.
+
+        It is not available after an optimizer began a step, after a change of parameters or slots
+        outside of an optimizer step, and after a change of the state's structure.
+
+        The leaves are copies, and live parameters and slots. They are valid until the next
+        ``capture`` or the next step of an optimizer. Raises ``Unsupported`` as ``flatten`` does.
+        """
+        if self.invalid_reason is not None:
+            return None
+        names = modules.parameter_names(self._state)
+        try:
+            return flatten(_merge_live_state(self._captured, names), rank)
+        except _Invalidated:
+            self._invalid_reason = _STRUCTURE_CHANGED
+            return None
+
+    def close(self) -> None:
+        """Remove the hooks from the optimizers and release all copies."""
+        self.release()
+        self._step_hook.remove()
+        self._optimizers, self._sampled_buffers = [], []
+        self._invalid_reason = self._invalid_reason or _NO_SAVEPOINT
+        self._captured, self._copies, self._fingerprint = None, CopyPool(), Fingerprint(())
+
+    def _on_step_begin(self) -> None:
+        self._begun_steps += 1
+        self._invalidate(self._invalid_reason or _STEP_BEGAN)
+
+    def _is_structure_unchanged(self) -> bool:
+        """Return True if optimizers, modules, parameters, and slots are those of the last scan."""
+        return (
+            optimizers_in(self._state) == self._optimizers
+            and modules_in(self._state) == self._modules
+            and are_same(parameters_and_slots(self._optimizers), self._owned_tensors)
+            and _read_addresses(self._stable_tensors) == self._addresses
+            and ModuleStructure(self._modules).is_equal(self._signature)
+        )
+
+    def _scan_state(self) -> None:
+        """Find the stable memory again, because it changed: the first step creates the slots."""
+        self._addresses = [0]  # if this scan is interrupted, the structure counts as changed
+        self._step_hook.remove()
+        self._optimizers = optimizers_in(self._state)
+        self._step_hook = StepPreHook(self._optimizers, self._on_step_begin)
+        self._modules = modules_in(self._state)
+        buffers = [b for module in self._modules for b in module.buffers() if not b.is_inference()]
+        self._sampled_buffers = buffers[:: max(1, len(buffers) // _SAMPLED_BUFFERS)]
+        self._owned_tensors = parameters_and_slots(self._optimizers)
+        self._stable_storages = find_stable_storages(self._owned_tensors, self._modules)
+        self._stable_tensors = [
+            to_local(t) for t in self._owned_tensors if storage_address(t) in self._stable_storages
+        ]
+        self._fingerprint = Fingerprint(self._stable_tensors)
+        self._signature = ModuleStructure(self._modules)
+        addresses = _read_addresses(self._stable_tensors)
+        self._mutable_members = {
+            id(m): find_mutable_members(m, self._stable_storages, frozenset(addresses))
+            for m in self._modules
+        }
+        self._stable_optimizer_ids = {
+            id(o)
+            for o in self._optimizers
+            if optimizers.is_standard_optimizer(o)
+            and all(storage_address(t) in self._stable_storages for t in slots_of(o))
+        }
+        self._addresses = addresses
+
+    def _capture_value(self, value: Any, depth: int) -> Any:
+        """Return the value in a form that does not change before the next optimizer step."""
+        torch = lazy_torch.torch_or_none()
+        if torch is not None and isinstance(value, torch.Tensor):
+            return (
+                value
+                if storage_address(value) in self._stable_storages
+                else self._copies.copy_tensor(value)
+            )
+        if isinstance(value, np.ndarray):
+            return self._copies.copy_array(value)
+        if isinstance(value, set | bytearray):
+            return copy(value)
+        if isinstance(value, PerRank | Replicated):
+            return type(value)(
+                map_containers(value.value, self._capture_value, self._memo, depth + 1)
+            )
+        if isinstance(value, Boxed):
+            tensor = self._capture_value(value.tensor, depth)
+            return value if tensor is value.tensor else replace(value, tensor=tensor)
+        if modules.is_module(value):
+            return self._capture_module(value, depth)
+        if optimizers.is_standard_optimizer(value):
+            if id(value) not in self._stable_optimizer_ids:
+                self._isolation.begin()
+                if self._parameter_names is None:
+                    self._parameter_names = modules.parameter_names(self._state)
+                state = optimizers.optimizer_state(value, self._parameter_names, "")
+                return map_containers(state, self._capture_value, self._memo, depth)
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in value.param_groups]
+            return _CapturedOptimizer(
+                value, map_containers(groups, self._capture_value, self._memo, depth)
+            )
+        is_own = type(value).__module__.partition(".")[0] in _OWN_PACKAGES
+        if not is_own or id(value) in map(id, self._optimizers):  # an optimizer has hooks
+            self._isolation.begin()
+        if modules.is_stateful(value) and not isinstance(value, type):
+            state = map_containers(value.state_dict(), self._capture_value, self._memo, depth + 1)
+            return PerRank(state) if keeps_per_rank(value) else state
+        return value
+
+    def _capture_module(self, module: torch.nn.Module, depth: int) -> Any:
+        mutable_members = self._mutable_members.get(id(module))
+        if mutable_members is None or mutable_members[0]:
+            self._isolation.begin()
+        if mutable_members is None:
+            return map_containers(
+                modules.module_state(module, ""), self._capture_value, self._memo, depth
+            )
+        custom, member_copies = mutable_members
+        members: dict[str, Any] = {}
+        for prefix, sub in custom:
+            sub._save_to_state_dict(members, prefix, False)
+        copies = member_copies.copy(self._copies)
+        if copies is None:
+            copies = {}
+            for prefix, sub in member_copies.submodules:
+                sub._save_to_state_dict(members, prefix, False)
+        captured = copies | {
+            name: map_containers(v, self._capture_value, self._memo, depth)
+            for name, v in members.items()
+        }
+        return _CapturedModule(module, captured, self._stable_storages)
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedModule:
+    """A module at a savepoint. ``captured``: the members of submodules that are not all stable."""
+
+    module: torch.nn.Module
+    captured: dict[str, Any]
+    stable_storages: frozenset[int]
+
+    def merge_live_state(self) -> dict[str, Any]:
+        """Return the module's state dict. Raises ``_Invalidated`` if its structure changed."""
+        live_state = self.module.state_dict()
+        others = live_state.keys() - self.captured.keys()
+        if len(others) + len(self.captured) != len(live_state) or not all(
+            storage_address(live_state[name]) in self.stable_storages for name in others
+        ):
+            raise _Invalidated
+        merged = {**live_state, **self.captured}
+        names = modules.strip_wrapper_names(self.module, list(merged), "")
+        return dict(zip(names, merged.values(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedOptimizer:
+    """An optimizer at a savepoint. ``options``: the options of its parameter groups."""
+
+    optimizer: torch.optim.Optimizer
+    options: list[dict[str, Any]]
+
+    def merge_live_state(self, names: dict[int, str]) -> dict[str, Any]:
+        """Return ``optimizer_state``. Raises ``_Invalidated`` if the number of groups changed."""
+        state = optimizers.optimizer_state(self.optimizer, names, "")
+        if len(state["groups"]) != len(self.options):
+            raise _Invalidated
+        state["groups"] = [
+            {k: v for k, v in options.items() if k != "param_names"} | {"params": group["params"]}
+            for options, group in zip(self.options, state["groups"], strict=True)
+        ]
+        return state
+
+
+def _merge_live_state(captured: Any, names: dict[int, str]) -> Any:
+    def merge(value: Any, depth: int) -> Any:
+        if isinstance(value, PerRank | Replicated):
+            return type(value)(_merge_live_state(value.value, names))
+        if isinstance(value, _CapturedModule):
+            return value.merge_live_state()
+        return value.merge_live_state(names) if isinstance(value, _CapturedOptimizer) else value
+
+    return map_containers(captured, merge, {})
+
+
+def _read_addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor's first element."""
+    torch = lazy_torch.torch_or_none()
+    return [*map(torch.Tensor.data_ptr, tensors)] if torch is not None else []
+
+
+def _read_version_counters(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return PyTorch's version counter of each tensor.
+
+    The counters are not sufficient alone: fused optimizers and ``p.data`` change tensors without
+    incrementing them.
+    """
+    return [*map(attrgetter("_version"), tensors)]

@@ -1,0 +1,115 @@
+"""Stable leaves: the parameters and slots that do not change between two optimizer steps.
+
+Forward and backward passes may change everything else: buffers such as those of BatchNorm, the
+scales of FP8, plain tensors, random generators, and the weights of an embedding with ``max_norm``.
+Parameters and slots can therefore be copied during forward and backward passes, until an optimizer
+begins its next step. ``StepPreHook`` reports that moment.
+
+Stability is a property of memory. A parameter that shares its storage with a buffer is not stable,
+whichever object owns it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from limpet import lazy_torch
+from limpet.state.walk import (
+    find_stable_storages,
+    modules_in,
+    optimizers_in,
+    parameters_and_slots,
+    parameters_of,
+    storage_address,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from limpet.state.flatten import FlatState
+
+
+def find_stable_leaves(state: dict[str, Any], flat: FlatState) -> set[str]:
+    """Return the keys of the leaves that are unchanged until an optimizer in ``state`` steps.
+
+    ``flat`` is the flattened state. The result contains neither leaves without elements nor leaves
+    that ``flatten`` had to copy.
+    """
+    torch = lazy_torch.torch_or_none()
+    if torch is None:
+        return set()
+    stable = find_stable_storages(parameters_and_slots(optimizers_in(state)), modules_in(state))
+    return {
+        leaf.key
+        for leaf in flat.leaves
+        if isinstance(leaf.source, torch.Tensor) and storage_address(leaf.source) in stable
+    }
+
+
+class StepPreHook:
+    """Calls ``before_step`` when an optimizer begins a step, before the step changes anything.
+
+    If ``before_step`` raises an exception, the step does not happen.
+
+    ``optimizers``: the hook covers these optimizers and every optimizer that has a parameter in the
+    same memory, such as the optimizer inside a wrapper. None covers every optimizer of the process.
+    The hook is active until ``remove`` is called or the object is garbage collected.
+
+    The implementation is PyTorch's global hook for all optimizers. It covers closures, foreach and
+    fused implementations, and subclasses. It does not cover objects that are not a
+    ``torch.optim.Optimizer``.
+    """
+
+    def __init__(
+        self, optimizers: Iterable[torch.optim.Optimizer] | None, before_step: Callable[[], object]
+    ) -> None:
+        self._before_step = before_step
+        self._all_optimizers = optimizers is None
+        covered = list(optimizers or ())
+        self._optimizer_ids = frozenset(map(id, covered))
+        self._parameter_storages = frozenset(
+            storage_address(p) for o in covered for p in parameters_of(o)
+        ) - {0}
+        if self._all_optimizers or covered:
+            _register(self)
+
+    def on_step_begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Call ``before_step`` if this hook covers the optimizer, which is about to step."""
+        if (
+            self._all_optimizers
+            or id(optimizer) in self._optimizer_ids
+            or any(storage_address(p) in self._parameter_storages for p in parameters_of(optimizer))
+        ):
+            self._before_step()
+
+    def remove(self) -> None:
+        """Deactivate the hook."""
+        global _step_pre_hooks
+        with _step_pre_hooks_lock:
+            _step_pre_hooks = tuple(ref for ref in _step_pre_hooks if ref() not in (None, self))
+
+
+_step_pre_hooks: tuple[weakref.ref[StepPreHook], ...] = ()
+"""Weak references, so that a checkpointer that is never closed does not keep its state alive."""
+_step_pre_hooks_lock = Lock()
+_registrations: list[object] = []
+
+
+def _register(hook: StepPreHook) -> None:
+    global _step_pre_hooks
+    with _step_pre_hooks_lock:
+        if not _registrations:
+            from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+            # never removed: PyTorch's hook table must not change while another thread iterates it
+            _registrations.append(register_optimizer_step_pre_hook(_on_any_step_begin))
+        active = (ref for ref in _step_pre_hooks if ref() is not None)
+        _step_pre_hooks = (*active, weakref.ref(hook))
+
+
+def _on_any_step_begin(optimizer: Any, args: Any, options: Any) -> None:
+    for hook in filter(None, (ref() for ref in _step_pre_hooks)):
+        hook.on_step_begin(optimizer)

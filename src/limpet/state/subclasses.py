@@ -1,0 +1,87 @@
+"""Tensors of classes with ``__tensor_flatten__``, such as torchao's quantized tensors.
+
+Such a class says which tensors its objects consist of, and with which context they are put together
+(see ``torch.utils._python_dispatch.TraceableWrapperSubclass``). ``DTensor`` is handled in
+``sharding``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from limpet import lazy_torch
+from limpet.format import torch_types, tree
+from limpet.format.names import join_key
+from limpet.format.rejected import unsupported
+from limpet.state import modules, sharding
+
+
+def is_subclass(value: Any) -> bool:
+    """Return True for a tensor that consists of inner tensors, and is not distributed."""
+    torch = lazy_torch.torch_or_none()
+    kind = type(value)
+    return (
+        torch is not None
+        and kind not in (torch.Tensor, torch.nn.Parameter)
+        and isinstance(value, torch.Tensor)
+        and callable(getattr(kind, "__tensor_flatten__", None))
+        and callable(getattr(kind, "__tensor_unflatten__", None))
+        and not sharding.is_distributed_tensor(value)
+    )
+
+
+def class_name(value: Any) -> str:
+    """Return the qualified name of the value's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def inner_tensors(value: Any, key: str) -> dict[str, Any]:
+    """Return the inner tensors by name. Raises ``Unsupported`` for a nested tensor, and if one is
+    not a tensor."""
+    torch: Any = lazy_torch.torch_or_none()
+    if value.is_nested:  # its shape has a symbol
+        raise unsupported(value, key, "it is a nested tensor", "Save its values() and offsets()")
+    inner = {name: getattr(value, name, None) for name in _flatten(value, key)[0]}
+    if not inner or not all(isinstance(t, torch.Tensor) for t in inner.values()):
+        raise unsupported(value, key, f"its inner tensors {list(inner)} are not all tensors")
+    return inner
+
+
+def describe(value: Any, key: str) -> dict[str, Any]:
+    """Return what a node records besides the inner tensors. Raises ``Unsupported`` for a context
+    with other values than plain ones, torch's types, enums, and dataclasses."""
+
+    def encode_other(item: Any, k: str, depth: int) -> Any:
+        node = torch_types.encode(item)
+        if node is not None:
+            return node
+        # these are only compared with those of a live tensor, and never created
+        if isinstance(item, enum.Enum):
+            return f"{class_name(item)}.{item.name}"
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            fields = {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
+            return tree.encode([class_name(item), fields], k, encode_other, depth + 1)
+        raise unsupported(item, k, f"the context of a {class_name(value)} must be plain")
+
+    context_key = join_key(key, "~context")
+    return {
+        "class": class_name(value),
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "context": tree.encode(_flatten(value, key)[1], context_key, encode_other),
+    }
+
+
+def fits(value: Any, node: Any, key: str) -> bool:
+    """Return True if a live tensor is described by a node."""
+    body = node["subclass"]
+    return all(repr(body[name]) == repr(v) for name, v in describe(value, key).items())
+
+
+def _flatten(value: Any, key: str) -> tuple[list[str], Any]:
+    effect = f"Nothing was saved or loaded. {modules.UNCHANGED}"
+    with modules.calling(value, key, "__tensor_flatten__", effect):
+        names, context = value.__tensor_flatten__()
+    return list(names), context

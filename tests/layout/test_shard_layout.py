@@ -1,0 +1,153 @@
+"""The order and the chunks of a shard, and the arithmetic of boxes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from limpet.errors import PlanError, Unsupported
+from limpet.layout.boxes import contiguous_boxes, flat_range, subtract
+from limpet.layout.shard_layout import (
+    MAX_SHARED_CHUNK_BYTES,
+    SMALL_BOX_BYTES,
+    LeafBox,
+    chunk_cuts,
+    file_order,
+)
+from limpet.types import BLOCK_SIZE, Box
+from tests.layout.random_boxes import DTYPES, shapes
+
+limits = [
+    0,
+    1,
+    SMALL_BOX_BYTES - 16,
+    SMALL_BOX_BYTES,
+    SMALL_BOX_BYTES + 16,
+    MAX_SHARED_CHUNK_BYTES,
+    BLOCK_SIZE - 16,
+    BLOCK_SIZE,
+    BLOCK_SIZE + 16,
+    3 * BLOCK_SIZE,
+]
+elements = st.one_of(
+    st.sampled_from(limits), st.integers(0, 5000), st.integers(0, 2 * SMALL_BOX_BYTES)
+)
+
+
+@given(
+    header=st.integers(1, 64).map(lambda n: n * 4096),
+    boxes=st.lists(
+        st.tuples(st.sampled_from([16, 8, 4, 2, 1]), elements, st.sampled_from([1, 40])),
+        max_size=20,
+    ),
+)
+def test_chunks_tile_the_file_and_follow_all_rules(header, boxes):
+    boxes = sorted(((w, n // w) for w, n, times in boxes for _ in range(times)), reverse=True)
+    widths = np.array([w for w, _ in boxes], np.int64)
+    lengths = np.array([w * n for w, n in boxes], np.int64)
+    ends = header + np.cumsum(lengths)
+    starts = ends - lengths
+
+    cuts = chunk_cuts(header, lengths)
+
+    assert cuts.dtype == np.int64
+    assert cuts[0] == header
+    assert cuts[-1] == header + lengths.sum()
+    sizes = np.diff(cuts)
+    assert (sizes > 0).all(), "no chunk is empty"
+    begin, stop = cuts[:-1], cuts[1:]
+    assert ((begin - header) // BLOCK_SIZE == (stop - 1 - header) // BLOCK_SIZE).all(), (
+        "each chunk is within one unit"
+    )
+    large = lengths >= SMALL_BOX_BYTES
+    assert np.isin(starts[large], cuts).all()
+    assert np.isin(ends[large], cuts).all()
+    filled = lengths > 0
+    if filled.any():
+        box = np.searchsorted(ends[filled], begin, side="right")
+        shared = ~large[filled][box]
+        assert (sizes[shared] <= MAX_SHARED_CHUNK_BYTES).all(), (
+            "small boxes share chunks up to a limit"
+        )
+        assert ((begin - starts[filled][box]) % widths[filled][box] == 0).all(), (
+            "chunks contain whole elements"
+        )
+        inside = begin[shared & (begin != starts[filled][box])]
+        assert ((inside - header) % BLOCK_SIZE == 0).all(), "only unit boundaries cut small boxes"
+
+
+def test_small_boxes_share_chunks():
+    cuts = chunk_cuts(4096, np.full(100_000, 64))
+    assert len(cuts) == 1 + 8  # the header, and 6.1 MiB in chunks of 960 KiB with one unit border
+    assert chunk_cuts(4096, np.array([], np.int64)).tolist() == [4096]
+    assert chunk_cuts(4096, np.array([0, 0])).tolist() == [4096]
+
+
+def test_invalid_lengths_are_refused():
+    with pytest.raises(PlanError, match="shortest box of -1 bytes"):
+        chunk_cuts(4096, np.array([5, -1]))
+    with pytest.raises(PlanError, match="a header of 0 bytes"):
+        chunk_cuts(0, np.array([5]))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b/c", "b/d"]), st.sampled_from(DTYPES), shapes)))
+def test_boxes_are_aligned_and_ordered_by_itemsize_and_size(leaves):
+    holdings = [LeafBox(k, d, s, Box.whole(s)) for k, d, s in leaves]
+    order = file_order(holdings)
+    assert sorted(order) == list(range(len(holdings)))
+    at = 0
+    before = None
+    for h in (holdings[i] for i in order):
+        width = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}[h.dtype]
+        assert at % width == 0
+        order_key = (-width, h.key.split("/")[0], -h.nbytes, h.key)
+        assert before is None or before <= order_key
+        before = order_key
+        at += h.nbytes
+
+
+def test_the_error_for_an_unknown_dtype_names_the_dtype():
+    with pytest.raises(Unsupported, match="float128"):
+        file_order([LeafBox("a", "float128", (), Box((), ()))])
+
+
+@given(shapes, st.data())
+def test_contiguous_boxes_cover_the_range(shape, data):
+    count = prod(shape)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    array = np.arange(count).reshape(shape)
+
+    parts = contiguous_boxes(shape, start, stop)
+
+    assert len(parts) <= max(1, 2 * len(shape) - 1)
+    origin = (0,) * len(shape)
+    flat = [array[b.slices(origin)].ravel() for b in parts]
+    assert np.concatenate([np.empty(0, int), *flat]).tolist() == list(range(start, stop))
+
+
+def test_a_range_outside_the_array_is_refused():
+    with pytest.raises(PlanError, match="exceeds its array"):
+        contiguous_boxes((2, 3), 0, 7)
+
+
+@given(shapes, st.data())
+def test_subtract_leaves_the_rest_and_flat_range_spans_the_part(shape, data):
+    part_of = [
+        data.draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape
+    ]
+    part = Box(tuple(a for a, _ in part_of), tuple(b - a for a, b in part_of))
+    if 0 in part.sizes:
+        return
+    whole = Box.whole(shape)
+    seen = np.zeros(shape, int)
+    for b in [part, *subtract(whole, part)]:
+        assert b.numel
+        seen[b.slices(whole.offsets)] += 1
+    assert (seen == 1).all()
+    inside = np.arange(prod(shape)).reshape(shape)[part.slices(whole.offsets)]
+    assert flat_range(part, whole) == (inside.min(), inside.max() + 1)

@@ -1,0 +1,1088 @@
+"""Modules, optimizers, schedulers, and stateful objects: they are saved, loaded in place, and used
+to continue training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler as lrs
+
+import limpet
+from limpet.errors import (
+    DTypeMismatch,
+    MemberFailed,
+    MissingLeaf,
+    PlanError,
+    ShapeMismatch,
+    UnexpectedLeaf,
+)
+from limpet.snapshot.snapshot import reader_of
+from tests.states import (
+    Stateful,
+    assert_same,
+    round_trip,
+    save_state,
+    tensor_bytes,
+    unused_url,
+)
+
+# -- modules -------------------------------------------------------------------------------------
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 2)))
+
+
+def randomize(module):
+    """Run some forward passes, change all parameters, and return the module."""
+    module.train()
+    with torch.no_grad():
+        for _ in range(3):
+            module(torch.randn(5, 4))
+        for p in module.parameters():
+            p.add_(torch.randn_like(p))
+    return module
+
+
+def assert_same_state_dict(a, b):
+    assert_same(dict(a.state_dict()), dict(b.state_dict()))
+
+
+def save_and_load(saved_module, live, key="model"):
+    limpet.load(save_state({key: saved_module}), into={key: live})
+
+
+def test_a_module_is_filled_in_place():
+    m, live = randomize(net()), net(1)
+    addresses = {k: v.data_ptr() for k, v in live.state_dict().items()}
+    objects = [id(p) for p in live.parameters()]
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
+    assert live[1].num_batches_tracked.item() == 3
+    assert {k: v.data_ptr() for k, v in live.state_dict().items()} == addresses
+    assert [id(p) for p in live.parameters()] == objects
+    assert all(p.requires_grad for p in live.parameters())
+
+
+def test_a_plain_load_returns_the_state_dict_of_a_module():
+    m = randomize(net())
+    made = round_trip({"model": m})["model"]
+    assert_same(dict(m.state_dict()), made)
+    live = net(1)
+    live.load_state_dict(made)
+    assert_same_state_dict(m, live)
+
+
+def test_a_state_dict_keeps_its_metadata_and_is_loaded_into_a_module():
+    m = randomize(net())
+    url = save_state({"model": m.state_dict()})
+    made = limpet.load(url)["model"]
+    assert_same(m.state_dict(), made)
+    assert made._metadata == m.state_dict()._metadata
+    assert limpet.load(url, keys="**")["model"]._metadata == made._metadata
+    live = net(1)
+    limpet.load(url, into={"model": live})
+    assert_same_state_dict(m, live)
+    other = net(2)
+    live = {"model": other.state_dict()}
+    limpet.load(url, into=live)
+    assert_same_state_dict(m, other)
+
+
+def test_non_persistent_buffers_are_neither_saved_nor_loaded():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(3))
+            self.register_buffer("cache", torch.zeros(3), persistent=False)
+            self.register_buffer("none", None)
+
+    m, live = Net(), Net()
+    m.kept += 1
+    m.cache += 1
+    assert set(round_trip({"m": m})["m"]) == {"kept"}
+    save_and_load(m, live)
+    assert live.kept.tolist() == [1, 1, 1]
+    assert live.cache.tolist() == [0, 0, 0]
+
+
+class Extra(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+@pytest.mark.parametrize(
+    ("value", "before"),
+    [
+        ({"t": torch.ones(3), "n": [1, (2, None)]}, {}),
+        # Transformer Engine saves bytes, whose length may change.
+        (torch.arange(5), torch.empty(0)),
+        (torch.empty(0), torch.arange(5)),
+        (torch.ones(2), torch.zeros(2)),
+        (b"x" * 10_000, None),
+        ("text", 5),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_extra_state_is_restored(value, before):
+    m, live = nn.Sequential(Extra(value)), nn.Sequential(Extra(before))
+    save_and_load(m, live)
+    assert_same(value, live[0].value)
+
+
+def test_the_error_for_extra_state_that_cannot_be_saved_names_its_key():
+    with pytest.raises(limpet.errors.Unsupported, match=r"'model/0\._extra_state/f'"):
+        limpet.save(unused_url(), {"model": nn.Sequential(Extra({"f": len}))})
+
+
+def tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+    return Tied()
+
+
+def test_tied_weights_are_written_once_and_stay_tied():
+    m, live = tied(), tied()
+    url = save_state({"model": m})
+    assert list(reader_of(limpet.open(url)).leaves) == ["model/embed.weight"]
+    limpet.load(url, into={"model": live})
+    assert live.head.weight is live.embed.weight
+    assert_same_state_dict(m, live)
+    made = limpet.load(url)["model"]
+    assert made["head.weight"] is made["embed.weight"]
+
+
+def test_tied_weights_are_loaded_into_an_untied_model_but_not_the_reverse():
+    m, apart = tied(), tied()
+    apart.head.weight = nn.Parameter(torch.zeros(10, 4))
+    save_and_load(m, apart)
+    assert_same_state_dict(m, apart)
+    assert apart.head.weight is not apart.embed.weight
+    apart.head.weight.data += 1
+    with pytest.raises(PlanError, match="tied to another"):
+        save_and_load(apart, tied())
+
+
+def test_a_module_under_two_keys_is_saved_once():
+    m, live = net(), net(1)
+    url = save_state({"a": m, "b": [m]})
+    assert all(k.startswith("a/") for k in reader_of(limpet.open(url)).leaves)
+    limpet.load(url, into={"a": live, "b": [live]})
+    assert_same_state_dict(m, live)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+    ],
+    ids=lambda f: f"{f.__module__}.{f.__name__}",
+)
+def test_parametrized_modules_are_restored(wrap):
+    def make():
+        return nn.Sequential(wrap(nn.Linear(4, 4)), nn.ReLU())
+
+    m, live = make(), make()
+    m(torch.randn(2, 4)).sum().backward()
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
+    x = torch.randn(3, 4)
+    m.eval()
+    live.eval()
+    assert tensor_bytes(m(x)) == tensor_bytes(live(x))
+
+
+def test_training_continues_with_a_frozen_base_and_an_adapter():
+    class LoRA(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(6, 6).requires_grad_(False)
+            self.a, self.b = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.zeros(2, 6))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.a @ self.b
+
+    def make():
+        m = LoRA()
+        return m, optim.AdamW([p for p in m.parameters() if p.requires_grad])
+
+    m, opt = make()
+    step(m, opt, torch.randn(3, 6))
+    live, live_opt = make()
+    url = save_state({"model": m, "optimizer": opt})
+    assert "optimizer/state/model.base.weight/exp_avg" not in limpet.open(url)
+    limpet.load(url, into={"model": live, "optimizer": live_opt})
+    assert_same_state_dict(m, live)
+    assert [p.requires_grad for p in live.parameters()] == [True, True, False, False]
+    assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 6))
+
+
+@pytest.mark.parametrize("which", ["clone", "rename", "cast", "drop"])
+def test_hooks_on_state_dict_and_load_state_dict_are_called(which):
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+            self.loads = 0
+
+    def out(module, state, prefix, metadata):
+        name = prefix + "w"
+        if which == "clone":
+            state[name] = state[name].clone()
+        elif which == "rename":
+            state[prefix + "weight"] = state.pop(name)
+        elif which == "cast":
+            state[name] = state[name].double()
+        else:
+            del state[name]
+
+    def into(module, state, prefix, *_):
+        module.loads += 1
+        if which == "rename":
+            state[prefix + "w"] = state.pop(prefix + "weight")
+        elif which == "drop":
+            state[prefix + "w"] = module.w.detach()
+
+    def make():
+        m = Hooked()
+        m.register_state_dict_post_hook(out)
+        m.register_load_state_dict_pre_hook(into)
+        return m
+
+    m, live = make(), make()
+    before = live.w.detach().clone()
+    url = save_state({"model": m})
+    assert (
+        limpet.open(url).keys()
+        == {
+            "clone": ["model/w"],
+            "rename": ["model/weight"],
+            "cast": ["model/w"],
+            "drop": [],
+        }[which]
+    )
+    limpet.load(url, into={"model": live})
+    assert_same((before if which == "drop" else m.w).detach(), live.w.detach())
+    assert live.loads == 1
+
+
+def test_an_overridden_load_state_dict_is_called():
+    class Own(nn.Linear):
+        calls = 0
+
+        def load_state_dict(self, state, strict=True, assign=False):
+            self.calls += 1
+            return super().load_state_dict(state, strict, assign)
+
+    class Inner(nn.Linear):
+        calls = 0
+
+        def _load_from_state_dict(self, *args):
+            self.calls += 1
+            super()._load_from_state_dict(*args)
+
+    for make in (lambda: Own(2, 2), lambda: nn.Sequential(Inner(2, 2))):
+        m, live = make(), make()
+        save_and_load(m, live)
+        assert_same_state_dict(m, live)
+        assert next(x.calls for x in live.modules() if hasattr(x, "calls")) == 1
+
+
+def test_a_shape_that_a_hook_changes_is_checked_before_anything_is_changed():
+    def make(n):
+        m = nn.Linear(n, 1, bias=False)
+        m.register_state_dict_post_hook(
+            lambda _, s, p, __: s.update({p + "weight": s[p + "weight"] * 2})
+        )
+        return m
+
+    live = {"first": torch.zeros(2), "m": make(3)}
+    with pytest.raises(ShapeMismatch, match=r"m/weight \[1, 2\], live \[1, 3\]"):
+        limpet.load(save_state({"first": torch.ones(2), "m": make(2)}), into=live)
+    assert live["first"].tolist() == [0, 0]
+
+
+def test_lazy_modules_are_restored_after_their_initialization():
+    m = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    with pytest.raises(limpet.errors.Unsupported, match="UninitializedParameter"):
+        limpet.save(unused_url(), {"model": m})
+    m(torch.randn(4, 5))
+    live = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
+    x = torch.randn(4, 5)
+    assert tensor_bytes(m(x)) == tensor_bytes(live(x))
+
+
+def test_a_module_on_the_meta_device_is_refused_until_it_has_memory():
+    m = net()
+    with torch.device("meta"):
+        live = net()
+    url = save_state({"model": m})
+    with pytest.raises(PlanError, match=r"'model/0.weight' has no memory.*to_empty"):
+        limpet.load(url, into={"model": live})
+    live.to_empty(device="cpu")
+    limpet.load(url, into={"model": live})
+    assert_same_state_dict(m, live)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_buffers_are_restored():
+    def make(x):
+        m = nn.Linear(2, 2)
+        m.register_buffer("s", torch.tensor([[0.0, x], [0, 0]]).to_sparse())
+        return m
+
+    m, live = make(3.0), make(4.0)
+    save_and_load(m, live)
+    assert_same(m.s, live.s)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_modules_are_loaded_across_memory_formats(channels_last):
+    m, live = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    if channels_last:
+        m, live = live, m
+    save_and_load(m, live)
+    assert_same_state_dict(m, live)
+
+
+class Inner(nn.Module):
+    """A module with a submodule named ``module``, which is the name that wrappers use."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.module(x))
+
+
+def wrap_for_checkpointing(m):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(m)
+
+
+def wrap_submodule(wrap):
+    """Return a function that wraps only the submodule ``module`` of a model."""
+
+    def wrapped(m):
+        m.module = wrap(m.module)
+        return m
+
+    return wrapped
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "compile": torch.compile,
+    "checkpoint": wrap_for_checkpointing,
+    "compile of DataParallel": lambda m: torch.compile(nn.DataParallel(m)),
+    "DataParallel of compile": lambda m: nn.DataParallel(torch.compile(m)),
+    "DataParallel inside": wrap_submodule(nn.DataParallel),
+    "compile inside": wrap_submodule(torch.compile),
+    "checkpoint inside": wrap_submodule(wrap_for_checkpointing),
+    "compile in DataParallel of compile": lambda m: nn.DataParallel(
+        wrap_submodule(torch.compile)(m)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_do_not_change_the_saved_names(name):
+    wrap = WRAPPERS[name]
+    bare, other = Inner(), wrap(Inner())
+    keys = ["module.weight", "module.bias", "out.weight", "out.bias"]
+
+    def optimizer(m):
+        made = optim.Adam(m.parameters())
+        for p in m.parameters():
+            p.grad = torch.randn_like(p)
+        made.step()
+        return made
+
+    a, b = optimizer(bare), optimizer(other)
+    for m, opt, live, live_opt in ((bare, a, other, b), (other, b, bare, a)):
+        with torch.no_grad():
+            for p in m.parameters():
+                p.add_(torch.randn_like(p))
+        url = save_state({"model": m, "optimizer": opt})
+        assert [k for k in limpet.open(url) if k.startswith("model/")] == [
+            f"model/{k}" for k in keys
+        ]
+        assert f"optimizer/state/model.{keys[0]}/exp_avg" in limpet.open(url)
+        limpet.load(url, into={"model": live, "optimizer": live_opt})
+        assert_same(list(m.parameters()), list(live.parameters()))
+        assert_same(list(opt.state.values()), list(live_opt.state.values()))
+
+
+def test_ddp_does_not_change_the_saved_names(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        ddp, bare = nn.parallel.DistributedDataParallel(Inner()), Inner()
+        made = round_trip({"model": ddp})["model"]
+        assert list(made) == ["module.weight", "module.bias", "out.weight", "out.bias"]
+        save_and_load(ddp, bare)
+        assert_same_state_dict(ddp.module, bare)
+        moved_bare = Inner()
+        save_and_load(moved_bare, ddp)
+        assert_same_state_dict(ddp.module, moved_bare)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_names_that_become_equal_without_their_wrappers_are_refused():
+    m = nn.Module()
+    m.a = nn.Linear(1, 1)
+    m._orig_mod = nn.Module()
+    m._orig_mod.a = nn.Linear(1, 1)
+    with pytest.raises(PlanError, match="the same name without their wrapper"):
+        limpet.save(unused_url(), {"model": m})
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def step(m, opt, x):
+    def closure():
+        opt.zero_grad()
+        loss = m(x).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+
+
+def assert_training_continues(a, b, x, steps=3):
+    """Assert that training from both states gives bit-identical parameters and slots."""
+    for _ in range(steps):
+        step(*a, x)
+        step(*b, x)
+    assert_same(list(a[0].parameters()), list(b[0].parameters()))
+    assert_same(list(a[1].state.values()), list(b[1].state.values()))
+    assert_same([options(g) for g in a[1].param_groups], [options(g) for g in b[1].param_groups])
+
+
+def options(group):
+    return {k: v for k, v in sorted(group.items()) if k != "params"}
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: optim.SGD(p, 0.1),
+    "SGD momentum": lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "SGD maximize": lambda p: optim.SGD(p, 0.01, momentum=0.9, maximize=True, foreach=True),
+    "Adam": lambda p: optim.Adam(p, 0.01),
+    "Adam amsgrad": lambda p: optim.Adam(p, 0.01, amsgrad=True, foreach=True),
+    "Adam fused": lambda p: optim.Adam(p, 0.01, fused=True),
+    "Adam differentiable": lambda p: optim.Adam(p, torch.tensor(0.01)),
+    "AdamW": lambda p: optim.AdamW(p, 0.01, weight_decay=0.1),
+    "AdamW fused": lambda p: optim.AdamW(p, torch.tensor(0.01), fused=True),
+    "Adamax": lambda p: optim.Adamax(p, 0.01),
+    "Adadelta": lambda p: optim.Adadelta(p, 0.1),
+    "Adafactor": lambda p: optim.Adafactor(p, 0.01),
+    "Adafactor without lr": optim.Adafactor,
+    "Adagrad": lambda p: optim.Adagrad(p, 0.1, initial_accumulator_value=0.1),
+    "ASGD": lambda p: optim.ASGD(p, 0.1, t0=2),
+    "LBFGS": lambda p: optim.LBFGS(p, 0.1, max_iter=3, history_size=3),
+    "LBFGS search": lambda p: optim.LBFGS(p, 0.1, max_iter=3, line_search_fn="strong_wolfe"),
+    "NAdam": lambda p: optim.NAdam(p, 0.01, decoupled_weight_decay=True),
+    "RAdam": lambda p: optim.RAdam(p, 0.01),
+    "RMSprop": lambda p: optim.RMSprop(p, 0.01, momentum=0.5, centered=True),
+    "Rprop": lambda p: optim.Rprop(p, 0.01),
+}
+
+
+@pytest.mark.parametrize("before", ["new", "stepped"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_continues_exactly_with_every_optimizer(name, before):
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+    def make(seed):
+        m = net(seed)
+        return m, OPTIMIZERS[name](m.parameters())
+
+    m, opt = make(0)
+    for _ in range(2):
+        step(m, opt, x)
+    live, live_opt = make(1)
+    if before == "stepped":
+        for _ in range(3):
+            step(live, live_opt, x)
+    url = save_state({"model": m, "optimizer": opt})
+    limpet.load(url, into={"model": live, "optimizer": live_opt})
+    for p, q in zip(m.parameters(), live.parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    assert_training_continues((m, opt), (live, live_opt), x)
+
+
+def test_training_continues_exactly_with_muon():
+    if not hasattr(optim, "Muon"):
+        pytest.skip("this PyTorch has no Muon")
+
+    def make(seed):
+        torch.manual_seed(seed)
+        m = nn.Linear(4, 4, bias=False)
+        return m, optim.Muon(m.parameters(), lr=0.01)
+
+    x = torch.randn(3, 4)
+    m, opt = make(0)
+    step(m, opt, x)
+    live, live_opt = make(1)
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    assert_training_continues((m, opt), (live, live_opt), x)
+
+
+def test_training_continues_exactly_with_sparse_adam():
+    def make():
+        m = nn.Embedding(10, 4, sparse=True)
+        return m, optim.SparseAdam(m.parameters(), 0.01)
+
+    (m, opt), (live, live_opt) = make(), make()
+    x = torch.tensor([1, 3, 3])
+    step(m, opt, x)
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    assert_training_continues((m, opt), (live, live_opt), x)
+
+
+def test_slots_that_the_snapshot_lacks_are_removed_and_missing_slots_are_created():
+    m, live = net(), net(1)
+    opt, live_opt = (optim.SGD(x.parameters(), 0.1, momentum=0.9) for x in (m, live))
+    m[0].weight.grad = torch.ones(8, 4)
+    opt.step()
+    step(live, live_opt, torch.randn(3, 4))
+    assert len(live_opt.state) == 6
+    kept = live_opt.state[live[0].weight]["momentum_buffer"]
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    assert list(live_opt.state) == [live[0].weight]
+    assert live_opt.state[live[0].weight]["momentum_buffer"] is kept
+    new = optim.SGD(live.parameters(), 0.1, momentum=0.9)
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": new})
+    assert list(new.state) == [live[0].weight]
+
+
+def test_groups_keep_their_options_and_order():
+    def make(lr):
+        m = net()
+        decay, rest = [m[0].weight, m[2][0].weight], [m[0].bias, m[2][0].bias]
+        return m, optim.AdamW(
+            [{"params": decay, "weight_decay": 0.5, "name": "decay"}, {"params": rest}], lr
+        )
+
+    (m, opt), (live, live_opt) = make(0.1), make(0.2)
+    opt.param_groups[1]["lr"] = 0.03
+    step(m, opt, torch.randn(3, 4))
+    url = save_state({"m": m, "o": opt})
+    limpet.load(url, into={"m": live, "o": live_opt})
+    assert_same([options(g) for g in opt.param_groups], [options(g) for g in live_opt.param_groups])
+    assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
+    live_opt.param_groups.reverse()
+    with pytest.raises(PlanError, match=r"groups/0/params/m\.0\.bias"):
+        limpet.load(url, into={"m": live, "o": live_opt})
+
+
+def test_slots_are_matched_by_parameter_name_and_not_by_position():
+    """The live group has its parameters in another order. PyTorch's own load assigns the slots to
+    the wrong parameters."""
+    m, live = nn.Linear(3, 3), nn.Linear(3, 3)
+    opt = optim.Adam(m.parameters())
+    live_opt = optim.Adam(reversed(list(live.parameters())))
+    step(m, opt, torch.randn(2, 3))
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    for name in ("weight", "bias"):
+        assert_same(opt.state[getattr(m, name)], live_opt.state[getattr(live, name)])
+
+
+def test_optimizers_with_and_without_named_parameters_are_compatible():
+    m, live = net(), net(1)
+    opt, live_opt = optim.Adam(m.named_parameters()), optim.Adam(live.parameters())
+    step(m, opt, torch.randn(3, 4))
+    url = save_state({"m": m, "o": opt})
+    limpet.load(url, into={"m": live, "o": live_opt})
+    assert_same(list(opt.state.values()), list(live_opt.state.values()))
+    assert "param_names" not in live_opt.param_groups[0]
+    named = optim.Adam(live.named_parameters())
+    names = named.param_groups[0]["param_names"]
+    limpet.load(url, into={"m": live, "o": named})
+    assert named.param_groups[0]["param_names"] == names
+
+
+def test_parameters_without_a_module_in_the_state_are_named_by_position():
+    def make():
+        free = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+        return free, optim.Adam([{"params": free[:1]}, {"params": free[1:]}])
+
+    (free, opt), (live, live_opt) = make(), make()
+    for p in free:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    url = save_state({"o": opt, "free": free})
+    assert "o/state/1.0/exp_avg" in limpet.open(url)
+    limpet.load(url, into={"o": live_opt, "free": live})
+    assert_same(list(opt.state.values()), list(live_opt.state.values()))
+    assert_same([p.detach() for p in free], [p.detach() for p in live])
+
+
+def test_two_models_with_equal_parameter_names_are_restored():
+    def make(seed):
+        g, d = net(seed), net(seed + 10)
+        return {
+            "g": g,
+            "d": d,
+            "opt_g": optim.Adam(g.parameters()),
+            "opt_d": optim.Adam(d.parameters()),
+        }
+
+    a, b = make(0), make(1)
+    x = torch.randn(3, 4)
+    step(a["g"], a["opt_g"], x)
+    step(a["d"], a["opt_d"], x)
+    step(a["d"], a["opt_d"], x)
+    limpet.load(save_state(a), into=b)
+    for m, o in (("g", "opt_g"), ("d", "opt_d")):
+        assert_training_continues((a[m], a[o]), (b[m], b[o]), x)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        lambda a, b: {1: a, "1": b},
+        lambda a, b: [a, {"x": (b,)}],
+        lambda a, b: {"x/y": a, "x~1y": b},
+    ],
+)
+def test_an_optimizer_of_two_modules_is_restored(modules):
+    def make(seed):
+        a, b = net(seed), net(seed + 5)
+        return a, b, optim.Adam([*a.parameters(), *b.parameters()])
+
+    a, b, opt = make(0)
+    step(nn.Sequential(a, nn.Linear(2, 4), b), opt, torch.randn(3, 4))
+    la, lb, live_opt = make(1)
+    url = save_state({"models": modules(a, b), "o": opt})
+    limpet.load(url, into={"models": modules(la, lb), "o": live_opt})
+    assert_same_state_dict(a, la)
+    assert_same_state_dict(b, lb)
+    assert_same(list(opt.state.values()), list(live_opt.state.values()))
+
+
+def test_two_parameters_with_the_same_name_are_refused():
+    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+    opt = optim.Adam([*a.parameters(), *b.parameters()])
+    step(nn.Sequential(a, b), opt, torch.randn(1, 1))
+    with pytest.raises(PlanError, match=r"would both be named x\.y\.weight"):
+        limpet.save(unused_url(), {"x.y": a, "x": {"y": b}, "o": opt})
+
+
+def test_optimizer_state_for_a_parameter_of_no_group_is_refused():
+    m = nn.Linear(1, 1)
+    opt = optim.Adam(m.parameters())
+    opt.state[nn.Parameter(torch.ones(1))] = {"step": torch.ones(())}
+    with pytest.raises(PlanError, match="not in any of its groups"):
+        limpet.save(unused_url(), {"m": m, "o": opt})
+    opt.state.clear()
+    opt.state["step"] = 5
+    with pytest.raises(PlanError, match="an int for an object that is not in any of its groups"):
+        limpet.save(unused_url(), {"m": m, "o": opt})
+    opt.state.clear()
+    opt.state[m.weight] = torch.ones(1)
+    with pytest.raises(PlanError, match=r"a Tensor for m\.weight"):
+        limpet.save(unused_url(), {"m": m, "o": opt})
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused():
+    m = net()
+    url = save_state({"m": m, "o": optim.SGD(m.parameters(), 0.1, momentum=0.9)})
+    adam = optim.Adam(m.parameters(), 0.5)
+    message = r"o saved with .*momentum.*, live Adam with .*betas.*as needed: keys=.m.\."
+    for lenient in ({}, {"missing": "keep", "unexpected": "ignore", "cast": True}):
+        with pytest.raises(DTypeMismatch, match=message) as e:
+            limpet.load(url, into={"m": m, "o": adam}, **lenient)
+        assert e.value.misfits == ("o",)
+        assert "cast=True" not in str(e.value)
+        assert (adam.param_groups[0]["lr"], dict(adam.state)) == (0.5, {})
+    # An option that both optimizers have can be loaded by its key.
+    limpet.load(url, into={"m": m, "o": adam}, keys=["m", "o/groups/*/lr"])
+    assert adam.param_groups[0]["lr"] == 0.1
+
+
+def test_an_option_that_an_optimizer_adds_at_its_first_step_is_loaded():
+    """Optimizers of timm and apex count their steps in such an option. A new optimizer does not
+    have it yet."""
+    m = net()
+    trained, fresh = optim.SGD(m.parameters(), 0.1), optim.SGD(m.parameters(), 0.1)
+    trained.param_groups[0]["step"] = 7
+    limpet.load(save_state({"m": m, "o": trained}), into={"m": m, "o": fresh})
+    assert fresh.param_groups[0]["step"] == 7
+
+
+def test_an_option_with_another_name_needs_a_lenient_load():
+    m = net()
+    older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
+    for group in (older.param_groups[0], older.defaults):
+        group["friction"] = group.pop("dampening")
+    for to in (older, newer):
+        url = save_state({"m": m, "o": newer if to is older else older})
+        with pytest.raises(UnexpectedLeaf, match=r"groups/0/(friction|dampening)"):
+            limpet.load(url, into={"m": m, "o": to})
+        limpet.load(url, into={"m": m, "o": to}, unexpected="ignore")
+
+
+def test_options_of_another_pytorch_version_do_not_make_another_kind_of_optimizer():
+    m = net()
+    older, newer = (optim.SGD(m.parameters(), lr) for lr in (0.1, 0.2))
+    for group in (older.param_groups[0], older.defaults):
+        del group["fused"]
+    limpet.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
+    with pytest.raises(UnexpectedLeaf, match="1 unexpected in the snapshot: o/groups/0/fused"):
+        limpet.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older})
+    newer.param_groups[0]["name"] = "all"  # a user's option does not make another kind either
+    limpet.load(save_state({"m": m, "o": older}), into={"m": m, "o": newer})
+    limpet.load(save_state({"m": m, "o": newer}), into={"m": m, "o": older}, unexpected="ignore")
+
+
+def test_an_option_that_the_snapshot_lacks_is_kept_and_reported():
+    m = net()
+    saved, live = (optim.SGD(m.parameters(), lr, momentum=0.9) for lr in (0.1, 0.2))
+    for option in ("foreach", "fused", "nesterov"):  # as if a later PyTorch had added them
+        del saved.param_groups[0][option]
+    url = save_state({"m": m, "o": saved})
+    assert limpet.load(url, into={"m": m, "o": live}).is_complete  # they are off
+    live.param_groups[0] |= {"scale": 0.5, "foreach": True}
+    report = limpet.load(url, into={"m": m, "o": live})
+    assert live.param_groups[0]["scale"] == 0.5
+    assert report.kept == dict.fromkeys(
+        ("o/groups/0/foreach", "o/groups/0/scale"), "missing in the snapshot"
+    )
+    assert "kept 2 missing in the snapshot: o/groups/0/foreach, o/groups/0/scale" in report.summary
+    assert limpet.load(url, into={"m": m, "o": live}, keys=["m", "o/groups/*/lr"]).is_complete
+
+
+@pytest.mark.parametrize("node", [3, [1], {"state": {}}, {"state": 1, "groups": 2}, torch.ones(2)])
+def test_a_value_that_is_no_optimizer_state_is_refused_by_an_optimizer(node):
+    m = net()
+    for state in (node, {"state": {}, "groups": [node]}):
+        with pytest.raises(DTypeMismatch, match="live Adam"):
+            limpet.load(save_state({"o": state}), into={"o": optim.Adam(m.parameters())})
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if "LBFGS" not in n])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_state_dict_of_an_optimizer_is_loaded_into_a_live_optimizer(name, steps):
+    x = torch.randn(3, 4)
+
+    def make(seed, steps):
+        m = net(seed)
+        half = [p for p in m.parameters() if p.ndim > 1], [p for p in m.parameters() if p.ndim < 2]
+        opt = OPTIMIZERS[name]([{"params": half[1]}, {"params": half[0]}])
+        for _ in range(steps):
+            step(m, opt, x)
+        return m, opt
+
+    m, opt = make(0, 2)
+    live, live_opt = make(1, steps)
+    url = save_state({"m": m.state_dict(), "o": opt.state_dict()})
+    if "Adafactor" in name and not steps:
+        # its slots have other shapes than its parameters, so that positions cannot be checked
+        with pytest.raises(DTypeMismatch, match="at its position in the groups"):
+            limpet.load(url, into={"m": live, "o": live_opt})
+        return
+    report = limpet.load(url, into={"m": live, "o": live_opt})
+    assert not report.summary
+    for p, q in zip(m.parameters(), live.parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    assert_training_continues((m, opt), (live, live_opt), x)
+
+
+def test_the_state_dict_of_an_optimizer_must_fit_the_live_groups():
+    def make(*sizes, named=False):
+        m = nn.Sequential(*[nn.Linear(n, n) for n in sizes])
+        return m, optim.Adam(m.named_parameters() if named else m.parameters())
+
+    m, opt = make(2, 3)
+    for p in m.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    url = save_state({"o": opt.state_dict()})
+    other, other_opt = make(2, 3, 4)
+    message = r"o groups of 4 parameters, live groups of 6, and state_dict\(\) numbers them"
+    with pytest.raises(DTypeMismatch, match=message):
+        limpet.load(url, into={"m": other, "o": other_opt}, keys="o")
+    other, other_opt = make(3, 2)
+    message = r"m\.0\.weight/exp_avg \[2, 2\], live \[3, 3\] for m\.0\.weight at its position"
+    for options in ({}, {"mismatched": "keep", "missing": "keep", "cast": True}):
+        with pytest.raises(DTypeMismatch, match=message) as e:
+            limpet.load(url, into={"m": other, "o": other_opt}, keys="o", **options)
+    assert len(e.value.misfits) == 8
+    assert not other_opt.state
+    m, opt = make(2, 2, named=True)
+    other, _ = make(2, 2)
+    reordered = optim.Adam(reversed(list(other.named_parameters())))
+    url = save_state({"o": opt.state_dict()})
+    with pytest.raises(DTypeMismatch, match=r"o parameters 0\.weight, .*, live 1\.bias"):
+        limpet.load(url, into={"m": other, "o": reordered}, keys="o")
+
+
+def test_loading_only_the_model_leaves_the_optimizer_unchanged():
+    m = net()
+    opt = optim.SGD(m.parameters(), 0.1, momentum=0.9)
+    step(m, opt, torch.randn(3, 4))
+    live = net(1)
+    live_opt = optim.SGD(live.parameters(), 0.7, momentum=0.9)
+    into = {"m": live, "o": live_opt, "history": [1]}
+    limpet.load(save_state({"m": m, "o": opt, "history": [1, 2]}), into=into, keys="m/**")
+    assert_same_state_dict(m, live)
+    assert not live_opt.state
+    assert live_opt.param_groups[0]["lr"] == 0.7
+    assert into["history"] == [1]
+
+
+def test_an_optimizer_with_overridden_methods_or_hooks_is_saved_and_loaded_by_them():
+    class Own(optim.SGD):
+        def state_dict(self):
+            return {"mine": super().state_dict(), "more": 5}
+
+        def load_state_dict(self, state):
+            self.more = state["more"]
+            super().load_state_dict(state["mine"])
+
+    m, live = net(), net(1)
+    opt, live_opt = (Own(x.parameters(), 0.1, momentum=0.9) for x in (m, live))
+    step(m, opt, torch.randn(3, 4))
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    assert live_opt.more == 5
+    assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
+
+    loaded = []
+    opt, live_opt = (optim.Adam(x.parameters()) for x in (m, live))
+    for one in (opt, live_opt):
+        one.register_state_dict_post_hook(lambda o, s: s | {"hooked": 1})
+    live_opt.register_load_state_dict_pre_hook(lambda o, s: loaded.append(s["hooked"]))
+    step(m, opt, torch.randn(3, 4))
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": live, "o": live_opt})
+    assert loaded == [1]
+    assert_training_continues((m, opt), (live, live_opt), torch.randn(3, 4))
+
+
+# -- schedulers ----------------------------------------------------------------------------------
+
+
+SCHEDULERS = {
+    "StepLR": lambda o: lrs.StepLR(o, 2),
+    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 4, 4]),
+    "ConstantLR": lrs.ConstantLR,
+    "LinearLR": lrs.LinearLR,
+    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lrs.PolynomialLR(o, 6),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3, 2),
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda n: 0.9**n),
+    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda n: 0.95),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.5, total_steps=20),
+    "CyclicLR": lambda o: lrs.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "SequentialLR": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o), lrs.CosineAnnealingLR(o, 5)], [3]
+    ),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
+        [lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)]
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+}
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:.*epoch parameter")
+def test_schedulers_continue_exactly(name, lr):
+    def make(seed):
+        m = net(seed)
+        rate = lr.clone() if isinstance(lr, torch.Tensor) else lr
+        opt = optim.SGD(m.parameters(), rate, momentum=0.9)
+        return {"m": m, "o": opt, "s": SCHEDULERS[name](opt)}
+
+    def train(state, steps):
+        rates = []
+        for _ in range(steps):
+            step(state["m"], state["o"], torch.ones(3, 4))
+            state["s"].step()
+            rates.append(float(state["o"].param_groups[0]["lr"]))
+        return rates
+
+    a, b = make(0), make(1)
+    train(a, 3)
+    limpet.load(save_state(a), into=b)
+    assert train(a, 6) == train(b, 6)
+    assert_same(list(a["m"].parameters()), list(b["m"].parameters()))
+
+
+def test_reduce_on_plateau_continues_exactly():
+    def make():
+        opt = optim.SGD(net().parameters(), 0.1)
+        return {"o": opt, "s": lrs.ReduceLROnPlateau(opt, patience=1)}
+
+    a, b = make(), make()
+    for loss in (1.0, 1.0, 1.0, 2.0):
+        a["s"].step(loss)
+    limpet.load(save_state(a), into=b)
+    for loss in (3.0, 3.0, 3.0):
+        a["s"].step(loss)
+        b["s"].step(loss)
+    assert a["o"].param_groups[0]["lr"] == b["o"].param_groups[0]["lr"] < 0.1
+    assert_same(a["s"].state_dict(), b["s"].state_dict())
+
+
+def test_a_scheduler_with_a_callable_object_is_restored():
+    class Decay:
+        def __init__(self, rate):
+            self.rate = rate
+
+        def __call__(self, n):
+            return self.rate**n
+
+    def make(rate):
+        opt = optim.SGD(net().parameters(), 0.1)
+        return {"o": opt, "s": lrs.LambdaLR(opt, Decay(rate))}
+
+    a, b = make(0.5), make(0.9)
+    limpet.load(save_state(a), into=b)
+    assert b["s"].lr_lambdas[0].rate == 0.5
+
+
+def test_options_that_a_scheduler_added_are_loaded_without_a_scheduler():
+    m = net()
+    opt = optim.SGD(m.parameters(), 0.1)
+    lrs.OneCycleLR(opt, 0.5, total_steps=20)
+    live = optim.SGD(m.parameters(), 0.1)
+    limpet.load(save_state({"m": m, "o": opt}), into={"m": m, "o": live})
+    assert_same([options(g) for g in opt.param_groups], [options(g) for g in live.param_groups])
+
+
+# -- other stateful objects ----------------------------------------------------------------------
+
+
+def test_a_grad_scaler_is_restored():
+    def make():
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+    a, b = make(), make()
+    m = net()
+    opt = optim.SGD(m.parameters(), 0.1)
+    for _ in range(3):
+        a.scale(m(torch.randn(3, 4)).sum()).backward()
+        a.step(opt)
+        a.update()
+    limpet.load(save_state({"scaler": a}), into={"scaler": b})
+    assert b.state_dict() == a.state_dict()
+    assert b.state_dict()["scale"] == 2048.0
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    limpet.load(save_state({"scaler": off}), into={"scaler": off})
+
+
+def test_a_disabled_grad_scaler_is_not_loaded_into_an_enabled_one():
+    url = save_state({"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+    with pytest.raises(MissingLeaf, match="scaler"):
+        limpet.load(url, into={"scaler": torch.amp.GradScaler("cpu")})
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_averaged_models_are_restored(ema):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    def make(seed):
+        m = net(seed)
+        average = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if ema else {}
+        return {"m": m, "average": AveragedModel(m, use_buffers=ema, **average)}
+
+    a, b = make(0), make(1)
+    for _ in range(3):
+        randomize(a["m"])
+        a["average"].update_parameters(a["m"])
+    limpet.load(save_state(a), into=b)
+    assert_same_state_dict(a["average"], b["average"])
+    assert b["average"].n_averaged.item() == 3
+    for s in (a, b):
+        s["average"].update_parameters(s["m"])
+    assert_same_state_dict(a["average"], b["average"])
+
+
+def test_a_stateful_object_with_tensors_and_values_is_restored():
+    t = torch.randn(3)
+    inner = Stateful(n=1)
+    state = {"t": t, "list": [t, {"x": (1, None)}], "raw": b"z" * 5000, "in": inner, 5: "five"}
+    a, b = Stateful(), Stateful()
+    a.state = state
+    limpet.load(save_state({"mine": a, "t": t}), into={"mine": b, "t": torch.zeros(3)})
+    assert_same({**state, "in": {"n": 1}}, b.state)
+
+
+def test_a_dict_with_a_state_dict_method_is_saved_by_it():
+    class Settings(dict):
+        def state_dict(self):
+            return {"all": dict(self)}
+
+        def load_state_dict(self, state):
+            self.update(state["all"])
+
+    live = Settings()
+    limpet.load(save_state({"s": Settings(a=1)}), into={"s": live})
+    assert live == {"a": 1}
+
+
+def test_load_state_dict_gets_tensors_with_their_own_memory():
+    live = torch.zeros(3)
+    b = Stateful()
+    t = torch.ones(3)
+    limpet.load(save_state({"t": t, "mine": Stateful(t=t)}), into={"t": live, "mine": b})
+    assert b.state["t"].data_ptr() != live.data_ptr()
+
+
+def test_an_error_from_load_state_dict_says_that_the_live_state_is_not_valid():
+    class Broken(Stateful):
+        def load_state_dict(self, state):
+            raise ValueError("no")
+
+    url = save_state({"t": torch.ones(2), "mine": Stateful(n=1)})
+    with pytest.raises(MemberFailed, match="not valid") as e:
+        limpet.load(url, into={"t": torch.zeros(2), "mine": Broken()})
+    assert isinstance(e.value.__cause__, ValueError)
+
+
+def test_a_generator_can_be_saved_through_get_state():
+    """``torch.Generator`` has no ``state_dict``. Its ``get_state`` returns a tensor of bytes."""
+    g = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=g)
+    made = round_trip({"generator": g.get_state()})
+    other = torch.Generator()
+    other.set_state(made["generator"])
+    assert torch.equal(torch.rand(3, generator=g), torch.rand(3, generator=other))
+
+
+def test_random_number_generators_are_restored():
+    url = save_state({"rng": limpet.RNG()})
+    a = torch.rand(3)
+    limpet.load(url, into={"rng": limpet.RNG()})
+    assert torch.equal(a, torch.rand(3))

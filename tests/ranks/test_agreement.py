@@ -1,0 +1,307 @@
+"""Agreement on a step, in random orders of events, with ranks and stores that fail."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import limpet
+from tests.ranks.simulated_ranks import World
+
+SIZES = (2, 3, 5)
+
+
+@pytest.fixture
+def failed_proposals() -> Iterator[list[str]]:
+    """Collect the actions of failed proposals, from the event ``not_agreed``."""
+    reported: list[str] = []
+
+    def sink(name: str, fields: dict[str, Any]) -> None:
+        if name == "not_agreed":
+            reported.extend(fields["wanted"])
+
+    with limpet.attach(sink):
+        yield reported
+
+
+def assert_same_history(world: World) -> list[tuple[int, frozenset[str]]]:
+    """Assert that all living ranks have the same history and number of steps, and return the
+    history."""
+    first, *others = world.alive_ranks()
+    for rank in others:
+        assert rank.action_history == first.action_history
+        assert rank.steps == first.steps
+    return first.action_history
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_all_ranks_perform_each_action_once_and_at_the_same_step(
+    seed: int, failed_proposals: list[str]
+) -> None:
+    world = World(SIZES[seed % 3], seed)
+    for n in range(world.random.randint(1, 8)):
+        world.run(world.random.randint(0, 40))
+        for _ in range(world.random.randint(1, 2)):
+            world.propose(world.random.choice(world.ranks), f"{n}.{world.random.random()}")
+    world.run(world.random.randint(0, 60))
+    world.run_until_idle()
+    history = assert_same_history(world)
+    done = Counter(action for _, actions in history for action in actions)
+    assert done == Counter(action for _, action in world.proposed)
+    assert not failed_proposals
+    assert world.leftover_keys() == []
+    assert not any(rank.failed_steps for rank in world.ranks)
+
+
+# -- ranks that leave, die, or lose the connection to the store ----------------------------------
+
+
+def propose_randomly(world: World, count: int, max_actions: int = 40) -> None:
+    for n in range(count):
+        world.run(world.random.randint(0, max_actions))
+        alive = [rank for rank in world.alive_ranks() if not rank.closed]
+        if alive:
+            world.propose(world.random.choice(alive), f"p{n}")
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_end_of_a_training_ends_all_rounds_without_errors(
+    seed: int, failed_proposals: list[str]
+) -> None:
+    """All ranks make the same number of steps. Each closes its agreement after its last step."""
+    world = World(SIZES[seed % 3], seed)
+    world.last_step = world.random.randint(0, 60)
+    propose_randomly(world, world.random.randint(1, 6), 30)
+    order = world.random.sample(world.ranks, world.size)
+    for rank in order:
+        while rank.steps < world.last_step:
+            world.run(1)
+            world.advance_time(5)
+        rank.close()
+        world.run(world.random.randint(0, 20))
+    world.advance_time(50)
+    history = assert_same_history(world)
+    done = Counter(action for _, actions in history for action in actions)
+    assert all(count == 1 for count in done.values())
+    assert set(done).union(failed_proposals) <= {action for _, action in world.proposed}
+    assert all(rank.agreement._participant.closed_error is not None for rank in world.ranks)
+    assert world.leftover_keys() == []
+    assert not any(rank.failed_steps for rank in world.ranks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_rank_that_closes_early_does_not_block_the_others(
+    seed: int, failed_proposals: list[str]
+) -> None:
+    world = World(SIZES[seed % 3], seed)
+    propose_randomly(world, 3)
+    left = world.random.choice(world.ranks)
+    left.close()
+    after = [rank for rank in world.ranks if rank is not left]
+    world.propose(after[0], "later")
+    world.run(100)
+    world.interleave_probability = 0
+    for _ in range(8):
+        world.advance_time(5)
+        world.run_to_step(max(rank.steps for rank in world.ranks) + 50)
+    assert len({tuple(rank.action_history) for rank in after}) == 1
+    assert len({rank.steps for rank in after}) == 1
+    assert [
+        entry for entry in after[0].action_history if entry[0] <= left.steps
+    ] == left.action_history
+    done = Counter(action for _, actions in after[0].action_history for action in actions)
+    assert all(count == 1 for count in done.values())
+    assert set(done) | set(failed_proposals) == {action for _, action in world.proposed}
+    assert "later" in failed_proposals
+    assert not set(done) & set(failed_proposals)
+    assert world.leftover_keys() == []
+
+
+def rank_dies(seed: int, at: int) -> bool:
+    """Let a rank die at its ``at``-th call to the store. Return False if it made fewer calls."""
+    world = World(3, seed)
+    victim = world.ranks[seed % 3]
+    victim.dies_at_call = victim.calls + at
+    propose_randomly(world, 3, 12)
+    world.run(60)
+    world.interleave_probability = 0
+    for _ in range(100):
+        world.run_to_step(max(rank.steps for rank in world.alive_ranks()) + 50)
+        if not any(rank.agreement.is_pending() for rank in world.alive_ranks()):
+            break
+        world.advance_time(5)  # until the ranks detect the failure, in each of the rounds
+    else:
+        raise AssertionError("the ranks wait forever for the dead rank")
+    world.run_to_step(max(rank.steps for rank in world.alive_ranks()) + 50)
+    history = assert_same_history(world)
+    assert not any(rank.failed_steps for rank in world.alive_ranks())
+    done = Counter(action for _, actions in history for action in actions)
+    assert all(count == 1 for count in done.values())
+    if victim.dead:
+        assert [h for h in history if h[0] <= victim.steps] == victim.action_history
+    else:
+        assert set(done) == {action for _, action in world.proposed}
+    return victim.dead
+
+
+@pytest.mark.slow
+def test_no_rank_raises_if_another_dies_at_any_call(failed_proposals: list[str]) -> None:
+    for seed in range(4):
+        at = 1
+        while rank_dies(seed, at):
+            at += 1
+        assert at > 15
+    assert failed_proposals
+
+
+def store_dies(seed: int, at: int) -> tuple[bool, bool]:
+    """Let the store die at the ``at``-th call. Return whether there were so many calls, and whether
+    a rank raised an error."""
+    world = World(3, seed)
+    first = sum(rank.calls for rank in world.ranks)
+    original = world.interleave
+
+    def interleave() -> None:
+        if sum(rank.calls for rank in world.ranks) >= first + at:
+            world.store_dead = True
+        original()
+
+    world.interleave = interleave  # type: ignore[method-assign]
+    propose_randomly(world, 3, 12)
+    world.run(60)
+    world.interleave_probability = 0
+    for _ in range(3):
+        world.run_to_step(max(rank.steps for rank in world.alive_ranks()) + 50)
+    assert not any(rank.agreement.would_block() for rank in world.ranks)
+    if not world.store_dead:
+        return False, False
+    assert len({rank.steps for rank in world.ranks}) == 1
+    for rank in world.ranks:
+        assert len(rank.failed_steps) <= 1
+        for other in world.ranks:  # a rank that did not act with another raised at that step
+            for step, actions in other.action_history:
+                assert (step, actions) in rank.action_history or rank.failed_steps == [step], (
+                    seed,
+                    at,
+                )
+    return True, any(rank.failed_steps for rank in world.ranks)
+
+
+@pytest.mark.slow
+def test_each_rank_acts_with_the_others_or_raises_once_if_the_store_dies(
+    failed_proposals: list[str],
+) -> None:
+    raised = 0
+    for seed in range(4):
+        at = 1
+        while (outcome := store_dies(seed, at))[0]:
+            raised += outcome[1]
+            at += 1
+        assert at > 40
+    assert raised > 10
+    assert failed_proposals
+
+
+def rank_disconnects(seed: int, at: int) -> tuple[bool, bool]:
+    """Let a rank lose its connection at its ``at``-th call. Return whether it made so many calls,
+    and whether it raised an error."""
+    world = World(3, seed)
+    victim = world.ranks[seed % 3]
+    victim.disconnects_at_call = victim.calls + at
+    propose_randomly(world, 3, 12)
+    world.run(60)
+    world.interleave_probability = 0
+    for _ in range(100):
+        world.run_to_step(max(rank.steps for rank in world.ranks) + 50)
+        if not any(rank.agreement.is_pending() for rank in world.ranks if rank is not victim):
+            break
+        world.advance_time(5)
+    world.run_to_step(max(rank.steps for rank in world.ranks) + 50)
+    assert len({rank.steps for rank in world.ranks}) == 1
+    one, two = (rank for rank in world.ranks if rank is not victim)
+    assert one.action_history == two.action_history
+    assert not one.failed_steps
+    assert not two.failed_steps
+    assert len(victim.failed_steps) <= 1
+    for entry in one.action_history:
+        assert entry in victim.action_history or victim.failed_steps == [entry[0]], (seed, at)
+    assert all(entry in one.action_history for entry in victim.action_history)
+    return victim.calls >= victim.disconnects_at_call, bool(victim.failed_steps)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_disconnected_acts_with_the_others_or_raises_once(
+    failed_proposals: list[str],
+) -> None:
+    raised = 0
+    for seed in range(4):
+        at = 1
+        while (outcome := rank_disconnects(seed, at))[0]:
+            raised += outcome[1]
+            at += 1
+        assert at > 15
+    assert raised > 4
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_an_action_that_is_proposed_repeatedly_follows_each_proposal(
+    seed: int, failed_proposals: list[str]
+) -> None:
+    world = World(SIZES[seed % 3], seed)
+    proposed: list[tuple[int, str, int]] = []
+    for _ in range(world.random.randint(1, 25)):
+        world.run(world.random.randint(0, 12))
+        rank, action = world.random.choice(world.ranks), world.random.choice("ab")
+        proposed.append((rank.number, action, len(rank.action_history)))
+        world.propose(rank, action)
+    world.run_until_idle()
+    history = assert_same_history(world)
+    for number, action, before in proposed:
+        assert any(action in actions for _, actions in history[before:]), (number, action, before)
+    done = Counter(action for _, actions in history for action in actions)
+    for action, count in done.items():
+        assert count <= sum(a[1] == action for a in proposed)
+    assert not failed_proposals
+    assert world.leftover_keys() == []
+
+
+def test_actions_that_are_proposed_at_the_same_time_share_a_step() -> None:
+    world = World(3, 1)
+    world.interleave_probability = 0
+    for rank in world.ranks:
+        world.propose(rank, f"p{rank.number}")
+        rank.poll()
+    world.run_until_idle()
+    assert [actions for _, actions in assert_same_history(world)] == [{"p0", "p1", "p2"}]
+
+
+def test_an_action_that_is_already_proposed_is_performed_once() -> None:
+    world = World(2, 1)
+    world.interleave_probability = 0
+    for _ in range(100):
+        world.propose(world.ranks[0], "save")
+        world.propose(world.ranks[1], "save")
+        world.ranks[0].agreement._wait_for_proposals(0)
+    world.run_until_idle()
+    assert [actions for _, actions in assert_same_history(world)] == [{"save"}]
+    world.propose(world.ranks[1], "save")  # a proposal after the action is a new one
+    world.run_until_idle()
+    assert [actions for _, actions in assert_same_history(world)] == [{"save"}, {"save"}]
+
+
+def test_a_proposal_of_an_action_that_is_already_agreed_is_met_by_it() -> None:
+    world = World(2, 1)
+    world.interleave_probability = 0
+    world.propose(world.ranks[0], "save")
+    for _ in range(20):
+        for rank in world.ranks:
+            rank.poll()
+    assert all(rank.agreement._gate._granted for rank in world.ranks)
+    for rank in world.ranks:
+        world.propose(rank, "save")
+        rank.poll()
+    world.run_until_idle()
+    assert [actions for _, actions in assert_same_history(world)] == [{"save"}]

@@ -1,0 +1,229 @@
+"""Agreements that must end by a deadline, and errors that one rank publishes to all."""
+
+from __future__ import annotations
+
+import pytest
+
+from limpet.errors import RankFailed
+from limpet.ranks.error_report import decode_raised, encode_raised
+from tests.ranks.simulated_ranks import World
+
+LEAVE = "leave"
+
+
+def failed_actions(world: World, rank: int) -> set[str]:
+    return {a for actions, _ in world.ranks[rank].observed.failures for a in actions}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_ranks_learn_the_deadline_and_act_at_one_step(seed: int) -> None:
+    world = World((2, 3, 5)[seed % 3], seed)
+    world.run(world.random.randint(0, 40))
+    world.propose(world.random.choice(world.ranks), "cadence")
+    world.run(world.random.randint(0, 6))
+    world.propose(world.random.choice(world.ranks), LEAVE, 30.0, "SIGTERM")
+    world.run_until_idle()
+    first, *others = world.ranks
+    assert all(rank.action_history == first.action_history for rank in others)
+    assert {a for _, actions in first.action_history for a in actions} == {"cadence", LEAVE}
+    for rank in world.ranks:
+        (deadline,) = rank.observed.deadlines
+        assert deadline == (world.now + 30, "SIGTERM")
+        assert rank.observed.failures == []
+    assert world.leftover_keys() == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_earliest_of_several_deadlines_counts_on_all_ranks(seed: int) -> None:
+    world = World((2, 3, 5)[seed % 3], seed)
+    seconds = [120.0, 30.0, 60.0]
+    world.random.shuffle(seconds)
+    for left in seconds:
+        world.propose(world.random.choice(world.ranks), LEAVE, left, f"{left:g}")
+        world.run(world.random.randint(0, 8))
+    world.run_until_idle()
+    for rank in world.ranks:
+        deadlines = rank.observed.deadlines
+        assert deadlines == sorted(deadlines, reverse=True)
+        assert deadlines[-1] == (world.now + 30, "30")
+    assert world.leftover_keys() == []
+
+
+@pytest.mark.parametrize("stopped", range(3))
+@pytest.mark.parametrize("noticed", range(3))
+@pytest.mark.parametrize("left", [30.0, 8.0, 120.0])
+def test_with_a_stopped_rank_the_others_go_on_within_a_third_of_the_time(
+    stopped: int, noticed: int, left: float
+) -> None:
+    """Without a deadline, they would wait for a minute, and at the gate for up to 840 s."""
+    if stopped == noticed:
+        return
+    world = World(3, 7)
+    world.interleave_probability = 0
+    world.run(10)
+    world.ranks[stopped].stopped = True
+    began = world.now
+    world.propose(world.ranks[noticed], LEAVE, left, "SIGTERM")
+    alive = [rank for rank in world.ranks if rank.number != stopped]
+    while not all(rank.observed.failures for rank in alive):
+        world.advance_time(left / 100, left / 100)
+        for rank in alive:
+            while rank.step(200):
+                pass
+        assert world.now - began < left / 3
+    assert all(failed_actions(world, rank.number) == {LEAVE} for rank in alive)
+    for rank in alive:
+        _, error = rank.observed.failures[0]
+        assert error.rank == stopped
+        assert f"Rank {stopped}" in str(error)
+        assert "SIGTERM" in str(error)
+        assert rank.steps == 200  # the gate holds nobody
+
+
+def test_a_rank_that_acknowledged_last_and_died_does_not_stop_the_others() -> None:
+    """All have acknowledged, but nobody has ended the round: rank 0 does."""
+    world = World(2, 3)
+    world.interleave_probability = 0
+    world.propose(world.ranks[0], LEAVE, 30.0, "SIGTERM")
+    world.ranks[0].poll()
+    world.ranks[0].poll()
+    victim = world.ranks[1]
+    original = victim.kv.increment
+
+    def die_after(key: str) -> int:
+        count = original(key)
+        victim.dead = True
+        return count
+
+    victim.kv.increment = die_after  # type: ignore[method-assign]
+    victim.poll()
+    while not world.ranks[0].action_history:
+        world.advance_time(0.5, 0.5)
+        world.ranks[0].step()
+        assert world.now < 1012
+    assert [actions for _, actions in world.ranks[0].action_history] == [{LEAVE}]
+
+
+@pytest.mark.parametrize("passed", [0.0, 35.0])
+def test_a_deadline_bounds_the_later_rounds_too_until_it_has_passed(passed: float) -> None:
+    """A training whose exit function returns goes on after the deadline, as patient as before."""
+    world = World(2, 1)
+    world.interleave_probability = 0
+    world.propose(world.ranks[0], LEAVE, 30.0, "SIGTERM")
+    world.run_until_idle()
+    world.advance_time(passed)
+    world.ranks[1].stopped = True
+    world.propose(world.ranks[0], "cadence")
+    world.advance_time(15, 1)
+    assert failed_actions(world, 0) == (set() if passed else {"cadence"})
+    world.advance_time(100)
+    assert failed_actions(world, 0) == {"cadence"}
+
+
+# -- errors that one rank publishes ---------------------------------------------------------------
+
+
+def error_of(rank: int) -> ValueError:
+    try:
+        raise ValueError(f"bad batch {rank}")
+    except ValueError as e:
+        return e
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_error_of_one_rank_reaches_all_others_once(seed: int) -> None:
+    world = World((2, 3, 5)[seed % 3], seed)
+    world.run(world.random.randint(0, 30))
+    if seed % 2:
+        world.propose(world.random.choice(world.ranks), LEAVE, 30.0, "SIGTERM")
+        world.run(world.random.randint(0, 6))
+    failed = world.random.choice(world.ranks)
+    error = error_of(failed.number)
+    assert failed.agreement.publish_error(error) is None
+    report = encode_raised(error, failed.number)
+    failed.closed = True
+    world.run(200)
+    world.run_to_step(max(rank.steps for rank in world.ranks) + 5)
+    for rank in world.ranks:
+        assert rank.observed.errors == ([] if rank is failed else [report])
+        assert rank.agreement._participant.closed_error is not None
+    assert world.leftover_keys() == []
+
+
+def test_two_ranks_that_raise_at_once_publish_the_first_error() -> None:
+    world = World(3, 5)
+    world.interleave_probability = 0
+    for rank in world.ranks[:2]:
+        rank.agreement.publish_error(error_of(rank.number))
+        rank.closed = True
+    world.run_to_step(20)
+    for rank in world.ranks[1:]:
+        (report,) = rank.observed.errors
+        assert str(decode_raised(report)) == "bad batch 0"
+    assert world.leftover_keys() == []
+
+
+def test_a_waiting_step_and_the_next_step_raise_the_error_once() -> None:
+    world = World(2, 1)
+    gate = world.ranks[0].agreement
+    gate.raise_at_next_step(ValueError("bad"))
+    with pytest.raises(ValueError, match="bad"):
+        gate.step()
+    assert gate.step() == frozenset()
+
+
+class OwnError(Exception):
+    """An error whose constructor takes two arguments."""
+
+    def __init__(self, code: int, what: str) -> None:
+        super().__init__(code, what)
+        self.code = code
+
+
+class Unlike(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"code {code}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("bad"),
+        KeyError("name"),
+        FileNotFoundError(2, "No such file"),
+        ZeroDivisionError(),
+        OwnError(3, "three"),
+        RuntimeError("two", 2, None, 2.5, True),
+    ],
+    ids=repr,
+)
+def test_an_error_is_raised_with_its_class_and_message(error: Exception) -> None:
+    decoded = decode_raised(encode_raised(error, 3))
+    assert type(decoded) is type(error)
+    assert str(decoded) == str(error)
+    assert decoded.args == error.args
+    (note,) = decoded.__notes__
+    assert note.startswith("Raised on rank 3, whose traceback is:\n")
+    assert type(error).__name__ in note
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(2), Unlike(4), ValueError(object()), GeneratorExit()]
+)
+def test_what_cannot_be_raised_elsewhere_becomes_rank_failed(error: BaseException) -> None:
+    decoded = decode_raised(encode_raised(error, 1))
+    assert isinstance(decoded, RankFailed)
+    assert decoded.rank == 1
+    assert type(error).__name__ in str(decoded)
+
+
+def test_no_class_is_imported_for_a_report() -> None:
+    report = encode_raised(ValueError("x"), 0).replace("builtins", "tests.not_imported")
+    assert isinstance(decode_raised(report), RankFailed)
+
+
+def test_an_error_of_limpet_keeps_its_class_and_text() -> None:
+    error = RankFailed("Rank 2 failed", expected="a heartbeat", found="none", rank=2)
+    decoded = decode_raised(encode_raised(error, 1))
+    assert type(decoded) is RankFailed
+    assert str(decoded) == str(error)

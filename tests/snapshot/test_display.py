@@ -1,0 +1,312 @@
+"""Snapshots as mappings, and how they display themselves."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import limpet
+from limpet.errors import StoreError
+from limpet.run.run import Run
+from limpet.snapshot.leaf import LeafView
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import Snapshot, reader_of
+from limpet.snapshot.subtree import SubtreeView, missing_key
+from limpet.storage.memory import MemoryStore
+from tests.docs.reference import PAGE
+from tests.trainings import trained_run
+from tests.unreliable_stores import HookedStore
+
+ATTACK = "<script>alert('x')</script>\"&\x1b[31m\n"
+STATE: dict[str, Any] = {
+    "model": {"fc": {"weight": np.zeros((3, 2)), "bias": np.zeros(3)}, "steps": 7},
+    "history": [1, 2.5, "three"],
+    "mixed": [1, np.ones(2)],
+    "nothing": {},
+    "none": None,
+    "numbers": {1: "one", "1": "text"},
+    "sparse": torch.eye(3).to_sparse(),
+}
+
+
+def save(state: dict[str, Any], **options: Any) -> tuple[Snapshot, list[tuple[str, str]]]:
+    """Return the opened snapshot of a state, and the list of all later calls of its store."""
+    calls = list[tuple[str, str]]()
+    store = HookedStore(MemoryStore())
+    limpet.save(store, state, **options)
+    snapshot = limpet.open(store)
+    store.before = lambda method, key: calls.append((method, key))
+    return snapshot, calls
+
+
+class Checker(HTMLParser):
+    """Checks that tags are balanced, and collects them and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[Any] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.open.append(tag)
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def check_html(html: str) -> Checker:
+    checker = Checker()
+    checker.feed(html)
+    checker.close()
+    assert checker.open == []
+    assert {*checker.tags} <= {"div", "b", "ul", "li", "details", "summary", "code"}
+    assert all(attribute == ("open", None) for attribute in checker.attributes)
+    return checker
+
+
+def test_a_snapshot_is_a_mapping_of_its_state() -> None:
+    snapshot, calls = save(STATE, step=12)
+    assert len(snapshot) == len(snapshot.keys()) == len(list(snapshot))
+    assert snapshot.metrics == {}
+    for key in snapshot:
+        assert key in snapshot
+        snapshot[key]
+    for key in ("model", "model/fc", "mixed", "nothing", "numbers", "sparse"):
+        assert key in snapshot
+        assert isinstance(snapshot[key], SubtreeView)
+    assert snapshot["history"] == [1, 2.5, "three"]
+    assert snapshot["none"] is None
+    assert "history" in snapshot
+    for missing in ("", "mod", "model/", "/model", "model/fc/weights", 5, None):
+        assert missing not in snapshot
+    with pytest.raises(KeyError, match=r"mod is not a key; .*the keys are model/fc/weight"):
+        snapshot["mod"]
+    assert calls == []  # nothing was read
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("modle", "model"), ("model/fc/wieght", "model/fc/weight"), ("model/stps", "model/steps"),
+        ("modell/fc/weight", "model/fc/weight"), ("model.fc.weight", "model/fc/weight"),
+        ("zzz", None), ("model/zzz", None), ("model/fc/", None), (7, None), ("", None),
+    ],
+)  # fmt: skip
+def test_a_typo_in_a_key_gets_a_suggestion(typo: Any, meant: str | None) -> None:
+    snapshot, _ = save(STATE, step=12)
+    views = [(snapshot, "")]
+    if meant is not None and "model/" in meant and str(typo).startswith("model/"):
+        views.append((snapshot["model"], "model/"))
+    for view, start in views:
+        with pytest.raises(KeyError) as e:
+            view[typo[len(start) :] if start else typo]
+        if meant is None:
+            assert "perhaps" not in str(e.value)
+        else:
+            assert f"; perhaps you meant {meant.removeprefix(start)}; the keys" in str(e.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["layers.{}.attn.q_proj.weight", "w{}"])
+def test_a_suggestion_among_many_names_is_fast(name: str) -> None:
+    known = [name.format(i) for i in range(50_000)]
+    meant = known[12_345]
+    typo = f"{meant[:-2]}{meant[-1]}" if "." in meant else f"x{meant[1:]}"
+    began = time.process_time()
+    assert f"perhaps you meant {meant};" in missing_key(typo, known)
+    assert time.process_time() - began < 1.0  # without a bound: 1 to 6 s
+
+
+def test_the_keys_of_a_sub_mapping_are_relative() -> None:
+    snapshot, calls = save(STATE, step=12)
+    model = snapshot["model"]
+    assert list(model) == ["fc/weight", "fc/bias", "steps"]
+    assert len(model) == 3
+    assert model["steps"] == 7
+    assert model["fc"]["weight"].shape == model["fc/weight"].shape == (3, 2)
+    assert list(model["fc"]) == ["weight", "bias"]
+    assert "fc" in model
+    assert "fc/weight" in model
+    assert "model/fc/weight" not in model
+    assert model.get("no", 3) == 3
+    assert [k for k, v in model.items() if isinstance(v, LeafView)] == ["fc/weight", "fc/bias"]
+    with pytest.raises(KeyError, match=r"model/steps is not a key of model, and relative to it"):
+        model["model/steps"]
+    assert (len(snapshot["nothing"]), bool(snapshot["nothing"])) == (0, False)
+    assert snapshot["mixed"]["0"] == 1
+    assert dict(snapshot["numbers"]) == {"1": "one", "1~2": "text"}
+    assert list(snapshot["sparse"]) == ["indices", "values"]
+    assert model.nbytes == 9 * 8
+    assert calls == []
+    assert model["fc/bias"].read().tolist() == [0, 0, 0]  # the first read
+
+
+def test_the_tree_is_the_state_with_views() -> None:
+    snapshot, calls = save(STATE, step=12)
+    tree = snapshot.tree
+    assert list(tree) == list(STATE)
+    assert tree["numbers"] == {1: "one", "1": "text"}
+    assert tree["history"] == STATE["history"]
+    assert isinstance(tree["model"]["fc"]["weight"], LeafView)
+    assert isinstance(tree["mixed"][1], LeafView)
+    assert calls == []
+    assert tree["model"]["fc"]["weight"][0:1].shape == (1, 2)
+
+
+def test_a_leaf_that_is_used_like_a_tensor_says_how_to_read_it() -> None:
+    leaf = save(STATE)[0]["model/fc/weight"]
+    with pytest.raises(AttributeError, match=r"no mean: .* not read yet\. Read them with read\(\)"):
+        leaf.mean()
+    assert not hasattr(leaf, "numpy")
+    assert copy.copy(leaf).key == leaf.key
+
+
+def test_a_snapshot_without_leaves_is_not_false() -> None:
+    snapshot, _ = save({})
+    assert snapshot
+    assert len(snapshot) == 0
+    assert repr(snapshot) == "<Snapshot memory://memory: 4.0 KiB: empty>"
+    check_html(snapshot._repr_html_())
+
+
+def test_the_repr_shows_step_size_and_members() -> None:
+    snapshot, calls = save(STATE, step=12)
+    assert repr(snapshot).startswith("<Snapshot memory://memory: step 12, ")
+    assert repr(snapshot).endswith(
+        " KiB: model (3), history, mixed (2), nothing (0), none, numbers (2), and 1 more>"
+    )
+    assert repr(snapshot["model"]) == "<SubtreeView model: 3 keys, 72 B: fc (2), steps>"
+    assert calls == []
+
+
+def test_the_repr_of_an_unread_snapshot_reads_nothing() -> None:
+    store = trained_run()
+    snapshot = Run(store).latest()
+    assert snapshot is not None
+    reader = reader_of(snapshot)
+    unread = Snapshot(SnapshotReader(reader.location, None, reader.digest))
+    store.delete(reader.location.key("manifest.json"))
+    assert repr(unread) == "<Snapshot memory://memory/version_60, not read yet>"
+
+
+def test_html_shows_every_member_and_escapes_names_and_values() -> None:
+    state = {**STATE, ATTACK: {ATTACK: np.zeros(2), "value": ATTACK, "list": [ATTACK]}}
+    snapshot, calls = save(state, step=12)
+    shown = check_html(snapshot._repr_html_())
+    assert "step 12" in shown.text
+    for text in ("model", "fc", "float64 [3, 2], 48 B", "[1, 2.5, 'three']", "<script>alert('x')"):
+        assert text in shown.text
+    assert "\x1b" not in shown.text + repr(snapshot) + repr(snapshot["model"])
+    assert "\n" not in repr(snapshot)
+    key = next(k for k in snapshot if k.startswith("<script>")).rpartition("/")[0]
+    assert "\x1b" not in repr(snapshot[key])
+    check_html(snapshot[key]._repr_html_())
+    assert calls == []
+
+
+def test_metrics_are_shown() -> None:
+    store = MemoryStore()
+    with limpet.Checkpointer(store, {"x": np.zeros(2)}, save=limpet.EverySteps(1)) as ckpt:
+        ckpt.step({"<loss>": 0.25})
+    snapshot = limpet.open(store.at("version_1"))
+    assert snapshot.metrics == {"<loss>": 0.25}
+    assert ", <loss> 0.25" in check_html(snapshot._repr_html_()).text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_large_state_displays_quickly_and_briefly(nested: bool) -> None:
+    leaf = np.zeros(1)
+    count = 12_500 if nested else 25_000
+    members = {f"layer{i}": {"w": leaf, "b": leaf} if nested else leaf for i in range(count)}
+    state = {"model": members, "optimizer": members, "progress": {"step": 1}}
+    snapshot, _ = save(state)
+    began = time.process_time()
+    html, text = snapshot._repr_html_(), repr(snapshot)
+    part, part_html = repr(snapshot["model"]), snapshot["model"]._repr_html_()
+    for i in range(1000):  # a lookup does not depend on the number of leaves
+        snapshot["model"][f"layer{i}"]
+    assert time.process_time() - began < 10  # 0.5 s on an idle machine
+    for shown in (html, part_html):
+        assert len(shown) < 50_000
+        check_html(shown)
+    assert "optimizer" in html
+    assert len(text) + len(part) < 1000
+
+
+def test_long_names_are_shortened() -> None:
+    snapshot, _ = save({"n" * 50_000: {"m" * 50_000: 1}})
+    assert len(repr(snapshot)) < 300
+    assert len(snapshot._repr_html_()) < 2000
+
+
+PUBLIC_NAMES = [
+    *("bases", "chain", "created", "keys", "metadata", "metrics", "nbytes", "referred_bytes"),
+    *("step", "tree", "url", "verify", "version"),
+]
+
+
+def test_the_public_names_are_those_of_the_reference() -> None:
+    snapshot, _ = save({"x": 1})
+    assert [name for name in dir(Snapshot) if not name.startswith("_")] == PUBLIC_NAMES
+    assert [name for name in dir(snapshot) if not name.startswith("_")] == PUBLIC_NAMES
+    assert "SnapshotReader" not in limpet.__all__
+    section = PAGE.read_text().split("### `limpet.Snapshot`\n")[1].partition("\n### ")[0]
+    listed = re.findall(r"^(?:\*\*`(\w+)`\*\* \(property\)|([a-z]\w*)\()", section, re.MULTILINE)
+    assert sorted(name or method for name, method in listed) == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
+        assert getattr(Snapshot, name).__doc__
+
+
+# -- other public objects ------------------------------------------------------------------------
+
+
+def test_every_public_class_says_what_its_objects_are() -> None:
+    public = [getattr(limpet, name) for name in limpet.__all__]
+    classes = [c for c in public if isinstance(c, type) and c is not limpet.Store]
+    assert len(classes) > 20
+    assert [c for c in classes if c.__repr__ is object.__repr__] == []
+
+
+def test_a_pending_save_shows_its_state() -> None:
+    store = HookedStore(MemoryStore())
+    gate = threading.Event()
+    store.before = lambda method, key: method == "put" and gate.wait(20)
+    pending = limpet.save_async(store, {"x": np.zeros(3)})
+    assert repr(pending) == f"<Pending save to {store.url}, in progress>"
+    gate.set()
+    pending.wait()
+    assert repr(pending) == f"<Pending save to {store.url}, committed>"
+
+    def refuse(method: str, key: str) -> None:
+        if method == "put":
+            raise StoreError("no write", key=key, store=store.url)
+
+    store = HookedStore(MemoryStore())
+    store.before = refuse
+    pending = limpet.save_async(store, {"x": np.zeros(3)})
+    with pytest.raises(StoreError):
+        pending.wait()
+    assert repr(pending) == f"<Pending save to {store.url}, failed>"
+
+
+def test_a_random_state_and_a_source_of_notices_show_their_arguments(tmp_path: Path) -> None:
+    assert repr(limpet.RNG()) == "RNG()"
+    source = limpet.preemption.FileNotice(tmp_path / "stop")
+    assert repr(source) == f"<FileNotice the file {tmp_path}/stop, every 1 s>"

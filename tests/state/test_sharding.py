@@ -1,0 +1,396 @@
+"""The arithmetic of placements, compared with torch's own code, and ``Boxed``. No test needs a
+process group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import product
+from math import prod
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import limpet
+from limpet.errors import PlanError
+from limpet.layout.placements import ShardPlacement, infer_shard_order, local_boxes
+from limpet.state import sharding
+from limpet.types import Box
+
+meshes = (
+    st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple).filter(lambda m: prod(m) < 25)
+)
+shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def layouts(draw, factors=(1, 2, 3, 4, 7)):
+    """Draw a shape, a mesh, and the placement of each mesh dimension."""
+    shape, mesh = draw(shapes), draw(meshes)
+    dims = st.integers(0, len(shape) - 1)
+    sharded = st.builds(ShardPlacement, dims, st.sampled_from(factors))
+    return (
+        shape,
+        mesh,
+        tuple(draw(st.lists(st.none() | sharded, min_size=len(mesh), max_size=len(mesh)))),
+    )
+
+
+@st.composite
+def orders(draw):
+    """Draw a shape, a mesh, and the mesh dimensions that shard each dimension, in any order."""
+    shape, mesh = draw(shapes), draw(meshes)
+    dims = [draw(st.none() | st.integers(0, len(shape) - 1)) for _ in mesh]
+    order = draw(st.permutations(range(len(mesh))))
+    return shape, mesh, dims, order
+
+
+def placements(shardings):
+    """Return the placements as torch's classes."""
+    return [
+        Replicate()
+        if c is None
+        else Shard(c.dim)
+        if c.split_factor == 1
+        else _StridedShard(c.dim, split_factor=c.split_factor)
+        for c in shardings
+    ]
+
+
+def ranks(mesh):
+    return product(*map(range, mesh))
+
+
+def arange(shape):
+    return torch.arange(prod(shape)).reshape(shape)
+
+
+def split(tensor, placement, count, index):
+    """Return one rank's part, split by torch's own code."""
+    if placement == Replicate():
+        return tensor
+    return placement._split_tensor(tensor, count, with_padding=False)[0][index]
+
+
+def check(found, whole, local):
+    """Assert that the boxes describe the rank's local tensor, with each element once."""
+    assert found.shape == tuple(local.shape)
+    seen = torch.zeros(local.shape, dtype=torch.int8)
+    for box, where in found.boxes:
+        assert box.is_within(tuple(whole.shape))
+        assert box.numel
+        assert torch.equal(whole[box.slices((0,) * whole.ndim)], local[where])
+        seen[where] += 1
+    assert (seen == 1).all()
+
+
+# -- arithmetic ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@settings(max_examples=600)
+@given(layouts())
+def test_left_to_right_placements_give_the_same_parts_as_torch(layout):
+    shape, mesh, shardings = layout
+    whole, torch_placements = arange(shape), placements(shardings)
+    for rank in ranks(mesh):
+        local = whole
+        for torch_placement, count, index in zip(torch_placements, mesh, rank, strict=True):
+            local = split(local, torch_placement, count, index)
+        found = local_boxes(shape, mesh, rank, shardings, tuple(range(len(mesh))))
+        check(found, whole, local)
+        size, offset = _compute_local_shape_and_global_offset(
+            shape, mesh, list(rank), torch_placements
+        )
+        assert found.shape == size
+        if found.boxes:
+            assert found.boxes[0][0].offsets == offset
+
+
+@pytest.mark.slow
+@settings(max_examples=600)
+@given(orders())
+def test_any_shard_order_is_inferred_from_the_split_factors_that_torch_writes(drawn):
+    shape, mesh, dims, order = drawn
+    whole, size = arange(shape), SimpleNamespace(size=lambda m: mesh[m])
+    plain = tuple(Replicate() if d is None else Shard(d) for d in dims)
+    entries = tuple(
+        ShardOrderEntry(d, tuple(m for m in order if dims[m] == d))
+        for d in sorted({*dims} - {None})
+    )
+    written = DTensorSpec._convert_shard_order_to_StridedShard(entries, plain, size)
+    shardings = tuple(
+        None if p == Replicate() else ShardPlacement(p.dim, getattr(p, "split_factor", 1))
+        for p in written
+    )
+    assert infer_shard_order(mesh, shardings) is not None
+    for rank in ranks(mesh):
+        local = whole
+        for m in order:
+            local = split(local, plain[m], mesh[m], rank[m])
+        check(local_boxes(shape, mesh, rank, shardings), whole, local)
+        plain_shardings = tuple(None if d is None else ShardPlacement(d) for d in dims)
+        check(local_boxes(shape, mesh, rank, plain_shardings, tuple(order)), whole, local)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(layouts())
+def test_the_boxes_of_all_ranks_contain_each_element_once_per_replica(layout):
+    shape, mesh, shardings = layout
+    counts = np.zeros(shape, np.int64)
+    for rank in ranks(mesh):
+        for box, _ in local_boxes(shape, mesh, rank, shardings).boxes:
+            counts[box.slices((0,) * len(shape))] += 1
+    assert (
+        counts == prod(n for n, sharded in zip(mesh, shardings, strict=True) if sharded is None)
+    ).all()
+
+
+@settings(max_examples=500)
+@given(layouts(factors=(1, 2, 3, 4, 6, 8, 12)))
+@pytest.mark.slow
+def test_the_inferred_shard_order_matches_that_of_torch(layout):
+    _, mesh, shardings = layout
+    size = SimpleNamespace(size=lambda m: mesh[m])
+    torch_placements = tuple(placements(shardings))
+    theirs = DTensorSpec._maybe_convert_StridedShard_to_shard_order(torch_placements, size)
+    ours = infer_shard_order(mesh, shardings)
+    if theirs is None:
+        assert ours is None
+        return
+    for entry in theirs:
+        assert entry.mesh_dims == tuple(m for m in ours if shardings[m].dim == entry.tensor_dim)
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "rank", "shardings", "local", "boxes"),
+    [
+        ((), (2,), (1,), (None,), (), [((), ())]),
+        ((8,), (2,), (1,), (ShardPlacement(0),), (4,), [((4,), (4,))]),
+        ((5,), (4,), (2,), (ShardPlacement(0),), (1,), [((4,), (1,))]),
+        ((5,), (4,), (3,), (ShardPlacement(0),), (0,), []),
+        ((0,), (2,), (0,), (ShardPlacement(0),), (0,), []),
+        ((4, 0), (2,), (1,), (ShardPlacement(0),), (2, 0), []),
+        ((6,), (2, 3), (1, 0), (None, ShardPlacement(0)), (2,), [((0,), (2,))]),
+        (
+            (6, 4),
+            (2, 2),
+            (1, 1),
+            (ShardPlacement(1), ShardPlacement(0)),
+            (3, 2),
+            [((3, 2), (3, 2))],
+        ),
+        # one tensor dimension sharded by two mesh dimensions
+        ((7,), (2, 2), (1, 0), (ShardPlacement(0), ShardPlacement(0)), (2,), [((4,), (2,))]),
+        # FSDP2 over tensor parallelism: even, and uneven, where left to right gives another row
+        ((8,), (2, 2), (0, 1), (ShardPlacement(0, 2), ShardPlacement(0)), (2,), [((4,), (2,))]),
+        ((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0)), (1,), [((29,), (1,))]),
+        ((7,), (3, 2), (2, 0), (ShardPlacement(0, 2), ShardPlacement(0)), (0,), []),
+        # the factor is 1 over columns that tensor parallelism shards
+        (
+            (8, 6),
+            (2, 2),
+            (1, 1),
+            (ShardPlacement(0), ShardPlacement(1)),
+            (4, 3),
+            [((4, 3), (4, 3))],
+        ),
+        # factors that no mesh order gives: separate runs, and adjacent runs
+        ((8,), (2,), (0,), (ShardPlacement(0, 2),), (4,), [((0,), (2,)), ((4,), (2,))]),
+        ((8,), (2,), (1,), (ShardPlacement(0, 8),), (0,), []),
+        ((8,), (2,), (0,), (ShardPlacement(0, 8),), (8,), [((0,), (8,))]),
+        ((8,), (1,), (0,), (ShardPlacement(0, 3),), (8,), [((0,), (8,))]),
+        (
+            (4, 2),
+            (2, 2),
+            (1, 0),
+            (ShardPlacement(0, 2), ShardPlacement(1, 2)),
+            (2, 2),
+            [((1, 0), (1, 2)), ((3, 0), (1, 2))],
+        ),
+        # more blocks than elements
+        ((3,), (2,), (0,), (ShardPlacement(0, 10**12),), (3,), [((0,), (3,))]),
+    ],
+)
+def test_local_boxes_returns_the_expected_boxes(shape, mesh, rank, shardings, local, boxes):
+    found = local_boxes(shape, mesh, rank, shardings)
+    assert found.shape == local
+    assert [(box.offsets, box.sizes) for box, _ in found.boxes] == boxes
+
+
+def test_a_left_to_right_order_gives_other_rows_in_the_uneven_case():
+    """The size is the same and only the rows differ, so the order matters."""
+    read = local_boxes((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0)), (0, 1))
+    assert [box for box, _ in read.boxes] == [Box((37,), (1,))]
+    assert (
+        read.shape
+        == local_boxes((38,), (4, 4), (3, 2), (ShardPlacement(0, 4), ShardPlacement(0))).shape
+    )
+
+
+def test_the_cost_does_not_depend_on_the_length_of_a_dimension():
+    n = 10**15
+    found = local_boxes((n, n), (4, 3), (3, 2), (ShardPlacement(0, 5), ShardPlacement(1, 7)))
+    assert len(found.boxes) == 5 * 7
+    assert found.shape == (n // 4, sum(box.sizes[1] for box, _ in found.boxes[:7]))
+    for rank, length in ((0, n), (1, 0)):  # blocks of one element go to the first rank
+        found = local_boxes((n,), (2,), (rank,), (ShardPlacement(0, n),))
+        assert (found.shape, len(found.boxes)) == ((length,), length // n)
+    assert local_boxes((n,), (1,), (0,), (ShardPlacement(0, n - 1),)).shape == (n,)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shardings", "order"),
+    [
+        ({}, (ShardPlacement(0), ShardPlacement(0)), None),  # torch 2.6 has neither field
+        ({}, (ShardPlacement(0, 2), ShardPlacement(0)), None),
+        (
+            {"shard_order": (ShardOrderEntry(0, (1, 0)),)},
+            (ShardPlacement(0), ShardPlacement(0)),
+            (1, 0),
+        ),
+        (
+            {"shard_order": (ShardOrderEntry(0, (0, 1)),)},
+            (ShardPlacement(0, 2), ShardPlacement(0)),
+            None,
+        ),
+        ({"shard_order": (), "flag": False}, (None, None), None),
+        ({"shard_order": None, "flag": True}, (ShardPlacement(0, 2), ShardPlacement(0)), None),
+        (
+            {"shard_order": (ShardOrderEntry(0, (1, 0)),), "flag": True},
+            (ShardPlacement(0, 2), ShardPlacement(0)),
+            None,
+        ),
+        (
+            {"shard_order": (ShardOrderEntry(0, (0, 1)),), "flag": False},
+            (ShardPlacement(0, 2), None),
+            (0, 1),
+        ),
+        (
+            {"shard_order": (ShardOrderEntry(0, (2,)), ShardOrderEntry(1, (1, 0))), "flag": False},
+            (ShardPlacement(1), ShardPlacement(1), ShardPlacement(0)),
+            (2, 1, 0),
+        ),
+    ],
+)
+def test_the_shard_order_of_a_spec_is_read_if_it_has_one(spec, shardings, order):
+    if "flag" in spec:
+        spec = {**spec, "use_strided_shard_as_shard_order": spec["flag"]}
+    assert sharding._shard_order(SimpleNamespace(**spec), shardings) == order
+
+
+# -- Boxed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make", [np.zeros, torch.zeros, lambda s: torch.nn.Parameter(torch.zeros(s))]
+)
+def test_a_boxed_tensor_has_one_box_that_shares_its_memory(make):
+    boxed = limpet.Boxed(make((2, 3)), offsets=[np.int64(4), 0], shape=torch.Size([6, 3]))
+    assert (boxed.offsets, boxed.shape) == ((4, 0), (6, 3))
+    assert type(boxed.shape) is tuple
+    assert {type(n) for n in (*boxed.offsets, *boxed.shape)} == {int}
+    assert sharding.is_distributed_tensor(boxed)
+    parts = sharding.get_local_boxes(boxed, "k")
+    assert parts.shape == (6, 3)
+    [(box, tensor)] = parts.box_tensors
+    assert box == Box((4, 0), (2, 3))
+    tensor[1, 2] = 7
+    assert boxed.tensor[1, 2].item() == 7
+    assert not getattr(tensor, "requires_grad", False)
+
+
+def test_a_tensor_in_two_different_boxes_is_not_tied():
+    tensor = torch.zeros(2)
+    first, again, other = (limpet.Boxed(tensor, (at,), (4,)) for at in (0, 0, 2))
+    storage = sharding.get_local_boxes(first, "k").tie_key
+    assert (
+        storage
+        == sharding.get_local_boxes(again, "k").tie_key
+        != sharding.get_local_boxes(other, "k").tie_key
+    )
+    array = limpet.Boxed(np.zeros(2), (0,), (4,))
+    keys = [sharding.get_local_boxes(array, "k").tie_key for _ in range(2)]
+    assert keys[0] != keys[1], "arrays are never tied"
+
+
+@pytest.mark.parametrize(
+    ("size", "offsets", "shape", "boxes"),
+    [
+        ((), (), (), [Box((), ())]),
+        ((0, 3), (2, 0), (4, 3), []),
+        ((0, 3), (0, 0), (0, 6), [Box((0, 0), (0, 6))]),
+        ((4,), (0,), (4,), [Box((0,), (4,))]),
+    ],
+)
+def test_boxes_of_scalars_empty_tensors_and_whole_tensors(size, offsets, shape, boxes):
+    for make in (np.zeros, torch.zeros):
+        parts = sharding.get_local_boxes(limpet.Boxed(make(size), offsets, shape), "k")
+        assert [box for box, _ in parts.box_tensors] == boxes
+        assert all(tuple(t.shape) == box.sizes for box, t in parts.box_tensors)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "offsets", "shape", "message"),
+    [
+        (np.zeros(3), (2,), (4,), r"box within \[4\].*offsets \[2\] and sizes \[3\]"),
+        (np.zeros(3), (-1,), (4,), r"offsets \[-1\]"),
+        (np.zeros(3), (0, 0), (4,), "same number of dimensions"),
+        (np.zeros(3), (0,), (4, 3), "same number of dimensions"),
+        (np.zeros((3, 1)), (0,), (4,), "same number of dimensions"),
+        (np.zeros(0), (5,), (4,), r"box within \[4\]"),
+        (np.zeros(0), (0,), (-1,), r"box within \[-1\]"),
+        (np.zeros(3), 0, (4,), "one integer for each dimension.*found 0"),
+        (np.zeros(3), (0.0,), (4,), r"Invalid offsets .*one integer for each.*\(0\.0,\)"),
+        (np.zeros(3), (0,), ("4",), r"Invalid shape .*one integer for each"),
+        (np.zeros(3), None, (4,), "found None"),
+        ([1, 2, 3], (0,), (4,), "of a Boxed is a list.*a torch.Tensor or"),
+        (np.ma.zeros(3), (0,), (4,), "is a MaskedArray"),
+        (np.float64(3), (), (), "is a float64"),
+    ],
+)
+def test_an_invalid_box_is_refused_when_it_is_created(tensor, offsets, shape, message):
+    with pytest.raises(PlanError, match=message):
+        limpet.Boxed(tensor, offsets, shape)
+
+
+def test_a_boxed_tensor_is_immutable_and_compared_by_identity():
+    boxed = limpet.Boxed(np.zeros(3), (0,), (4,))
+    with pytest.raises(AttributeError):
+        boxed.offsets = (1,)
+    assert boxed != limpet.Boxed(boxed.tensor, (0,), (4,)), "elements are not compared"
+    assert {boxed: 1}[boxed] == 1
+
+
+# -- ordinary values -----------------------------------------------------------------------------
+
+
+def test_ordinary_values_are_not_distributed():
+    for value in (3, "x", None, [1], {}, np.zeros(3), torch.zeros(3), torch.nn.Linear(2, 2), Box):
+        assert not sharding.is_distributed_tensor(value)
+        assert sharding.get_local_boxes(value, "k") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["", "import torch"])
+def test_checking_for_distributed_tensors_imports_no_modules(first):
+    code = (
+        f"import sys\n{first}\nfrom limpet.state import sharding\n"
+        "before = {m for m in sys.modules if m.startswith('torch')}\n"
+        "value = sys.modules['torch'].zeros(3) if before else 3\n"
+        "assert not sharding.is_distributed_tensor(value)\n"
+        "assert sharding.get_local_boxes(value, 'k') is None\n"
+        "print({m for m in sys.modules if m.startswith('torch')} - before)\n"
+        "print('torch.distributed.tensor' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["set()", "False"]

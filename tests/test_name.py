@@ -1,0 +1,22 @@
+"""The former name of the package is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OLD = "hold" + "fast"
+ALLOWED = {"docs/decisions/0085-the-name.md"}
+FOLDERS = (".ci", "bench", "changes", "docs", "examples", "src", "tests")
+
+
+def test_the_former_name_occurs_only_in_the_record_of_the_change() -> None:
+    paths = [*ROOT.iterdir(), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*"))]
+    files = [p for p in paths if p.is_file() and "__pycache__" not in p.parts]
+    assert len(files) > 500
+    names = {f.relative_to(ROOT).as_posix() for f in files}
+    assert not {name for name in names if OLD in name.lower()}
+    found = {
+        f.relative_to(ROOT).as_posix() for f in files if OLD.encode() in f.read_bytes().lower()
+    }
+    assert {name for name in found - ALLOWED if not name.startswith("tests/golden/")} == set()
