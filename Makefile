@@ -84,7 +84,7 @@ test-stores: $(VENV)/.ready servers
 	$(RUN) -m pytest -q -n 3 --dist worksteal -m stores tests/stores --durations=10 $(STORES) || \
 		$(RUN) -m tests.again $$? -m stores $(STORES)
 
-# docs/reference.md, from the docstrings of the public names. A test fails if it is not current.
+# build/reference.md, from the docstrings of the public names.
 reference: $(VENV)/.ready
 	$(RUN) -m tests.docs.reference
 

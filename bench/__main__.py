@@ -1,6 +1,6 @@
 """``python -m bench [--quick] [TOPIC ...] [--folder DIR]``.
 
-With all topics, write ``docs/benchmarks.md``. With some topics, replace only their sections in it.
+With all topics, write ``build/benchmarks.md``. With some topics, replace only their sections in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ON_A_DEVICE = ("device",)
 """Topics that need an accelerator. They run only when they are named."""
 
 TOPICS = (
-    "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "code_path",
+    "save_load", "small", "blocked", "slowdown", "memory", "million", "ranks", "journeys",
     "incremental", "step", "growth", "distributed", "s3", "s3_peers", "hdfs",
     "shared_reads", "memory_tier", "memory_resume", "local_tier", "evaluation",
 )  # fmt: skip
@@ -30,7 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--only", help="comma-separated topics; write no file")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="on a real disk")
-    parser.add_argument("--output", type=Path, help="default: docs/benchmarks.md")
+    parser.add_argument("--output", type=Path, help="default: build/benchmarks.md")
     chosen = parser.parse_args()
     topics = chosen.only.split(",") if chosen.only else chosen.topics or list(TOPICS)
     if unknown := set(topics) - {*TOPICS, *ON_A_DEVICE}:
@@ -47,7 +47,7 @@ def main() -> None:
                 found.append(section)
             print(f"({topic}: {time.monotonic() - began:.0f} s)", flush=True)
         output = chosen.output
-        there = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+        there = Path(__file__).parents[1] / "build" / "benchmarks.md"
         if topics == list(TOPICS) or chosen.output:
             output = output or (None if chosen.quick else there)
             if output:
@@ -56,7 +56,7 @@ def main() -> None:
                 seconds, limits = time.monotonic() - start, topics == list(TOPICS)
                 text = report.render_document(found, options, seconds, command, limits)
                 output.write_text(text)
-        elif not chosen.quick and not chosen.only:
+        elif not chosen.quick and not chosen.only and there.exists():
             there.write_text(report.splice_sections(there.read_text(), found))
 
 

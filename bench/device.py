@@ -1,7 +1,7 @@
 """A CUDA device: how long a save blocks training, with and without ``overlap=True``, and loads.
 
 Not one of the default topics, because most machines have no device: ``make bench ARGS="device
---output docs/benchmarks-device.md"``.
+--output build/benchmarks-device.md"``.
 """
 
 from __future__ import annotations

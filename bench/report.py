@@ -1,4 +1,4 @@
-"""Render tables as plain text for the terminal, and all of ``docs/benchmarks.md``."""
+"""Render tables as plain text for the terminal, and all of ``build/benchmarks.md``."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def render(section: Section, *, markdown: bool) -> str:
 def render_document(
     sections: list[Section], options: Options, seconds: float, command: str, limits: bool = True
 ) -> str:
-    """Return the contents of ``docs/benchmarks.md``. ``limits``: whether its last section explains
+    """Return the contents of ``build/benchmarks.md``. ``limits``: whether its last section explains
     why some targets are not reached."""
     when = datetime.datetime.now(datetime.UTC).strftime("%d %B %Y")
     size = f"{options.big >> 20} MiB"

@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the docstrings of the public names: ``make reference``."""
+"""Writes build/reference.md from the docstrings of the public names: ``make reference``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
+PAGE = Path(__file__).parents[2] / "build" / "reference.md"
 
 PACKAGES = [
     "limpet",
@@ -22,8 +22,8 @@ PACKAGES = [
 TITLE = """# API reference
 
 The public names of Limpet: signatures and docstrings. `make reference` writes this
-page; do not edit it by hand. Errors and warnings are in [errors.md](errors.md), commands in
-[commands.md](commands.md), and events in [events.md](events.md). What begins with an underscore,
+page; do not edit it by hand. Errors and warnings are in docs/errors.md, commands in
+docs/commands.md, and events in docs/events.md. What begins with an underscore,
 and every module that is not listed here, may change at any time.
 """
 
@@ -101,4 +101,5 @@ def docstring(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(render())
