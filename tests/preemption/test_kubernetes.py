@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from limpet.errors import LimpetError
 from limpet.preemption.notice import Notice
 from limpet.preemption.notices.kubernetes import KubernetesNotice
-from limpet.preemption.notices.metadata import MetadataClient
+from limpet.preemption.notices.metadata import fetch
 from tests.preemption.manual_clock import ManualClock
 from tests.preemption.metadata_servers import FAULTS, KubernetesServer
 
@@ -161,7 +161,7 @@ def test_a_server_with_another_certificate_receives_no_token(
 
 def test_without_a_certificate_those_of_the_system_count(server: KubernetesServer) -> None:
     with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
-        MetadataClient(server.url).get("/", {})
+        fetch(server.url, {})
     assert server.requests == []
 
 
@@ -208,4 +208,4 @@ def test_outside_a_pod_it_is_refused(variables: dict[str, str]) -> None:
 
 def test_an_address_of_version_6() -> None:
     source = KubernetesNotice({**POD, "KUBERNETES_SERVICE_HOST": "fd00::1"})
-    assert source._base_url == "https://[fd00::1]:443"
+    assert source._url == "https://[fd00::1]:443"

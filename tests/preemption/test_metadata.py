@@ -6,14 +6,17 @@ import socket
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from email.message import Message
 from typing import Any
 
 import msgspec
 import pytest
 
 from limpet.errors import LimpetError
+from limpet.preemption.notice import Notice
 from limpet.preemption.notices import metadata
-from limpet.preemption.notices.metadata import MetadataClient, split_base_url
+from limpet.preemption.notices.bounded import BoundedSource
+from limpet.preemption.notices.metadata import MAX_BYTES, fetch, server_url
 from tests.preemption.metadata_servers import FAULTS, SLOW_FAULTS, MetadataServer
 
 
@@ -21,7 +24,7 @@ class OneDocument(MetadataServer):
     document = "{}"
     status = 200
 
-    def answer(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
+    def answer(self, method: str, path: str, headers: Message) -> tuple[int, str]:
         return self.status, self.document
 
 
@@ -35,12 +38,12 @@ ANY = msgspec.json.Decoder(dict)
 
 
 def read(server: MetadataServer) -> object:
-    return MetadataClient(server.url).get("/x", {}).decode(ANY)
+    return fetch(f"{server.url}/x", {}).decode(ANY)
 
 
 def test_a_reply(server: OneDocument) -> None:
     server.document = ' {"a": "é"}\n'
-    reply = MetadataClient(server.url + "/").get("/x?y=1", {"Metadata": "true"})
+    reply = fetch(server_url(server.url + "/") + "/x?y=1", {"Metadata": "true"})
     assert (reply.status, reply.text) == (200, '{"a": "é"}')
     assert reply.decode(ANY) == {"a": "é"}
     assert server.requests == [("GET", "/x?y=1")]
@@ -52,7 +55,7 @@ def test_the_servers_of_these_tests_close_the_connection_as_the_request_asks(
     server: OneDocument,
 ) -> None:
     """Otherwise, these tests would not show what happens with real servers, which do."""
-    reply = MetadataClient(server.url).get("/x", {})
+    reply = fetch(f"{server.url}/x", {})
     assert reply.headers["Connection"] == "close"
 
 
@@ -92,17 +95,42 @@ def test_a_reply_that_is_not_as_documented_is_an_error(server: OneDocument, faul
         read(server)
 
 
-@pytest.mark.parametrize("fault", SLOW_FAULTS)
 def test_a_reply_that_takes_too_long_is_an_error(
-    server: OneDocument, fault: str, monkeypatch: pytest.MonkeyPatch
+    server: OneDocument, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one whose bytes come one by one, each before the timeout of the socket."""
     monkeypatch.setattr(metadata, "REQUEST_SECONDS", 0.3)
-    server.fault = fault
+    server.fault = "hang"
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match=r"/x has not answered for 0\.3 seconds"):
         read(server)
     assert time.monotonic() - begin < 5
+
+
+class OneServer(BoundedSource):
+    """A source that asks one server."""
+
+    def __init__(self, server: MetadataServer) -> None:
+        super().__init__("the server", 1.0)
+        self.poll_seconds = 0.2
+        self._server = server
+
+    def check(self) -> Notice | None:
+        read(self._server)
+        return None
+
+
+@pytest.mark.parametrize("fault", SLOW_FAULTS)
+def test_a_poll_ends_in_time_however_slowly_the_reply_arrives(
+    server: OneDocument, fault: str
+) -> None:
+    """Also if its bytes come one by one, each before the timeout of the socket."""
+    server.fault = fault
+    source = OneServer(server)
+    for _ in range(2):
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match="the server has not answered"):
+            source.poll()
+        assert time.monotonic() - begin < 4
 
 
 def test_a_server_that_accepts_no_connection_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +139,7 @@ def test_a_server_that_accepts_no_connection_is_an_error(monkeypatch: pytest.Mon
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(OSError, match="Connection refused"):
-            MetadataClient(url).get("/x", {})
+            fetch(f"{url}/x", {})
 
 
 def test_a_server_whose_queue_of_connections_is_full_is_an_error(
@@ -124,7 +152,7 @@ def test_a_server_whose_queue_of_connections_is_full_is_an_error(
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                MetadataClient(url).get("/x", {})
+                fetch(f"{url}/x", {})
 
 
 def test_a_redirect_is_refused_and_not_followed(server: OneDocument) -> None:
@@ -142,29 +170,23 @@ def test_the_environment_names_no_proxy(
     assert read(server) == {}
 
 
-def test_a_reply_that_never_begins_is_bounded_in_bytes(server: OneDocument) -> None:
-    server.fault = "endless_continue"
-    with pytest.raises(OSError, match="the reply does not end"):
-        read(server)
-
-
-def test_the_parts_of_an_address() -> None:
-    assert split_base_url("https://10.0.0.1/a/") == ("https", "10.0.0.1", 443, "/a")
-    assert split_base_url("http://[fd00:ec2::254]") == ("http", "fd00:ec2::254", 80, "")
-    assert split_base_url("http://localhost:81") == ("http", "localhost", 81, "")
+@pytest.mark.parametrize("url", ["https://10.0.0.1/a/", "http://[fd00:ec2::254]", "http://a:81"])
+def test_an_address_has_no_slash_at_the_end(url: str) -> None:
+    assert server_url(url) == url.rstrip("/")
 
 
 def test_a_body_may_be_as_long_as_the_limit(server: OneDocument) -> None:
-    server.document = "x" * 100
-    assert MetadataClient(server.url, limit=100).get("/x", {}).text == "x" * 100
-    with pytest.raises(OSError, match="longer than 99 bytes"):
-        MetadataClient(server.url, limit=99).get("/x", {})
+    server.document = "x" * MAX_BYTES
+    assert fetch(f"{server.url}/x", {}).text == server.document
+    server.document += "x"
+    with pytest.raises(OSError, match="longer than 65536 bytes"):
+        read(server)
 
 
 def test_another_status_is_an_error_that_shows_the_reply(server: OneDocument) -> None:
     server.status, server.document = 403, "denied\x1b[2J"
     with pytest.raises(OSError, match=r"status 403\. Expected 200 or 404.*'denied\\x1b"):
-        MetadataClient(server.url).get("/x", {}, allow=(200, 404))
+        fetch(f"{server.url}/x", {}, allow=(200, 404))
 
 
 def test_a_reply_that_is_not_understood_is_shown(server: OneDocument) -> None:
@@ -175,7 +197,7 @@ def test_a_reply_that_is_not_understood_is_shown(server: OneDocument) -> None:
 
 def test_seconds_are_those_of_the_clock_of_the_server(server: OneDocument) -> None:
     server.clock = lambda: datetime(2020, 1, 2, 3, 4, 5, tzinfo=UTC)
-    reply = MetadataClient(server.url).get("/x", {})
+    reply = fetch(f"{server.url}/x", {})
     assert reply.seconds_until("2020-01-02T03:05:05Z") == 60.0
     assert reply.seconds_until("Thu, 02 Jan 2020 03:05:05 GMT") == 60.0
     assert reply.seconds_until("2 Jan 2020 03:05:05 GMT") == 60.0
@@ -199,7 +221,7 @@ TOO_LARGE = "9" * 20
 )
 def test_a_text_that_is_no_time_is_an_outage(server: OneDocument, when: str) -> None:
     """A number that is too large raises ``OverflowError`` in ``email.utils``."""
-    reply = MetadataClient(server.url).get("/x", {})
+    reply = fetch(f"{server.url}/x", {})
     with pytest.raises(OSError, match="Expected a time"):
         reply.seconds_until(when)
     del reply.headers["Date"]
@@ -211,7 +233,7 @@ def test_a_text_that_is_no_time_is_an_outage(server: OneDocument, when: str) -> 
 def test_without_a_date_there_are_no_seconds(server: OneDocument) -> None:
     server.has_date = False
     with pytest.raises(OSError, match="Expected a time where it has ''"):
-        MetadataClient(server.url).get("/x", {}).seconds_until("2020-01-02T03:05:05Z")
+        fetch(f"{server.url}/x", {}).seconds_until("2020-01-02T03:05:05Z")
 
 
 @pytest.mark.parametrize(
@@ -223,13 +245,13 @@ def test_without_a_date_there_are_no_seconds(server: OneDocument) -> None:
 )
 def test_an_invalid_address_is_refused(url: object) -> None:
     with pytest.raises(LimpetError, match="Invalid address of a metadata server") as caught:
-        MetadataClient(url)
+        server_url(url)  # type: ignore[arg-type]
     assert "u:p" not in str(caught.value)
 
 
 def test_a_host_that_is_no_host_name_is_an_error() -> None:
     with pytest.raises(OSError, match="Cannot read"):
-        MetadataClient("http://a..b").get("/x", {})
+        fetch("http://a..b/x", {})
 
 
 def test_the_address_of_the_clouds_is_link_local() -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from limpet.preemption.notice import Notice
 from limpet.preemption.notices.bounded import BoundedSource
-from limpet.preemption.notices.metadata import LINK_LOCAL, MetadataClient, Reply
+from limpet.preemption.notices.metadata import LINK_LOCAL, Reply, fetch, server_url
 from limpet.preemption.notices.planned import BEFORE, PlannedEvent, PlannedEvents, most_urgent
 
 _TOKEN_SECONDS = 6 * 3600
@@ -72,7 +72,7 @@ class AwsNotice(BoundedSource):
     ) -> None:
         """Raises ``LimpetError`` for an invalid value."""
         super().__init__("the AWS metadata server", 5.0, clock)
-        self._client = MetadataClient(base_url)
+        self._url = server_url(base_url)
         self._planned = PlannedEvents(before)
         self._token = ""
         self._token_until = 0.0
@@ -133,7 +133,7 @@ class AwsNotice(BoundedSource):
         """Return the reply to a request for metadata, or None if there is none (404)."""
         while True:
             headers = {"X-aws-ec2-metadata-token": self._token}
-            reply = self._client.get(f"/latest/meta-data/{path}", headers, allow=(200, 401, 404))
+            reply = fetch(f"{self._url}/latest/meta-data/{path}", headers, allow=(200, 401, 404))
             if reply.status != 401:
                 return reply if reply.status == 200 else None
             if self._is_token_new:
@@ -144,7 +144,7 @@ class AwsNotice(BoundedSource):
         self._token = ""
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_SECONDS)}
         try:
-            reply = self._client.request("PUT", "/latest/api/token", headers)
+            reply = fetch(f"{self._url}/latest/api/token", headers, method="PUT")
         except OSError as e:
             raise OSError(
                 f"{e}. Without a token, there are no notices of AWS. In a container, set the hop "

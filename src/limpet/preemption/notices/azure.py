@@ -9,11 +9,12 @@ import msgspec
 
 from limpet.preemption.notice import Notice
 from limpet.preemption.notices.bounded import BoundedSource
-from limpet.preemption.notices.metadata import LINK_LOCAL, MetadataClient, Reply
+from limpet.preemption.notices.metadata import LINK_LOCAL, Reply, fetch, server_url
 from limpet.preemption.notices.planned import BEFORE, PlannedEvent, PlannedEvents
 
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+_HEADERS = {"Metadata": "true"}
 _STOPPING_TYPES = {"Preempt", "Terminate", "Reboot", "Redeploy"}
 _FINAL_TYPES = {"Preempt", "Terminate"}
 
@@ -62,12 +63,12 @@ class AzureNotice(BoundedSource):
     ) -> None:
         """Raises ``LimpetError`` for an invalid value."""
         super().__init__("the Azure metadata server", 2.0, clock)
-        self._client = MetadataClient(base_url)
+        self._url = server_url(base_url)
         self._planned = PlannedEvents(before)
         self._machine: str | None = None
 
     def check(self) -> Notice | None:
-        reply = self._client.get(_EVENTS, {"Metadata": "true"})
+        reply = fetch(self._url + _EVENTS, _HEADERS)
         events = reply.decode(_DOCUMENT).events
         if events and self._machine is None:
             self._machine = self._read_name()
@@ -75,7 +76,7 @@ class AzureNotice(BoundedSource):
 
     def _read_name(self) -> str | None:
         try:
-            return self._client.get(_NAME, {"Metadata": "true"}).text.casefold() or None
+            return fetch(self._url + _NAME, _HEADERS).text.casefold() or None
         except OSError:
             return None  # asked again at the next poll; until then, each event counts
 

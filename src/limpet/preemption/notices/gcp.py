@@ -11,7 +11,7 @@ import msgspec
 
 from limpet.preemption.notice import Notice
 from limpet.preemption.notices.bounded import BoundedSource, check_seconds
-from limpet.preemption.notices.metadata import LINK_LOCAL, MetadataClient, Reply
+from limpet.preemption.notices.metadata import LINK_LOCAL, Reply, fetch, server_url
 from limpet.preemption.notices.planned import BEFORE, PlannedEvent, PlannedEvents, most_urgent
 
 _PREEMPTED_SECONDS = 30.0
@@ -61,7 +61,7 @@ class GcpNotice(BoundedSource):
             has_gpu = os.path.exists("/dev/nvidiactl")
             maintenance_seconds = _GPU_SECONDS if has_gpu else _OTHER_SECONDS
         self._maintenance_seconds = check_seconds("maintenance_seconds", maintenance_seconds)
-        self._client = MetadataClient(base_url)
+        self._url = server_url(base_url)
         self._maintenance = PlannedEvents(before)
         self._upcoming = PlannedEvents(before)
         self._upcoming_from = clock()
@@ -144,8 +144,8 @@ class GcpNotice(BoundedSource):
 
     def _get(self, key: str, allow: tuple[int, ...] = (200,)) -> Reply:
         """Return the reply to a request. Raises ``OSError`` if another server answers."""
-        path = f"/computeMetadata/v1/instance/{key}"
-        reply = self._client.get(path, {"Metadata-Flavor": "Google"}, allow)
+        url = f"{self._url}/computeMetadata/v1/instance/{key}"
+        reply = fetch(url, {"Metadata-Flavor": "Google"}, allow=allow)
         if reply.headers.get("Metadata-Flavor") != "Google":
             raise reply.unclear("the header 'Metadata-Flavor: Google'")
         return reply

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
 from limpet.errors import LimpetError
 from limpet.preemption.notice import Notice
 from limpet.preemption.notices.bounded import BoundedSource
-from limpet.preemption.notices.metadata import MetadataClient, Reply, split_base_url
+from limpet.preemption.notices.metadata import Reply, fetch, server_url
 from limpet.settings import platform_variables
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 # only the metadata of the pod: some 2 KB, whereas the status may have over 100 KB
 _ACCEPT = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"
-_MAX_BYTES = 2 * 1024 * 1024
 _MAX_FILE_BYTES = 64 * 1024
 
 
@@ -74,20 +74,20 @@ class KubernetesNotice(BoundedSource):
         variables = platform_variables() if variables is None else variables
         self._pod = variables.get("POD_NAME") or variables.get("HOSTNAME", "")
         self._namespace = variables.get("POD_NAMESPACE", "")
-        self._base_url = base_url or _api_server(variables)
+        self._url = server_url(base_url or _api_server(variables))
         self._folder = folder
         if not self._pod:
             raise LimpetError(
                 "Cannot watch the pod", expected="its name in POD_NAME or HOSTNAME", found="neither"
             )
-        scheme, host, _, _ = split_base_url(self._base_url)
-        if scheme == "http" and host not in ("127.0.0.1", "::1", "localhost"):
+        url = urlsplit(self._url)
+        if url.scheme == "http" and url.hostname not in ("127.0.0.1", "::1", "localhost"):
             raise LimpetError(
                 "Cannot send the token of the service account",
                 expected="an address with https://",
-                found=self._base_url,
+                found=self._url,
             )
-        self._is_tls = scheme == "https"
+        self._is_tls = url.scheme == "https"
         self._refusal: str | None = None
 
     def check(self) -> Notice | None:
@@ -106,11 +106,9 @@ class KubernetesNotice(BoundedSource):
         namespace = self._namespace or self._read_file("namespace")
         # the token is replaced about once per hour
         headers = {"Authorization": f"Bearer {self._read_file('token')}", "Accept": _ACCEPT}
-        client = MetadataClient(
-            self._base_url, limit=_MAX_BYTES, context=self._tls_context() if self._is_tls else None
-        )
-        path = f"/api/v1/namespaces/{namespace}/pods/{self._pod}?resourceVersion=0"
-        reply = client.get(path, headers, allow=(200, 401, 403, 404))
+        url = f"{self._url}/api/v1/namespaces/{namespace}/pods/{self._pod}?resourceVersion=0"
+        context = self._tls_context() if self._is_tls else None
+        reply = fetch(url, headers, allow=(200, 401, 403, 404), context=context)
         if reply.status == 403:
             self._refusal = (
                 f"The service account may not read pod {self._pod} in namespace {namespace}, so "

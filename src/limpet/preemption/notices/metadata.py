@@ -1,22 +1,26 @@
-"""A small HTTP client for metadata servers. Every request is bounded in time and in bytes."""
+"""Requests to metadata servers, whose replies are short."""
 
 from __future__ import annotations
 
-import io
-import socket
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.message import Message
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPResponse
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from http.client import HTTPException
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
+from urllib.request import (
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    ProxyHandler,
+    Request,
+    build_opener,
+)
 
 import msgspec
 
-from limpet.deadline import Deadline
 from limpet.errors import LimpetError
 from limpet.text import hide_secrets
 
@@ -29,9 +33,12 @@ LINK_LOCAL = "http://169.254.169.254"
 """Where the metadata servers of AWS, Google Cloud, and Azure answer. It is never routed."""
 
 REQUEST_SECONDS = 2.0
-"""The longest time for connecting, sending a request, and reading the whole reply."""
+"""The longest time for connecting, and for each part of the reply. ``BoundedSource`` bounds the
+whole."""
 
-_MAX_HEADER_BYTES = 16 * 1024
+MAX_BYTES = 64 * 1024
+"""The longest body of a reply."""
+
 _SHOWN_BYTES = 80
 
 
@@ -88,83 +95,71 @@ class Reply:
         return when if when.tzinfo is not None else when.replace(tzinfo=UTC)
 
 
-class MetadataClient:
-    """Sends requests to one server.
-
-    It uses no proxy, because a proxy would answer for another machine or receive the tokens. It
-    follows no redirect, because these servers send none. ``limit``: the most bytes of a body.
-    ``context``: that of TLS, for an ``https`` address.
-    """
-
-    def __init__(
-        self, base_url: str, *, limit: int = 64 * 1024, context: SSLContext | None = None
-    ) -> None:
-        """Raises ``LimpetError`` unless ``base_url`` is the URL of a server."""
-        self._url = split_base_url(base_url)
-        self._limit = limit
-        self._context = context
-
-    def get(self, path: str, headers: Mapping[str, str], allow: Collection[int] = (200,)) -> Reply:
-        """Return the reply to a GET request. See ``request``."""
-        return self.request("GET", path, headers, allow)
-
-    def request(
-        self, method: str, path: str, headers: Mapping[str, str], allow: Collection[int] = (200,)
-    ) -> Reply:
-        """Send a request, and return the reply.
-
-        Raises ``OSError`` if there is no complete reply after ``REQUEST_SECONDS``, if it is too
-        long or not HTTP, or if its status is not in ``allow``.
-        """
-        scheme, host, port, root = self._url
-        url = f"{scheme}://{host if ':' not in host else f'[{host}]'}:{port}{root}{path}"
-        connection = _BoundedConnection(host, port, self._limit + _MAX_HEADER_BYTES)
-        try:
-            if scheme == "https":
-                connection.use_tls(self._context)
-            connection.request(method, root + path, headers={**headers, "Connection": "close"})
-            reply = self._read(connection.getresponse(), url)
-        except TimeoutError as e:
-            raise TimeoutError(f"{url} has not answered for {REQUEST_SECONDS:g} seconds") from e
-        except HTTPException as e:
-            raise OSError(f"The reply of {url} is not complete HTTP: {e!r}") from e
-        except (OSError, UnicodeError) as e:  # UnicodeError: not a host name
-            raise OSError(f"Cannot read {url}: {e}") from e
-        finally:
-            connection.end()
-        if reply.status not in allow:
-            raise OSError(_describe_status(reply, allow))
-        return reply
-
-    def _read(self, response: HTTPResponse, url: str) -> Reply:
-        # ``read()`` would allocate as many bytes as the header says
-        if response.length is not None and response.length <= self._limit:
-            body = response.read()  # unlike ``read(n)``, it raises if bytes are missing
-        else:
-            body = response.read(self._limit + 1)
-        if (response.length or 0) + len(body) > self._limit:
-            raise OSError(f"the reply is longer than {self._limit} bytes")
-        return Reply(url, response.status, response.headers, body)
-
-
-def split_base_url(base_url: str) -> tuple[str, str, int, str]:
-    """Return the scheme, host, port, and path of a URL, which has no slash at the end.
+def server_url(base_url: str) -> str:
+    """Return the URL of a server without a slash at the end.
 
     Raises ``LimpetError`` unless it is ``http://HOST`` or ``https://HOST``, without a password.
     """
     try:
         url = urlsplit(base_url)
-        port = url.port or (443 if url.scheme == "https" else 80)
+        is_valid = url.port is None or url.port > 0
     except (ValueError, AttributeError, TypeError):
-        url, port = urlsplit(""), 0
+        url, is_valid = urlsplit(""), False
     is_web = url.scheme in ("http", "https") and url.hostname and base_url.isprintable()
-    if not is_web or url.username or url.password or url.query or " " in base_url:
+    if not (is_valid and is_web) or url.username or url.password or url.query or " " in base_url:
         raise LimpetError(
             "Invalid address of a metadata server",
             expected="http://HOST or https://HOST, without a password",
             found=hide_secrets(repr(base_url)),
         )
-    return url.scheme, cast(str, url.hostname), port, url.path.rstrip("/")
+    return base_url.rstrip("/")
+
+
+def fetch(
+    url: str,
+    headers: Mapping[str, str],
+    *,
+    method: str = "GET",
+    allow: Collection[int] = (200,),
+    context: SSLContext | None = None,
+) -> Reply:
+    """Send a request, and return the reply.
+
+    It uses no proxy, because a proxy would answer for another machine or receive the tokens. It
+    follows no redirect, because these servers send none. ``context``: that of TLS, by default with
+    the certificates of the system. Raises ``OSError`` if there is no complete reply, if it is
+    longer than ``MAX_BYTES`` or not HTTP, or if its status is not in ``allow``.
+    """
+    opener = build_opener(ProxyHandler({}), _NoRedirects, HTTPSHandler(context=context))
+    request = Request(url, headers=dict(headers), method=method)
+    try:
+        try:
+            response = opener.open(request, timeout=REQUEST_SECONDS)
+        except HTTPError as e:  # a status of 300 or more
+            response = e
+        with response:
+            body = response.read(MAX_BYTES + 1)
+            if len(body) > MAX_BYTES:
+                raise OSError(f"the reply is longer than {MAX_BYTES} bytes")
+            # unlike ``read()``, ``read(n)`` does not raise if bytes are missing
+            if len(body) < int(response.headers.get("Content-Length", len(body))):
+                raise OSError("the reply is not complete")
+        reply = Reply(url, response.status, response.headers, body)
+    except (OSError, HTTPException, ValueError) as e:  # ValueError: not a host name
+        cause = e.reason if isinstance(e, URLError) else e
+        if isinstance(cause, TimeoutError):
+            raise TimeoutError(f"{url} has not answered for {REQUEST_SECONDS:g} seconds") from e
+        raise OSError(f"Cannot read {url}: {cause!r}") from e
+    if reply.status not in allow:
+        raise OSError(_describe_status(reply, allow))
+    return reply
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
+    ) -> None:
+        """Follow no redirect: the reply has its status."""
 
 
 def _describe_status(reply: Reply, allow: Collection[int]) -> str:
@@ -176,93 +171,3 @@ def _describe_status(reply: Reply, allow: Collection[int]) -> str:
         )
     text = reply.body[:_SHOWN_BYTES].decode(errors="replace")
     return f"{reply.url} answered with status {reply.status}. Expected {expected}. It says {text!a}"
-
-
-class _BoundedConnection(HTTPConnection):
-    """A connection that ends at a deadline, and after a number of bytes.
-
-    The timeout of a socket applies to each ``recv``, so that a server that sends one byte per
-    second would never exceed it.
-    """
-
-    def __init__(self, host: str, port: int, limit: int) -> None:
-        self._deadline = Deadline.after(REQUEST_SECONDS, "a request", time.monotonic)
-        self._byte_limit = limit
-        self._tls: SSLContext | None = None
-        self._connected: socket.socket | None = None
-        super().__init__(host, port, timeout=REQUEST_SECONDS)
-
-    def use_tls(self, context: SSLContext | None) -> None:
-        """Use TLS, with the certificates of the system if ``context`` is None."""
-        if context is None:
-            import ssl
-
-            context = ssl.create_default_context()
-        self._tls = context
-
-    def connect(self) -> None:
-        connected = socket.create_connection((self.host, self.port), self._left())
-        try:
-            connected.settimeout(self._left())
-            if self._tls is not None:
-                connected = self._tls.wrap_socket(connected, server_hostname=self.host)
-        except BaseException:
-            connected.close()
-            raise
-        self._connected = connected
-        self.sock = cast(Any, _BoundedSocket(connected, self._deadline, self._byte_limit))
-
-    def end(self) -> None:
-        """Close the connection, once the reply has been read."""
-        self.close()
-        if self._connected is not None:
-            self._connected.close()
-
-    def _left(self) -> float:
-        if not self._deadline.seconds_left:
-            raise TimeoutError
-        return self._deadline.seconds_left
-
-
-class _BoundedSocket:
-    """What ``http.client`` uses of a socket."""
-
-    def __init__(self, sock: socket.socket, deadline: Deadline, limit: int) -> None:
-        self._sock = sock
-        self._stream = _BoundedStream(sock, deadline, limit)
-
-    def sendall(self, data: bytes) -> None:
-        self._sock.sendall(data)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self._stream, 4096)
-
-    def close(self) -> None:
-        """Do nothing: ``_BoundedConnection.end`` closes the socket.
-
-        ``http.client`` calls this before it reads the body of a reply with ``Connection: close``. A
-        socket of Python stays open then, until the file of ``makefile`` is closed.
-        """
-
-
-class _BoundedStream(io.RawIOBase):
-    """The received bytes of a socket."""
-
-    def __init__(self, sock: socket.socket, deadline: Deadline, limit: int) -> None:
-        self._sock = sock
-        self._deadline = deadline
-        self._bytes_left = limit
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._deadline.seconds_left
-        if not left:
-            raise TimeoutError
-        if self._bytes_left <= 0:
-            raise OSError("the reply does not end")
-        self._sock.settimeout(left)
-        count = self._sock.recv_into(buffer)
-        self._bytes_left -= count
-        return count
