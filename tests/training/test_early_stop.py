@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from limpet.errors import Denied, MetricMissing, SaveFailed, StoreError, Unavailable
+from limpet.errors import Denied, MetricMissing, SaveFailed, StoreError, Unavailable, UnsavedSteps
 from limpet.format.names import MANIFEST, EvaluationFile, Version, lease_name
 from limpet.format.records import Evaluation, encode_about_version
 from limpet.run.policy import (
@@ -495,8 +495,9 @@ def warned(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 @pytest.mark.parametrize("sign", ["lease", "record", "nothing"])
-def test_the_warning_of_a_missing_metric_waits_for_evaluations(sign: str) -> None:
-    """At the end, a metric that no evaluation has recorded is missing, unless one is at work."""
+def test_a_metric_that_no_evaluation_has_recorded_is_missing_unless_one_is_at_work(
+    sign: str,
+) -> None:
     keep = KeepLast(9) | KeepBest(1, "val_loss")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -507,12 +508,12 @@ def test_the_warning_of_a_missing_metric_waits_for_evaluations(sign: str) -> Non
             elif sign == "record":
                 run.add_metrics(1, {"other": 1.0})
             save_next(state, ckpt, 4)
-            assert len(warned(caught)) == (sign == "nothing")
+            assert not warned(caught)
     messages = warned(caught)
     assert len(messages) == (sign != "lease")
     if messages:
-        assert re.search(r"has val_loss.*Run.add_metrics", messages[0])
-        assert "No step or evaluation of" in messages[0]
+        found = "loss, other" if sign == "record" else "loss"
+        assert re.search(rf"has val_loss, .*they have {found}\..*Run.add_metrics", messages[0])
 
 
 def test_scores_that_come_after_three_saves_cause_no_warning() -> None:
@@ -524,3 +525,13 @@ def test_scores_that_come_after_three_saves_cause_no_warning() -> None:
             save_next(state, ckpt, 3)
             record(run, v1=1.0)
             save_next(state, ckpt, 2)
+
+
+def test_a_training_that_an_exception_ends_has_no_such_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", UnsavedSteps)
+        ended = pytest.raises(ValueError, match="diverged")
+        with ended, training(keep=KeepBest(1, "val_loss")) as (state, ckpt, _):
+            save_next(state, ckpt)
+            raise ValueError("diverged")

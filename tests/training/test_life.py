@@ -980,26 +980,22 @@ BEST, STOP = KeepLast(5) | KeepBest(1, "val_los"), StopWhen("val_los")
     ("arguments", "message"),
     [
         ({"keep": BEST}, r"has val_los.*they have loss.*Run.add_metrics"),
-        ({"stop": STOP}, r"given val_los, which StopWhen waits for"),
-        (
-            {"keep": BEST, "stop": STOP},
-            r"has val_los.*\. No step or evaluation of .* has given val_los",
-        ),
+        ({"stop": STOP}, r"has val_los, which a policy uses; they have loss"),
+        ({"keep": BEST, "stop": STOP}, r"has val_los, which"),
     ],
 )
-@pytest.mark.parametrize("steps", [1, 2, 3, 10])
+@pytest.mark.parametrize("steps", [1, 4])
 def test_a_metric_that_is_never_given_causes_one_warning(
     arguments: dict[str, Any], message: str, steps: int
 ) -> None:
-    """The warning appears at a step after three versions, or at the end."""
+    """The warning appears at the end of the training."""
     store, state = MemoryStore(), initial_state()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Checkpointer(store, state, save=EverySteps(1), **arguments) as ckpt:
-            train(state, ckpt, min(steps, 3))
-            ckpt.wait()
             train(state, ckpt, steps)
-            assert len(caught) == (steps > 3)
+            ckpt.wait()
+            assert not caught
     assert [w.category for w in caught] == [MetricMissing]
     assert re.search(message, str(caught[0].message))
 

@@ -325,9 +325,9 @@ class Checkpointer(CheckpointerBase):
         if unsaved:
             self._ending.warn_unsaved(error)
         if not self._lifecycle.is_forked:
-            if self._group.rank == 0 and self._goodput.counts["saves"]:
-                self._saver.checks.metric.make(at_end=True)
             self._saver.checks.warn()
+            if error is None and self._group.rank == 0 and self._goodput.counts["saves"]:
+                self._saver.checks.warn_of_missing_metrics()
 
     def __enter__(self) -> Self:
         self._ending.enter()

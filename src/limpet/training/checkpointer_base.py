@@ -85,8 +85,7 @@ class CheckpointerBase:
         take_over(self)
 
     def _make_saver(self, options: Options) -> Saver:
-        policies = options.save, options.keep, self._early_stop
-        checks = VersionChecks(self.run, *policies, options.on_unchanged)
+        checks = VersionChecks(self.run, options.keep, self._early_stop, options.on_unchanged)
         parts = self.run, self._tiers, options.keep, self._goodput, checks
         full_every = options.full_every if options.incremental else 1
         return Saver(*parts, full_every, options.overlap, options.save_timeout)
@@ -166,7 +165,6 @@ class CheckpointerBase:
         agreed, step = self._calls.agree(self._agreement), self._step_counter.step
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
         self._ending.ladder.observe(step, self._metrics)
-        self._saver.checks.metric.observe(self._metrics, step, self._step_counter.epochs)
         self._savepoint.mark(self._make_label, self._preemption.is_pending, self._calls.is_running)
         return agreed
 

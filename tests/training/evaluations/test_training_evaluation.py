@@ -248,7 +248,6 @@ def test_current_parameters_are_evaluated_one_batch_before_each_mini_batch() -> 
         assert not evaluation.newest.is_exact
 
 
-@pytest.mark.filterwarnings("ignore::limpet.errors.MetricMissing")
 def test_an_inexact_score_never_makes_a_version_the_best_and_never_stops() -> None:
     stop = StopWhen("weight", patience=1)
     with training(save=EverySteps(5), stop=stop) as job, job.evaluating(on="current"):
@@ -260,6 +259,14 @@ def test_an_inexact_score_never_makes_a_version_the_best_and_never_stops() -> No
         assert not job.ckpt.should_stop
         assert run.best("weight") is None
         assert all("weight" not in run.metrics(s.version) for s in run.snapshots())
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_metric_of_inexact_evaluations_is_not_missing() -> None:
+    keep = KeepLast(1) | KeepBest(1, "weight")
+    with training(save=EverySteps(5), keep=keep) as job, job.evaluating(on="current"):
+        for _ in range(20):
+            job.step()
 
 
 @pytest.mark.parametrize("keep", [False, True])

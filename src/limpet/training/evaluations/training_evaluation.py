@@ -228,6 +228,7 @@ class TrainingEvaluation:
             version = record_exact(*found, self._began)
         else:
             version = record_inexact(*found, steps, self._began, self._keep)
+        self._ckpt._saver.checks.evaluated.update(merged.metrics)
         self.newest = Score(version, self._is_paused, *steps, merged.metrics)
         self._report("DONE" if self._is_paused else "INEXACT", steps, merged.metrics)
 

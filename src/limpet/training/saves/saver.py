@@ -315,7 +315,6 @@ class Saver:
         try:
             if job.collective.rank == 0:  # the rank that committed the version
                 emit_structure_change(self.run.url, self.newest, snapshot)
-                self.checks.after_save(self._goodput.counts["saves"])
                 if spec.deadline is None:
                     self.checks.early_stop.after_save(snapshot)
                     self.retention.after_save(snapshot)

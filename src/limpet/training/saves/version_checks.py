@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from limpet import events
 from limpet.errors import LimpetError, MetricMissing, PlanError, StateUnchanged
 from limpet.format.names import Version, parse_lease
+from limpet.format.records import Evaluation, InexactEvaluation
 from limpet.lazy_torch import torch_or_none
 from limpet.run.address import merge_objectives
-from limpet.run.policy import KeepPolicy, SavePolicy
+from limpet.run.policy import KeepPolicy
 from limpet.run.run import Run
 from limpet.saving.commit import Receipt
 from limpet.saving.job import SaveJob
@@ -22,38 +23,38 @@ from limpet.training.saves.early_stop import EarlyStop
 
 _MAX_LISTED = 5
 
-METRIC_CHECK_AFTER = 3
-"""The number of saves after which a metric that no version has causes a warning."""
-
 
 class VersionChecks:
     """The checks that warn in the thread of the training, and early stopping.
 
-    ``metric`` is made after some saves, and ``stale`` at every save. ``objectives``: the metrics of
-    the policies, which each version records.
+    ``stale`` is checked at every save. ``objectives``: the metrics of the policies, which each
+    version records.
     """
 
     def __init__(
         self,
         run: Run,
-        save: SavePolicy,
         keep: KeepPolicy,
         early_stop: EarlyStop,
         on_unchanged: Literal["raise", "warn"],
     ) -> None:
         self.early_stop = early_stop
         self.objectives = merge_objectives(keep.objectives | early_stop.objectives)
-        self.metric = MetricCheck(run, save, keep, early_stop)
+        self._run, self._needed = run, keep.metrics
+        self.evaluated = set[str]()
+        """The metrics that evaluations in this training have given, also about versions that are
+        deleted since."""
         self.stale = StaleStateCheck(run.url, on_unchanged)
 
-    def after_save(self, saves: int) -> None:
-        """Make the check that needs some versions. ``saves``: the saves of this training."""
-        if saves >= METRIC_CHECK_AFTER:
-            self.metric.make(at_end=False)
+    def warn_of_missing_metrics(self) -> None:
+        """Warn, at the end of a training, of metrics that policies use and nothing has given."""
+        awaited = self.early_stop.awaited_metric
+        needed = self._needed.union(() if awaited is None else (awaited,)) - self.evaluated
+        if needed and (message := find_missing_metrics(self._run, needed)):
+            warn_user(message, MetricMissing)
 
     def warn(self) -> None:
-        """Issue the warnings, each once, in the thread of the training."""
-        self.metric.warn()
+        """Issue the warning of a stale state, once, in the thread of the training."""
         self.stale.warn()
 
 
@@ -77,106 +78,29 @@ def emit_structure_change(
         )
 
 
-class MetricCheck:
-    """Finds out, once, whether a policy needs a metric that nothing has provided so far.
+def find_missing_metrics(run: Run, needed: frozenset[str]) -> str:
+    """Describe the ``needed`` metrics that nothing has given to a version; empty if there are none.
 
-    A policy on a metric that never comes keeps nothing. The user should learn of a misspelled name
-    before the best version is needed. If ``save`` saves the ends of epochs, which probably have the
-    metric, the check follows the first one.
+    An inexact evaluation gives its metrics, too. While an evaluation of the run is at work, or if
+    the store cannot be read, nothing is concluded.
     """
-
-    def __init__(self, run: Run, save: SavePolicy, keep: KeepPolicy, early_stop: EarlyStop) -> None:
-        self._run = run
-        self._needed = keep.metrics
-        self._early_stop = early_stop
-        self._awaits_epoch, self._has_epoch = save.wants_epochs, False
-        self._first_steps: dict[str, int] = {}
-        """By name: the first step at which the training passed a metric, saved or not."""
-
-        self._was_made = self._is_left_to_end = False
-        self._message: str | None = None
-
-    def observe(self, metrics: Mapping[str, Any], step: int, epochs: int) -> None:
-        """Note the metrics of a step, and the number of epochs that are complete after it."""
-        for name in self._needed.intersection(metrics):
-            self._first_steps.setdefault(name, step)
-        # one call later, since end_epoch follows the step that completes the epoch of a sampler
-        self._awaits_epoch, self._has_epoch = self._awaits_epoch and not self._has_epoch, epochs > 0
-
-    def make(self, *, at_end: bool) -> None:
-        """Make the check, after some saves or ``at_end``. The store may be read.
-
-        A separate job may still record the metric. If one has recorded anything, the check after
-        some saves is left to the end, and if one is at work then, nothing is concluded. A metric
-        that was passed first at the newest version or later may be saved soon: the next save
-        decides.
-        """
-        awaited, waits = self._early_stop.awaited_metric, self._is_left_to_end or self._awaits_epoch
-        if self._was_made or (waits and not at_end) or not (self._needed or awaited):
-            return
-        try:
-            records = self._run.records()
-            available = {name for record in records for name in record.metrics}
-            missing = sorted(self._needed - available)
-            newest = max((record.version.step for record in records), default=0)
-            if not at_end and any(self._first_steps.get(m, -1) >= newest for m in missing):
-                return
-            if (missing or awaited not in (None, *available)) and (
-                _is_being_evaluated(self._run) or (not at_end and _was_evaluated(self._run))
-            ):
-                self._is_left_to_end = True
-                return
-        except LimpetError:
-            return  # retention reports the failure of the store
-        self._was_made = True
-        problems, url = self._describe_missing(missing, available), self._run.url
-        if awaited is not None and awaited not in available:
-            problems.append(
-                f"No step or evaluation of {url} has given {awaited}, which StopWhen waits for."
-                " Pass it to step(), end_epoch(), or save(), or add it with Run.add_metrics; until"
-                " then, training does not stop early"
-            )
-        self._message = ". ".join(problems) or None
-
-    def _describe_missing(self, missing: Sequence[str], available: Collection[str]) -> list[str]:
-        """Return what to say about metrics of the keep policy: those that were passed only at steps
-        that were not saved, and those that were never passed."""
-        unsaved = [name for name in missing if name in self._first_steps]
-        never = [name for name in missing if name not in self._first_steps]
-        first = min((self._first_steps[name] for name in unsaved), default=0)
-        found = ", ".join(sorted(available)) or "no metrics"
-        return [
-            f"No version of {self._run.url} has {' or '.join(names)}, which the keep policy uses;"
-            f" they have {found}. {advice}; until then, no version is the best"
-            for names, advice in (
-                (never, "Pass it to step() or end_epoch(), or add it with Run.add_metrics"),
-                (
-                    unsaved,
-                    f"It was passed, first at step {first}, but only at steps that were not saved."
-                    " Save them too (the ends of epochs: save=... | limpet.EveryEpoch())",
-                ),
-            )
-            if names
-        ]
-
-    def warn(self) -> None:
-        """Issue the warning, once, in the thread of the training."""
-        message, self._message = self._message, None
-        if message is not None:
-            warn_user(message, MetricMissing)
-
-
-def _is_being_evaluated(run: Run) -> bool:
-    """Return True if there is a lease of an evaluation."""
-    return any(parse_lease(e.name) is not None for e in run.store.list_unspread("", "lease-"))
-
-
-def _was_evaluated(run: Run) -> bool:
-    """Return True if an evaluation of a version has a result, or has failed."""
-    catalog = run.catalog
-    known = catalog.read_versions(run.listing()).items()
-    digests = ((version, record.digest) for version, record in known if record.digest)
-    return any(catalog.evaluations.read(*snapshot).outcomes() for snapshot in digests)
+    given = set[str]()
+    try:
+        for version, record in run.catalog.read_versions(run.listing()).items():
+            evaluations = run.catalog.evaluations.read(version, record.digest)
+            results = evaluations.of(Evaluation) + evaluations.of(InexactEvaluation)
+            given.update(record.metrics, *(result.metrics for result in results))
+        missing = needed - given
+        if not missing or any(parse_lease(e.name) for e in run.store.list_unspread("", "lease-")):
+            return ""
+    except LimpetError:
+        return ""  # retention reports the failure of the store
+    return (
+        f"No version of {run.url} has {' or '.join(sorted(missing))}, which a policy uses; they"
+        f" have {', '.join(sorted(given)) or 'no metrics'}. Pass it to step(), end_epoch(), or"
+        " save(), or add it with Run.add_metrics. A metric of an epoch needs a version of its end"
+        " (save=... | limpet.EveryEpoch())"
+    )
 
 
 # -- stale states --------------------------------------------------------------------------------
