@@ -13,7 +13,6 @@
       MemberFailed     the code of an object in the state raised an exception
       NoSnapshot       a run has no usable version
       TaskError        a task queue cannot do what was asked: LeaseLost, JobFailed
-      NotTrusted       the verdicts on a version do not allow to continue from it
 
 A message has three parts: what happened to what; what was expected and what was found; what to do.
 Values that a program may want to act on are also attributes (``error.fields``).
@@ -212,10 +211,6 @@ class JobFailed(TaskError):
     """A task of a job has no attempt left (fields: ``task``, ``attempts``, ``cause``)."""
 
 
-class NotTrusted(LimpetError):
-    """A version has a negative verdict, or none although one is required (see ``Run.attest``)."""
-
-
 class Preempted(SystemExit):
     """The training has left because its process will be stopped. It ends the process.
 
@@ -244,8 +239,8 @@ class NoProgress(SystemExit):
 
 
 class SkippedVersion(UserWarning):
-    """``resume`` skipped a version or a state in memory: because it is damaged, because of a
-    verdict on it, or because restarts from it made no progress. The message names it and why."""
+    """``resume`` skipped a version or a state in memory: because it is damaged, or because
+    restarts from it made no progress. The message names it and why."""
 
 
 class SaveFailed(UserWarning):

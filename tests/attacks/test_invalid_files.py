@@ -559,7 +559,6 @@ def test_an_invalid_evaluation_is_rejected(field: str, value: Json) -> None:
 
 ABOUT = {k: v for k, v in EVALUATION.items() if k != "metrics"}
 FAILURE = {**ABOUT, "cause": "records 0 to 63: ZeroDivisionError"}
-VERDICT = {**ABOUT, "ok": False, "note": "step 6 differs"}
 ENDED = {**ABOUT, "reason": "finished"}
 INEXACT = {**ABOUT, "metrics": {"loss": 0.5}, "first_step": 7, "last_step": 9}
 LEASE = {
@@ -579,9 +578,8 @@ OBJECTIVE = {"metric": "loss", "mode": "min"}
     ("kind", "field", "value"),
     [
         ("failed", "cause", None), ("failed", "cause", "x" * 16_385), ("failed", "extra", 1),
-        ("failed", "metrics", {}), ("verdict", "ok", None), ("verdict", "ok", 1),
-        ("verdict", "note", None), ("verdict", "note", "x" * 16_385), ("verdict", "extra", 1),
-        ("verdict", "name", "a b"), ("lease", "versions", None), ("lease", "versions", ["x"]),
+        ("failed", "metrics", {}), ("failed", "name", "a b"),
+        ("lease", "versions", None), ("lease", "versions", ["x"]),
         ("lease", "seconds", 0), ("lease", "seconds", -1.0), ("lease", "seconds", 86_401),
         ("lease", "seconds", "10"), ("lease", "process", "x"), ("lease", "created", "soon"),
         ("lease", "extra", 1), ("objective", "mode", "best"), ("objective", "metric", None),
@@ -591,11 +589,11 @@ OBJECTIVE = {"metric": "loss", "mode": "min"}
         ("inexact", "first_step", -1), ("inexact", "last_step", 10**18),
         ("inexact", "last_step", 1.5), ("inexact", "extra", 1),
     ],
-    ids=range(33),
+    ids=range(28),
 )  # fmt: skip
 def test_an_invalid_record_is_rejected(kind: str, field: str, value: Json) -> None:
     valid = {
-        "failed": FAILURE, "verdict": VERDICT, "ended": ENDED, "inexact": INEXACT,
+        "failed": FAILURE, "ended": ENDED, "inexact": INEXACT,
         "lease": LEASE, "objective": OBJECTIVE,
     }[kind]  # fmt: skip
     decode: Callable[[bytes, str], object] = {

@@ -131,8 +131,6 @@ def test_the_commands_that_take_a_step_take_what_follows_the_sign(
     assert [str(v) for v in limpet.Run("runs/a").pins()] == [version]
     assert run_cli("pin", "runs/a", address[1:], "--remove").code == 0
     assert limpet.Run("runs/a").pins() == []
-    attested = run_cli("attest", "runs/a", address[1:], "--ok", "--by", "me", "--json")
-    assert attested.json["versions"] == [version]
 
 
 FORMS = ["runs/a@{}", "./runs/a@{}", "runs/a/version_{}", "{}/runs/a/version_{}/"]
@@ -147,9 +145,7 @@ def test_the_commands_that_take_a_step_take_the_version_itself(
     assert run_cli("pin", version, "--json").json["version"] == f"version_{step}"
     assert [str(v) for v in limpet.Run("runs/a").pins()] == [f"version_{step}"]
     assert run_cli("pin", version, "--remove").out == f"version_{step} is no longer pinned\n"
-    attested = run_cli("attest", version, "--not-ok", "--by", "me", "--json")
-    assert attested.json["versions"] == [f"version_{step}"]
-    deleted = run_cli("rm", version, "--json")  # 3.1 is the latest one, but now distrusted
+    deleted = run_cli("rm", version, "--json")
     if step == "1":
         assert (deleted.code, deleted.json["deleted"]) == (0, ["version_1"])
     else:
@@ -158,11 +154,9 @@ def test_the_commands_that_take_a_step_take_the_version_itself(
 
 
 @pytest.mark.parametrize("address", ["@latest", "@best", "@best:loss"])
-def test_pin_and_attest_take_names_and_rm_does_not(folder: Path, address: str) -> None:
+def test_pin_takes_names_and_rm_does_not(folder: Path, address: str) -> None:
     version = ADDRESSES[address]
     assert run_cli("pin", f"runs/a{address}", "--json").json["version"] == version
-    attested = run_cli("attest", f"runs/a{address}", "--ok", "--by", "me", "--json")
-    assert attested.json["versions"] == [version]
     for words in ([f"runs/a{address}"], ["runs/a", address[1:]], ["runs/a@2", f"runs/a{address}"]):
         result = run_cli("rm", *words)
         assert result.code == 2
@@ -195,7 +189,7 @@ def test_pin_takes_one_version() -> None:
     assert limpet.Run("runs/a").pins() == []
 
 
-@pytest.mark.parametrize("verb", [["rm"], ["pin"], ["pin", "--remove"], ["attest", "--ok"]])
+@pytest.mark.parametrize("verb", [["rm"], ["pin"], ["pin", "--remove"]])
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -214,8 +208,7 @@ def test_pin_takes_one_version() -> None:
 )
 @pytest.mark.usefixtures("folder")
 def test_what_names_no_version(verb: list[str], words: str, code: int, message: str) -> None:
-    by = ["--by", "me"] if verb[0] == "attest" else []
-    result = run_cli(*verb, *by, *words.split())
+    result = run_cli(*verb, *words.split())
     assert (result.code, result.err.count("\n")) == (code, 1)
     assert message.replace("VERB", verb[0]) in result.err
     run = limpet.Run("runs/a")

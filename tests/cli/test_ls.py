@@ -31,7 +31,7 @@ def test_json_keys_are_stable(run: str) -> None:
     ]  # fmt: skip
     assert list(report["versions"][0]) == [
         "version", "url", "step", "branch", "on_line", "latest", "created", "bytes",
-        "referred_bytes", "reason", "metrics", "evaluations", "pinned", "trust", "verdicts",
+        "referred_bytes", "reason", "metrics", "evaluations", "pinned",
         "intact", "problem",
     ]  # fmt: skip
     assert report["latest"] == "version_60"
@@ -62,7 +62,7 @@ def test_abandoned_versions_are_listed_and_marked(store: MemoryStore) -> None:
 
 
 def test_the_sizes_add_up_and_are_what_rm_frees(store: MemoryStore) -> None:
-    Run(store).attest(20, ok=True, by="me")
+    Run(store).add_metrics(20, {"val": 2.0})
     Run(store).add_metrics(40, {"val": 1.0})
     store.put_if_absent(f"version_40/{shard_name(0, 1, random_id())}", b"12345")
     flip_bit(store, f"version_20/{MANIFEST}")

@@ -38,7 +38,7 @@ def test_json_keys_are_stable(run: str) -> None:
     report = run_cli("show", f"{run}/version_40", "--json", "--layout").json
     assert list(report) == [
         "snapshot", "step", "branch", "created", "writer", "attempt", "digest", "parent", "reason",
-        "metrics", "note", "evaluations", "trust", "verdicts", "inexact", "statistics", "shards",
+        "metrics", "note", "evaluations", "inexact", "statistics", "shards",
         "bytes", "referred_bytes", "bases", "chain", "intact", "problem",
         "bytes_checked", "leaves", "values", "collapsed",
     ]  # fmt: skip

@@ -40,7 +40,7 @@ def test_json_keys_are_stable(store: MemoryStore) -> None:
     assert list(report) == ["place", "ok", "bytes", "seconds", "versions", "danger", "stray"]
     assert [v["ok"] for v in report["versions"]] == [True, False, True]
     assert list(report["versions"][1]) == [
-        "version", "url", "ok", "bytes", "trust", "problems",
+        "version", "url", "ok", "bytes", "problems",
     ]  # fmt: skip
     [problem] = report["versions"][1]["problems"]
     assert list(problem) == ["file", "offset", "leaves", "kind", "message", "fields"]

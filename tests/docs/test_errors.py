@@ -267,17 +267,6 @@ def JobFailed() -> None:
 
 
 @causes
-def NotTrusted() -> str:
-    state = save_run()
-    for step in (10, 20, 30, 40):
-        limpet.Run("runs/a").attest(step, ok=False, by="nan-detector", note="NaN in layer 3")
-    with pytest.raises(errors.NoSnapshot) as caught, limpet.Checkpointer("runs/a", state) as ckpt:
-        ckpt.resume()
-    assert isinstance(caught.value.__cause__, errors.NotTrusted)
-    return str(caught.value.__cause__)
-
-
-@causes
 def Preempted() -> str:
     state = {"model": linear(), "progress": limpet.Progress()}
     with pytest.raises(errors.Preempted) as caught, limpet.Checkpointer("runs/a", state) as ckpt:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import warnings
 from fractions import Fraction
 from pathlib import Path
 from time import process_time
@@ -270,17 +269,6 @@ def test_statistics_of_batch_norm_are_reported(tmp_path: Path) -> None:
     ).json
     assert report["averaged"] == ["version_2", "version_3"]
     assert re.search(warning, report["warnings"][0])
-
-
-def test_a_version_that_is_not_trusted_is_reported(tmp_path: Path) -> None:
-    save(tmp_path / "a", [{"w": torch.full((3,), float(x))} for x in range(4)])
-    limpet.Run(str(tmp_path / "a")).attest(2, ok=False, by="sdc-replay", note="step 2 differs")
-    warning = "not trusted. version_2: sdc-replay does not trust it: step 2 differs"
-    with pytest.warns(UserWarning, match=warning):
-        export(tmp_path / "a", 3, tmp_path / "out")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        export(tmp_path / "a", 2, tmp_path / "of-trusted-ones")
 
 
 @pytest.mark.slow

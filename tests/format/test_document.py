@@ -46,7 +46,7 @@ def blocks(text: str) -> list[Any]:
 
 MANIFEST, BRANCH, PIN, LASTING, NODES, INDEX, MANIFEST_2, INDEX_2 = blocks(TEXT)
 RECORDS = blocks((DOCS / "records.md").read_text())
-EVALUATION, FAILURE, VERDICT, ENDED, INEXACT, LEASE, OBJECTIVE = RECORDS
+EVALUATION, FAILURE, ENDED, INEXACT, LEASE, OBJECTIVE = RECORDS
 SPREAD = json.loads(re.findall(r'`(.*"prefixes".*)`', TEXT)[0])
 
 
@@ -60,7 +60,7 @@ def test_the_schema_accepts_the_examples() -> None:
     for kind, document in (
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
         ("lasting", LASTING), ("evaluation", EVALUATION), ("spread", SPREAD),
-        ("failure", FAILURE), ("verdict", VERDICT), ("ended", ENDED), ("lease", LEASE),
+        ("failure", FAILURE), ("ended", ENDED), ("lease", LEASE),
         ("inexact", INEXACT), ("objective", OBJECTIVE),
         ("manifest", MANIFEST_2), ("index", INDEX_2),
     ):  # fmt: skip
@@ -81,7 +81,6 @@ def test_the_decoders_read_the_examples() -> None:
         "inf"
     )
     assert decode_about_version(raw(FAILURE), "f", "failed").cause.endswith("ZeroDivisionError")
-    assert decode_about_version(raw(VERDICT), "f", "verdict").ok is False
     assert decode_about_version(raw(ENDED), "f", "ended").reason == "finished"
     assert decode_about_version(raw(INEXACT), "f", "inexact").last_step == 127
     assert decode_lease(raw(LEASE), "f").versions == ["version_120"]

@@ -45,7 +45,6 @@ from tests.attacks.test_invalid_files import (
     OBJECTIVE,
     PIN,
     SPREAD,
-    VERDICT,
     WRONG_VALUES,
 )
 from tests.forging import (
@@ -214,7 +213,6 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "lasting": decode_lasting_pin,
     "evaluation": decode_about_version,
     "failure": partial(decode_about_version, kind="failed"),
-    "verdict": partial(decode_about_version, kind="verdict"),
     "ended": partial(decode_about_version, kind="ended"),
     "inexact": partial(decode_about_version, kind="inexact"),
     "lease": decode_lease,
@@ -250,7 +248,6 @@ def documents() -> dict[str, Json]:
         "lasting": json.loads(seal(LASTING_PIN)),
         "evaluation": json.loads(seal(EVALUATION)),
         "failure": json.loads(seal(FAILURE)),
-        "verdict": json.loads(seal(VERDICT)),
         "ended": json.loads(seal(ENDED)),
         "inexact": json.loads(seal(INEXACT)),
         "lease": json.loads(seal(LEASE)),

@@ -216,11 +216,6 @@ def test_keep_best_keeps_versions_that_have_no_score_yet(
     assert kept_steps(KeepBest(1, "loss", unscored=unscored), records(*found)) == expected
 
 
-def test_a_distrusted_version_takes_no_place_of_an_unscored_one() -> None:
-    found = [Record(Version(1)), Record(Version(2), is_distrusted=True), Record(Version(3))]
-    assert kept_steps(KeepBest(1, "loss", unscored=2), found) == [1, 3]
-
-
 @pytest.mark.parametrize(
     ("found", "count", "mode", "expected"),
     [

@@ -265,7 +265,6 @@ def test_every_command_accepts_a_registered_scheme(shelf, tmp_path):
             "--data",
             "tests.evaluation.trivial:data",
         ),
-        ("attest", url, 2, "--ok", "--by", "me"),
         ("pin", url, 1),
         ("rm", "shelf://two/run", 1),
         ("sweep", url, "--grace", "0"),

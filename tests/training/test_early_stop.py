@@ -280,27 +280,6 @@ def test_a_late_score_recomputes_the_result_until_the_training_has_decided() -> 
         assert ckpt.should_stop, "a better score after the decision changes nothing"
 
 
-def test_the_score_of_a_distrusted_version_does_not_count_as_long_as_it_is_distrusted() -> None:
-    """Version 2 has the best score because its weights are wrong. Later ones are no misses."""
-    with training() as (state, ckpt, run):
-        save_next(state, ckpt, 5)
-        record(run, v1=0.9, v2=0.1, v3=0.8)
-        ckpt._early_stop.poll()
-        train(state, ckpt, 6)
-        assert ckpt._early_stop._history.state == StopState(0.1, 1, False)
-        run.attest(2, ok=False, by="sdc-replay")
-        save_next(state, ckpt)
-        record(run, v4=0.7, v5=0.6)
-        save_next(state, ckpt, 2)
-        assert ckpt._early_stop._history.state == StopState(0.6, 0, False)
-        assert not ckpt.should_stop
-        stored = run.snapshots()[-1].metadata["training"]["stop"]
-        assert [step for step, _ in stored["scores"]] == [1, 3, 4, 5]
-        run.attest(2, ok=True, by="sdc-replay")
-        save_next(state, ckpt, 2)
-        assert ckpt.should_stop, "3 misses after version 2"
-
-
 def test_scores_that_come_while_the_training_is_down_count() -> None:
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 4)

@@ -249,14 +249,3 @@ def test_versions_wait_for_their_score() -> None:
             if step in (2, 4):
                 Run(store).add_metrics(Version(step), {"val": 1.0 / step})
     assert kept == [[1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6]]
-
-
-def test_a_distrusted_version_waits_for_no_score() -> None:
-    store = MemoryStore()
-    with Checkpointer(store, initial_state(), save=EverySteps(1)) as ckpt:
-        for _ in range(4):
-            ckpt.step()
-            ckpt.wait()
-    run = Run(store)
-    run.attest(3, ok=False, by="replay", note="step 3 differs")
-    assert run.retain(KeepBest(1, "val", unscored=2)) == [Version(1), Version(3)]

@@ -41,13 +41,12 @@ VERBS = (
     "export",
     "evaluate",
     "pin",
-    "attest",
     "rm",
     "sweep",
     "request-save",
     "run",
 )
-_IN_RECORDS = ("pin", "attest", "rm")
+_IN_RECORDS = ("pin", "rm")
 
 
 class UsageErrorLine(click.UsageError):

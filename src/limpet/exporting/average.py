@@ -125,13 +125,6 @@ def find_statistics(leaves: LeafSpecs) -> list[str]:
     return [key for key in leaves if key.endswith(_STATISTICS)]
 
 
-def find_distrusted(versions: Sequence[SnapshotReader]) -> list[str]:
-    """Return the names of the versions with a negative verdict, each with the reason."""
-    catalog = Run(versions[-1].location.store).catalog
-    reasons = [(v.version, catalog.find_distrust(v.version, v.digest)) for v in versions]
-    return [f"{version}: {reason}" for version, reason in reasons if reason is not None]
-
-
 class AveragedLeaves:
     """Streams the average of several versions, oldest first. In a ``with`` block, they are pinned.
 

@@ -17,7 +17,6 @@ from limpet.errors import LimpetError
 from limpet.exporting.average import (
     AveragedLeaves,
     check_versions,
-    find_distrusted,
     find_statistics,
     find_versions,
 )
@@ -201,10 +200,7 @@ def prepare_export(
         plans = [*map(plan_one, versions[:-1]), plan]
         leaves = [_leaves(v, p) for v, p in zip(versions, plans, strict=True)]
         check_versions(versions, leaves)
-        warnings = (
-            *_distrust_warning(find_distrusted(versions)),
-            *_statistics_warning(find_statistics(leaves[-1])),
-        )
+        warnings = _statistics_warning(find_statistics(leaves[-1]))
     if plan.not_exported:
         omitted = format_list(plan.not_exported, _MAX_LISTED)
         warnings = (f"Not in the checkpoint for {to}: {omitted}",)
@@ -214,14 +210,6 @@ def prepare_export(
 
 def _leaves(snapshot: SnapshotReader, plan: ExportPlan) -> LeafSpecs:
     return {key: snapshot.leaves[key] for file in plan.files for key in file.keys}
-
-
-def _distrust_warning(reasons: Sequence[str]) -> tuple[str, ...]:
-    if not reasons:
-        return ()
-    return (
-        f"The average contains versions that are not trusted. {format_list(reasons, _MAX_LISTED)}",
-    )
 
 
 def _statistics_warning(keys: Sequence[str]) -> tuple[str, ...]:

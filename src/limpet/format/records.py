@@ -29,7 +29,7 @@ MAX_RECORD = 1 << 20
 """The maximum size of a record in bytes. A longer record is rejected before it is read."""
 
 MAX_TEXT = 16_384
-"""The maximum length of a cause or a note, in characters."""
+"""The maximum length of a cause or a reason, in characters."""
 
 MAX_LEASE_SECONDS = 86_400
 """The longest time for which a lease protects versions without a renewal."""
@@ -83,7 +83,7 @@ class LastingPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AboutVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A record about the snapshot whose manifest has the digest ``manifest_digest``, and no other.
 
-    ``name`` says who made it: the name of an evaluation, the author of a verdict, or the training.
+    ``name`` says who made it: the name of an evaluation, or the training.
     """
 
     name: EvaluationName
@@ -140,15 +140,6 @@ class FailedEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
     cause: Annotated[str, Meta(max_length=MAX_TEXT)]
 
     kind: ClassVar[str] = "failed"
-
-
-class Verdict(AboutVersion, frozen=True, forbid_unknown_fields=True):
-    """The result of an external check: whether the version can be trusted (``ok``)."""
-
-    ok: bool
-    note: Annotated[str, Meta(max_length=MAX_TEXT)]
-
-    kind: ClassVar[str] = "verdict"
 
 
 class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
@@ -217,7 +208,7 @@ _LEASE = StrictDecoder(msgspec.json.Decoder(Lease))
 _OBJECTIVE = StrictDecoder(msgspec.json.Decoder(Objective))
 _ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
     kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
-    for kind in (Evaluation, FailedEvaluation, Verdict, Ended, InexactEvaluation)
+    for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation)
 }
 _SPREAD = StrictDecoder(msgspec.json.Decoder(Spread))
 

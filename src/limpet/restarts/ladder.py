@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import islice
 from math import isnan
 from typing import Any
@@ -87,9 +86,7 @@ class Ladder:
             return found
         listing, catalog = self._run.listing(), self._run.catalog
         lineage = lineage_folders(catalog, listing)
-        # the newest two that a resume could load: a distrusted version is no progress
-        usable = (v for v in reversed(lineage) if listing.exists(v) and not self._is_distrusted(v))
-        versions = [*islice(usable, 2)]
+        versions = [*islice(filter(listing.exists, reversed(lineage)), 2)]
         branch, durable_step = self._run.branch(listing), versions[0].step if versions else -1
         captured = [c.version.step for c in found if c.is_whole and c.branch == branch]
         newest_step = max([durable_step, *captured])
@@ -115,12 +112,6 @@ class Ladder:
         except StoreError as e:
             self._warn(f"The restarts without progress cannot be counted: {e}")
             return {}
-
-    def _is_distrusted(self, version: Version) -> bool:
-        with suppress(FormatError, StoreError):  # a resume finds out what is wrong with it
-            digest = self._run.catalog.open(version).digest
-            return self._run.catalog.find_distrust(version, digest) is not None
-        return False
 
     def check(self, version: Version) -> None:
         """Raise ``FormatError``, as a damaged version would, for one that is left behind."""

@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 from limpet import events
-from limpet.errors import BrokenLink, FormatError, LimpetError, NotFound, NotTrusted
+from limpet.errors import BrokenLink, FormatError, LimpetError, NotFound
 from limpet.format import names
 from limpet.format.manifest import MAX_MANIFEST
 from limpet.format.names import Version
@@ -28,8 +28,7 @@ from limpet.format.records import (
 from limpet.format.sealed import sealed_digest
 from limpet.run.evaluations.lease import LeaseObserver
 from limpet.run.evaluations.metrics import select_numbers
-from limpet.run.evaluations.reader import EvaluationReader, VersionEvaluations
-from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust, find_distrust
+from limpet.run.evaluations.reader import EvaluationReader
 from limpet.run.listing import (
     FolderFiles,
     Listing,
@@ -293,38 +292,13 @@ class Catalog:
         for v in lineage:
             known = version_records.get(v)
             if known is not None and self.is_intact(known):
-                read = self.evaluations.read(v, known.digest)
-                metrics = self.comparable_metrics(v, known, read)
-                is_distrusted = find_distrust(read) is not None
-                records.append(Record(v, metrics, known.trained_seconds, is_distrusted))
+                records.append(Record(v, self.metrics(v, known), known.trained_seconds))
         return records
 
     def metrics(self, version: Version, version_record: VersionRecord) -> dict[str, float]:
         """Return the metrics of the save, updated with those of the evaluations, oldest first."""
         evaluations = self.evaluations.read(version, version_record.digest)
         return {**version_record.metrics, **evaluations.metrics()}
-
-    def comparable_metrics(
-        self,
-        version: Version,
-        version_record: VersionRecord,
-        evaluations: VersionEvaluations | None = None,
-    ) -> dict[str, float]:
-        """Return the metrics by which versions are compared: a distrusted version has none, so it
-        is never the best one. It is reported, once. ``evaluations``: if they have been read."""
-        if evaluations is None:
-            evaluations = self.evaluations.read(version, version_record.digest)
-        if (error := find_distrust(evaluations)) is not None:
-            self._report(str(version), error)
-            return {}
-        return {**version_record.metrics, **evaluations.metrics()}
-
-    def find_distrust(
-        self, version: Version, digest: str | None, trust: Trust = NOT_DISTRUSTED
-    ) -> NotTrusted | None:
-        """Return why ``trust`` does not accept a snapshot, or None if it does. See
-        ``EvaluationReader.read``; only the folder of this version is listed."""
-        return find_distrust(self.evaluations.read(version, digest), trust)
 
     def _report(self, name: str, error: LimpetError) -> None:
         """Emit the event ``skipped`` for a damaged file, once while it is damaged."""

@@ -16,7 +16,6 @@ from limpet.errors import (
     ManifestInvalid,
     NoSnapshot,
     NotFound,
-    NotTrusted,
     StoreError,
     Unavailable,
 )
@@ -25,7 +24,6 @@ from limpet.format.manifest import Parent
 from limpet.format.names import Version
 from limpet.format.records import Branch, Ended, encode_branch
 from limpet.run.catalog import Catalog
-from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_trust
 from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import Mode, Record, best_first
 from limpet.snapshot.reader import SnapshotReader
@@ -193,13 +191,10 @@ def find_newest(
     use: Callable[[SnapshotReader], object],
     at: int | None = None,
     branch: int | None = None,
-    trust: Trust = NOT_DISTRUSTED,
 ) -> tuple[SnapshotReader | None, list[tuple[Version, LimpetError]]]:
-    """See ``Run.newest``. Only the versions that are tried are looked at, also their verdicts."""
+    """See ``Run.newest``. Only the versions that are tried are looked at."""
     at = None if at is None else to_int(at, STEP)
     branch = None if branch is None else to_int(branch, BRANCH)
-    check_trust(trust)
-    is_named = at is not None and trust == NOT_DISTRUSTED  # whoever names a version may look at it
     skipped: dict[Version, LimpetError] = {}
     deleted: dict[Version, LimpetError] = {}
     for _ in range(MAX_SEARCHES):
@@ -215,12 +210,10 @@ def find_newest(
             tried.append(version)
             try:
                 snapshot = catalog.open(version)
-                if not is_named and (e := catalog.find_distrust(version, snapshot.digest, trust)):
-                    raise e
                 use(snapshot)
             except (FormatTooNew, Denied, Unavailable):
                 raise
-            except (FormatError, StoreError, NotTrusted) as e:
+            except (FormatError, StoreError) as e:
                 if e.fields.get("file") == names.SPREAD:  # the version is intact
                     raise
                 if isinstance(e, NotFound) and not catalog.listing().exists(version):
@@ -308,12 +301,6 @@ def changing_run_error(catalog: Catalog) -> NotFound:
     )
 
 
-_VERDICT_ADVICE = (
-    "To trust a version, its author records a new verdict: `limpet attest RUN STEP --ok --by"
-    " AUTHOR`. resume(at=STEP) continues from a version whatever the verdicts say. "
-)
-
-
 def _no_version_error(
     url: str,
     at: int | None,
@@ -328,16 +315,13 @@ def _no_version_error(
     wanted = "version" if at is None else f"version of step {at}"
     if failed:
         state_invalid = any(e.is_state_invalid for e in failed.values())
-        by_verdict = any(isinstance(e, NotTrusted) for e in failed.values())
-        quality = "intact and trusted" if by_verdict else "intact"
         return NoSnapshot(
-            f"{url} has no {quality} {wanted} on the requested lineage",
-            expected=f"an {quality} {wanted}",
+            f"{url} has no intact {wanted} on the requested lineage",
+            expected=f"an intact {wanted}",
             found=format_list([f"{v}: {e.what}" for v, e in failed.items()], _MAX_LISTED, "; "),
             todo="`limpet ls RUN` lists all versions, including those of other branches"
-            " (resume(branch=...)). "
-            + (_VERDICT_ADVICE if by_verdict else "`limpet verify RUN` shows what is damaged. ")
-            + "Copy an intact version back, or start again in another folder",
+            " (resume(branch=...)). `limpet verify RUN` shows what is damaged. Copy an intact"
+            " version back, or start again in another folder",
             skipped=tuple(map(str, failed)),
             **({"live_state": "not valid"} if state_invalid else {}),
         )

@@ -9,15 +9,11 @@ each save, but after so many saves that the cost of one does not depend on the n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
-from typing import get_args
 
 from limpet import events
 from limpet.errors import LimpetError, NotFound
 from limpet.format.names import MANIFEST, MAX_STEP, Version
 from limpet.run.catalog import Catalog, VersionRecord
-from limpet.run.evaluations.reader import VersionEvaluations
-from limpet.run.evaluations.trust import Trust, find_distrust
 from limpet.run.lineage import lineage_of
 from limpet.run.listing import FolderFiles, Listing
 from limpet.run.policy import (
@@ -124,10 +120,13 @@ def delete(catalog: Catalog, versions: Collection[Version]) -> int:
     _, kept = roots.select_deletable(versions)
     linked = {v: link_reason(folder) for v, folder in folders.items() if folder.links}
     newest_first = [v for v in reversed(lineage_of(catalog, listing)) if known[v].digest]
-    read = cache(lambda v: catalog.evaluations.read(v, known[v].digest))
-    is_intact = cache(lambda v: catalog.is_intact(known[v]))
-    needed = _needed_by_resume(newest_first, {*versions}, read, is_intact)
-    if reasons := {**dict.fromkeys(needed, _NEEDED), **linked, **kept}:
+    needed = next((v for v in newest_first if catalog.is_intact(known[v])), None)
+    reasons = {**linked, **kept}
+    if needed is not None and needed in versions:
+        reasons.setdefault(
+            needed, "it is the newest intact version, from which a training continues"
+        )
+    if reasons:
         version = min(reasons)
         also = " Nothing was deleted" if len(versions) > 1 else ""
         raise LimpetError(
@@ -150,36 +149,6 @@ def delete(catalog: Catalog, versions: Collection[Version]) -> int:
     return sum(s.length for s in delete_versions(catalog, folders))
 
 
-_NEEDED = "it is the newest intact version, from which a training continues"
-
-
-def _needed_by_resume(
-    newest_first: Sequence[Version],
-    candidates: Collection[Version],
-    read: Callable[[Version], VersionEvaluations],
-    is_intact: Callable[[Version], bool] = lambda _: True,
-) -> set[Version]:
-    """Return the candidates that a resume needs: the newest intact version, and for each degree of
-    trust the newest intact one that it accepts.
-
-    Only the candidates, and the newest versions until one qualifies, are read. The deletion of a
-    candidate thus relies on a newer version, which ``_relied_on`` returns.
-    """
-
-    def qualifies(version: Version, trust: Trust | None) -> bool:
-        trusted = trust is None or find_distrust(read(version), trust) is None
-        return trusted and is_intact(version)
-
-    needed = set[Version]()
-    for trust in (None, *get_args(Trust)):
-        qualified = (v for v in newest_first if v in candidates and qualifies(v, trust))
-        if (candidate := next(qualified, None)) is not None:
-            newer = newest_first[: newest_first.index(candidate)]
-            if not any(qualifies(v, trust) for v in newer):
-                needed.add(candidate)
-    return needed
-
-
 def _select(
     catalog: Catalog, policy: KeepPolicy, roots: Roots, before_deletion: BeforeDeletion
 ) -> dict[Version, FolderFiles] | None:
@@ -190,24 +159,18 @@ def _select(
     listing, known = roots.listing, roots.version_records
     versions = [v for v in lineage_of(catalog, listing) if known[v].digest]
     metrics: dict[Version, Mapping[str, float]] = {v: known[v].metrics for v in versions}
-    distrusted = set[Version]()
-
-    read = cache(lambda v: catalog.evaluations.read(v, known[v].digest))  # each is listed once
 
     def add_metrics(version: Version) -> None:
-        metrics[version] = catalog.comparable_metrics(version, known[version], read(version))
-        if find_distrust(read(version)) is not None:
-            distrusted.add(version)
+        metrics[version] = catalog.metrics(version, known[version])
 
     if not _consists_of(policy, KeepLast, KeepEvery, KeepSteps):  # the others may use evaluations
         look_up_each(versions, add_metrics)
-    records = [Record(v, metrics[v], known[v].trained_seconds, v in distrusted) for v in versions]
+    records = [Record(v, metrics[v], known[v].trained_seconds) for v in versions]
     intact: dict[Version, bool] = {}
     while True:
         records = [r for r in records if intact.get(r.version, True)]
         to_keep = {*policy.keep(records), *(r.version for r in records[-1:])}
         candidates = {r.version for r in records if r.version not in to_keep}
-        candidates -= _needed_by_resume([r.version for r in reversed(records)], candidates, read)
         deletable, _ = roots.select_deletable(candidates - listing.linked - catalog.linked)
         # the pins were read before: what a pin protected until now is complete
         if unread := before_deletion(deletable, known) if deletable else ():

@@ -19,7 +19,6 @@ from limpet.format.records import (
     Branch,
     Evaluation,
     LastingPin,
-    Verdict,
     encode_lasting_pin,
 )
 from limpet.run import lineage, retention, sweep
@@ -31,7 +30,6 @@ from limpet.run.evaluations.metrics import (
     to_numbers,
 )
 from limpet.run.evaluations.status import EvaluationStatus, find_statuses
-from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust, check_verdict
 from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import KeepPolicy, Mode, Record
 from limpet.run.policy.checks import check_metric
@@ -93,8 +91,7 @@ class Run:
         return snapshots
 
     def latest(self) -> Snapshot | None:
-        """Return the newest intact version that is not distrusted, or None if the run is empty or
-        absent.
+        """Return the newest intact version, or None if the run is empty or absent.
 
         A version is intact if its manifest is valid and all of its files exist with their full
         length. The bytes of the files are checked when they are read. Raises ``NoSnapshot`` if
@@ -107,15 +104,13 @@ class Run:
         use: Callable[[Snapshot], object],
         at: int | None = None,
         branch: int | None = None,
-        trust: Trust = NOT_DISTRUSTED,
     ) -> tuple[Snapshot | None, list[tuple[Version, LimpetError]]]:
         """Return the newest version that ``use`` accepts, and the skipped versions with reasons.
 
-        ``use`` rejects a damaged version by raising ``FormatError`` or ``StoreError``. Distrusted
-        versions are skipped, and with ``trust="attested"`` also those without a verdict. ``at``
-        restricts the search to versions of that step, and by default also accepts a distrusted one.
-        ``branch`` selects the lineage of that branch instead of the current one. On an empty or
-        absent run the version is None, unless ``at`` is given.
+        ``use`` rejects a damaged version by raising ``FormatError`` or ``StoreError``. ``at``
+        restricts the search to versions of that step. ``branch`` selects the lineage of that branch
+        instead of the current one. On an empty or absent run the version is None, unless ``at`` is
+        given.
 
         A store that denies access or does not answer (``Denied``, ``Unavailable``) and a version
         of a later format (``FormatTooNew``) are not damage, and the error is raised. To fall back
@@ -124,7 +119,7 @@ class Run:
         Raises ``NoSnapshot`` if no version qualifies, and ``NotFound`` if there is no such branch.
         """
         found, skipped = lineage.find_newest(
-            self.catalog, lambda reader: use(Snapshot(reader)), at, branch, trust
+            self.catalog, lambda reader: use(Snapshot(reader)), at, branch
         )
         return snapshot_of(found), skipped
 
@@ -176,7 +171,7 @@ class Run:
         """Durably start a branch at a version and return the number of the branch."""
         return lineage.start_branch(self.catalog, reader_of(snapshot), version, reason)
 
-    # -- metrics and verdicts ------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------
 
     def metrics(self, at: Snapshot | Version | int) -> dict[str, float]:
         """Return the metrics of a snapshot, version, or step.
@@ -201,22 +196,6 @@ class Run:
         """
         checked = check_metrics(metrics)
         self.put_record(Evaluation, name, at, metrics=to_numbers(checked))
-
-    def attest(self, at: Snapshot | Version | int, *, ok: bool, by: str, note: str = "") -> None:
-        """Record the verdict of a check on a snapshot, version, or step.
-
-        ``ok``: whether the version can be trusted. ``by``: the author, such as ``"sdc-replay"``,
-        which becomes a part of the file's name. ``note``: why, for people. A stored verdict never
-        changes. Of each author, the newest one counts.
-
-        ``latest``, ``best``, and ``Checkpointer.resume`` skip a version while the newest verdict
-        of any author is negative. A training that runs is not disturbed. Versions that were saved
-        after this one are not affected; if they are bad as well, attest them too.
-
-        Raises the errors of ``add_metrics``, and ``LimpetError`` for an invalid argument.
-        """
-        check_verdict(ok, note)
-        self.put_record(Verdict, by, at, ok=ok, note=note)
 
     def evaluations(self, at: Snapshot | Version | int) -> dict[str, EvaluationStatus]:
         """Return the state of each evaluation of a version: ``DONE``, ``FAILED``, ``PENDING``."""
@@ -248,7 +227,7 @@ class Run:
     def records(self) -> list[Record]:
         """Return the intact versions on the current lineage with their metrics, oldest first.
 
-        These records are the input of keep policies. Those of distrusted versions have no metrics.
+        These records are the input of keep policies.
         """
         return lineage.find_records(self.catalog, self.listing())
 
@@ -257,7 +236,7 @@ class Run:
 
         The best value is the smallest with ``mode="min"``, the default, and the largest with
         ``mode="max"``. NaN is never the best. Of versions with equal values, the newest is
-        returned. Distrusted versions do not count. The result is None if no version has the metric.
+        returned. The result is None if no version has the metric.
         Raises ``LimpetError`` for another ``mode``, and without one for a metric like
         ``val_accuracy``.
         """
@@ -371,9 +350,9 @@ class Run:
         """Delete the versions that ``policy`` does not keep, and return them, oldest first.
 
         Only intact versions on the current lineage are deleted. The newest intact version is never
-        deleted, and neither is the newest one that is not distrusted, or a version that is pinned,
-        that a process is reading, or that a remaining version refers to. Damaged versions and other
-        branches do not change. Raises ``StoreError``; the next call then completes the deletion.
+        deleted, and neither is a version that is pinned, that a process is reading, or that a
+        remaining version refers to. Damaged versions and other branches do not change. Raises
+        ``StoreError``; the next call then completes the deletion.
         """
         return retention.retain(self.catalog, policy)
 

@@ -11,12 +11,11 @@ from typing import Literal
 
 import msgspec
 
-from limpet.errors import FormatError, NotFound, NotTrusted, StoreError
+from limpet.errors import FormatError, NotFound, StoreError
 from limpet.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.ranks.collective import Collective
 from limpet.run.catalog import read_captured_with, read_sessions
-from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from limpet.run.lineage import branch_origin, newest_version
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
@@ -256,21 +255,6 @@ class CurrentLine:
                 self.durable = durable
             except FormatError:
                 self._is_damaged = True
-
-    def find_distrust(self, trust: Trust) -> NotTrusted | None:
-        """Return why ``trust`` does not accept the newest version; None if it does, or if there is
-        none.
-
-        If its manifest is damaged, a negative verdict on any snapshot of its name counts, and no
-        positive one does.
-        """
-        if self.newest is None:
-            return None
-        digest = None if self.durable is None else self.durable.digest
-        found = self._catalog.find_distrust(self.newest, digest, trust)
-        if found is None and digest is None and trust != NOT_DISTRUSTED:
-            return NotTrusted("Its manifest is damaged")
-        return found
 
     def is_newer(self, version: Version) -> bool:
         """Return True if a version of this lineage is newer than all that the run has."""

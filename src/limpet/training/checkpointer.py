@@ -11,7 +11,6 @@ from limpet.loading.binding import STRICT, Leniency
 from limpet.preemption.policy import DEFAULT, Preemption
 from limpet.ranks.group import GroupSpec
 from limpet.run.evaluations.metrics import ADDED_METRICS, check_metrics
-from limpet.run.evaluations.trust import NOT_DISTRUSTED, Trust
 from limpet.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from limpet.snapshot.location import Url
 from limpet.snapshot.snapshot import Snapshot, snapshot_of
@@ -138,7 +137,6 @@ class Checkpointer(CheckpointerBase):
         at: int | None = None,
         *,
         branch: int | None = None,
-        trust: Trust = NOT_DISTRUSTED,
         start: Url | None = None,
         keys: str | Sequence[str] | None = None,
         missing: Literal["error", "keep"] = "error",
@@ -150,10 +148,9 @@ class Checkpointer(CheckpointerBase):
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
-        Versions with a negative verdict (``Run.attest``) are skipped; with ``trust="attested"``,
-        also those without a positive one. ``at`` selects the version of that step instead, and
-        ``branch`` the lineage of that branch. If training does not continue from the newest
-        version, a branch is durably started first. ``SkippedVersion`` warnings name the others.
+        ``at`` selects the version of that step instead, and ``branch`` the lineage of that branch.
+        If training does not continue from the newest version, a branch is durably started first.
+        ``SkippedVersion`` warnings name the damaged versions that were skipped.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
@@ -177,7 +174,7 @@ class Checkpointer(CheckpointerBase):
         leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
-        own, request = leniency if start is None else STRICT, ResumeRequest(at, branch, trust)
+        own, request = leniency if start is None else STRICT, ResumeRequest(at, branch)
         schedules = self._read_script()
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder

@@ -11,7 +11,6 @@ from limpet.errors import (
     FormatError,
     LimpetError,
     NoSnapshot,
-    NotTrusted,
     PlanError,
     RankFailed,
     SkippedVersion,
@@ -24,7 +23,6 @@ from limpet.loading.binding import STRICT, Leniency
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
 from limpet.restarts.ladder import Ladder, LadderExhausted
-from limpet.run.evaluations.trust import check_trust
 from limpet.run.lineage import find_newest, newest_version, start_branch
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
@@ -35,7 +33,6 @@ from limpet.training.arguments import check_not_snapshot, describe_structure, su
 from limpet.training.resume_from_tier import (
     continue_from_tier,
     find_leftovers,
-    leave_out_untrusted,
     resume_from_tier,
 )
 from limpet.training.resume_point import (
@@ -101,8 +98,6 @@ def resume_run(
             warn_user(message, kind)
         for message in describe_skipped(loader.problems if point is None else point.skipped):
             warn_user(message, SkippedVersion)
-        if point is not None and point.distrust is not None:
-            warn_user(_describe_distrusted(point.snapshot, point.distrust), UserWarning)
         return point
     except LimpetError as e:
         if loader.partially_loaded and not e.is_state_invalid:
@@ -132,16 +127,8 @@ def _require_valid_state(loader: StateLoader, collective: Collective, ladder: La
         )
 
 
-def _describe_distrusted(snapshot: SnapshotReader, distrust: NotTrusted) -> str:
-    return (
-        f"Training continues from {snapshot.version}, which was named, although it is not trusted:"
-        f" {distrust.what}. The versions that it saves from now on have no verdict"
-    )
-
-
 def _check_arguments(request: ResumeRequest) -> None:
-    at, branch, trust = request
-    check_trust(trust)
+    at, branch = request
     if not all(
         n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
     ):
@@ -177,12 +164,11 @@ def _choose(
         if line is not None:
             loader.leftovers = find_leftovers(line, loader, found)
             loader.goes_below = is_requested and any(line.is_newer(c.version) for c in found)
-            if not is_requested:
-                found, problems = leave_out_untrusted(run, line, loader, found, request.trust)
         found = ladder.choose(found, is_requested=is_requested)
         if line is not None and not is_requested:
-            parts = acquire_lock, ladder, problems
-            point, problems = resume_from_tier(run, line, loader, collective, found, *parts)
+            point, problems = resume_from_tier(
+                run, line, loader, collective, found, acquire_lock, ladder
+            )
             loader.problems = problems
         if point is None:
             rest = acquire_lock, problems, ladder
@@ -234,9 +220,7 @@ def _coordinate(
         ladder.record(None)
         collective.broadcast(ResumeInstruction(True), ResumeInstruction)
         return None
-    version, distrust = snapshot.version, None
-    if request.at is not None:
-        distrust = run.catalog.find_distrust(version, snapshot.digest)
+    version = snapshot.version
     newer = [*problems, *(Skipped(str(v), e) for v, e in skipped)]
     listing = run.listing()
     is_newest = version == newest_version(run.catalog, listing)
@@ -251,7 +235,7 @@ def _coordinate(
     collective.broadcast(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
     )
-    return make_resume_point(snapshot, number, newer, distrust)
+    return make_resume_point(snapshot, number, newer)
 
 
 def _follow_coordinator(

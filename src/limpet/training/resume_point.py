@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,7 +11,6 @@ import msgspec
 from limpet.errors import (
     Denied,
     LimpetError,
-    NotTrusted,
     RankFailed,
     StoreError,
     Unavailable,
@@ -22,7 +21,6 @@ from limpet.loading.load import load_snapshot
 from limpet.loading.report import LoadReport
 from limpet.ranks.group import Group
 from limpet.run.catalog import read_sessions, read_training_metadata
-from limpet.run.evaluations.trust import Trust
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list
 from limpet.tiers.inventory import Candidate, Sources, TierName
@@ -36,7 +34,6 @@ class ResumeRequest(NamedTuple):
 
     at: int | None
     branch: int | None
-    trust: Trust
 
     @property
     def is_specific(self) -> bool:
@@ -63,11 +60,9 @@ def describe_skipped(skipped: Sequence[Skipped]) -> list[str]:
     ]
 
 
-def count_skipped(skipped: Sequence[Skipped]) -> str:
+def count_skipped(skipped: Sized) -> str:
     """Return the reason for a branch that begins before these states; empty if there are none."""
-    not_trusted = sum(isinstance(s.error, NotTrusted) for s in skipped)
-    counts = (len(skipped) - not_trusted, "damaged"), (not_trusted, "not trusted")
-    return ", ".join(f"{count} newer {kind}" for count, kind in counts if count)
+    return f"{len(skipped)} newer damaged" if skipped else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +73,8 @@ class ResumePoint:
     the origin of the run, which later versions store. ``training_metadata`` is the state of early
     stopping and goodput that the version stores. ``skipped`` holds the newer states that were not
     loaded. ``durable`` is the newest version of the run. ``tier`` is the name of the tier from
-    which the version was loaded, or None if it is a version of the run. ``distrust``: why the
-    version is distrusted, if a person has named it. ``start_report``: what was loaded from a
-    version of another run.
+    which the version was loaded, or None if it is a version of the run. ``start_report``: what was
+    loaded from a version of another run.
     """
 
     snapshot: SnapshotReader
@@ -92,7 +86,6 @@ class ResumePoint:
     skipped: Sequence[Skipped] = ()
     durable: SnapshotReader | None = None
     tier: TierName | None = None
-    distrust: NotTrusted | None = None
     start_report: LoadReport | None = None
 
     @property
@@ -185,7 +178,6 @@ def make_resume_point(
     snapshot: SnapshotReader,
     branch: int,
     skipped: Sequence[Skipped],
-    distrust: NotTrusted | None = None,
 ) -> ResumePoint:
     note = snapshot.metadata.get("note")
     origin = note.get("started_from") if isinstance(note, dict) else None
@@ -197,7 +189,6 @@ def make_resume_point(
         training_metadata=read_training_metadata(snapshot),
         skipped=skipped,
         durable=snapshot,
-        distrust=distrust,
     )
 
 

@@ -206,11 +206,6 @@ def _copy_records(
     ``digest``: that of the version's manifest.
     """
     evaluations = run.catalog.evaluations.read(version, digest)
-    for unreadable in evaluations.unreadable:  # it may be a negative one: the copy must not lack it
-        result.damaged.append((unreadable.key, unreadable.error))
-        with suppress(AlreadyExists):
-            file = unreadable.key.rpartition("/")[2]
-            target.location.store.put_if_absent(target.location.key(file), b"")
     for record in evaluations.records:
         key = target.location.key(record.file_name)
         copied = replace(record, manifest_digest=target.digest)

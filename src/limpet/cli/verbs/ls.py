@@ -23,14 +23,12 @@ from limpet.cli.console import (
 )
 from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run, stray_snapshot_warning
-from limpet.cli.verdicts import build_verdicts, describe_verdicts
 from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, StoreError
 from limpet.format.names import Version
 from limpet.format.records import Branch, Lease
 from limpet.run.catalog import VersionRecord, make_version_record
 from limpet.run.evaluations.reader import VersionEvaluations
 from limpet.run.evaluations.status import find_statuses
-from limpet.run.evaluations.trust import trust_of
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
@@ -69,11 +67,7 @@ class VersionEntry:
     @property
     def is_usable(self) -> bool:
         """True if a training could resume from it, or ``RUN@latest`` be this version."""
-        return self.on_lineage and self.problem is None and self.trust != "distrusted"
-
-    @property
-    def trust(self) -> str | None:
-        return trust_of(self.evaluations)
+        return self.on_lineage and self.problem is None
 
     @property
     def status(self) -> str:
@@ -81,8 +75,6 @@ class VersionEntry:
             return "too new"
         if self.problem is not None:
             return "damaged" if isinstance(self.problem, FormatError) else "unreadable"
-        if self.trust == "distrusted":
-            return "distrusted"
         if self.is_latest:
             return "latest"
         return "ok" if self.on_lineage else "abandoned"
@@ -233,7 +225,6 @@ def _build_version_document(result: ListResult, entry: VersionEntry) -> dict[str
         "metrics": entry.metrics,
         "evaluations": {name: asdict(status) for name, status in statuses.items()},
         "pinned": entry.pinned,
-        **build_verdicts(entry.evaluations),
         "intact": entry.problem is None,
         "problem": None if entry.problem is None else describe_error(entry.problem),
     }
@@ -285,16 +276,12 @@ def _table_cells(entry: VersionEntry, show_branch: bool, show_referred: bool) ->
         styled_text(format_age(entry.created), base),
         styled_text(format_size(entry.nbytes), base),
         *referred,
-        styled_text(_describe_state(entry), _STATUS_STYLES.get(entry.status, "red")),
+        styled_text(
+            entry.status + ", pinned" * entry.pinned, _STATUS_STYLES.get(entry.status, "red")
+        ),
         styled_text(entry.reason or "", base, 12),
         styled_text(format_metrics(entry.metrics), base),
     ]
-
-
-def _describe_state(entry: VersionEntry) -> str:
-    """Return ``latest, attested, pinned``. A damaged version may be distrusted as well."""
-    trust = () if entry.trust in (None, entry.status) else (entry.trust,)
-    return ", ".join((entry.status, *trust, *(("pinned",) if entry.pinned else ())))
 
 
 def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
@@ -302,9 +289,6 @@ def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
     for entry in result.entries:
         if entry.problem is not None:
             yield f"{entry.version}: {format_error_brief(entry.problem)}", "red"
-        if entry.trust == "distrusted":
-            for line in describe_verdicts(entry.evaluations):
-                yield f"{entry.version}: {line}", "red"
         statuses = find_statuses(entry.version, entry.evaluations, result.leases)
         for name, status in statuses.items():
             if status.state == "FAILED":
@@ -317,8 +301,7 @@ def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
         else:
             yield f"branch {number} starts at {branch.from_version} ({branch.reason})", "dim"
     if result.latest is None:
-        trusted = " and trusted" * any(e.trust == "distrusted" for e in result.entries)
-        yield f"No version on the current lineage is intact{trusted}.", "red"
+        yield "No version on the current lineage is intact.", "red"
     if result.orphans:
         nbytes = format_size(sum(s.length for s in result.orphans))
         yield (

@@ -27,11 +27,14 @@ from limpet.cli.output import (
 )
 from limpet.cli.resolve import resolve_newest
 from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
-from limpet.cli.verdicts import build_verdicts, describe_verdicts, read_evaluations, read_statuses
 from limpet.errors import FormatError, MissingLeaf
 from limpet.format.index_columns import IndexBox
+from limpet.format.names import parse_version
 from limpet.format.records import InexactEvaluation
 from limpet.layout.select import make_key_filter
+from limpet.run.evaluations.reader import VersionEvaluations
+from limpet.run.evaluations.status import EvaluationStatus, find_statuses
+from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count, to_repr
 
@@ -133,7 +136,8 @@ def _build_document(
     ]
     rows = [r for r in rows if depth is None or r.depth < depth]
     manifest, metadata = snapshot.manifest, snapshot.metadata
-    problem, evaluations = _find_problem(snapshot), read_evaluations(snapshot)
+    problem = _find_problem(snapshot)
+    evaluations, statuses = _read_evaluations(snapshot)
     return {
         "snapshot": snapshot.url,
         "step": manifest.step,
@@ -148,10 +152,7 @@ def _build_document(
         "reason": metadata.get("reason"),
         "metrics": metadata.get("metrics", {}),
         "note": metadata.get("note", {}),
-        "evaluations": {
-            name: asdict(status) for name, status in read_statuses(snapshot, evaluations).items()
-        },
-        **build_verdicts(evaluations),
+        "evaluations": {name: asdict(status) for name, status in statuses.items()},
         "inexact": [
             {
                 "by": record.name,
@@ -195,6 +196,21 @@ def _build_leaf_document(row: TreeRow, layouts: Layouts | None) -> dict[str, Any
             for number, b in layouts.get(row.key, [])
         ]
     return document
+
+
+def _read_evaluations(
+    snapshot: SnapshotReader,
+) -> tuple[VersionEvaluations, dict[str, EvaluationStatus]]:
+    """Return what is recorded about a version of a run, and the state of each evaluation.
+
+    There is nothing about any other snapshot.
+    """
+    version = parse_version(snapshot.location.folder)
+    if version is None:
+        return VersionEvaluations(), {}
+    catalog = Run(snapshot.location.store).catalog
+    evaluations = catalog.evaluations.read(version, snapshot.digest)
+    return evaluations, find_statuses(version, evaluations, catalog.leases.live().values())
 
 
 def _find_problem(snapshot: SnapshotReader) -> FormatError | None:
@@ -260,13 +276,11 @@ def _header_fields(snapshot: SnapshotReader) -> Iterator[tuple[str, str]]:
         if value := metadata.get(name):
             text = value if isinstance(value, str) else to_repr(value)
             yield name, format_metrics(value) if isinstance(value, dict) else text
-    evaluations = read_evaluations(snapshot)
-    for name, status in read_statuses(snapshot, evaluations).items():
+    evaluations, statuses = _read_evaluations(snapshot)
+    for name, status in statuses.items():
         found = status.cause or format_metrics(status.metrics)
         state = "" if status.state == "DONE" else f"{status.state}: "
         yield "evaluation", f"{state}{found} ({name})"
-    for line in describe_verdicts(evaluations):
-        yield "verdict", line
     for record in evaluations.of(InexactEvaluation):
         steps = f"steps {record.first_step} to {record.last_step}"
         yield "inexact", f"{format_metrics(record.decoded_metrics())} ({record.name}, {steps})"

@@ -24,7 +24,6 @@ from limpet.cli.console import (
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run_or_snapshot, stray_snapshot_warning
-from limpet.cli.verdicts import read_evaluations
 from limpet.errors import (
     Denied,
     DigestMismatch,
@@ -50,7 +49,6 @@ from limpet.format.records import (
 )
 from limpet.interop.export_record import check_export
 from limpet.interop.stored_files import size_of_foreign
-from limpet.run.evaluations.trust import trust_of
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.sinks.wording import format_error_brief
@@ -62,14 +60,12 @@ from limpet.text import format_count, format_list
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The result for one version, one record of the run, or one exported file. ``trust``: what the
-    verdicts on the version say, which is no damage."""
+    """The result for one version, one record of the run, or one exported file."""
 
     name: str
     url: str
     nbytes: int
     problems: tuple[Problem, ...]
-    trust: str | None = None
     is_version: bool = True
 
     @property
@@ -141,7 +137,7 @@ def _verify_snapshot(snapshot: SnapshotReader, quiet: bool) -> VerifyResult:
     with progress_bar("verifying", bytes_to_read(snapshot), quiet=quiet) as advance:
         report = snapshot.verify(advance)
     name = snapshot.location.folder.rpartition("/")[2] or snapshot.url
-    return VerifyResult(name, snapshot.url, report.nbytes, report.problems, _read_trust(snapshot))
+    return VerifyResult(name, snapshot.url, report.nbytes, report.problems)
 
 
 def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyResult], str | None]:
@@ -172,19 +168,13 @@ def _verify_run(run: Run, listing: Listing, quiet: bool) -> tuple[list[VerifyRes
             with suppress(NotFound):
                 if snapshot is not None:
                     report = snapshot.verify(advance, seen)
-                    parts = report.url, report.nbytes, report.problems, _read_trust(snapshot)
-                    results.append(VerifyResult(str(version), *parts))
+                    results.append(
+                        VerifyResult(str(version), report.url, report.nbytes, report.problems)
+                    )
     order = {str(v): i for i, v in enumerate(listing.versions)}
     results.sort(key=lambda result: order.get(result.name, len(order)))
     newest_result = next((r for r in results if r.name == newest), None)
     return results, _damage_warning(run, newest_result) if is_incremental else None
-
-
-def _read_trust(snapshot: SnapshotReader) -> str | None:
-    """Return what the verdicts say; None if they cannot be read: this is for people."""
-    with suppress(StoreError):
-        return trust_of(read_evaluations(snapshot))
-    return None
 
 
 def _open_version(run: Run, version: Version, results: list[VerifyResult]) -> SnapshotReader | None:
@@ -264,7 +254,6 @@ def _build_document(
                 "url": r.url,
                 "ok": not r.problems,
                 "bytes": r.nbytes,
-                "trust": r.trust,
                 "problems": [
                     {
                         "file": p.file,
@@ -316,8 +305,6 @@ def render(
             if r.problems
             else styled_text("ok", "green")
         )
-        if r.trust is not None:
-            status.append(f", {r.trust}", "red" if r.trust == "distrusted" else "green")
         versions.add_row(styled_text(r.name), styled_text(format_size(r.nbytes)), status)
     print_table(console, versions)
     for p, others in _group_problems(results):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeVar, Union
+from typing import TypeVar
 
 from limpet.errors import BrokenLink, FormatError, LimpetError, ManifestInvalid, NotFound
 from limpet.format.names import EvaluationFile, Version, parse_evaluation
@@ -14,34 +14,19 @@ from limpet.format.records import (
     AboutVersion,
     Evaluation,
     FailedEvaluation,
-    Verdict,
     decode_about_version,
 )
 from limpet.snapshot.location import get_bounded
 from limpet.storage.store import Entry, Store
 
 _T = TypeVar("_T", bound=AboutVersion)
-_Found = Union[AboutVersion, "UnreadableVerdict"]
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableVerdict:
-    """A file with the name of a verdict whose content is not known: it may be a negative one.
-
-    ``name``: its author; ``key``: its key, relative to the run.
-    """
-
-    name: str
-    key: str
-    error: FormatError
 
 
 @dataclass(frozen=True, slots=True)
 class VersionEvaluations:
-    """The records about one snapshot, oldest first, and the verdicts that cannot be read."""
+    """The records about one snapshot, oldest first."""
 
     records: tuple[AboutVersion, ...] = ()
-    unreadable: tuple[UnreadableVerdict, ...] = ()
 
     def of(self, kind: type[_T]) -> list[_T]:
         """Return the records of one kind."""
@@ -63,10 +48,6 @@ class VersionEvaluations:
         """Return the results and the failures of evaluations."""
         return [r for r in self.records if isinstance(r, Evaluation | FailedEvaluation)]
 
-    def verdicts(self) -> dict[str, Verdict]:
-        """Return the newest verdict of each author, by name."""
-        return {verdict.name: verdict for verdict in self.of(Verdict)}
-
 
 class EvaluationReader:
     """Reads the records in the folders of versions, and keeps them.
@@ -85,38 +66,35 @@ class EvaluationReader:
         self._store = store
         self._entries = entries
         self._report = report
-        self._known: dict[Version, dict[tuple[str, str | None], _Found | None]] = {}
+        self._known: dict[Version, dict[tuple[str, str], AboutVersion | None]] = {}
 
-    def read(self, version: Version, digest: str | None) -> VersionEvaluations:
-        """Return the records about the snapshot whose manifest has ``digest``, or about any
-        snapshot of that version if ``digest`` is None.
+    def read(self, version: Version, digest: str) -> VersionEvaluations:
+        """Return the records about the snapshot whose manifest has ``digest``.
 
         The folder of the version is listed, because a record can be added at any time.
         """
-        records, unreadable = list[AboutVersion](), list[UnreadableVerdict]()
+        records = list[AboutVersion]()
         for entry in self._entries(version):
             file = parse_evaluation(entry.name)
             if file is not None and entry.kind != "folder":
                 found = self._read_cached(version, file, digest)
-                if isinstance(found, UnreadableVerdict):
-                    unreadable.append(found)
-                elif found is not None:
+                if found is not None:
                     records.append(found)
-        return VersionEvaluations(tuple(in_order(records)), tuple(unreadable))
+        return VersionEvaluations(tuple(in_order(records)))
 
     def forget(self, version: Version) -> None:
         """Drop what is known of a version that does not exist any more."""
         self._known.pop(version, None)
 
     def _read_cached(
-        self, version: Version, file: EvaluationFile, digest: str | None
-    ) -> _Found | None:
-        """Return what is in a file, or None if it is missing, is damaged and no verdict, or does
-        not belong there."""
+        self, version: Version, file: EvaluationFile, digest: str
+    ) -> AboutVersion | None:
+        """Return what is in a file, or None if it is missing or damaged, or does not belong
+        there."""
         known, key = self._known.setdefault(version, {}), f"{version}/{file}"
         if (key, digest) in known:
             return known[key, digest]
-        found: _Found | None = None
+        found: AboutVersion | None = None
         try:
             record = decode_about_version(get_bounded(self._store, key, MAX_RECORD), key, file.kind)
             error = _find_mismatch(record, key, version, file, digest)
@@ -125,7 +103,6 @@ class EvaluationReader:
             return None
         except FormatError as e:
             error = e
-            found = UnreadableVerdict(file.name, key, e) if file.kind == Verdict.kind else None
         if error is not None:
             self._report(key, error)
         if not isinstance(error, BrokenLink):  # its target may come back
@@ -134,12 +111,11 @@ class EvaluationReader:
 
 
 def _find_mismatch(
-    record: AboutVersion, key: str, version: Version, file: EvaluationFile, digest: str | None
+    record: AboutVersion, key: str, version: Version, file: EvaluationFile, digest: str
 ) -> FormatError | None:
     """Return why an intact record says nothing about the snapshot, or None if it does."""
-    about = record.manifest_digest
-    found = record.name, record.attempt, record.version, about
-    expected = file.name, file.attempt, str(version), about if digest is None else digest
+    found = record.name, record.attempt, record.version, record.manifest_digest
+    expected = file.name, file.attempt, str(version), digest
     if found == expected:
         return None
     return ManifestInvalid(

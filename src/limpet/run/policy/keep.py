@@ -26,13 +26,11 @@ class Record(Struct, frozen=True):
 
     ``metrics`` holds the metrics of the save, overridden by those of later evaluations.
     ``trained_seconds``: the time spent on steps until the save, if the version records it.
-    ``is_distrusted``: a verdict says that the version is not to be used. It has no metrics then.
     """
 
     version: Version
     metrics: Mapping[str, float] = struct_field(default_factory=dict)
     trained_seconds: float | None = None
-    is_distrusted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +165,7 @@ class KeepBest(KeepPolicy):
     with equal values, the newer one is better. A version with NaN is not kept.
 
     ``unscored``: also keep that many of the newest versions without the metric, which an evaluation
-    may still add. Otherwise, another policy must keep them until then. Distrusted versions do not
-    count as such.
+    may still add. Otherwise, another policy must keep them until then.
     """
 
     count: int
@@ -191,11 +188,8 @@ class KeepBest(KeepPolicy):
 
     def keep(self, records: Sequence[Record]) -> frozenset[Version]:
         best = best_first(records, self.metric, self.mode)[: self.count]
-        newest = (r.version for r in reversed(records) if self._may_be_scored(r))
+        newest = (r.version for r in reversed(records) if self.metric not in r.metrics)
         return frozenset((*best, *islice(newest, self.unscored)))
-
-    def _may_be_scored(self, record: Record) -> bool:
-        return self.metric not in record.metrics and not record.is_distrusted
 
     @property
     def objectives(self) -> frozenset[tuple[str, Mode]]:

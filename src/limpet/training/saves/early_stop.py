@@ -85,11 +85,8 @@ class EarlyStop:
         stop = self._stop
         if stop is None or self._is_decided:
             return  # versions saved from now on store the stop, even after a better score
-        if (taken := self._recorded.take()) is not None:
-            scores, distrusted = taken
-            for version, score in sorted(scores.items()):
-                self._history.record(version.step, score)
-            self._history.exclude(distrusted)
+        for version, score in sorted(self._recorded.take().items()):
+            self._history.record(version.step, score)
         if stop.metric in metrics:
             self._history.give(step, to_number(metrics[stop.metric]))
         state = self._history.state

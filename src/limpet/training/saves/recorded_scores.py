@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from limpet.format.names import Version
 from limpet.run.catalog import VersionRecord
-from limpet.run.evaluations.trust import find_distrust
 from limpet.run.lineage import lineage_of
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
@@ -23,12 +22,10 @@ VERSIONS_PER_POLL = 8
 @dataclass(slots=True)
 class _Lineage:
     """The newest versions of a lineage, oldest first, each with the digest of its manifest, the
-    scores that were found, and the steps of versions that are distrusted. Threads read and write it
-    without a lock, one operation at a time."""
+    scores that were found. Threads read and write it without a lock, one operation at a time."""
 
     digests: dict[Version, str]
     scores: dict[Version, float] = field(default_factory=dict)
-    distrusted: set[int] = field(default_factory=set)
     has_changed: bool = False
 
 
@@ -96,12 +93,8 @@ class RecordedScores:
 
         def look(version: Version) -> None:
             records = self._run.catalog.evaluations.read(version, digests[version])
-            is_distrusted, distrusted = find_distrust(records) is not None, lineage.distrusted
-            if (version.step in distrusted) != is_distrusted:
-                (distrusted.add if is_distrusted else distrusted.discard)(version.step)
-                lineage.has_changed = True
             score = records.metrics().get(self._metric)
-            if score is None or is_distrusted:
+            if score is None:
                 return
             found[version] = score
             if lineage.scores.get(version) != score:
@@ -111,11 +104,10 @@ class RecordedScores:
         look_up_each([*digests], look)
         return found
 
-    def take(self) -> tuple[Mapping[Version, float], Set[int]] | None:
-        """Return all scores, and the steps whose scores do not count because their versions are
-        distrusted, or None if nothing is new since the last call. For the training thread."""
+    def take(self) -> Mapping[Version, float]:
+        """Return all scores if there are new ones since the last call. For the training thread."""
         lineage = self._lineage
         if not lineage.has_changed:
-            return None
-        lineage.has_changed = False  # before the copies: what comes meanwhile is taken again
-        return lineage.scores.copy(), lineage.distrusted.copy()
+            return {}
+        lineage.has_changed = False  # before the copy: what comes meanwhile is taken again
+        return lineage.scores.copy()

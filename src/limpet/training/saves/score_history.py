@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from itertools import pairwise
 from math import isnan
 from typing import Any, TypeGuard
@@ -27,7 +27,6 @@ class ScoreHistory:
         self._stop = stop
         self._folded, self._folded_step = StopState(), -1
         self._scores: dict[int, float] = {}
-        self._excluded: Set[int] = frozenset()
         self.state = StopState()
         """The result of all scores. Once it is ``stopped``, scores of later steps do not count."""
 
@@ -36,15 +35,6 @@ class ScoreHistory:
         if step not in self._scores:
             self.record(step, score)
 
-    def exclude(self, steps: Set[int]) -> None:
-        """Let the scores of these steps not count, and those of all others count again.
-
-        A score that was folded before counts nevertheless.
-        """
-        if steps != self._excluded:
-            self._excluded = steps
-            self._scan()
-
     def record(self, step: int, score: float) -> None:
         """Set the score of a step. It overrides the one that the step has."""
         if self.covers(step, score):
@@ -52,14 +42,14 @@ class ScoreHistory:
         is_last = not self._scores or step > next(reversed(self._scores))
         self._scores[step] = score
         if is_last:
-            self.state = self._observe(self.state, step, score)
+            self.state = self._observe(self.state, score)
         else:
             self._scores = dict(sorted(self._scores.items()))
             self._scan()
         while len(self._scores) > MAX_SCORES:
             self._folded_step = next(iter(self._scores))
             oldest = self._scores.pop(self._folded_step)
-            self._folded = self._observe(self._folded, self._folded_step, oldest)
+            self._folded = self._observe(self._folded, oldest)
 
     def covers(self, step: int, score: float) -> bool:
         """Return True if the score is part of the result, or is too old to become a part of it."""
@@ -70,21 +60,19 @@ class ScoreHistory:
 
     def _scan(self) -> None:
         self.state = self._folded
-        for step, score in self._scores.items():
-            self.state = self._observe(self.state, step, score)
+        for score in self._scores.values():
+            self.state = self._observe(self.state, score)
 
-    def _observe(self, state: StopState, step: int, score: float) -> StopState:
-        if state.stopped or step in self._excluded:
-            return state
-        return self._stop.observe(state, score)
+    def _observe(self, state: StopState, score: float) -> StopState:
+        return state if state.stopped else self._stop.observe(state, score)
 
     # -- what a version stores -----------------------------------------------------------------
 
     def to_plain(self) -> dict[str, Any]:
         """Return what a version stores: the result, which earlier releases read, and the scores."""
         plain = self._stop.to_plain(self.state)
-        if scores := [[step, x] for step, x in self._scores.items() if step not in self._excluded]:
-            plain["scores"] = scores
+        if self._scores:
+            plain["scores"] = [[step, score] for step, score in self._scores.items()]
         if self._folded_step >= 0:
             folded = {"best": self._folded.best, "misses": self._folded.misses}
             plain["before"] = {"step": self._folded_step, **folded}
