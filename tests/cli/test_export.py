@@ -68,7 +68,7 @@ def test_json_keys_are_stable(folder: Path) -> None:
     assert result.err == ""
     report = result.json
     assert list(report) == [
-        "snapshot", "step", "averaged", "to", "root", "files", "tensors", "left_out", "bytes",
+        "snapshot", "step", "to", "root", "files", "tensors", "left_out", "bytes",
         "warnings", "seconds",
     ]  # fmt: skip
     assert [report[k] for k in ("step", "to", "root", "tensors", "left_out", "bytes")] == [

@@ -98,7 +98,7 @@ def test_the_best_version_is_exported_with_a_record(run: Path, kind: Any, tmp_pa
     assert sorted(url.rpartition("/")[2] for url, _ in result.files) == sorted(
         os.listdir(tmp_path / "out")
     )
-    assert (result.snapshot, result.tensors, result.averaged) == (best.url, len(expected), ())
+    assert (result.snapshot, result.tensors) == (best.url, len(expected))
     assert run_cli("verify", tmp_path / "out").code == 0
     assert run_cli("verify", file).code == 0
 
@@ -279,11 +279,8 @@ def test_invalid_arguments(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for expected, kind, options in (
         ("Invalid value for to=", "onnx", {}),
-        ("only into a folder of Hugging Face", "torch", {"like": tmp_path}),
         ("Invalid value for max_shard_size=", "hf", {"max_shard_size": "5GB"}),
         ("Invalid value for max_shard_size=", "hf", {"max_shard_size": 0}),
-        ("Invalid number of versions", "hf", {"average": 0}),
-        ("Invalid number of versions", "hf", {"average": True}),
         *(
             ("Invalid value for max_shard_size=", "hf", {"max_shard_size": size})
             for size in ("5GB", 0, -1, True, None, float("nan"))
@@ -306,71 +303,6 @@ def test_an_existing_target_is_not_changed(run: Path, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out") == ["model.pt.limpet.json"]
     with pytest.raises(AlreadyExists):
         limpet.export(f"{run}@1", run, "hf")
-
-
-# -- configuration and tokenizer -----------------------------------------------------------------
-
-COPIED = ["chat_template.jinja", "config.json", "merges.txt", "tokenizer.json", "tokenizer.model"]
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    folder = tmp_path / "base"
-    folder.mkdir()
-    for name in (*COPIED, "model.safetensors", "pytorch_model.bin", "modeling.py", "README.md"):
-        (folder / name).write_text(f"{name} of the base\n" * 3)
-    (folder / "vocab.json").mkdir()
-    return folder
-
-
-def test_configuration_and_tokenizer_are_copied_but_never_weights(
-    run: Path, base: Path, tmp_path: Path
-) -> None:
-    result = run_cli("export", f"{run}@best", "--to", "hf", tmp_path / "out", "--like", base)
-    assert result.code == 0
-    assert sorted(os.listdir(tmp_path / "out")) == sorted([*COPIED, "model.safetensors"])
-    for name in COPIED:
-        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
-    assert "config.json" in result.out
-    for file in base.iterdir():
-        if file.is_file():
-            open_store("memory://bases").put_if_absent(f"b/{file.name}", file.read_bytes())
-    limpet.export(f"{run}@1", tmp_path / "second", like="memory://bases/b")
-    assert sorted(os.listdir(tmp_path / "second")) == sorted([*COPIED, "model.safetensors"])
-
-
-def test_a_folder_without_a_configuration_is_refused(run: Path, base: Path, tmp_path: Path) -> None:
-    (base / "config.json").unlink()
-    for like in (base, tmp_path / "missing", "memory://nothing/here"):
-        result = run_cli("export", f"{run}@1", "--to", "hf", tmp_path / "out", "--like", like)
-        assert result.code == 4
-        assert "is not the folder of a Hugging Face model" in result.err
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_target_itself_is_refused(run: Path, base: Path) -> None:
-    (base / "model.safetensors").unlink()
-    os.symlink(base, base.parent / "link")
-    for like in (base, f"{base}/", base.parent / "link", f"file://{base}"):
-        result = run_cli("export", f"{run}@1", "--to", "hf", base, "--like", like)
-        assert result.code == 1
-        assert "onto themselves" in result.err
-    assert not (base / "model.safetensors").exists()
-
-
-def test_a_companion_that_exists_is_not_overwritten(run: Path, base: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "merges.txt").write_text("mine")
-    result = run_cli("export", f"{run}@1", "--to", "hf", tmp_path / "out", "--like", base)
-    assert result.code == 8
-    assert os.listdir(tmp_path / "out") == ["merges.txt"]
-
-
-def test_a_failed_export_removes_the_copies(run: Path, base: Path, tmp_path: Path) -> None:
-    flip_bit(next((run / "version_1").glob("shard-*.safetensors")), -5)
-    result = run_cli("export", f"{run}@1", "--to", "hf", tmp_path / "out", "--like", base)
-    assert result.code == 3
-    assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
 
 
 # -- averages of weights during training ---------------------------------------------------------

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from limpet.errors import MissingLeaf, StoreError, Unsupported
-from limpet.exporting.companions import Companion
 from limpet.exporting.output_layout import (
     SINGLE_FILE,
     UNSUPPORTED_DTYPES,
@@ -63,8 +62,8 @@ class ExportPlan:
 
     ``root``: the key below which everything is exported. ``tensor_count`` and ``nbytes``: the
     number of tensors, and the bytes of their elements. ``left_out``: the number of plain values
-    that the format cannot represent. ``companions``: files to copy from another model.
-    ``not_exported``: the members of the state that the library cannot resume from.
+    that the format cannot represent. ``not_exported``: the members of the state that the library
+    cannot resume from.
     """
 
     kind: str
@@ -73,7 +72,6 @@ class ExportPlan:
     tensor_count: int
     nbytes: int
     left_out: int = 0
-    companions: tuple[Companion, ...] = ()
     not_exported: tuple[str, ...] = ()
 
 
@@ -86,7 +84,6 @@ def plan_export(
     max_shard_size: float = MAX_SHARD_SIZE,
     file_name: str | None = None,
     record: Record = None,
-    companions: Sequence[Companion] = (),
 ) -> ExportPlan:
     """Plan an export to ``kind``, one of ``SUFFIXES``. Only the manifest is read.
 
@@ -132,8 +129,15 @@ def plan_export(
             else [plan_safetensors_file(file_name or SINGLE_FILE, tensors, record)]
         )
     nbytes = sum(t.nbytes for t in tensors)
-    parts = tuple(files), len(tensors), nbytes, left_out, tuple(companions), not_exported
-    return ExportPlan(kind, root, *parts)
+    return ExportPlan(
+        kind=kind,
+        root=root,
+        files=tuple(files),
+        tensor_count=len(tensors),
+        nbytes=nbytes,
+        left_out=left_out,
+        not_exported=not_exported,
+    )
 
 
 def locate_export(to: str, kind: str) -> tuple[Location, str | None]:

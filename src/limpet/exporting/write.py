@@ -1,22 +1,20 @@
 """Write the files of an export under temporary names in pieces, and then give them their names.
 
-Memory use is that of ``stream_leaves`` or of the average, and does not depend on the size of the
+Memory use is that of ``stream_leaves``, and does not depend on the size of the
 snapshot.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 from limpet.errors import AlreadyExists, NotFound, StoreError
-from limpet.exporting.companions import copy_companion
 from limpet.exporting.output_layout import INDEX_FILE, SINGLE_FILE, OutputFile
 from limpet.exporting.plan import ExportPlan
-from limpet.exporting.stream import WriteLeafBytes, stream_leaves
+from limpet.exporting.stream import stream_leaves
 from limpet.format.names import parse_version
 from limpet.format.torchzip import combine_crc32
 from limpet.interop.export_record import insert_crc
@@ -33,35 +31,26 @@ SEGMENT = 64 * MIB
 appends. The leaves come in the order in which a shard has them, and a leaf with a checksum comes
 before its header. This bounds the bytes that wait for those in front of them."""
 
-StreamLeaves = Callable[[Sequence[str], WriteLeafBytes], None]
-"""Passes every byte of leaves to a function: ``stream_leaves`` of a snapshot, or an average."""
-
 
 def write_export(
     snapshot: SnapshotReader,
     plan: ExportPlan,
     location: Location,
     advance: Advance = no_op,
-    stream: StreamLeaves | None = None,
 ) -> None:
     """Write the files into the folder ``location``. If this function raises, none of them remains.
 
-    ``advance(nbytes)`` is called from several threads as bytes of tensors are written. ``stream``:
-    where the bytes of the leaves come from, if not from ``snapshot`` alone. Raises
+    ``advance(nbytes)`` is called from several threads as bytes of tensors are written. Raises
     ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, and ``StoreError``.
     """
     refuse_existing(location, plan)
-    source = partial(stream_leaves, snapshot) if stream is None else stream
     written: list[str] = []
     crcs: dict[str, int] = {}
     try:
         with snapshot.pin_while_reading():
-            for companion in plan.companions:  # the index comes last, so that it is complete
-                copy_companion(companion, location)
-                written.append(location.key(companion.name))
             for file in plan.files:
                 if file.build_text is None:
-                    crcs[file.name] = _FileWriter(source, file, location, advance).write()
+                    crcs[file.name] = _FileWriter(snapshot, file, location, advance).write()
                 else:
                     text = file.build_text(crcs)
                     _write_text(text, file.name, location)
@@ -91,7 +80,7 @@ def refuse_existing(location: Location, plan: ExportPlan) -> None:
             key=location.folder,
             store=location.store.url,
         )
-    names = {file.name for file in plan.files} | {c.name for c in plan.companions}
+    names = {file.name for file in plan.files}
     if plan.kind in (
         "hf",
         "transformers",
@@ -131,9 +120,9 @@ class _FileWriter:
     """
 
     def __init__(
-        self, stream: StreamLeaves, file: OutputFile, location: Location, advance: Advance
+        self, snapshot: SnapshotReader, file: OutputFile, location: Location, advance: Advance
     ) -> None:
-        self._stream, self._file, self._advance = stream, file, advance
+        self._snapshot, self._file, self._advance = snapshot, file, advance
         self._location = location
         self._parts: list[_Part] = []
 
@@ -184,7 +173,7 @@ class _FileWriter:
                 if counts:
                     crcs[n].append(_Part(at, len(data), zlib.crc32(data)))  # noqa: B023
 
-            self._stream([file.keys[n] for n in numbers], write)
+            stream_leaves(self._snapshot, [file.keys[n] for n in numbers], write)
             if not counts:
                 continue
             for n in numbers:

@@ -61,20 +61,8 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     metavar="SIZE",
     help="hf: maximum bytes of tensors in one file.",
 )
-@click.option(
-    "--like",
-    metavar="DIR",
-    help="hf: copy the configuration and the tokenizer of the model in DIR, a folder or URL.",
-)
-@click.option(
-    "--average",
-    type=click.IntRange(1),
-    default=1,
-    metavar="N",
-    help="Export the average of the last N versions, up to SNAPSHOT.",
-)
 @json_option
-def command(  # noqa: PLR0913  (one for each option)
+def command(
     snapshot: str,
     to: str,
     kind: str,
@@ -82,8 +70,6 @@ def command(  # noqa: PLR0913  (one for each option)
     root: str | None,
     keys: Sequence[str],
     max_shard_size: int,
-    like: str | None,
-    average: int,
     as_json: bool,
 ) -> None:
     """Write the tensors of SNAPSHOT into the folder DIR, in a format of another library.
@@ -101,8 +87,6 @@ def command(  # noqa: PLR0913  (one for each option)
         kind,
         root=root,
         keys=keys,
-        average=average,
-        like=like,
         max_shard_size=max_shard_size,
     )
     refuse_address(prepared.location.url)
@@ -124,8 +108,7 @@ def _build_document(
 ) -> dict[str, Any]:
     return {
         "snapshot": result.snapshot,
-        "step": prepared.versions[-1].step,
-        "averaged": list(result.averaged),
+        "step": prepared.snapshot.step,
         "to": prepared.plan.kind,
         "root": prepared.plan.root,
         "files": [{"file": url, "bytes": nbytes} for url, nbytes in result.files],
@@ -142,7 +125,6 @@ def _render(prepared: PreparedExport, result: ExportResult, seconds: float) -> N
     for url, nbytes in result.files:
         print_line(console, f"{url}  {format_size(nbytes)}")
     below = f" below {root}" if root else ""
-    average = f", the average of {', '.join(result.averaged)}" if result.averaged else ""
     count = format_count(result.tensors, "tensor")
     checked = f"{format_size(result.nbytes)}, all checked{format_speed(result.nbytes, seconds)}"
-    print_line(console, f"{count}{below}{average}, {checked}", "green")
+    print_line(console, f"{count}{below}, {checked}", "green")
