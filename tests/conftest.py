@@ -98,7 +98,7 @@ def _no_timer_ends_pytest() -> Iterator[None]:
     """Let the exit timer of a training that a test has left behind end nothing: otherwise, it would
     end the process of pytest during a later test. Ranks in processes of their own are not affected.
     """
-    from limpet.preemption import response
+    from limpet.training import response
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(response, "end_process", _report_end)

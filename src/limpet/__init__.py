@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from limpet.exporting.export import export
     from limpet.generators import isolated_rng
     from limpet.loading.report import LoadReport
-    from limpet.preemption.policy import Preemption
     from limpet.run.address import load
     from limpet.run.address import open_version as open
     from limpet.run.policy import (
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from limpet.tiers.memory_tier import MemoryTier
     from limpet.training.checkpointer import Checkpointer
     from limpet.training.evaluations.training_evaluation import TrainingEvaluation
+    from limpet.training.preemption import Preemption
 
 __all__ = [
     "AtEnd",
@@ -122,7 +122,7 @@ _LAZY_NAMES = {
     "OnException": "run.policy",
     "Pending": "saving.pending",
     "PerRank": "state.replication",
-    "Preemption": "preemption.policy",
+    "Preemption": "training.preemption",
     "Progress": "data.progress",
     "RNG": "data.rng",
     "Replicated": "state.replication",

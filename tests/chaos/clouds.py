@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from limpet.preemption.notice import NoticeSource
-from limpet.preemption.notices.azure import AzureNotice
-from limpet.preemption.notices.kubernetes import KubernetesNotice
-from tests.preemption.metadata_servers import AwsServer, AzureServer, GcpServer, KubernetesServer
+from limpet.notices.azure import AzureNotice
+from limpet.notices.kubernetes import KubernetesNotice
+from limpet.notices.notice import NoticeSource
+from tests.notices.metadata_servers import AwsServer, AzureServer, GcpServer, KubernetesServer
 
 AWS, GCP, AZURE, POD = CLOUDS = ("AWS", "Google Cloud", "Azure", "Kubernetes")
 

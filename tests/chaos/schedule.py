@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from limpet.preemption.exit_status import FAILED, SAVED, UNSAVED
+from limpet.notices.exit_status import FAILED, SAVED, UNSAVED
 
 
 class Kind(StrEnum):

@@ -12,7 +12,7 @@ from typing import Any
 
 from limpet.deadline import Deadline
 from limpet.errors import DeadlinePassed, LimpetError
-from limpet.preemption.exit_status import SAVED
+from limpet.notices.exit_status import SAVED
 from limpet.run.run import Run
 from limpet.tiers.flush import MemoryRecord, flush_states
 from tests.chaos.cluster import HOSTS, Cluster, flip_bit

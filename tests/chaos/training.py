@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import limpet
 from limpet.errors import Preempted
-from limpet.preemption.notice import NoticeSource
-from limpet.preemption.notices.platform import detect
-from limpet.preemption.signals import SignalNotice
+from limpet.notices.notice import NoticeSource
+from limpet.notices.platform import detect
+from limpet.notices.signals import SignalNotice
 from limpet.run.policy import EverySteps, KeepLast
 from tests.chaos import clouds
 

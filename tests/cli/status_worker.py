@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from limpet.preemption.exit_status import Status, announce_worker, leave_code
+from limpet.notices.exit_status import Status, announce_worker, leave_code
 
 
 def leave(code: int, why: str) -> None:

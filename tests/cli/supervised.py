@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from limpet.preemption.process_tree import read_process
+from limpet.notices.process_tree import read_process
 from tests.cli.invoke import CommandResult
 
 RUN = [sys.executable, "-m", "limpet", "run"]

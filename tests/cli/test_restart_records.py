@@ -9,11 +9,11 @@ import pytest
 
 from limpet.cli.resolve import _has_run_files
 from limpet.format.names import restart_name
-from limpet.restarts.records import Restart, write_restart
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
+from limpet.tiers.restarts import Restart, write_restart
 from tests.cli.invoke import run_cli
 
 RECORD = Restart(0, 60, "version_60", "a" * 32, False, None, "2026-01-02T03:04:05+00:00")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from limpet.preemption.process_tree import read_process
+from limpet.notices.process_tree import read_process
 from tests.cli.invoke import run_cli
 from tests.cli.supervised import (
     RUN,

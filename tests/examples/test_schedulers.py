@@ -20,7 +20,7 @@ import yaml
 
 from limpet.cli import cli
 from limpet.cli.output import parse_duration
-from limpet.preemption.exit_status import GIVE_UP, SAVED
+from limpet.notices.exit_status import GIVE_UP, SAVED
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MANIFESTS = sorted((EXAMPLES / "kubernetes").glob("*.yaml"))

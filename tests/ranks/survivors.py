@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import limpet
-from limpet.preemption.notice import Notice
-from limpet.preemption.savepoints import step_savepoint
+from limpet.notices.notice import Notice
+from limpet.training import step_savepoint
 from tests.fork_server import FORK_SERVER
 
 SIZE = 3

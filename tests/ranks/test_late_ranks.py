@@ -30,7 +30,7 @@ from unittest import mock
 import pytest
 
 from limpet.errors import LimpetError, NoSpace, Unavailable
-from limpet.preemption.notice import Notice
+from limpet.notices.notice import Notice
 from limpet.ranks.group import current_group
 from limpet.run.policy import EverySteps, KeepLast, OnException, StopWhen
 from limpet.run.run import Run

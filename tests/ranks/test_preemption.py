@@ -22,7 +22,7 @@ is tested:
 | 35 | not applicable: no temporary folders |
 | 36 | ``test_a_notice_on_one_rank_saves_once_and_all_leave`` (no thread is left) |
 | 37 | not applicable: tables are another package |
-| 38 | ``tests/preemption/test_platform.py``, ``tests/preemption/test_watcher.py`` |
+| 38 | ``tests/notices/test_platform.py``, ``tests/notices/test_watcher.py`` |
 | D: second notice | ``test_a_second_notice_may_only_shorten_the_time`` |
 | D: deadline too short | ``test_a_deadline_in_the_past_still_saves`` |
 | D: during a save, evaluation | ``test_a_notice_during_...`` |
@@ -45,24 +45,18 @@ import pytest
 
 from limpet.errors import Preempted, RankFailed
 from limpet.format.names import MANIFEST
-from limpet.preemption import (
-    GcpNotice,
-    NoticeSource,
-    Preemption,
-    PreemptionGuard,
-    exit_status,
-    response,
-)
-from limpet.preemption.exit_status import Status
-from limpet.preemption.savepoints import step_savepoint
-from limpet.preemption.savepoints.savepoint_saver import SavepointSaver
+from limpet.notices import exit_status
+from limpet.notices.exit_status import Status
+from limpet.preemption import GcpNotice, NoticeSource, Preemption, PreemptionGuard
 from limpet.ranks.kv import Timeouts
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
-from tests.preemption.announced import Announced
-from tests.preemption.metadata_servers import GcpServer
+from limpet.training import response, step_savepoint
+from limpet.training.savepoint_saver import SavepointSaver
+from tests.notices.announced import Announced
+from tests.notices.metadata_servers import GcpServer
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted, train_step
 
 NEVER_DUE = EverySteps(10**9)

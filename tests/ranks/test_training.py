@@ -17,7 +17,7 @@ import limpet
 from limpet.errors import Denied, LimpetError, PlanError, RankFailed, StoreError
 from limpet.format import names
 from limpet.format.records import Pin, encode_pin
-from limpet.preemption.notice import Notice
+from limpet.notices.notice import Notice
 from limpet.run.policy import (
     EveryEpoch,
     EverySeconds,

@@ -13,7 +13,7 @@ import torch
 import limpet
 from limpet.errors import LimpetError, RankFailed
 from limpet.format.records import Evaluation, InexactEvaluation
-from limpet.preemption.notice import Notice
+from limpet.notices.notice import Notice
 from limpet.run.policy import EverySeconds, EverySteps, Never, StopWhen
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of

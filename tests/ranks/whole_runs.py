@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import limpet
 from limpet.errors import LimpetError, PlanError
-from limpet.preemption.notice import Notice
-from limpet.preemption.signals import SignalNotice
+from limpet.notices.notice import Notice
+from limpet.notices.signals import SignalNotice
 from limpet.run.policy import EverySeconds, EverySteps, OnException, StopWhen
 from limpet.run.run import Run
 from limpet.run.save_request import read_request, request_and_wait

@@ -41,7 +41,7 @@ from limpet.tiers import flush as flush_module
 from limpet.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
 from limpet.tiers.memory_tier import MemoryTier
 from limpet.training.checkpointer import Checkpointer
-from tests.preemption.announced import Announced
+from tests.notices.announced import Announced
 from tests.ranks.trainings import TrainingJob, TrainingRank
 from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal

@@ -30,10 +30,7 @@ from limpet.errors import (
 from limpet.format.names import MANIFEST, WRITER_LOCK, Version
 from limpet.format.records import Pin, encode_pin
 from limpet.machine import utc_now
-from limpet.preemption import response
-from limpet.preemption.notice import Notice
-from limpet.preemption.policy import Preemption
-from limpet.restarts.records import read_restarts
+from limpet.notices.notice import Notice
 from limpet.run.policy import AtEnd, EverySteps, KeepLast, SavePolicy
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
@@ -44,9 +41,12 @@ from limpet.tiers import flush, local_versions
 from limpet.tiers.flush import flush_recorded
 from limpet.tiers.local_tier import LocalTier
 from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.restarts import read_restarts
+from limpet.training import response
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.preemption import Preemption
 from tests.cli.invoke import run_cli
-from tests.preemption.announced import Announced
+from tests.notices.announced import Announced
 from tests.tiers.hosts import flip_bit
 from tests.tiers.hosts import train as train_and_capture
 from tests.trainings import (

@@ -63,7 +63,7 @@ HANGING = """
 import sys, threading, time
 import numpy as np, limpet
 from limpet.errors import RankFailed
-from limpet.preemption.notice import Notice
+from limpet.notices.notice import Notice
 from limpet.tiers import captures
 
 class Source:

@@ -20,7 +20,6 @@ from limpet.deadline import Deadline
 from limpet.errors import CommitError, SkippedVersion, Unavailable
 from limpet.format.names import MANIFEST, Version
 from limpet.loading import shared_read
-from limpet.preemption import response
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.saving import commit
@@ -31,6 +30,7 @@ from limpet.tiers import captures, host_tier
 from limpet.tiers.flush import MemoryRecord, flush_states
 from limpet.tiers.memory_tier import MemoryTier
 from limpet.tiers.peers.client import PeerConnection
+from limpet.training import response
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,
     TrainingJob,

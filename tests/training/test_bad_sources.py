@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from limpet.errors import LimpetError, Preempted
-from limpet.preemption.policy import Preemption
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training.checkpointer import Checkpointer
-from tests.preemption.announced import Announced
+from limpet.training.preemption import Preemption
+from tests.notices.announced import Announced
 from tests.trainings import initial_state, train_step
 
 

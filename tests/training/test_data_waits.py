@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset
 
 import limpet
 from limpet.errors import Preempted
-from limpet.preemption import Preemption, response
-from limpet.preemption.notice import Notice
-from limpet.preemption.savepoints import step_savepoint
+from limpet.notices.notice import Notice
+from limpet.preemption import Preemption
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
+from limpet.training import response, step_savepoint
 
 ITEMS = 40
 WAITS_AT = 3

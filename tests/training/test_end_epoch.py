@@ -29,7 +29,7 @@ from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast,
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training.step_counter import LONG_EPOCH
-from tests.preemption.announced import Announced
+from tests.notices.announced import Announced
 from tests.trainings import initial_state, train_step
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore::limpet.errors.UnsavedSteps")

@@ -37,8 +37,7 @@ from limpet.errors import (
 )
 from limpet.format.names import Version
 from limpet.format.records import Pin, encode_pin
-from limpet.preemption.policy import Preemption
-from limpet.preemption.signals import SignalNotice
+from limpet.notices.signals import SignalNotice
 from limpet.run.policy import (
     EveryEpoch,
     EverySteps,
@@ -55,6 +54,7 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.preemption import Preemption
 from limpet.training.saves.goodput import Goodput
 from tests.forging import seal, sealed_content
 from tests.trainings import (

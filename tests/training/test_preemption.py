@@ -24,21 +24,20 @@ import pytest
 
 from limpet.deadline import Deadline
 from limpet.errors import LimpetError, NoSpace, Preempted, RankFailed, Unavailable
-from limpet.preemption import response
-from limpet.preemption.exit_status import forget_done, read_records
-from limpet.preemption.notice import Notice
-from limpet.preemption.policy import Preemption
-from limpet.preemption.savepoints import step_savepoint
-from limpet.preemption.signals import SignalNotice
+from limpet.notices.exit_status import forget_done, read_records
+from limpet.notices.notice import Notice
+from limpet.notices.signals import SignalNotice
 from limpet.ranks.rounds import RoundDeadline
 from limpet.run.policy import AtEnd, EverySteps, Never, OnException, SavePolicy
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
+from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.preemption import Preemption
 from limpet.training.saves.goodput import Goodput
-from tests.preemption.announced import Announced
-from tests.preemption.metadata_servers import GcpServer
+from tests.notices.announced import Announced
+from tests.notices.metadata_servers import GcpServer
 from tests.trainings import initial_state, state_after, states_equal, train_step
 from tests.unreliable_stores import HookedStore
 

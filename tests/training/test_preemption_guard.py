@@ -13,11 +13,12 @@ import pytest
 
 import limpet
 from limpet.errors import LimpetError, Preempted, RankFailed
-from limpet.preemption import Preemption, PreemptionGuard, guard, response
+from limpet.preemption import Preemption, PreemptionGuard
 from limpet.run.policy import AtEnd, EverySteps, OnException
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from tests.preemption.announced import Announced
+from limpet.training import guard, response
+from tests.notices.announced import Announced
 from tests.trainings import initial_state, state_after, states_equal, train_step
 
 STEPS_PER_EPOCH = 7

@@ -8,7 +8,7 @@ import pytest
 
 from limpet.errors import Denied, Preempted, SaveFailed
 from limpet.format.names import Version
-from limpet.preemption.exit_status import forget_done
+from limpet.notices.exit_status import forget_done
 from limpet.run.policy import AtEnd, EverySteps, KeepLast, Never, StopWhen
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore

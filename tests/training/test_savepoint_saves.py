@@ -13,16 +13,16 @@ import torch
 import limpet
 from limpet.deadline import Deadline
 from limpet.errors import Preempted
-from limpet.preemption import PreemptionGuard, response
-from limpet.preemption.notice import Notice
-from limpet.preemption.policy import Preemption
-from limpet.preemption.savepoints import step_savepoint
+from limpet.notices.notice import Notice
+from limpet.preemption import PreemptionGuard
 from limpet.run.catalog import read_training_metadata
 from limpet.run.policy import EverySteps, Never, OnException, SavePolicy
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
+from limpet.training import response, step_savepoint
 from limpet.training.checkpointer import Checkpointer
+from limpet.training.preemption import Preemption
 from tests.unreliable_stores import HookedStore
 
 Ends = list[tuple[int, str]]

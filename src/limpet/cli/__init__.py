@@ -7,7 +7,7 @@ therefore waits for neither.
 Terms: a *verb* is the word that selects a command, such as ``ls``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
 ``snapshot``, ``saving``, ``loading``, ``convert``, ``interop``, ``run``, ``exporting``,
-``preemption``, ``tiers``, ``evaluation``, and ``training``.
+``notices``, ``tiers``, ``evaluation``, and ``training``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from limpet.errors import (
     StoreError,
     Unavailable,
 )
-from limpet.preemption.exit_status import GIVE_UP, SAVED, UNSAVED
+from limpet.notices.exit_status import GIVE_UP, SAVED, UNSAVED
 
 (
     OK,

@@ -2,6 +2,6 @@
 
 Terms: the *cadence* decides when a save is due.
 May import: the root modules, ``format``, ``storage``, ``data``, ``sinks``, ``layout``, ``ranks``,
-``state``, ``snapshot``, ``saving``, ``loading``, ``convert``, ``preemption``, ``restarts``,
-``run``, ``tiers``, and ``training``.
+``state``, ``snapshot``, ``saving``, ``loading``, ``convert``, ``notices``, ``run``,
+``tiers``, and ``training``.
 """

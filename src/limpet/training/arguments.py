@@ -12,7 +12,6 @@ from limpet.errors import LimpetError, NothingSaved, PlanError
 from limpet.format.names import parse_version
 from limpet.format.records import MAX_PREFIXES
 from limpet.format.tree import MAX_DEPTH, child_keys
-from limpet.preemption.policy import Preemption
 from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
 from limpet.run.policy import KeepPolicy, SavePolicy, StopWhen
@@ -24,6 +23,7 @@ from limpet.text import MAX_SHOWN, format_list, warn_user, with_article
 from limpet.tiers.local_tier import LocalTier
 from limpet.tiers.memory_tier import MemoryTier
 from limpet.tiers.tiers import Tier
+from limpet.training.preemption import Preemption
 
 _MAX_SUGGESTED = 8
 

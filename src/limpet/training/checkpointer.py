@@ -8,7 +8,6 @@ from typing import Any, Literal, Self
 from limpet import events
 from limpet.errors import LimpetError
 from limpet.loading.binding import STRICT, Leniency
-from limpet.preemption.policy import DEFAULT, Preemption
 from limpet.ranks.group import GroupSpec
 from limpet.run.evaluations.metrics import ADDED_METRICS, check_metrics
 from limpet.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
@@ -19,6 +18,7 @@ from limpet.tiers.tiers import Tier
 from limpet.training.arguments import Options, check_state
 from limpet.training.checkpointer_base import CheckpointerBase
 from limpet.training.lifecycle import exclusive
+from limpet.training.preemption import DEFAULT, Preemption
 from limpet.training.resume import resume_run
 from limpet.training.resume_point import ResumeRequest, left_state_invalid
 from limpet.training.resuming.receipt import check_resume

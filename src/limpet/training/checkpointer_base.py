@@ -11,9 +11,6 @@ from limpet import events
 from limpet.deadline import Deadline
 from limpet.format.names import Version
 from limpet.loading.report import LoadReport
-from limpet.preemption.guarded_calls import GuardedCalls
-from limpet.preemption.response import PreemptionResponse
-from limpet.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
 from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import GroupSpec, LocalGroup, saving_group
 from limpet.run.evaluations.metrics import ADDED_METRICS
@@ -32,7 +29,9 @@ from limpet.training.arguments import (
 )
 from limpet.training.cadence import Cadence
 from limpet.training.ending import Ending, make_savepoint
+from limpet.training.guarded_calls import GuardedCalls
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
+from limpet.training.response import PreemptionResponse
 from limpet.training.resume_point import ResumePoint
 from limpet.training.resuming.gaps import GapCheck
 from limpet.training.resuming.options import OptionCheck
@@ -44,6 +43,7 @@ from limpet.training.saves.save_spec import SaveSpec
 from limpet.training.saves.saver import Saver
 from limpet.training.saves.version_checks import VersionChecks
 from limpet.training.step_counter import StepCounter
+from limpet.training.step_savepoint import SavepointLabel, StepSavepoint
 from limpet.training.takeover import take_over
 from limpet.training.warn import raise_or_warn
 

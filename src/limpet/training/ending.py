@@ -18,24 +18,24 @@ from limpet.errors import (
     RankFailed,
     StoreError,
 )
-from limpet.preemption.policy import Preemption
-from limpet.preemption.savepoints.step_savepoint import SavepointLabel, StepSavepoint
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.collective import Collective
 from limpet.ranks.error_report import Arrival, format_with_notes
 from limpet.ranks.group import Group, all_reduce
-from limpet.restarts.ladder import Ladder
 from limpet.run.policy import Never, SavePolicy
 from limpet.text import user_line
 from limpet.threads import no_op
+from limpet.tiers.ladder import Ladder
 from limpet.training.arguments import not_entered_error
 from limpet.training.cadence import Cadence
 from limpet.training.lifecycle import Lifecycle, exclusive, is_process_ending
+from limpet.training.preemption import Preemption
 from limpet.training.saves.goodput import Goodput
 from limpet.training.saves.run_end import finish_retention, record_end
 from limpet.training.saves.save_spec import SaveSpec, version_of
 from limpet.training.saves.saver import Saver
 from limpet.training.step_counter import StepCounter
+from limpet.training.step_savepoint import SavepointLabel, StepSavepoint
 from limpet.training.warn import (
     attach_secondary_errors,
     describe_cause,

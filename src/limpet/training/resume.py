@@ -22,12 +22,12 @@ from limpet.generators import open_block
 from limpet.loading.binding import STRICT, Leniency
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
-from limpet.restarts.ladder import Ladder, LadderExhausted
 from limpet.run.lineage import find_newest, newest_version, start_branch
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import warn_user
 from limpet.tiers.inventory import Candidate, CurrentLine
+from limpet.tiers.ladder import Ladder, LadderExhausted
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import check_not_snapshot, describe_structure, suggest_new_run
 from limpet.training.resume_from_tier import (

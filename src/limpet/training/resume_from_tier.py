@@ -18,11 +18,11 @@ from limpet.errors import (
 from limpet.format.manifest import Parent
 from limpet.format.names import Version, parse_version
 from limpet.ranks.collective import Collective
-from limpet.restarts.ladder import Ladder
 from limpet.run.lineage import start_branch
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.tiers.inventory import WHERE, Candidate, CurrentLine, Sources
+from limpet.tiers.ladder import Ladder
 from limpet.training.resume_point import (
     ResumeInstruction,
     ResumePoint,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import limpet
 from limpet.errors import LimpetError, Preempted, Unavailable
 from limpet.format.records import Evaluation, InexactEvaluation
-from limpet.preemption.notice import Notice
+from limpet.notices.notice import Notice
 from limpet.run.policy import (
     AtEnd,
     EverySeconds,

@@ -3,5 +3,5 @@
 Terms: as in ``cli``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
 ``snapshot``, ``saving``, ``loading``, ``convert``, ``interop``, ``run``, ``exporting``,
-``preemption``, ``tiers``, ``evaluation``, ``training``, and ``cli``.
+``notices``, ``tiers``, ``evaluation``, ``training``, and ``cli``.
 """

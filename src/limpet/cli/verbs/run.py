@@ -22,7 +22,7 @@ from limpet.cli.exit_codes import NOT_EXECUTABLE, NOT_STARTED
 from limpet.cli.output import json_option, parse_duration, print_json
 from limpet.errors import LimpetError
 from limpet.machine import IS_LINUX
-from limpet.preemption.exit_status import (
+from limpet.notices.exit_status import (
     DONE,
     SAVED,
     UNSAVED,
@@ -30,8 +30,8 @@ from limpet.preemption.exit_status import (
     read_records,
     requesting_workers,
 )
-from limpet.preemption.final_code import STOP_SIGNALS, Decision, Ended, decide, last_attempt
-from limpet.preemption.supervise import supervise
+from limpet.notices.final_code import STOP_SIGNALS, Decision, Ended, decide, last_attempt
+from limpet.notices.supervise import supervise
 from limpet.settings import MEMORY_SUFFIX, command_environment, read_settings
 from limpet.sinks.wording import to_printable
 from limpet.text import hide_secrets

@@ -2,6 +2,6 @@
 
 Terms: *goodput* is the share of wall time spent on steps that a committed version holds.
 May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``state``,
-``snapshot``, ``saving``, ``loading``, ``convert``, ``preemption``, ``run``, ``tiers``, and
-``training.saves``.
+``snapshot``, ``saving``, ``loading``, ``convert``, ``notices``, ``run``, ``tiers``, and
+``training``.
 """

@@ -14,7 +14,6 @@ from limpet.buffers import BufferPool, page_lock
 from limpet.deadline import Deadline
 from limpet.errors import AlreadyExists, CommitError, FormatError, LimpetError, StoreError
 from limpet.format.names import random_id
-from limpet.preemption.savepoints.step_savepoint import SavepointLabel
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.policy import KeepPolicy
 from limpet.run.retention import TrainingRetention, undeleted_error
@@ -42,6 +41,7 @@ from limpet.training.saves.save_spec import (
     version_of,
 )
 from limpet.training.saves.version_checks import VersionChecks, emit_structure_change
+from limpet.training.step_savepoint import SavepointLabel
 
 
 class Saver:

@@ -1,0 +1,63 @@
+"""Notices by a function of the user."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+
+from limpet.errors import LimpetError
+from limpet.notices.bounded import BoundedSource
+from limpet.notices.notice import Notice, check_notice
+from limpet.text import to_repr
+
+Result = Notice | bool | float | None
+"""None or False: no notice. True: a notice. A number: one with the seconds until the stop."""
+
+
+class CallNotice(BoundedSource):
+    """A notice when a function returns one.
+
+    The function returns None or False for no notice, True for a notice, the number of seconds until
+    the stop (0 and less mean now), or a ``Notice``. A ``Notice`` that does not stop MUST be
+    returned once. One thread at a time calls it, which is not the thread of the training. If it
+    hangs, the other sources go on, and it is not called again until it returns.
+
+    ``name``: what it is, for messages; by default the name of the function. ``interval``: seconds
+    between two polls. ``check`` raises ``OSError`` if the function raises, or returns anything
+    else.
+    """
+
+    def __init__(
+        self, function: Callable[[], Result], *, name: str | None = None, interval: float = 1.0
+    ) -> None:
+        """Raises ``LimpetError`` for an invalid value."""
+        if not callable(function):
+            raise LimpetError(
+                "Invalid function of a CallNotice",
+                expected="a function without parameters",
+                found=to_repr(function),
+            )
+        if name is None:
+            name = f"the function {getattr(function, '__qualname__', type(function).__qualname__)}"
+        super().__init__(name, interval)
+        self._function = function
+
+    def check(self) -> Notice | None:
+        try:
+            result = self._function()
+        except BaseException as e:  # sys.exit() of the function would only end its thread
+            raise OSError(f"{self.name} failed: {type(e).__name__}: {e}") from e
+        if result is None or result is False:
+            return None
+        if result is True:
+            return Notice(self.name)
+        if isinstance(result, Notice):
+            with suppress(LimpetError):
+                return check_notice(result)
+        elif isinstance(result, int | float) and math.isfinite(result):
+            return Notice(self.name, max(0.0, float(result)))
+        raise OSError(
+            f"{self.name} returned {to_repr(result)}. Expected None, a bool, a number of seconds, "
+            "or a Notice"
+        )

@@ -1,0 +1,91 @@
+"""Events that a platform plans ahead, and which of them are notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from limpet.notices.bounded import check_seconds
+from limpet.notices.notice import Notice
+
+BEFORE = 300.0
+"""By default, a stop that is more than this many seconds away does not stop the training yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEvent:
+    """Something that a platform will do to this machine.
+
+    ``key``: what identifies it in later answers. ``source``: its name, for messages. ``seconds``:
+    the time until it may begin, 0.0 once it has begun, or None if unknown. ``stops``: whether it
+    ends the processes of the machine. ``is_final``: whether the machine does not come back.
+    """
+
+    key: str
+    source: str
+    seconds: float | None
+    stops: bool = True
+    is_final: bool = False
+
+
+class PlannedEvents:
+    """The planned events of a platform, in successive answers.
+
+    - A platform announces maintenance up to weeks ahead. A stop that is more than ``before``
+      seconds away is reported once, as a risk, so that the training saves and goes on.
+    - A platform lists a reboot for some minutes after it has happened. An event that had begun when
+      this process first asked would otherwise stop each restart, so it is reported as a risk. If
+      the stop is still to come, the signal of the shutdown reports it.
+    """
+
+    def __init__(self, before: float) -> None:
+        self._before = check_seconds("before", before)
+        self._is_first = True
+        self._reported: set[str] = set()
+        self._begun: set[str] = set()
+
+    def notice(self, events: Sequence[PlannedEvent]) -> Notice | None:
+        """Return the notice of the earliest stop, otherwise that of a new risk, otherwise None.
+
+        ``events``: all events of one answer.
+        """
+        stops, risks = [], []
+        for event in events:
+            has_begun = event.seconds is None or event.seconds <= 0
+            if self._is_first and has_begun and not event.is_final:
+                self._begun.add(event.key)
+            is_near = event.seconds is None or event.seconds <= self._before
+            if event.stops and is_near and event.key not in self._begun:
+                stops.append(Notice(event.source, event.seconds))
+            elif event.key not in self._reported:
+                risks.append(Notice(event.source, event.seconds, stops=False))
+        self._is_first = False
+        self._reported = {event.key for event in events}
+        self._begun &= self._reported
+        return min(stops, key=_urgency, default=risks[0] if risks else None)
+
+
+def most_urgent(checks: Iterable[Callable[[], Notice | None]]) -> Notice | None:
+    """Return the first notice of a stop, otherwise a notice of a risk, otherwise None.
+
+    A check that raises ``OSError`` does not hide the notices of the others: its error is raised
+    only if there is none.
+    """
+    risk: Notice | None = None
+    error: OSError | None = None
+    for check in checks:
+        try:
+            notice = check()
+        except OSError as e:
+            error = error or e
+            continue
+        if notice is not None and notice.stops:
+            return notice
+        risk = risk or notice
+    if risk is None and error is not None:
+        raise error
+    return risk
+
+
+def _urgency(notice: Notice) -> float:
+    return 0.0 if notice.seconds is None else notice.seconds

@@ -1,0 +1,262 @@
+"""The restore ladder of one training: what it leaves out when it resumes, and when it gives up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from math import isnan
+from typing import Any
+
+from msgspec import structs
+
+from limpet.deadline import Deadline
+from limpet.errors import FormatError, NoProgress, Preempted, SkippedVersion, StoreError
+from limpet.format.names import Version, random_id, restart_name
+from limpet.machine import utc_now
+from limpet.notices.exit_status import GIVE_UP, SAVED, Status, leave_code, write_error
+from limpet.ranks.group import Group
+from limpet.run.evaluations.metrics import to_numbers
+from limpet.run.lineage import lineage_folders
+from limpet.run.run import Run
+from limpet.settings import status_folder
+from limpet.snapshot.reader import SnapshotReader
+from limpet.storage.store import within
+from limpet.text import format_list
+from limpet.tiers.inventory import Candidate, TierName
+from limpet.tiers.restarts import Restart, delete_restarts, read_restarts, write_restart
+from limpet.tiers.rungs import PATIENCE, Plan, Rung, decide, has_progress
+
+_MAX_LISTED = 9
+
+NAN_STEPS = 20
+"""The steps after a restore from a tier in which a metric that is NaN makes the tier suspect."""
+
+
+class LadderExhausted(Exception):
+    """There is nothing left to resume from. The text says so. Rank 0 sends it to the others."""
+
+
+class Ladder:
+    """Counts the restarts of a training under ``limpet run``, and decides what they leave out.
+
+    Only rank 0 calls it, except ``give_up``. A resume calls ``choose`` before it loads anything,
+    ``check`` for each version that it is about to load, and ``record`` once it has loaded one. The
+    record is removed by ``end`` or ``leave``, if the training ends well.
+
+    Outside ``limpet run``, and with ``at=`` or ``branch=``, a person has decided what to resume
+    from. Then nothing is left out. ``at=`` and ``branch=`` also delete all records, because this
+    person has seen to it. Without ``saves``, progress would not be visible, so nothing is counted.
+    """
+
+    def __init__(self, run: Run, group: Group, *, saves: bool) -> None:
+        self._run, self._group, self._saves = run, group, saves
+        self._plan = Plan()
+        self._is_requested = False
+        self._key, self._pid = "", 0
+        self._watched: Restart | None = None
+        self._watched_until = -1
+        self.leaves_newer = False
+        """True if the newest captured state is left out, which is newer than all versions."""
+
+        self.warnings: list[tuple[str, type[Warning]]] = []
+        """What is left out, and why, and what could not be recorded."""
+
+    @property
+    def _is_active(self) -> bool:
+        return self._saves and not self._is_requested and status_folder() is not None
+
+    @property
+    def branch_reason(self) -> str:
+        """The reason for a branch that begins where the ladder goes back; otherwise empty."""
+        is_reason = self.leaves_newer or self._plan.rung == Rung.OLDER
+        return "restarts without progress" if is_reason else ""
+
+    # -- resuming ----------------------------------------------------------------------------------
+
+    def choose(self, found: Sequence[Candidate], *, is_requested: bool) -> Sequence[Candidate]:
+        """Return the captured states that may be loaded: all that were ``found``, or none.
+
+        ``is_requested``: a person has named what to resume from. Raises ``LadderExhausted``.
+        """
+        self._plan, self._is_requested = Plan(), is_requested
+        self.leaves_newer, self.warnings = False, []
+        restarts = self._read()
+        if not restarts:
+            return found
+        listing, catalog = self._run.listing(), self._run.catalog
+        lineage = lineage_folders(catalog, listing)
+        versions = [*islice(filter(listing.exists, reversed(lineage)), 2)]
+        branch, durable_step = self._run.branch(listing), versions[0].step if versions else -1
+        captured = [c.version.step for c in found if c.is_whole and c.branch == branch]
+        newest_step = max([durable_step, *captured])
+        void = [key for key, r in restarts.items() if has_progress(r, newest_step)]
+        delete_restarts(self._run.store, void)
+        own = restarts.pop(self._key, None)
+        self._plan = plan = decide(restarts.values(), newest_step, versions, own)
+        if plan.rung == Rung.GIVE_UP:
+            raise LadderExhausted(self._describe_end(bool(versions)))
+        if plan.rung == Rung.NEWEST:
+            return found
+        self.leaves_newer = newest_step > durable_step
+        self.warnings.append((self._describe_rung(), SkippedVersion))
+        return []
+
+    def _read(self) -> dict[str, Restart]:
+        """Return the records of the restarts before this one. None if the store fails: the ladder
+        must not keep a training from resuming, and without it, nothing is left out."""
+        if not self._is_active:
+            return {}
+        try:
+            return read_restarts(self._run.store)
+        except StoreError as e:
+            self._warn(f"The restarts without progress cannot be counted: {e}")
+            return {}
+
+    def check(self, version: Version) -> None:
+        """Raise ``FormatError``, as a damaged version would, for one that is left behind."""
+        if version == self._plan.skipped:
+            raise FormatError(f"{PATIENCE} restarts made no progress")
+
+    def give_up_without_older(self) -> None:
+        """Raise ``LadderExhausted`` if the run has no intact version because one is left behind."""
+        if self._plan.skipped is not None:
+            raise LadderExhausted(self._describe_end(has_version=True))
+
+    def record(self, snapshot: SnapshotReader | None, tier: TierName | None = None) -> None:
+        """Record what this restart has loaded, and from where. None: the run is empty.
+
+        Call it before the branch is started on which the training goes back. If the record cannot
+        be written, this raises ``StoreError`` if the training goes back for the first time: it
+        would otherwise go back again at every restart. In other cases, it warns.
+        """
+        store = self._run.store
+        if self._is_requested:
+            self._forget_all()
+        if not self._is_active:
+            return
+        plan, version = self._plan, None if snapshot is None else snapshot.version
+        restart = Restart(
+            plan.rung,
+            plan.goal(-1 if version is None else version.step),
+            None if version is None else str(version),
+            None if snapshot is None else snapshot.digest,
+            tier,
+            None if plan.skipped is None else str(plan.skipped),
+            utc_now(),
+        )
+        earlier, self._key = self._key, restart_name(plan.rung, random_id())
+        self._pid, self._watched = os.getpid(), None
+        if tier is not None and version is not None:
+            self._watched, self._watched_until = restart, version.step + NAN_STEPS
+        try:
+            write_restart(store, self._key, restart)
+        except StoreError as e:
+            if plan.goes_back:
+                raise
+            self._warn(f"If this restart makes no progress, it is not counted: {e}")
+        delete_restarts(store, [earlier] if earlier else [])
+
+    def observe(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note if a metric is NaN in one of the first steps after a restore from a tier: the next
+        restart then leaves the tiers out. A state after a later step is progress as usual."""
+        watched = self._watched
+        if watched is None or step > self._watched_until or not self._key:
+            return
+        if any(isnan(number) for number in to_numbers(metrics).values()):
+            self._watched, earlier = None, self._key
+            self._key = restart_name(watched.rung, random_id())
+            suspect = structs.replace(watched, goal=max(watched.goal, step), has_nan=True)
+            try:
+                write_restart(self._run.store, self._key, suspect)
+            except StoreError as e:
+                write_error(f"that a metric was NaN after a restore is not recorded: {e}")
+            delete_restarts(self._run.store, [earlier])
+
+    def _forget_all(self) -> None:
+        try:
+            delete_restarts(self._run.store, read_restarts(self._run.store))
+        except StoreError as e:
+            self._warn(f"The records of earlier restarts are not deleted: {e}")
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append((message, UserWarning))
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def end(self, error: BaseException | None) -> None:
+        """Remove the record of this restart if the training has ended well.
+
+        ``error`` is the exception that ended it, or None. An interrupt is the decision of a person,
+        and so is an exit with code 0, unless Limpet itself has raised it.
+        """
+        is_good = error is None or isinstance(error, KeyboardInterrupt)
+        if isinstance(error, SystemExit) and not isinstance(error, Preempted | NoProgress):
+            is_good = not error.code
+        if self._key and self._pid == os.getpid() and is_good:
+            self._remove(None)
+
+    def leave(self, code: int, problem: object, deadline: Deadline) -> None:
+        """Remove the record of this restart if the training leaves with ``SAVED``.
+
+        Not if there is a ``problem``: after the failure of a rank, torchrun stops the others, for
+        which that looks like a preemption. Their last step may be the one that they resumed from.
+        """
+        if self._key and code == SAVED and problem is None:
+            self._remove(deadline)
+
+    def _remove(self, deadline: Deadline | None) -> None:
+        key, self._key = self._key, ""
+        store = self._run.store if deadline is None else within(self._run.store, deadline)
+        try:
+            store.delete(key)
+        except StoreError as e:
+            # a warning could be an error, and keep the process from leaving in time
+            write_error(f"{key} was not deleted, so this restart may count as failed: {e}")
+
+    def give_up(self, reason: str) -> NoProgress:
+        """Leave the status of a training that must not run again, and return the exception with
+        which this rank must end."""
+        if self._group.rank == 0:
+            write_error(reason)
+        url = self._run.url
+        return NoProgress(
+            leave_code(Status(GIVE_UP, self._group.rank, run=url, why=reason)), reason
+        )
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _describe_rung(self) -> str:
+        plan = self._plan
+        count = f"This is restart {plan.number} of {PATIENCE} on this rung of the restore ladder"
+        left = plan.skipped
+        if left is None:
+            return (
+                f"{self._describe_restarts()} The captured states are left out. Training resumes"
+                f" from the run itself. {count}; then it goes back one version"
+            )
+        return (
+            f"{self._describe_restarts()} Training has left {left} behind, and continues from the"
+            f" version before it, on a new branch. {count}; then it exits with code 93. To return"
+            f" to {left}, call resume(at={left.step}, branch={left.branch}) once"
+        )
+
+    def _describe_end(self, has_version: bool) -> str:
+        is_back = any(r.rung == Rung.OLDER for r in self._plan.counted)
+        tried = "from its newest states"
+        if is_back:
+            tried = "from its newest states, and then from a version before them"
+        older = "" if is_back else f"There is no {'older version' if has_version else 'version'}"
+        return (
+            f"{self._describe_restarts()} The training was restarted {tried}, so it must not be run"
+            f" again as it is.{older and f' {older} to go back to.'} Find the cause in the logs of"
+            f" these restarts. Then delete the files restart-*.json in {self._run.url}, or call"
+            " resume(at=STEP) once, and run it again"
+        )
+
+    def _describe_restarts(self) -> str:
+        counted = self._plan.counted
+        last = max(r.goal for r in counted)
+        beyond = f"beyond step {last}" if last >= 0 else "at all"
+        restarts = format_list([str(r) for r in counted[-_MAX_LISTED:]], _MAX_LISTED, "; ")
+        return f"{len(counted)} restarts have made no progress {beyond}: {restarts}."

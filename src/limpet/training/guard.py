@@ -1,0 +1,139 @@
+"""``PreemptionGuard``: preemption for training loops that do not call ``Checkpointer.step``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from limpet.lazy_torch import torch_or_none
+from limpet.training.guarded_calls import GuardedCalls
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Guardable(Protocol):
+    """What a guard needs of a ``Checkpointer``."""
+
+    _calls: GuardedCalls
+
+    def step(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        steps: int = 1,
+        batches: int | None = None,
+    ) -> None:
+        """Count steps, and act on what the ranks have agreed on."""
+
+    def _note_read(self) -> None:
+        """Record that the loop has asked for the position of the training."""
+
+    def _begin_call(self) -> None:
+        """Start the training, if this is its first step."""
+
+    def _end_call(self) -> None:
+        """Act on what the ranks have agreed on, without a step."""
+
+
+class PreemptionGuard:
+    """A view of a Checkpointer's preemption, for loops that do not call its ``step`` themselves.
+
+    It has no settings of its own: ``Checkpointer(preemption=...)`` has them. ``run`` and
+    ``save_if_preempted`` count the steps, save when a save is due, and leave after a notice, as
+    ``Checkpointer.step`` does. All ranks call them equally often.
+
+    The design follows TensorFlow's ``PreemptionCheckpointHandler``.
+    """
+
+    def __init__(self, ckpt: Guardable) -> None:
+        self._ckpt = ckpt
+        self._calls = ckpt._calls
+
+    @property
+    def total_run_calls(self) -> int:
+        """The number of complete calls of ``run``, including those before a restart.
+
+        Each version stores the number. After ``ckpt.resume()``, training continues in epoch
+        ``total_run_calls // steps_per_epoch``.
+        """
+        self._ckpt._note_read()
+        return self._calls.run_calls
+
+    def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call ``fn``, make one step of the training, and return the result of ``fn``.
+
+        If ``fn`` makes steps itself, by ``ckpt.step``, no other step is made. The training then
+        saves and leaves at the end of the call, not in it. (``OnException`` can save the step
+        before an exception of the call.)
+
+        An exception of ``fn`` is raised on all ranks, with the same type and message where
+        possible. It ends the training of all ranks, except in a single process, where the caller
+        may catch it and continue. Raises what ``ckpt.step`` raises: after a notice, ``Preempted``.
+        """
+        self._ckpt._begin_call()
+        steps = self._calls.steps
+        try:
+            with self._calls.call():
+                result = fn(*args, **kwargs)
+        except BaseException as e:
+            self._calls.publish_error(e)
+            raise
+        if self._calls.steps == steps:
+            self._ckpt.step()
+        else:
+            self._ckpt._end_call()
+        return result
+
+    def save_if_preempted(self, *args: Any, **kwargs: Any) -> None:
+        """Make one step of the training: save and leave if the process will be stopped.
+
+        Call it after each step, or after each function that makes several: it counts one step. The
+        arguments are those of ``Preemption.save_fn``, or else of ``ckpt.step``: the metrics that
+        the version stores, ``steps=``, and ``batches=``.
+
+        Raises what ``ckpt.step`` raises: after a notice, ``Preempted``.
+        """
+        if not self._calls.has_save_function:
+            self._ckpt.step(*args, **kwargs)
+            return
+        with self._calls.saving_with(args, kwargs):
+            self._ckpt.step()
+
+    @contextmanager
+    def watch_scope(self) -> Iterator[None]:
+        """Leave only at the end of this block, where the device is synchronized first.
+
+        After a notice, steps in the block only note that the training must leave, and
+        ``ckpt.should_stop`` is True: end the block soon. The training leaves in the block all the
+        same when its time would otherwise be over.
+
+        The end of the block waits for all work of the accelerator, if one is in use, and raises its
+        errors. An exception in the block is raised on all ranks, as by ``run``.
+        """
+        try:
+            with self._calls.scope():
+                yield
+            synchronize_device()
+        except BaseException as e:
+            self._calls.publish_error(e)
+            raise
+        if self._calls.steps:
+            self._ckpt._end_call()
+
+
+def synchronize_device() -> None:
+    """Wait for the work of the accelerator, if this process uses one, and raise its errors."""
+    torch = torch_or_none()
+    if torch is None:
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    accelerator = getattr(torch, "accelerator", None)  # PyTorch 2.6
+    if accelerator is None or not accelerator.is_available():
+        return
+    kind = accelerator.current_accelerator().type
+    is_initialized = getattr(getattr(torch, kind), "is_initialized", lambda: True)
+    if kind != "cuda" and is_initialized():
+        accelerator.synchronize()

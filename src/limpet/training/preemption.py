@@ -1,0 +1,132 @@
+"""``Preemption``: what a training does after a notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from limpet.errors import LimpetError
+from limpet.notices.notice import Notice, NoticeSource
+from limpet.settings import run_grace
+from limpet.text import to_repr
+
+UNKNOWN_SECONDS = 30.0
+"""The time until the stop if neither the notice, nor ``limpet run``, nor the user says. (The
+default of Kubernetes, torchrun, and Slurm.)"""
+
+_MARGIN = 3.0
+"""Seconds of the grace of ``limpet run`` that are not this process's, or a tenth of it if that is
+less. ``limpet run`` kills when the grace is over, counted from its own signal. The signal may
+arrive here later, through a shell or torchrun. The process still has to end after the save, and
+torchrun after it."""
+
+LEAST_SECONDS = 5.0
+"""The least time that a training takes for its save, however late the notice came: the process is
+still alive, and a save that is not committed does no harm."""
+
+_RESERVE = 2.0
+"""Seconds of the time that a notice leaves in which nobody trains: a machine that is about to be
+stopped may be slow, and then the ranks could not agree on their last step anymore."""
+
+LONG_NOTICE = 300.0
+"""The training goes on after a notice that leaves more seconds than this, unless ``grace`` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from a notice. ``seconds``: the time until this process must have exited.
+
+    ``train_seconds``: the time for which the training goes on after a first save; 0: it saves and
+    exits at once. Both are infinite if the training saves, and goes on without a deadline.
+    """
+
+    seconds: float
+    train_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preemption:
+    """What a training does when it gets a notice that its process will be stopped.
+
+    ``grace`` is the time in seconds between a notice and the exit. With 0, the training saves and
+    exits at once. Otherwise, it saves at once, goes on, and saves again before the grace period
+    ends. It never goes on for longer than the notice allows. None: it goes on if the notice leaves
+    more than five minutes, such as one of a maintenance in an hour.
+
+    ``notices`` are the sources of notices. None: SIGTERM, SIGHUP (unless it is ignored or has a
+    handler), and those of the platform on which the process runs. ``exit_fn`` is called instead of
+    an exit with code 75. If it returns, training may go on, and ``ckpt.should_stop`` is True.
+    ``save_fn`` is called instead of a save.
+
+    Under several ranks, a notice on one rank makes all ranks save at one step and exit.
+
+    The design follows TensorFlow's ``PreemptionCheckpointHandler``.
+    """
+
+    grace: float | None = None
+    notices: Sequence[NoticeSource] | None = None
+    exit_fn: Callable[[], object] | None = None
+    save_fn: Callable[..., object] | None = None
+
+    def __post_init__(self) -> None:
+        grace: Any = self.grace
+        is_number = isinstance(grace, int | float) and not isinstance(grace, bool)
+        if grace is not None and not (is_number and 0 <= grace < inf):
+            _refuse("grace=", "a number of seconds, 0 or more, or None", grace)
+        functions: dict[str, Any] = {"exit_fn=": self.exit_fn, "save_fn=": self.save_fn}
+        for name, function in functions.items():
+            if function is not None and not callable(function):
+                _refuse(name, "a function, or None", function)
+        sources: Any = () if self.notices is None else self.notices
+        if isinstance(sources, str) or not isinstance(sources, Sequence):
+            _refuse(
+                "notices=", "a list of sources, such as [SignalNotice(signal.SIGTERM)]", sources
+            )
+        for source in sources:
+            if isinstance(source, type) or not hasattr(source, "poll"):
+                _refuse("notices=", "sources, such as SignalNotice(signal.SIGTERM)", source)
+
+    def plan(self, notice: Notice, exit_seconds: float) -> Plan:
+        """Return what to do after ``notice``.
+
+        ``exit_seconds`` is the time that a save, one more step, and the exit are expected to take.
+        """
+        if not notice.stops:
+            return Plan(inf, inf)
+        grace = self.grace
+        if notice.seconds is None:
+            unknown = _unknown_seconds(grace)
+            available = max(min(LEAST_SECONDS, unknown), unknown - notice.age)
+        else:
+            available = max(LEAST_SECONDS, notice.seconds)
+        if grace is None:
+            grace = available if available > LONG_NOTICE else 0.0
+        train_seconds = min(grace, available - _RESERVE) - exit_seconds
+        # two saves must fit
+        is_long = train_seconds > exit_seconds
+        return Plan(available, train_seconds if is_long else 0.0)
+
+
+DEFAULT = Preemption()
+
+
+def _unknown_seconds(grace: float | None) -> float:
+    """Return the time until the stop after a notice that does not say it.
+
+    ``grace`` is that of ``Preemption``, which cannot make ``limpet run`` kill later.
+    """
+    kills_after = run_grace()
+    if kills_after is None:
+        return max(UNKNOWN_SECONDS, grace or 0.0)
+    return kills_after - min(_MARGIN, kills_after / 10)
+
+
+def _refuse(name: str, expected: str, found: Any) -> None:
+    raise LimpetError(
+        f"Invalid value for {name} of Preemption",
+        expected=expected,
+        found=to_repr(found)[:200],
+        todo="For example, write Preemption(grace=0)",
+    )

@@ -1,0 +1,400 @@
+"""What a training does after a notice: agree with the other ranks, save, and leave in time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from math import inf
+from threading import RLock
+from traceback import format_exception
+from typing import Any
+
+from limpet import events
+from limpet.deadline import CLEANUP_SECONDS, Deadline
+from limpet.errors import LimpetError, Preempted, RankFailed
+from limpet.notices.end_status import E, end_training, is_own_failure, note_end
+from limpet.notices.exit_status import (
+    FAILED,
+    SAVED,
+    UNSAVED,
+    Status,
+    announce_worker,
+    describe_exit,
+    leave_code,
+    write_error,
+)
+from limpet.notices.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
+from limpet.notices.notice import Notice
+from limpet.notices.platform import detect_and_report
+from limpet.notices.signals import request_signals, stop_signals
+from limpet.notices.watcher import NoticeWatcher
+from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.ranks.error_report import decode_raised, is_from_torch
+from limpet.ranks.group import Group
+from limpet.ranks.rounds import RoundDeadline
+from limpet.training.preemption import Preemption
+from limpet.training.response_parts import LEAVE, SAVE, SAVE_ONLY, Ending, Saves, Steps
+from limpet.training.savepoint_saver import SLACK, Durations, SavepointSaver
+from limpet.training.step_savepoint import StepSavepoint
+
+STUCK_SECONDS = 30.0
+"""Without a notice, the time that a rank gets to raise the error of another one."""
+
+_FLUSH_SECONDS = 10.0
+"""Without a notice, the time to save the newest captured state before the process ends."""
+
+_POLL_SECONDS = 0.5
+"""The longest time until another rank sees a proposal."""
+
+
+class PreemptionResponse:
+    """Responds to notices, of this process and of other ranks, as ``Preemption`` says.
+
+    The watcher of the sources, the thread of the agreement, and the exit timer call it on their
+    threads. The training thread calls ``respond`` at each step.
+    """
+
+    def __init__(
+        self,
+        settings: Preemption | None,
+        group: Group,
+        parts: tuple[Steps, Durations, Saves, Ending, StepSavepoint],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._group, self._clock = settings, group, clock
+        self._steps, self._durations, self._saves, self._ending, savepoint = parts
+        self._agreement: Agreement | LocalAgreement = LocalAgreement()
+        self._timer = ExitTimer(clock)
+        self._savepoint_saver = SavepointSaver(savepoint, *parts[1:3], group, clock, self._on_lost)
+        self._watcher: NoticeWatcher | None = None
+        self._lock = RLock()
+        self._deadline: Deadline | None = None
+        self._failure: RankFailed | None = None
+        self._announced_in = 0  # the id of the process
+        self._peer_error: BaseException | None = None
+        self._ended_by: tuple[bool, str] | None = None
+        self._is_without_ranks = False
+        self.has_left = False
+        """True once the last step is saved and ``exit_fn`` has returned."""
+        self.cleanup_seconds = CLEANUP_SECONDS
+        """The time for what the end of the training removes. It is shorter after a notice."""
+
+    @property
+    def is_urgent(self) -> bool:
+        """True if the ranks could not agree, or their threads save: leave at the next step."""
+        return self._failure is not None or self._savepoint_saver.is_decided
+
+    @property
+    def agreement(self) -> Agreement | LocalAgreement:
+        """The agreement of the ranks, once the training has started."""
+        return self._agreement
+
+    @property
+    def has_save_function(self) -> bool:
+        """True if ``Preemption.save_fn`` replaces the last save."""
+        return self._settings is not None and self._settings.save_fn is not None
+
+    # -- the beginning and the end -------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Start to watch the sources of notices. A second call does nothing."""
+        if self._settings is None or self._watcher is not None:
+            return
+        given = self._settings.notices
+        sources, find = ([stop_signals()], detect_and_report) if given is None else (given, tuple)
+        self._watcher = NoticeWatcher(sources, self.on_notice, find)
+        self._watcher.start()
+        announce_worker(request_signals(sources))
+        self._announced_in = os.getpid()
+
+    @property
+    def is_pending(self) -> bool:
+        """True after a notice, until this process leaves."""
+        return self._deadline is not None
+
+    def agree_through(self, agreement: Agreement | LocalAgreement, is_uniform: bool) -> None:
+        """Use ``agreement`` from now on, also for a notice that came before, and watch.
+
+        ``is_uniform`` is True if the states of all ranks have the same leaves.
+        """
+        self.watch()
+        self._savepoint_saver.join(is_uniform)
+        with self._lock:
+            earlier, self._agreement = self._agreement, agreement
+            deadline, error = self._deadline, self._peer_error
+        if error is not None and isinstance(agreement, Agreement):
+            agreement.raise_at_next_step(error)  # it came before this call
+        if isinstance(earlier, LocalAgreement) and SAVE_ONLY in earlier.step():
+            agreement.propose(SAVE_ONLY)
+        if deadline is not None:
+            self._propose(LEAVE, deadline)
+
+    def close(self) -> None:
+        """Stop to watch, because the training ends. The deadline counts until ``finish``."""
+        self._savepoint_saver.close()
+        self._agreement = LocalAgreement()  # it refers to this object, and to a connection
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def finish(self, ended: BaseException | None) -> None:
+        """Let the process live on, unless a save is in flight that does not end. Then raise the
+        error that ended a source of notices (see ``NoticeWatcher.raise_error``)."""
+        if not self._saves.busy:
+            self._timer.clear()
+        if self._watcher is not None:
+            self._watcher.raise_error(ended)
+
+    def end(self, error: E, finish: Callable[[E], object]) -> None:
+        """Call ``finish``, which ends the training because of ``error``, or normally with None.
+        Then leave the status of this process (see ``end_training``)."""
+        end_training(error, finish, self._status, self._is_noticed)
+
+    def _is_noticed(self) -> bool | None:
+        is_training = self._announced_in == os.getpid() and not self.has_left
+        return self.is_pending if is_training else None
+
+    # -- notices, on other threads ---------------------------------------------------------------
+
+    def on_notice(self, notice: Notice) -> None:
+        """Respond to a notice of a source."""
+        if self._settings is None or self.has_left:
+            return
+        plan = self._settings.plan(notice, self._exit_seconds())
+        if plan.seconds == inf:
+            events.emit("notice", source=notice.source, seconds=None)
+            self._agreement.propose(SAVE_ONLY)
+            return
+        deadline = Deadline(
+            f"the exit after {notice.source}", self._clock() + plan.seconds, self._clock
+        )
+        is_first = self._deadline is None
+        if not self._set_deadline(deadline, notice.source):
+            return
+        self._savepoint_saver.expect(deadline, self._clock() + plan.train_seconds)
+        if plan.train_seconds:
+            self._leave_at(self._clock() + plan.train_seconds)
+            if is_first:
+                self._propose(SAVE, deadline)
+        else:
+            self._propose(LEAVE, deadline)
+
+    def on_deadline(self, deadline: RoundDeadline) -> None:
+        """Respond to a notice that any rank has received."""
+        clock = self._agreement.clock if isinstance(self._agreement, Agreement) else self._clock
+        at = self._clock() + deadline.at - clock()
+        agreed = Deadline(f"the exit after {deadline.cause}", at, self._clock)
+        if self._set_deadline(agreed, deadline.cause):
+            # the rank with the notice proposes it too, unless it dies
+            self._leave_at(at - self._exit_seconds())
+            if self._settings is not None:  # those of the rank with the notice are the same
+                notice = Notice(deadline.cause, agreed.seconds_left)
+                plan = self._settings.plan(notice, self._exit_seconds())
+                self._savepoint_saver.expect(agreed, self._clock() + plan.train_seconds)
+
+    def on_failure(self, actions: frozenset[str], error: RankFailed) -> None:
+        """Leave without the other ranks if they could not agree on what a notice demands.
+
+        A rank whose training has ended is no reason: this one is about to end too.
+        """
+        is_demanded = not actions.isdisjoint((SAVE, LEAVE)) and self._deadline is not None
+        if is_demanded and "ended" not in error.fields:
+            self._failure = error
+            self._savepoint_saver.hasten()
+
+    def on_error(self, report: str) -> None:
+        """Raise the error of another rank here, or end the process if that is not possible."""
+        error = decode_raised(report)
+        with self._lock:
+            agreement, self._peer_error, deadline = self._agreement, error, self._deadline
+        if isinstance(agreement, Agreement):
+            agreement.raise_at_next_step(error)
+        if self._ended_by is not None:
+            return  # the training thread waits for its own saves only, which have limits
+        left = STUCK_SECONDS if deadline is None else min(STUCK_SECONDS, deadline.seconds_left / 2)
+        message = (
+            f"another rank has failed ({type(error).__name__}: {str(error)[:200]}), and this rank"
+            f" has not returned from a call for {left:.0f} s"
+        )
+        self._timer.set("error", self._clock() + left, lambda: self._end_now(FAILED, message))
+
+    def on_raised(self) -> None:
+        """The training thread has raised the error of another rank."""
+        self._timer.clear("error")
+
+    def _on_lost(self) -> None:
+        """Leave soon: with a rank dead, no collective operation of the training may ever return."""
+        self._is_without_ranks = True
+        if self._deadline is not None:
+            at = self._clock() + self._deadline.seconds_left / 2
+            self._timer.set("exit", at, self._end_late)
+
+    def _set_deadline(self, deadline: Deadline, cause: str) -> bool:
+        """Return True if there was no deadline, or a later one."""
+        with self._lock:
+            known, left = self._deadline, deadline.seconds_left
+            if self.has_left or (known is not None and known.at <= deadline.at + 0.1):
+                return False
+            self.cleanup_seconds = exit_margin(left)
+            self._deadline = replace(deadline, cleanup=self.cleanup_seconds)
+        events.emit("notice", source=cause, seconds=left)
+        self._timer.set("exit", deadline.at - exit_margin(left), self._end_late)
+        return True
+
+    def _leave_at(self, at: float) -> None:
+        self._timer.set("leave", at, self._propose_to_leave)
+
+    def _propose_to_leave(self) -> None:
+        if self._deadline is not None:
+            self._propose(LEAVE, self._deadline)
+
+    def _propose(self, action: str, deadline: Deadline) -> None:
+        cause = deadline.purpose.removeprefix("the exit after ")
+        self._agreement.propose(action, deadline.seconds_left, cause)
+
+    def _exit_seconds(self) -> float:
+        """Return the time that is needed for an agreement, a step, a save, and the exit."""
+        step, save = self._durations.usual_seconds
+        return _POLL_SECONDS + 2 * step + 1.25 * save + SLACK
+
+    # -- the end of the process ------------------------------------------------------------------
+
+    def _end_late(self) -> None:
+        """End the process because the training has not left by itself."""
+        source = "a notice" if self._deadline is None else self._deadline.purpose
+        code = self._code()
+        message = (
+            f"this process ends now, before it is killed, for {source}. Its last step is"
+            f" {self._steps.step}, and the newest version is that of step {self._saved_step}"
+        )
+        if self._ended_by is not None:  # a text: the frames of the error refer to the state
+            has_failed, why = self._ended_by
+            code, message = FAILED if has_failed else code, f"{message}. {why}"
+        self._end_now(code, message)
+
+    def _end_now(self, code: int, message: str) -> None:
+        if code == FAILED and self._ended_by is None:
+            limit, known = Deadline.after(_FLUSH_SECONDS, "the end of this process"), self._deadline
+            self._savepoint_saver.flush(limit if known is None else save_deadline(known))
+        if code == SAVED and not self._is_without_ranks:
+            note_end(partial(self._ending.leave, code, self._failure))
+        with suppress(LimpetError):
+            code = leave_code(self._status(code, message))
+        end_process(code, message)
+
+    def _code(self) -> int:
+        is_saved = self._savepoint_saver.saved_step is not None
+        return SAVED if is_saved or self._saves.saved_step == self._steps.step else UNSAVED
+
+    @property
+    def _saved_step(self) -> int:
+        return max(self._saves.saved_step, self._savepoint_saver.saved_step or 0)
+
+    def _status(self, code: int, why: str) -> Status:
+        steps = self._steps.step, self._saved_step
+        return Status(code, self._group.rank, *steps, self._saves.url, why)
+
+    # -- the training thread ---------------------------------------------------------------------
+
+    def respond(self, agreed: frozenset[str], *args: Any, **kwargs: Any) -> None:
+        """Save and leave if the ranks have agreed on that, or cannot agree.
+
+        The other arguments are those of ``save_fn``. Raises ``Preempted``, unless ``exit_fn``
+        returns.
+        """
+        if LEAVE in agreed or self.is_urgent:
+            self._leave(LEAVE in agreed, *args, **kwargs)
+
+    def postpone_exit(self) -> None:
+        """Leave later, because ``watch_scope`` forbids it now, but as long as a save still fits."""
+        if self._deadline is not None:
+            self._leave_at(self._deadline.at - self._exit_seconds())
+
+    def leave_after(self, error: BaseException) -> Preempted | None:
+        """Return the exception with which to leave after ``error`` has ended the training, or None.
+
+        After a notice, an error may be the consequence of a rank that has ended or left. Then the
+        live ranks save their savepoints if they can, and leave. The error is shown: it may have
+        another cause, such as a lack of memory.
+        """
+        why = f"{type(error).__name__} had ended the training: {str(error)[:200]}"
+        self._ended_by = is_own_failure(error), why
+        self._timer.clear("error")
+        deadline, is_saved = self._deadline, False
+        if deadline is None or not (isinstance(error, RankFailed) or is_from_torch(error)):
+            return None
+        if self._group.size > 1:
+            is_saved = self._savepoint_saver.wait(save_deadline(deadline)) is not None
+        try:
+            if is_saved or self._failure is not None:
+                write_error("".join(format_exception(error)))
+                self._exit(self._code(), deadline, error)
+        except Preempted as left:
+            return left
+        return None
+
+    def leave_on_failure(self, save: Callable[[], object]) -> None:
+        """Call ``save``. After a notice, leave without the other ranks if one of them fails."""
+        try:
+            save()
+        except RankFailed as e:
+            if self._deadline is None:
+                raise
+            self._failure = e
+            self._leave(together=False)
+
+    def _leave(self, together: bool, *args: Any, **kwargs: Any) -> None:
+        deadline, settings = self._deadline, self._settings
+        if deadline is None or settings is None:
+            return
+        problem: BaseException | None = self._failure
+        code = None
+        try:
+            limit = save_deadline(deadline)
+            if together and not self._savepoint_saver.claim():
+                together = False
+            if not together:
+                if self._savepoint_saver.wait(limit) is None:
+                    self._saves.wait(limit)
+            elif settings.save_fn is not None:
+                settings.save_fn(*args, **kwargs)
+                code = SAVED
+            else:
+                self._ending.save_last_step(limit)
+        except (LimpetError, TimeoutError) as e:
+            problem = e
+            self._savepoint_saver.flush(limit)
+        self._exit(self._code() if code is None else code, deadline, problem)
+
+    def _exit(self, code: int, deadline: Deadline, problem: BaseException | None) -> None:
+        settings, step, saved_step = self._settings, self._steps.step, self._saved_step
+        cause = deadline.purpose.removeprefix("the exit after ")
+        events.emit(
+            "preempted",
+            run=self._saves.url,
+            step=step,
+            saved=saved_step,
+            code=code,
+            source=cause,
+            seconds_left=deadline.seconds_left,
+            error=problem,
+        )
+        self._ending.leave(code, problem, deadline)
+        with self._lock:
+            self.has_left, self._failure, self._deadline = True, None, None
+        self._savepoint_saver.close()
+        if not self._saves.busy:
+            self._timer.clear()
+        if settings is not None and settings.exit_fn is not None:
+            settings.exit_fn()
+            self.cleanup_seconds = CLEANUP_SECONDS
+            self._timer.clear()  # training may go on, also while an old promotion is in flight
+            return
+        why = describe_exit(code, step, saved_step, cause, problem)
+        if self._group.rank == 0:
+            write_error(why)
+        code = leave_code(self._status(code, why))
+        raise Preempted(code, step, saved_step, why)

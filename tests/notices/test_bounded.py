@@ -1,0 +1,115 @@
+"""A source that hangs does not delay the thread that polls it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from limpet.errors import LimpetError
+from limpet.notices.bounded import BoundedSource
+from limpet.notices.call import CallNotice
+from limpet.notices.notice import Notice
+from tests.notices.manual_clock import ManualClock
+
+
+class Hanging(BoundedSource):
+    """A source whose ``check`` hangs until it is released."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__("the slow source", 1.0, clock)
+        self.poll_seconds = 0.05
+        self.released = threading.Event()
+        self.calls = 0
+        self.answer: Notice | None = Notice("late", 30.0)
+
+    def check(self) -> Notice | None:
+        self.calls += 1
+        self.released.wait(30)
+        return self.answer
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    source = Hanging(ManualClock())
+    yield source
+    source.released.set()
+
+
+def test_a_poll_of_a_source_that_hangs_raises_in_time(hanging: Hanging) -> None:
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="the slow source has not answered"):
+        hanging.poll()
+    assert time.monotonic() - begin < 4
+
+
+def test_a_source_that_hangs_is_called_once_however_often_it_is_polled(hanging: Hanging) -> None:
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            hanging.poll()
+    assert hanging.calls == 1
+
+
+def poll_until_done(source: BoundedSource) -> Notice | None:
+    while True:
+        try:
+            return source.poll()
+        except TimeoutError:
+            continue
+
+
+def test_a_late_answer_is_the_result_of_a_later_poll(hanging: Hanging) -> None:
+    with pytest.raises(TimeoutError):
+        hanging.poll()
+    hanging.released.set()
+    assert poll_until_done(hanging) == Notice("late", 30.0)
+    assert poll_until_done(hanging) == Notice("late", 30.0)
+    assert hanging.calls == 2
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(30.0, 18.0), (5.0, 0.0), (None, None)])
+def test_the_seconds_of_a_late_answer_count_from_when_it_came(
+    hanging: Hanging, seconds: float | None, left: float | None
+) -> None:
+    hanging.answer = Notice("late", seconds)
+    with pytest.raises(TimeoutError):
+        hanging.poll()
+    hanging.released.set()
+    assert hanging._call is not None
+    assert hanging._call.wait(30)
+    assert isinstance(hanging.clock, ManualClock)
+    hanging.clock.advance(12)
+    notice = hanging.poll()
+    assert notice is not None
+    assert (notice.seconds, notice.age) == (left, 12)
+
+
+def test_an_error_is_raised_once_and_the_source_is_asked_again() -> None:
+    answers = iter([OSError("away"), None])
+
+    def ask() -> None:
+        answer = next(answers)
+        if answer is not None:
+            raise answer
+
+    source = CallNotice(ask)
+    with pytest.raises(OSError, match="away"):
+        source.poll()
+    assert source.poll() is None
+
+
+def test_a_thread_that_cannot_be_started_is_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = CallNotice(lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr("limpet.deadline.start_thread", lambda thread: False)
+        with pytest.raises(OSError, match="cannot start a thread"):
+            source.poll()
+    assert source.poll() is not None
+
+
+@pytest.mark.parametrize("interval", [0, -1, float("nan"), float("inf"), True, "1", None])
+def test_an_interval_is_a_number_of_seconds(interval: object) -> None:
+    with pytest.raises(LimpetError, match="Invalid value for interval="):
+        CallNotice(lambda: None, interval=interval)

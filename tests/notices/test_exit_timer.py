@@ -1,0 +1,72 @@
+"""The end of a process that does not leave by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from limpet.deadline import Deadline
+from limpet.notices.exit_timer import exit_margin, save_deadline
+from tests.notices.manual_clock import ManualClock
+
+PROGRAM = """
+import threading, time
+from limpet.notices.exit_timer import end_process
+def wait_in_a_call(): time.sleep(60)
+threading.Thread(target=wait_in_a_call, daemon=True).start()
+end_process(75, "it ends now")
+"""
+
+
+def run(output: int) -> tuple[int, float]:
+    """Return the exit code of the program and its seconds."""
+    began = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=output, stderr=output)
+    try:
+        return process.wait(30), time.monotonic() - began
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("left", [5.0, 30.0, 120.0, 3600.0])
+def test_the_last_save_the_exit_and_the_deadline_follow_one_another(left: float) -> None:
+    """The save ends early enough for its cleanup, and the process before it is killed."""
+    clock = ManualClock()
+    deadline = Deadline("the exit", clock() + left, clock, cleanup=min(2.0, left / 20))
+    ends_at = deadline.at - exit_margin(left)
+    saved_at = save_deadline(deadline).at
+    assert clock() + left / 2 <= saved_at
+    assert saved_at + deadline.cleanup_seconds < ends_at < deadline.at
+
+
+def test_the_message_and_the_stacks_are_shown() -> None:
+    reader, writer = os.pipe()
+    try:
+        assert run(writer)[0] == 75
+        os.close(writer)
+        text = os.read(reader, 1 << 16).decode()
+    finally:
+        os.close(reader)
+    assert "it ends now" in text
+    assert "wait_in_a_call" in text
+
+
+def test_a_pipe_that_nobody_reads_does_not_keep_the_process() -> None:
+    reader, writer = os.pipe()
+    try:
+        os.set_blocking(writer, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+        code, seconds = run(writer)
+        assert code == 75
+        assert seconds < 20
+    finally:
+        os.close(reader)
+        os.close(writer)

@@ -1,0 +1,72 @@
+"""Each platform is understood if the body of a reply is long, or comes after its header."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from limpet.notices.aws import AwsNotice
+from limpet.notices.azure import AzureNotice
+from limpet.notices.gcp import GcpNotice
+from limpet.notices.kubernetes import KubernetesNotice
+from limpet.notices.notice import Notice, NoticeSource
+from tests.notices.manual_clock import ManualClock
+from tests.notices.metadata_servers import (
+    AwsServer,
+    AzureServer,
+    GcpServer,
+    KubernetesServer,
+    MetadataServer,
+)
+from tests.notices.test_kubernetes import POD, write_certificate
+
+NOTICES = {
+    "aws": Notice("the AWS spot instance action 'terminate'", 120.0),
+    "gcp": Notice("the preemption by Google Cloud", 30.0),
+    "azure": Notice("the Azure scheduled event 'Preempt'", 30.0),
+    "kubernetes": Notice("the deletion of pod trainer-0", 30.0),
+    "kubernetes without TLS": Notice("the deletion of pod trainer-0", 30.0),
+}
+
+
+@contextmanager
+def platform(name: str, folder: Path) -> Iterator[tuple[MetadataServer, NoticeSource]]:
+    """Return a running server and the source that asks it, with one clock."""
+    clock = ManualClock()
+    server: MetadataServer
+    source: NoticeSource
+    match name:
+        case "aws":
+            server = AwsServer()
+            source = AwsNotice(server.url, clock=clock)
+        case "gcp":
+            server = GcpServer()
+            source = GcpNotice(server.url, clock=clock)
+        case "azure":
+            server = AzureServer()
+            source = AzureNotice(server.url, clock=clock)
+        case _:
+            (folder / "token").write_text("a-token")
+            (folder / "namespace").write_text("team")
+            is_tls = name == "kubernetes"
+            server = KubernetesServer(write_certificate(folder, "ca.crt") if is_tls else None)
+            source = KubernetesNotice(POD, base_url=server.url, folder=str(folder), clock=clock)
+    server.clock = clock.now
+    with server:
+        yield server, source
+
+
+@pytest.mark.parametrize(("pause", "padding"), [(0.05, 0), (0.0, 10_000)])
+@pytest.mark.parametrize("name", NOTICES)
+def test_a_body_that_is_long_or_comes_later_is_read(
+    name: str, pause: float, padding: int, tmp_path: Path
+) -> None:
+    """More than 4 KiB, or a body 50 ms after its header, is not in the first read of a socket."""
+    with platform(name, tmp_path) as (server, source):
+        server.pause, server.padding = pause, padding
+        assert source.poll() is None
+        server.announce()
+        assert source.poll() == NOTICES[name]
