@@ -41,11 +41,12 @@ def _manifest(ranks: int) -> float:
             names.shard_name(rank, ranks, attempt),
             1 << 30,
             FileEntry(names.index_name(rank, ranks, attempt), 1 << 20, "0" * 32),
+            [],
         )
         for rank in range(ranks)
     ]
     tree = {f"model/layers.{leaf}.weight": {"leaf": leaf} for leaf in range(LEAVES)}
-    encode_manifest(Manifest(attempt, "now", "bench", 1, 0, None, shards, {}, tree))
+    encode_manifest(Manifest(attempt, "now", "bench", 1, 0, None, 0, shards, {}, tree))
     return time.perf_counter() - start
 
 

@@ -83,7 +83,7 @@ def make_index(rank: int, ranks: int) -> Index:
     ]
     name = f"shard-{rank:05}-of-{ranks:05}.0123456789ab.safetensors"
     digests = [f"{rank * 100_003 + i:032x}" for i in range(len(cuts))]
-    return Index(1, name, int(cuts[-1]), header, leaves, cuts.tolist(), digests)
+    return Index(1, name, int(cuts[-1]), header, leaves, cuts.tolist(), digests, [])
 
 
 def make_columns(row_index: Index) -> IndexColumns:

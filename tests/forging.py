@@ -103,14 +103,14 @@ def seal(content: dict[str, Any], format_number: int = 1) -> bytes:
 
 
 def seal_body(body: bytes, format_number: int = 1) -> bytes:
-    head = b'{"format":%d,"digest":"' % format_number
+    head = b'{"limpet":%d,"digest":"' % format_number
     body_digest = digest(head + b"0" * 32 + b'",' + body)
     return head + body_digest.encode() + b'",' + body
 
 
 def sealed_content(raw: bytes) -> dict[str, Any]:
     content = json.loads(raw)
-    del content["format"], content["digest"]
+    del content["limpet"], content["digest"]
     return content
 
 

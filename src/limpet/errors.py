@@ -113,7 +113,8 @@ class ManifestInvalid(FormatError):
 
 
 class FormatTooNew(FormatError):
-    """A newer Limpet wrote the snapshot in a format number that this version does not know."""
+    """The snapshot is in a format that this version does not read: a newer Limpet wrote it, or the
+    package wrote it before its first release."""
 
 
 class DigestMismatch(FormatError):

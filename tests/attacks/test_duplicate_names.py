@@ -88,7 +88,7 @@ def objects(value: Json, path: str = "") -> Iterator[tuple[str, dict[str, Json]]
 
 def body_of(sealed: bytes) -> tuple[bytes, int]:
     """Return the content of a sealed file without format and digest, and its format."""
-    head = re.match(rb'\{"format":([0-9]+),"digest":"[0-9a-f]{32}",', sealed)
+    head = re.match(rb'\{"limpet":([0-9]+),"digest":"[0-9a-f]{32}",', sealed)
     assert head is not None
     return b"{" + sealed[head.end() :], int(head[1])
 

@@ -252,7 +252,7 @@ def test_a_failed_check_is_repeated(files: Files) -> None:
 
 
 def test_a_header_longer_than_a_buffer_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+    for module in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{module}.BLOCK_SIZE", 4096)
     store = MemoryStore()
     limpet.save(store.at("version_7"), {f"{i:04}": np.arange(3) for i in range(200)})

@@ -282,8 +282,8 @@ def swap_boxes(index: Json) -> None:
 
 
 INDEX_EDITS: dict[str, Callable[[Json], object]] = {
-    "format-two": set_in("format", to=2),
-    "format-zero": set_in("format", to=0),
+    "format-two": set_in("limpet", to=2),
+    "format-zero": set_in("limpet", to=0),
     "unknown-field": set_in("extra", to=1),
     "missing-field": lambda i: i.pop("cuts"),
     "another-shard": set_in("shard", to="shard-00000-of-00001.000000000000.safetensors"),
@@ -397,9 +397,30 @@ def check_all_decoders_reject(raw: bytes) -> None:
 
 
 def test_a_newer_format_is_reported(files: Files) -> None:
-    raw = seal(sealed_content(files[manifest_key(files)]), format_number=4)
+    raw = seal(sealed_content(files[manifest_key(files)]), format_number=2)
     with pytest.raises(FormatTooNew, match="newer version of Limpet"):
         decode_manifest(raw, "manifest.json")
+
+
+def test_a_run_from_before_the_first_release_is_refused_and_not_damaged(tmp_path: Path) -> None:
+    """Nothing is skipped, and nothing is written."""
+    url = str(tmp_path / "run")
+    with limpet.Checkpointer(url, {"n": 1, "p": limpet.Progress()}) as ckpt:
+        ckpt.save()
+    manifest = next(tmp_path.glob("run/version_*/manifest.json"))
+    raw = manifest.read_bytes()
+    manifest.write_bytes(raw.replace(b'{"limpet":1', b'{"format":1', 1))
+    before = sorted(tmp_path.rglob("*"))
+    with (
+        pytest.raises(FormatTooNew, match="before its first release"),
+        limpet.Checkpointer(url, {"n": 1, "p": limpet.Progress()}) as ckpt,
+    ):
+        ckpt.resume()
+    with pytest.raises(FormatTooNew, match="before its first release"):
+        limpet.load(f"{url}@latest")
+    with pytest.raises(FormatTooNew, match="before its first release"):
+        limpet.load(manifest.parent)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -408,9 +429,9 @@ def test_a_newer_format_is_reported(files: Files) -> None:
         b"",
         b"{}",
         b"null",
-        b'{"format":1}',
-        b'{"format":1,"digest":"",',
-        b'{"format":01,"digest":"' + b"0" * 32 + b'",}',
+        b'{"limpet":1}',
+        b'{"limpet":1,"digest":"",',
+        b'{"limpet":01,"digest":"' + b"0" * 32 + b'",}',
         seal_body(b""),
         seal_body(b"}"),
         seal_body(b'"a":1}'),

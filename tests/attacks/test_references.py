@@ -62,7 +62,7 @@ def files() -> Files:
     """Return three versions, each based on the previous one. The last refers to both others."""
     store = MemoryStore()
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+        for module in ("layout.shard_layout", "saving.image", "layout.read_plan"):
             patch.setattr(f"limpet.{module}.BLOCK_SIZE", 1024)
         patch.setattr("limpet.layout.shard_layout.SMALL_BOX_BYTES", 64)
         last = None
@@ -85,7 +85,7 @@ def forge_last_version(
     files: Files, manifest: Change | None = None, index: Change | None = None
 ) -> Files:
     """Change the manifest or index of the last version, and correct the digests."""
-    return forging.forge(files, manifest, index, folder="version_2/", format_number=2)
+    return forging.forge(files, manifest, index, folder="version_2/")
 
 
 def rejecting_uses(files: Files) -> list[str]:
@@ -264,17 +264,17 @@ def test_an_invalid_index_is_rejected(files: Files, name: str) -> None:
     assert rejecting_uses(forge_last_version(files, index=INDEX_EDITS[name])) == ALL_USES
 
 
-def test_each_format_has_exactly_its_fields(files: Files) -> None:
-    one = sealed_content(files["version_0/manifest.json"])
-    with pytest.raises(ManifestInvalid, match="refers"):
-        decode_manifest(seal(one, 2), "f")
-    with pytest.raises(ManifestInvalid, match=r"chain|refers"):
-        decode_manifest(seal(sealed_content(files[MANIFEST]), 1), "f")
-    one["chain"] = 0
-    with pytest.raises(ManifestInvalid, match="chain"):
-        decode_manifest(seal(one, 1), "f")
-    with pytest.raises(ManifestInvalid, match="runs"):
+def test_a_full_version_has_no_chain_and_no_runs(files: Files) -> None:
+    full = sealed_content(files["version_0/manifest.json"])
+    assert full["chain"] == 0
+    with pytest.raises(ManifestInvalid, match="chain is not 0"):
+        decode_manifest(seal({**full, "chain": 1}), "f")
+    with pytest.raises(ManifestInvalid, match="boxes without gaps"):
         decode_index(files[index_key(files, "version_2/")], "f")
+    index = json.loads(files[index_key(files, "version_0/")])
+    assert index["runs"] == []
+    with pytest.raises(ManifestInvalid, match="runs"):
+        decode_index(json.dumps(index).encode(), "f", [ShardReference("../version_1/x", 9, 9)])
 
 
 def test_a_small_base_cannot_fill_a_large_state(files: Files) -> None:
@@ -301,7 +301,8 @@ def test_a_small_base_cannot_fill_a_large_state(files: Files) -> None:
 
 UNDETECTABLE = {
     "refers-fewer", "refers-none", "refers-twice", "refers-unused", "refers-swapped", "path-own",
-    "path-absent", "path-newline", "chain-float", "length-shorter", "length-longer", "bytes-fewer",
+    "path-absent", "path-newline", "chain-zero", "chain-float", "length-shorter", "length-longer",
+    "bytes-fewer", "runs-none",
     "bytes-more", "bytes-all", "own-length", "runs-late", "runs-short", "runs-beyond", "runs-twice",
     "runs-unordered", "file-beyond", "file-huge", "file-other", "file-own", "own-elsewhere",
     "own-later", "own-in-the-header", "at-shifted", "at-beyond", "overlap", "length-whole",
@@ -323,8 +324,7 @@ def test_the_schema_accepts_valid_files_and_rejects_invalid_ones_where_it_can(fi
         is_valid = KINDS["index"].is_valid(json.loads(forge_last_version(files, index=edit)[key]))
         assert is_valid == (name in UNDETECTABLE), name
     one = json.loads(files["version_0/manifest.json"])
-    assert not KINDS["manifest"].is_valid({**one, "chain": 1})
-    assert not KINDS["manifest"].is_valid({**one, "format": 2})
+    assert not KINDS["manifest"].is_valid({**one, "limpet": 2})
 
 
 # -- every field, every wrong value --------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_runs_are_accepted_only_if_no_two_chunks_share_bytes(
         cuts.append(cuts[-1] + size)
     total = cuts[-1] - 8
     document = {
-        "format": 2, "shard": "s", "length": length, "header": 8,
+        "limpet": 1, "shard": "s", "length": length, "header": 8,
         "leaves": [{"key": "a", "dtype": "uint8", "shape": [total],
                     "boxes": [{"offsets": [0], "sizes": [total], "at": 8}]}],
         "cuts": cuts, "digests": ["0" * 32] * len(cuts), "runs": runs,

@@ -67,9 +67,9 @@ _numbers = itertools.count()
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 1 KiB and windows of 4 KiB, so that small states have many."""
-    for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+    for name in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{name}.BLOCK_SIZE", 1024)
-    for name in ("planning.shard_layout", "transform.reshard_plan"):
+    for name in ("layout.shard_layout", "convert.reshard_plan"):
         monkeypatch.setattr(f"limpet.{name}.SMALL_BOX_BYTES", 64)
         monkeypatch.setattr(f"limpet.{name}.MAX_SHARED_CHUNK_BYTES", 256)
     monkeypatch.setattr(reshard_plan, "WINDOW_BYTES", 4096)
@@ -323,9 +323,9 @@ def test_few_bytes_are_read_twice(
     """The cases are: few shards to many, many to few, a leaf that is larger than a window, and many
     leaves that share chunks in more shards than fit in a window. All sizes are scaled down."""
     unit = 16 << 10
-    for name in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+    for name in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{name}.BLOCK_SIZE", unit)
-    for name in ("planning.shard_layout", "transform.reshard_plan"):
+    for name in ("layout.shard_layout", "convert.reshard_plan"):
         monkeypatch.setattr(f"limpet.{name}.SMALL_BOX_BYTES", unit // 64)
         monkeypatch.setattr(f"limpet.{name}.MAX_SHARED_CHUNK_BYTES", unit // 4)
     monkeypatch.setattr(reshard_plan, "WINDOW_BYTES", 24 * unit)

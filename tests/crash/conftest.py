@@ -43,7 +43,7 @@ class PoolTracker:
 def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
     """Use pieces of 1 KiB, three threads, and pools of 4 KiB buffers."""
     tracker = PoolTracker()
-    for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+    for module in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{module}.BLOCK_SIZE", SMALL_UNIT)
     monkeypatch.setattr("limpet.saving.save.BufferPool", tracker.make_pool)
     monkeypatch.setattr("limpet.training.saves.saver.BufferPool", tracker.make_pool)

@@ -1,12 +1,11 @@
-"""Create the golden files: ``python -m tests.golden.make NUMBER FOLDER``.
+"""Create the golden files: ``python -m tests.golden.make tests/golden/format-1``.
 
-``format-1`` is a small run with a branch, and with every kind of node and every dtype. ``format-2``
-has incremental versions, and ``format-3`` types of PyTorch. ``spread`` spreads its shards over 16
-folders.
+``branches`` is a small run with a branch, and with every kind of node and every dtype. ``chain``
+has incremental versions, and ``spread`` spreads its shards over 16 folders.
 
-Each function ran once, when its format was final. The files are never created again, and the values
+The first release freezes format 1. From then on, the files are never created again, and the values
 of ``state`` never change, because later builds must read the files that earlier builds wrote. A new
-format number gets a new folder and a new function.
+format number gets a new folder.
 """
 
 from __future__ import annotations
@@ -73,6 +72,13 @@ def state(step: int) -> dict[str, Any]:
             "records": np.array([(1, (2.5, 3.5), b"x")], "<i4, (2,)<f8, S3"),
         },
         "blob": bytes(range(256)) * 17,
+        "types": {
+            "dtypes": [torch.bfloat16, torch.float8_e4m3fn, torch.quint8],
+            "devices": (torch.device("cpu"), torch.device("cuda:0"), torch.device("meta")),
+            "sizes": {"some": torch.Size([2, 3]), "none": torch.Size([])},
+        },
+        "scaled": scaled(step),
+        "nested": [Scaled(scaled(step), torch.ones(2, 1), 4)],
         "plain": plain(step),
     }
 
@@ -100,7 +106,7 @@ def plain(step: int) -> dict[str, Any]:
     }
 
 
-def make(url: str) -> None:
+def make_branches(url: str) -> None:
     """Save versions 1 and 2, then resume from version 1, on branch 1, and train up to step 3."""
     for start, stop in ((0, 2), (1, 3)):
         live = state(start)
@@ -119,7 +125,7 @@ def with_frozen(step: int) -> dict[str, Any]:
     return {**state(step), "frozen": frozen, "more": np.arange(9_000.0)}
 
 
-def make_2(url: str) -> None:
+def make_chain(url: str) -> None:
     """Save four versions. Version 1 is full, and versions 2 and 3 refer to it.
 
     Version 4 refers to versions 1 and 3, because ``frozen`` changed at step 3.
@@ -169,31 +175,6 @@ def scaled(step: int) -> Scaled:
     return Scaled(torch.arange(6, dtype=torch.int8).view(2, 3) + step, torch.tensor([[0.5], [2.0]]))
 
 
-def with_types(step: int) -> dict[str, Any]:
-    """Return a state with every node that format 3 added."""
-    types = {
-        "dtypes": [torch.bfloat16, torch.float8_e4m3fn, torch.quint8],
-        "devices": (torch.device("cpu"), torch.device("cuda:0"), torch.device("meta")),
-        "sizes": {"some": torch.Size([2, 3]), "none": torch.Size([])},
-    }
-    frozen = np.arange(33_000, dtype=np.int16)
-    changes, nested = np.full(9, step), Scaled(scaled(step), torch.ones(2, 1), 4)
-    state = {"step": step, "types": types, "frozen": frozen, "changes": changes}
-    return {**state, "scaled": scaled(step), "nested": [nested]}
-
-
-def make_3(url: str) -> None:
-    """Save a full version, and one that refers to it."""
-    run, base = limpet.Run(url), None
-    for step in (1, 2):
-        metadata = VersionMetadata(step=step)
-        location = run.location(Version(step))
-        job = begin_save(
-            location, with_types(step), metadata, shared_pool(), stage_now=False, base=base
-        )
-        base = finish_save(job)
-
-
 def make_spread(url: str) -> None:
     """Save versions 1 and 2 of a run whose shards are spread."""
     live = {"progress": limpet.Progress(), "array": np.arange(5.0)}
@@ -205,4 +186,5 @@ def make_spread(url: str) -> None:
 
 
 if __name__ == "__main__":
-    {"1": make, "2": make_2, "3": make_3, "spread": make_spread}[sys.argv[1]](sys.argv[2])
+    for make in (make_branches, make_chain, make_spread):
+        make(f"{sys.argv[1]}/{make.__name__.removeprefix('make_')}")

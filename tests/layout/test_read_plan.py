@@ -47,6 +47,7 @@ def shard(name, holdings, tensors, header=4096, cuts=None):
         list(rows.values()),
         list(map(int, cuts)),
         ["0" * 32] * len(cuts),
+        [],
     )
     return data, decode_index(encode_index(index), name)
 

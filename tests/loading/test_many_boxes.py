@@ -42,12 +42,12 @@ def write_snapshot(folder: Path) -> None:
         ]
         name = shard_name(rank, RANKS, "0" * 12)
         digests = [digest(header)] + [zeros] * LEAVES
-        raw = encode_index(Index(1, name, cuts[-1], len(header), leaves, cuts, digests))
+        raw = encode_index(Index(1, name, cuts[-1], len(header), leaves, cuts, digests, []))
         index = FileEntry(index_name(rank, RANKS, "0" * 12), len(raw), digest(raw))
         (folder / index.name).write_bytes(raw)
         with (folder / name).open("wb") as file:
             file.truncate(cuts[-1])
-        shards.append(Shard(name, cuts[-1], index))
+        shards.append(Shard(name, cuts[-1], index, []))
     tree = {"dict": {key: {"tensor": ["float32", list(shape)]} for key in keys}}
     manifest = replace(reader_of(small).manifest, attempt="0" * 12, shards=shards, tree=tree)
     (folder / MANIFEST).write_bytes(encode_manifest(manifest)[0])

@@ -385,7 +385,7 @@ def test_any_layout_loads_on_any_hosts(drawn, budget, random):
     sizes, tensors = drawn
     store = MemoryStore()
     with ExitStack() as small:
-        planned = ("planning.shard_layout", "saving.image", "planning.read_plan")
+        planned = ("layout.shard_layout", "saving.image", "layout.read_plan")
         for module in (*planned, "loading.shared_read"):
             small.enter_context(patch(f"limpet.{module}.BLOCK_SIZE", 512))
         with FakeGroup(sizes[0]) as group:

@@ -111,7 +111,7 @@ def test_a_run_without_intact_versions_raises_and_names_them(store: MemoryStore)
 
 def test_a_version_in_a_newer_format_is_never_skipped(store: MemoryStore) -> None:
     key = f"version_60/{MANIFEST}"
-    raw = store.get(key, 1 << 20).replace(b'{"format":1,', b'{"format":99,', 1)
+    raw = store.get(key, 1 << 20).replace(b'{"limpet":1,', b'{"limpet":99,', 1)
     start = raw.index(b'"digest":"') + len('"digest":"')
     new_digest = digest(raw[:start] + b"0" * 32 + raw[start + 32 :])
     store.delete(key)

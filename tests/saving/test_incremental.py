@@ -47,7 +47,7 @@ DTYPES = ["uint8", "int16", "float32", "float64", "complex128", "bool"]
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 1 KiB, shared by boxes below 64 bytes, so that small states have many."""
-    for module in ("planning.shard_layout", "saving.image", "planning.read_plan"):
+    for module in ("layout.shard_layout", "saving.image", "layout.read_plan"):
         monkeypatch.setattr(f"limpet.{module}.BLOCK_SIZE", UNIT)
     monkeypatch.setattr("limpet.layout.shard_layout.SMALL_BOX_BYTES", 64)
     monkeypatch.setattr("limpet.layout.shard_layout.MAX_SHARED_CHUNK_BYTES", 256)
@@ -234,10 +234,8 @@ def test_a_save_is_full_if_most_of_the_state_has_changed(small_chunks: None) -> 
     first = save(store, 0, {"a": np.arange(2000.0), "b": np.arange(200.0)}, None)
     full = save(store, 1, {"a": np.arange(2000.0) + 1, "b": np.arange(200.0)}, first)
     assert (full.manifest.chain, full.bases) == (0, frozenset())
-    assert store.get("version_1/manifest.json", 1 << 20).startswith(b'{"format":1,')
     part = save(store, 2, {"a": np.arange(2000.0) + 1, "b": np.arange(200.0)}, full)
     assert part.manifest.chain == 1
-    assert store.get("version_2/manifest.json", 1 << 20).startswith(b'{"format":2,')
 
 
 def test_a_full_save_after_an_increment_starts_a_new_chain(small_chunks: None) -> None:

@@ -111,11 +111,11 @@ def _write_shard(
     ends = cuts.tolist()
     digests = [digest(bytes(raw[a:b])) for a, b in zip([0, *ends], ends, strict=False)]
     name = shard_name(number, len(boxes_by_shard), attempt)
-    index = Index(1, name, len(raw), len(header), list(leaves.values()), ends, digests)
+    index = Index(1, name, len(raw), len(header), list(leaves.values()), ends, digests, [])
     encoded = encode_index(index)
     file = FileEntry(
         index_name(number, len(boxes_by_shard), attempt), len(encoded), digest(encoded)
     )
     location.store.put_if_absent(location.key(name), bytes(raw))
     location.store.put_if_absent(location.key(file.name), encoded)
-    return Shard(name, len(raw), file)
+    return Shard(name, len(raw), file, [])

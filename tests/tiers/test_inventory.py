@@ -33,11 +33,12 @@ def make_manifest(ranks: int, writer: str = "test") -> Manifest:
             shard_name(rank, ranks, "7f3a9c000000"),
             1000 + rank,
             FileEntry(index_name(rank, ranks, "7f3a9c000000"), 100 + rank, "0" * 32),
+            [],
         )
         for rank in range(ranks)
     ]
     time = "2026-11-25T00:00:00Z"
-    return Manifest("7f3a9c000000", time, writer, 30, 0, None, shards, None, None)
+    return Manifest("7f3a9c000000", time, writer, 30, 0, None, 0, shards, None, None)
 
 
 def lengths_of(manifest: Manifest, ranks: Iterable[int]) -> dict[str, int]:

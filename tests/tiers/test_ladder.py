@@ -604,7 +604,7 @@ def test_damaged_records_are_not_counted_and_are_deleted(statuses: Status) -> No
         job.die_at(25)
     damaged = job.records[0]
     job.store.delete(damaged)
-    job.store.put_if_absent(damaged, b'{"format":1,"digest":"')
+    job.store.put_if_absent(damaged, b'{"limpet":1,"digest":"')
     assert job.die_at(25) == 20
     assert damaged not in job.records
     assert job.die_at(25) == 10

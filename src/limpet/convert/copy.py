@@ -31,11 +31,10 @@ from limpet.format.manifest import (
     Shard,
     decode_manifest,
     encode_manifest,
-    with_number,
 )
 from limpet.format.names import MANIFEST, parse_version
 from limpet.format.safetensors import build_header
-from limpet.format.sealed import check_length
+from limpet.format.sealed import FORMAT, check_length
 from limpet.layout.read_plan import ReadItem, chunk_read_items
 from limpet.layout.shard_layout import full_shard_entries, leaf_boxes_from_index
 from limpet.saving.commit import raise_if_exists
@@ -185,18 +184,19 @@ def _plan_full(snapshot: SnapshotReader, number: int, index: ShardIndex) -> _Sha
     ]
     cuts = (index.cuts + shift).tolist()
     full_index = Index(
-        format=1,
+        limpet=FORMAT,
         shard=names.shard_name(number, count, attempt),
         length=cuts[-1],
         header=len(header),
         leaves=leaves,
         cuts=cuts,
         digests=[digest(header), *map(index.chunk_digest, range(1, len(cuts)))],
+        runs=[],
     )
     raw = encode_index(full_index)
     name = names.index_name(number, count, attempt)
     check_length(name, raw, MAX_MANIFEST, FEWER_LEAVES)
-    shard = Shard(full_index.shard, full_index.length, FileEntry(name, len(raw), digest(raw)))
+    shard = Shard(full_index.shard, full_index.length, FileEntry(name, len(raw), digest(raw)), [])
     return _ShardCopy(shard, decode_index(raw, name), raw, header)
 
 
@@ -204,7 +204,7 @@ def full_manifest(snapshot: SnapshotReader, **changes: Any) -> Manifest:
     """Return the snapshot's manifest as that of a full snapshot, with other values of some
     fields."""
     fields = {f: getattr(snapshot.manifest, f) for f in Manifest.__struct_fields__}
-    return with_number(Manifest(**{**fields, **changes}), snapshot.manifest.number)
+    return Manifest(**{**fields, "chain": 0, **changes})
 
 
 def _copy_shard(

@@ -5,8 +5,8 @@ the safetensors header, the last chunk ends at the end of the file, and no other
 than 16 MiB. A chunk never ends inside an element. Every byte of a shard, including its header and
 padding, therefore has exactly one digest.
 
-In format 2, the boxes and chunks describe the shard as if it contained all of its data. ``runs``
-list the locations of the chunks: in the shard itself or in files of earlier versions.
+The boxes and chunks describe the shard as if it contained all of its data. If it refers to files of
+earlier versions, ``runs`` list the locations of the chunks: in the shard itself or in these files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from limpet.format.index_columns import (
 )
 from limpet.format.manifest import ShardReference
 from limpet.format.safetensors import MAX_HEADER
-from limpet.format.sealed import Int64, decode_struct
+from limpet.format.sealed import FORMAT, Int64, decode_struct
 from limpet.format.strict_json import StrictDecoder
 from limpet.format.tree import MAX_DIMENSIONS
 from limpet.ragged import Ints, exclusive_cumsum, int_array, ranges, row_products
@@ -43,26 +43,22 @@ MAX_CHUNK = 16 * MIB
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of an index file. ``header`` and ``length`` are sizes in bytes of the shard."""
+    """The content of an index file.
 
-    format: int
+    ``limpet``: the format number. ``header`` and ``length``: sizes in bytes of the shard's file.
+    The last cut is the length of the full shard. A run consists of the number of its first chunk, a
+    file number, and the offset in that file. File 0 is this shard; files 1 and up are the files
+    that the shard refers to, as listed in the manifest. No run contains chunk 0, the header. There
+    are no runs if the shard refers to no other file.
+    """
+
+    limpet: int
     shard: str
     length: int
     header: int
     leaves: list[IndexLeaf]
     cuts: list[Int64]
     digests: list[Annotated[str, msgspec.Meta(min_length=HEX_LENGTH, max_length=HEX_LENGTH)]]
-
-
-class IncrementalIndex(Index, frozen=True, forbid_unknown_fields=True):
-    """An index of format 2.
-
-    ``length`` is the length of the file; the last cut is the length of the full shard. A run
-    consists of the number of its first chunk, a file number, and the offset in that file. File 0 is
-    this shard; files 1 and up are the files that the shard refers to, as listed in the manifest. No
-    run contains chunk 0, the header.
-    """
-
     runs: list[tuple[Int64, Int64, Int64]]
 
 
@@ -98,7 +94,6 @@ class ShardIndex:
 
 
 _INDEX: StrictDecoder[Index] = StrictDecoder(msgspec.json.Decoder(Index))
-_INCREMENTAL_INDEX: StrictDecoder[Index] = StrictDecoder(msgspec.json.Decoder(IncrementalIndex))
 encode_index: Callable[[Index], bytes] = msgspec.json.encode
 
 
@@ -111,16 +106,15 @@ def decode_index(
     """Decode and fully check an index.
 
     The boxes lie within their leaves and cover the data without gaps, and the chunks cover the
-    file without gaps. ``refers``: the files that the shard refers to, as listed in the manifest; if
-    there are any, the index has format 2. ``schema_cache``: shared by the indexes of one snapshot.
+    file without gaps. ``refers``: the files that the shard refers to, as listed in the manifest.
+    ``schema_cache``: shared by the indexes of one snapshot.
 
     Raises ``ManifestInvalid``, which names ``file`` and, if one leaf is at fault, the leaf.
     """
-    index = decode_struct(raw, _INCREMENTAL_INDEX if refers else _INDEX, file)
+    index = decode_struct(raw, _INDEX, file)
     make_error = partial(_index_error, file)
-    number = 2 if refers else 1
-    if index.format != number:
-        raise make_error(f"format {number}", index.format)
+    if index.limpet != FORMAT:
+        raise make_error(f"format {FORMAT}", index.limpet)
     if not (8 <= index.header <= min(index.length, 8 + MAX_HEADER) and index.length < 1 << 62):
         raise make_error(
             f"a header of 8 to {8 + MAX_HEADER} bytes within the shard",
@@ -134,7 +128,7 @@ def decode_index(
     cuts = int_array(index.cuts)
     digests = _check_chunks(index, full_length, cuts, starts, itemsizes, make_error)
     chunk_refs = None
-    if isinstance(index, IncrementalIndex):
+    if index.runs or refers:
         chunk_refs = expand_runs(index.runs, cuts, index.length, refers, make_error)
     return ShardIndex(
         index.shard, index.length, index.header, columns, cuts, digests, chunk_refs, tuple(refers)

@@ -8,7 +8,7 @@ plain value, and lists the shards and their indexes with lengths and digests. Se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -33,16 +33,6 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest
 
 
-class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The name and length in bytes of a shard, and its index, whose digests cover the shard."""
-
-    name: ShardName
-    length: Annotated[int, Meta(ge=0, lt=1 << 62)]
-    index: FileEntry
-    refers: ClassVar[Sequence[ShardReference]] = ()
-    """The files of earlier versions that hold a part of the shard; none in format 1."""
-
-
 class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A shard of an earlier version that a shard refers to.
 
@@ -55,10 +45,16 @@ class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, Meta(gt=0)]
 
 
-class IncrementalShard(Shard, frozen=True, forbid_unknown_fields=True):
-    """A shard of format 2: the data that it does not contain is in the files of ``refers``."""
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name and length in bytes of a shard, and its index, whose digests cover the shard.
 
-    refers: Sequence[ShardReference]  # type: ignore[misc]  # a constant in format 1
+    ``refers``: the files of earlier versions with the data that the shard does not contain.
+    """
+
+    name: ShardName
+    length: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    index: FileEntry
+    refers: Sequence[ShardReference]
 
 
 class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +65,10 @@ class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a snapshot. ``tree`` and ``metadata`` are nodes; see ``format/tree.py``."""
+    """The content of a snapshot. ``tree`` and ``metadata`` are nodes; see ``format/tree.py``.
+
+    ``chain``: the number of versions since the last full version; 0 for a full version.
+    """
 
     attempt: Attempt
     created: str
@@ -77,58 +76,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: Annotated[int, Meta(ge=0, lt=MAX_STEP + 1)] | None
     branch: Annotated[int, Meta(ge=0, lt=10**9)]
     parent: Parent | None
+    chain: Annotated[int, Meta(ge=0, lt=1 << 31)]
     shards: Sequence[Shard]
     metadata: Any
     tree: Any
-    chain: ClassVar[int] = 0
-    """The number of versions since the last full version; 0 for a full version."""
-    number: ClassVar[int] = 1
-    """The format number."""
-
-
-class IncrementalManifest(Manifest, frozen=True, forbid_unknown_fields=True):
-    """A manifest of format 2: its snapshot refers to files of earlier versions."""
-
-    shards: Sequence[IncrementalShard]
-    chain: Annotated[int, Meta(gt=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
-    number: ClassVar[int] = 2
-
-
-class TypedManifest(Manifest, frozen=True, forbid_unknown_fields=True):
-    """A manifest of format 3: its tree has nodes that format 1 lacks. It may be incremental."""
-
-    shards: Sequence[IncrementalShard]
-    chain: Annotated[int, Meta(ge=0, lt=1 << 31)]  # type: ignore[misc]  # a constant in format 1
-    number: ClassVar[int] = 3
 
 
 _MANIFEST = StrictDecoder(msgspec.json.Decoder(Manifest))
-_INCREMENTAL_MANIFEST: StrictDecoder[Manifest] = StrictDecoder(
-    msgspec.json.Decoder(IncrementalManifest)
-)
-_TYPED_MANIFEST: StrictDecoder[Manifest] = StrictDecoder(msgspec.json.Decoder(TypedManifest))
-
-
-_NEWER_MANIFESTS = {2: _INCREMENTAL_MANIFEST, 3: _TYPED_MANIFEST}
-
-
-def with_number(manifest: Manifest, tree_number: int) -> Manifest:
-    """Return the manifest in the lowest format that describes it.
-
-    ``tree_number``: the number that its tree needs, of ``check_numbered_tree``.
-    """
-    if tree_number < 3 or manifest.number == 3:
-        return manifest
-    fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
-    fields["shards"] = [
-        IncrementalShard(s.name, s.length, s.index, s.refers) for s in manifest.shards
-    ]
-    return TypedManifest(**fields, chain=manifest.chain)
 
 
 def encode_manifest(manifest: Manifest) -> tuple[bytes, str]:
     """Return the bytes of the file and its digest."""
-    return seal(manifest, manifest.number)
+    return seal(manifest)
 
 
 def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
@@ -136,7 +95,7 @@ def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
 
     Raises ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``.
     """
-    manifest, manifest_digest = unseal(raw, _MANIFEST, file, _NEWER_MANIFESTS)
+    manifest, manifest_digest = unseal(raw, _MANIFEST, file)
     _check(manifest, file)
     return manifest, manifest_digest
 

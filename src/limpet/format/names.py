@@ -180,8 +180,7 @@ def parse_lasting_pin(name: str) -> Version | None:
 
 class EvaluationFile(NamedTuple):
     """The name of a file about a version: ``kind`` is ``""`` for the result of an evaluation,
-    ``failed``, ``ended``, or ``inexact``. Readers of an earlier release pass over all
-    but the first.
+    ``failed``, ``ended``, or ``inexact``.
     """
 
     name: str

@@ -1,14 +1,14 @@
 """Small JSON files that contain their own digest: manifests, branches, pins, and evaluations.
 
 A sealed file is one JSON object that begins with exactly
-``{"format":N,"digest":"<32 hex digits>",``. The digest covers the whole file with the 32 digits
-replaced by zeros. Digests are compared exactly, so a file with any changed byte is rejected.
+``{"limpet":N,"digest":"<32 hex digits>",``, where N is the format number. The digest covers the
+whole file with the 32 digits replaced by zeros. Digests are compared exactly, so a file with any
+changed byte is rejected.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, TypeVar
 
@@ -19,52 +19,49 @@ from limpet.format.digest import HEX_LENGTH, digest
 from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder, describe_invalid
 from limpet.text import VERIFY_ADVICE
 
-FORMAT = 3
-"""The newest format number that this version of Limpet writes and reads."""
+FORMAT = 1
+"""The format number that this version of Limpet writes and reads."""
 
-_HEAD = re.compile(rb'\{"format":([1-9][0-9]{0,8}),"digest":"([0-9a-f]{32})",')
+_HEAD = re.compile(rb'\{"limpet":([1-9][0-9]{0,8}),"digest":"([0-9a-f]{32})",')
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+_FORMER_HEAD = b'{"format":'
+"""The beginning of the sealed files that the package wrote under its former name."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 _encoder = msgspec.json.Encoder()
 
 
-def seal(content: msgspec.Struct, format_number: int = 1) -> tuple[bytes, str]:
+def seal(content: msgspec.Struct, format_number: int = FORMAT) -> tuple[bytes, str]:
     """Return ``content`` as a sealed file with this format number, and the digest of the file."""
     body = _encoder.encode(content)[1:]
-    head = b'{"format":%d,"digest":"' % format_number
+    head = b'{"limpet":%d,"digest":"' % format_number
     file_digest = digest(b"".join((head, b"0" * HEX_LENGTH, b'",', body)))
     return b"".join((head, file_digest.encode(), b'",', body)), file_digest
 
 
-def unseal(
-    raw: bytes, decoder: StrictDecoder[T], file: str, newer: Mapping[int, StrictDecoder[T]] = {}
-) -> tuple[T, str]:
+def unseal(raw: bytes, decoder: StrictDecoder[T], file: str) -> tuple[T, str]:
     """Check a sealed file, and return its content and its digest.
 
-    ``decoder``: decodes the content in format 1. ``newer``: the decoders for other formats, by
-    format number. ``file``: the name of the file for messages.
+    ``decoder``: decodes the content. ``file``: the name of the file for messages.
 
     Raises ``ManifestInvalid`` if the file does not have the form of a sealed file,
-    ``DigestMismatch`` if it was changed after it was written, and ``FormatTooNew`` if its format
-    number is newer than ``FORMAT``.
+    ``DigestMismatch`` if it was changed after it was written, and ``FormatTooNew`` if it has
+    another format than ``FORMAT``: of a newer version, or from before the first release.
     """
     head = _check_digest(raw, file)
     number = int(head.group(1))
     if number > FORMAT:
         raise FormatTooNew(
             f"{file} was written by a newer version of Limpet",
-            expected=f"format {FORMAT} or earlier",
+            expected=f"format {FORMAT}",
             found=f"format {number}",
             todo="Install a newer version of Limpet to read it",
             file=file,
         )
-    decoders = {1: decoder, **newer}
-    expected = f"format {' or '.join(map(str, decoders))}"
-    require(file, number in decoders, expected, f"format {number}")
-    return decode_struct(b"{" + raw[head.end() :], decoders[number], file), head[2].decode()
+    return decode_struct(b"{" + raw[head.end() :], decoder, file), head[2].decode()
 
 
 def sealed_digest(raw: bytes, file: str) -> str:
@@ -75,11 +72,20 @@ def sealed_digest(raw: bytes, file: str) -> str:
 
 def _check_digest(raw: bytes, file: str) -> re.Match[bytes]:
     """Return the beginning of a sealed file whose bytes have the digest that it states."""
+    if raw.startswith(_FORMER_HEAD):
+        raise FormatTooNew(
+            f"{file} was written by Holdfast, as Limpet was called before its first release",
+            expected=f"a file of Limpet, in format {FORMAT}",
+            found=repr(raw[:12]),
+            todo="Limpet cannot read runs from before its first release: choose another location,"
+            " or read this one with the version that wrote it",
+            file=file,
+        )
     head = _HEAD.match(raw)
     if head is None:
         raise ManifestInvalid(
             f"{file} is damaged",
-            expected='a file that begins with {"format":N,"digest":"..."',
+            expected='a file that begins with {"limpet":N,"digest":"..."',
             found=repr(raw[:40]),
             todo=VERIFY_ADVICE,
             file=file,

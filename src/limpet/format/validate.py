@@ -48,15 +48,6 @@ LeafSpecs = dict[str, tuple[str, tuple[int, ...]]]
 def check_tree(node: Node, file: str) -> LeafSpecs:
     """Check a tree, and return the dtype and global shape of each leaf in the shards, by key.
 
-    Raises as ``check_numbered_tree``.
-    """
-    return check_numbered_tree(node, file)[0]
-
-
-def check_numbered_tree(node: Node, file: str) -> tuple[LeafSpecs, int]:
-    """Check a tree. Return the result of ``check_tree``, and the lowest format number of a manifest
-    that has such a tree: 1 or 3.
-
     Raises ``ManifestInvalid`` for anything that ``format/tree.py`` does not write: an unknown node
     or dtype, an invalid shape, a duplicate key, or a tied leaf without its target.
     """
@@ -67,7 +58,7 @@ def check_numbered_tree(node: Node, file: str) -> tuple[LeafSpecs, int]:
     for key, target in checker.tied:
         if type(target) is not str or target not in checker.tensors:
             raise invalid_node({"tied": target}, key, file)
-    return checker.leaves, checker.number
+    return checker.leaves
 
 
 def check_plain(node: Node, key: str, file: str) -> None:
@@ -88,12 +79,12 @@ class _Checker:
     leaves: LeafSpecs = field(default_factory=dict)
     tensors: set[str] = field(default_factory=set)
     tied: list[tuple[str, Any]] = field(default_factory=list)
-    number: int = 1
+    has_torch_types: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether only nodes of plain values were checked."""
-        return not self.leaves and not self.tied and self.number == 1
+        return not self.leaves and not self.tied and not self.has_torch_types
 
     def check_node(self, node: Node, key: str, depth: int) -> None:
         if type(node) is not dict:
@@ -133,7 +124,7 @@ class _Checker:
         if tag == "subclass":
             return self._check_subclass(node, key, depth)
         if tag in torch_types.TAGS:
-            self.number = 3
+            self.has_torch_types = True
             return torch_types.is_valid(node)
         # no other node contains leaves, and it is well formed if it can be decoded
         decode(node, key, reject_leaf, depth)
@@ -182,7 +173,7 @@ class _Checker:
         return True
 
     def _check_subclass(self, node: Node, key: str, depth: int) -> bool:
-        self.number = 3
+        self.has_torch_types = True
         body = node["subclass"]
         if body.keys() != {"class", "dtype", "shape", "context", "parts"} or not body["parts"]:
             return False

@@ -144,7 +144,16 @@ def open_foreign(
     flat = flatten_foreign_state(state)
     origin = {"path": checkpoint.path, "kind": found.kind}
     manifest = Manifest(
-        "", "", "", checkpoint.step, 0, None, (), {"imported_from": origin}, flat.tree
+        attempt="",
+        created="",
+        writer="",
+        step=checkpoint.step,
+        branch=0,
+        parent=None,
+        chain=0,
+        shards=(),
+        metadata={"imported_from": origin},
+        tree=flat.tree,
     )
     if left_out:
         names = format_list(left_out, _MAX_LISTED)

@@ -23,16 +23,14 @@ from limpet.errors import (
 from limpet.format.manifest import (
     FEWER_LEAVES,
     MAX_MANIFEST,
-    IncrementalShard,
     Manifest,
     Shard,
     encode_manifest,
-    with_number,
 )
 from limpet.format.names import MANIFEST, parse_version
 from limpet.format.records import Spread
 from limpet.format.sealed import check_length
-from limpet.format.validate import check_numbered_tree
+from limpet.format.validate import check_tree
 from limpet.layout.global_plan import GlobalPlan
 from limpet.ranks.collective import Collective
 from limpet.saving.incremental import as_sibling
@@ -153,7 +151,7 @@ class Receipt(msgspec.Struct, frozen=True):
     """
 
     rank: int
-    shard: IncrementalShard | None
+    shard: Shard | None
     data_bytes: int = 0
     unchanged: list[str] | None = []
     devices: Any = None
@@ -191,7 +189,7 @@ def check_receipts(
             )
     rank_shards = [(r.rank, r.shard) for r in receipts if r.shard is not None]
     if location.is_per_host:
-        return [Shard(s.name, s.length, s.index) for _, s in rank_shards]
+        return [shard for _, shard in rank_shards]
     for path, length in sorted({(f.path, f.length) for _, s in rank_shards for f in s.refers}):
         key, what = file_key(location, path), f"{path}, which this version refers to,"
         todo = "Save again, and find out what deletes versions that a running save has pinned"
@@ -208,7 +206,7 @@ def check_receipts(
         for file in (shard, shard.index)
     ]
     look_up_each(files, lambda file: _require_length(location, *file))
-    return [s if s.refers else Shard(s.name, s.length, s.index) for _, s in rank_shards]
+    return [shard for _, shard in rank_shards]
 
 
 def _require_length(
@@ -239,8 +237,7 @@ def put_manifest(
     error's field ``outcome`` is "unknown" if the store cannot say whether the manifest exists.
     """
     # do not commit a manifest that a reader would reject
-    leaves, number = check_numbered_tree(manifest.tree, MANIFEST)
-    manifest = with_number(manifest, number)
+    leaves = check_tree(manifest.tree, MANIFEST)
     raw, manifest_digest = encode_manifest(manifest)
     check_length(location.key(MANIFEST), raw, MAX_MANIFEST, FEWER_LEAVES)
     if plan is not None and (mismatched := plan.mismatched_leaves(leaves)):

@@ -11,7 +11,7 @@ from typing import Any
 from limpet import machine
 from limpet.errors import LimpetError
 from limpet.format import names, tree
-from limpet.format.manifest import IncrementalManifest, IncrementalShard, Manifest, Parent, Shard
+from limpet.format.manifest import Manifest, Parent, Shard
 from limpet.layout.devices import DeviceMap, make_device_map, merge_device_maps
 from limpet.ranks.collective import Collective
 from limpet.saving.commit import NO_RESULT, CommitResult, Receipt
@@ -128,17 +128,15 @@ class SaveJob(AbstractContextManager["SaveJob"]):
         devices = merge_device_maps(receipt.devices for receipt in receipts)
         if devices is not None:
             added["devices"] = tree.encode(devices, "metadata/devices", tree.reject_value)
-        fields: dict[str, Any] = {
-            "attempt": self.partition.attempt,
-            "created": machine.utc_now(),
-            "writer": f"limpet {__version__}",
-            "step": step,
-            "branch": metadata.branch,
-            "parent": metadata.parent,
-            "metadata": {"dict": {**self.metadata_node["dict"], **added}},
-            "tree": self.partition.tree,
-        }
-        if not any(s.refers for s in shards):
-            return Manifest(shards=shards, **fields)
-        incremental = [IncrementalShard(s.name, s.length, s.index, s.refers) for s in shards]
-        return IncrementalManifest(shards=incremental, chain=chain, **fields)
+        return Manifest(
+            attempt=self.partition.attempt,
+            created=machine.utc_now(),
+            writer=f"limpet {__version__}",
+            step=step,
+            branch=metadata.branch,
+            parent=metadata.parent,
+            chain=chain if any(s.refers for s in shards) else 0,
+            shards=shards,
+            metadata={"dict": {**self.metadata_node["dict"], **added}},
+            tree=self.partition.tree,
+        )

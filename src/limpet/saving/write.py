@@ -6,15 +6,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from limpet.buffers import Buffer
 from limpet.format import names
 from limpet.format.digest import digest
-from limpet.format.index import IncrementalIndex, Index, encode_index
+from limpet.format.index import Index, encode_index
 from limpet.format.index_columns import IndexBox, IndexLeaf
-from limpet.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, IncrementalShard
-from limpet.format.sealed import check_length
+from limpet.format.manifest import FEWER_LEAVES, MAX_MANIFEST, FileEntry, Shard
+from limpet.format.sealed import FORMAT, check_length
 from limpet.saving.commit import Receipt
 from limpet.saving.image import Image, Piece, release_buffers, split_into_pieces
 from limpet.saving.incremental import (
@@ -165,17 +164,16 @@ def write_index(
     image: Image,
     digests: list[str],
     layout: IncrementalLayout | None = None,
-) -> IncrementalShard:
-    """Write the index of a shard durably, and return the shard as the manifest lists it. With a
-    ``layout``, the index has format number 2. Raises ``StoreError``, and
-    ``Unsupported`` if the index is too long."""
+) -> Shard:
+    """Write the index of a shard durably, and return the shard as the manifest lists it. Raises
+    ``StoreError``, and ``Unsupported`` if the index is too long."""
     raw = _encode_image_index(shard_name, image, digests, layout)
     check_length(location.key(name), raw, MAX_MANIFEST, FEWER_LEAVES)
     location.store.put_if_absent(location.key(name), raw)
     entry = FileEntry(name, len(raw), digest(raw))
     if layout is None:
-        return IncrementalShard(shard_name, image.length, entry, [])
-    return IncrementalShard(shard_name, layout.length, entry, layout.refers)
+        return Shard(shard_name, image.length, entry, refers=[])
+    return Shard(shard_name, layout.length, entry, layout.refers)
 
 
 @gc_paused  # it creates several objects per box
@@ -196,16 +194,15 @@ def _encode_image_index(
                 leaf_box.key, leaf_box.dtype, leaf_box.shape, []
             )
         leaf.boxes.append(IndexBox(leaf_box.box.offsets, leaf_box.box.sizes, at + shift))
-    fields: dict[str, Any] = {
-        "shard": shard_name,
-        "length": length,
-        "header": len(header),
-        "leaves": list(leaves.values()),
-        "cuts": (image.cuts + shift).tolist(),
-        "digests": digests,
-    }
     return encode_index(
-        Index(format=1, **fields)
-        if layout is None
-        else IncrementalIndex(format=2, runs=layout.runs, **fields)
+        Index(
+            limpet=FORMAT,
+            shard=shard_name,
+            length=length,
+            header=len(header),
+            leaves=list(leaves.values()),
+            cuts=(image.cuts + shift).tolist(),
+            digests=digests,
+            runs=[] if layout is None else layout.runs,
+        )
     )

@@ -11,8 +11,7 @@ from limpet.format import tree
 from limpet.format.index import ShardIndex
 from limpet.format.manifest import MAX_MANIFEST, Manifest, Shard, decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_reference, parse_version
-from limpet.format.sealed import require
-from limpet.format.validate import LeafSpecs, check_numbered_tree, check_plain
+from limpet.format.validate import LeafSpecs, check_plain, check_tree
 from limpet.layout.read_plan import ReadRequest, make_read_plan
 from limpet.snapshot import pins
 from limpet.snapshot.index_files import check_indexes, check_length, read_indexes
@@ -130,10 +129,7 @@ class SnapshotReader:
     def _check_manifest(self, manifest: Manifest) -> LeafSpecs:
         file = self.location.key(MANIFEST)
         check_plain(manifest.metadata, "metadata", file)
-        leaves, number = check_numbered_tree(manifest.tree, file)
-        fits = (number == 3) == (manifest.number == 3)
-        require(file, fits, f"nodes of format {manifest.number}", f"nodes of format {number}")
-        return leaves
+        return check_tree(manifest.tree, file)
 
     @property
     def url(self) -> str:

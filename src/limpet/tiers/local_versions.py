@@ -19,7 +19,7 @@ from limpet.errors import (
     RankFailed,
 )
 from limpet.format import names
-from limpet.format.manifest import IncrementalShard, Manifest, Shard
+from limpet.format.manifest import Manifest, Shard
 from limpet.format.names import Version, shard_name
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
@@ -277,9 +277,8 @@ class Promotion:
         with pinned_base(location, manifest.attempt, None, collective):
             with before_commit():
                 copy_shards(captured.location, location, shards, lambda n: collective.advance())
-            copied = [IncrementalShard(s.name, s.length, s.index, []) for s in shards]
-            is_own = bool(copied) and not is_leftover
-            receipt = Receipt(collective.rank, copied[0] if is_own else None)
+            is_own = bool(shards) and not is_leftover
+            receipt = Receipt(collective.rank, shards[0] if is_own else None)
 
             def commit(receipts: list[Receipt]) -> SnapshotReader:
                 with before_commit():

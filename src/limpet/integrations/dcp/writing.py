@@ -336,6 +336,7 @@ def _commit(
         step=None if save.version is None else save.version.step,
         branch=0 if save.version is None else save.version.branch,
         parent=None,
+        chain=0,
         shards=shards,
         metadata={
             "dict": {
