@@ -348,8 +348,7 @@ def read_captured_with(snapshot: SnapshotReader) -> str:
 
 
 def read_sessions(snapshot: SnapshotReader) -> list[str]:
-    """Return the session of the training that wrote a version, and of those that it continued from
-    a tier. There are none without this metadata."""
-    training = read_training_metadata(snapshot)
-    found = [training.get("session"), *(training.get("continued_sessions") or ())]
-    return [session for session in found if isinstance(session, str)]
+    """Return the session of the training that wrote a version, and then those that it continues,
+    which wrote the versions before. There are none if no training wrote it."""
+    sessions = read_training_metadata(snapshot).get("sessions")
+    return [s for s in sessions if isinstance(s, str)] if isinstance(sessions, list) else []

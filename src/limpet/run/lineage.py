@@ -84,6 +84,11 @@ def newest_version(catalog: Catalog, listing: Listing) -> Version | None:
     return next(filter(listing.exists, reversed(lineage_folders(catalog, listing))), None)
 
 
+def last_written(listing: Listing) -> Version | None:
+    """Return the version that was written last: a branch begins after all versions before it."""
+    return max(listing.versions, key=lambda v: (v.branch, v.step), default=None)
+
+
 def find_end(catalog: Catalog) -> str | None:
     """See ``Run.ended``."""
     listing = stable_listing(catalog)

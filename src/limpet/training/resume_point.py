@@ -74,7 +74,8 @@ class ResumePoint:
     stopping and goodput that the version stores. ``skipped`` holds the newer states that were not
     loaded. ``durable`` is the newest version of the run. ``tier`` is the name of the tier from
     which the version was loaded, or None if it is a version of the run. ``start_report``: what was
-    loaded from a version of another run.
+    loaded from a version of another run. ``sessions``: those whose work continues, also in versions
+    that are left behind.
     """
 
     snapshot: SnapshotReader
@@ -87,16 +88,12 @@ class ResumePoint:
     durable: SnapshotReader | None = None
     tier: TierName | None = None
     start_report: LoadReport | None = None
+    sessions: Sequence[str] = ()
 
     @property
     def is_exact_start(self) -> bool:
         """True if everything that was selected from another run was loaded as it is there."""
         return self.start_report is not None and self.start_report.is_exact
-
-    @property
-    def sessions(self) -> list[str]:
-        """The sessions that wrote the state in a tier; none for a version of the run."""
-        return [] if self.tier is None else read_sessions(self.snapshot)
 
 
 class ResumeInstruction(msgspec.Struct, frozen=True):
@@ -189,6 +186,7 @@ def make_resume_point(
         training_metadata=read_training_metadata(snapshot),
         skipped=skipped,
         durable=snapshot,
+        sessions=read_sessions(snapshot),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -19,7 +18,6 @@ from limpet.cli.console import (
     progress_bar,
     styled_text,
 )
-from limpet.cli.divergence import find_divergence
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, format_error_line, json_option, print_result
 from limpet.cli.resolve import (
@@ -36,7 +34,6 @@ from limpet.format.names import (
     MANIFEST,
     Version,
     branch_name,
-    parse_version,
     pin_name,
 )
 from limpet.format.records import (
@@ -47,7 +44,8 @@ from limpet.format.records import (
     encode_lasting_pin,
 )
 from limpet.machine import utc_now
-from limpet.run.catalog import read_training_metadata
+from limpet.run.catalog import read_sessions
+from limpet.run.lineage import last_written
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.saving.commit import raise_if_exists
@@ -158,7 +156,7 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
             continue  # deleted in the meantime
         except FormatError as e:
             result.damaged.append((str(version), e))
-    _refuse_other_training(run, listing, destination, existing, result, [*remaining])
+    _require_earlier_copy(run, listing, destination, existing, adds_versions=bool(remaining))
     for file in map(branch_name, listing.branches):
         try:
             raw = get_bounded(run.store, file, MAX_RECORD)
@@ -261,89 +259,52 @@ def _find_copy(snapshot: SnapshotReader, location: Location) -> SnapshotReader |
     return other
 
 
-def _find_divergence(
-    run: Run,
-    listing: Listing,
-    destination: Run,
-    existing: Listing,
-    result: CopyResult,
-    remaining: Sequence[Version],
-) -> str | None:
-    """Return evidence that both runs continued training. See ``find_divergence``.
-
-    If the source has deleted all versions of the copy, a version of the copy that is not older
-    than the remaining ones is evidence, too.
-    """
-    divergence = find_divergence(run.catalog, listing, destination.catalog, existing)
-    if divergence is None and not result.present:
-        newest = max(existing.versions, key=_position)
-        if _position(newest) >= min(map(_position, remaining)):
-            return str(newest)
-    return divergence
-
-
-def _position(version: Version) -> tuple[int, int]:
-    """Return the position of a version in its run. A branch starts after all earlier branches."""
-    return version.branch, version.step
-
-
-def _began_together(
-    run: Run, version: Version, destination: Run, versions: Sequence[Version]
-) -> bool:
-    """Return True if a version of the source and the destination belong to one training.
-
-    The time at which the training began identifies it.
-    """
-    try:
-        began = read_training_metadata(run.catalog.open(version)).get("began")
-        return began is not None and began == read_training_metadata(
-            destination.catalog.open(versions[-1])
-        ).get("began")
-    except (FormatError, NotFound):
-        return False
-
-
-def _refuse_other_training(
-    run: Run,
-    listing: Listing,
-    destination: Run,
-    existing: Listing,
-    result: CopyResult,
-    remaining: Sequence[Version],
+def _require_earlier_copy(
+    run: Run, listing: Listing, destination: Run, existing: Listing, *, adds_versions: bool
 ) -> None:
-    """Raise ``AlreadyExists`` if the destination contains versions that the source never had.
+    """Raise ``AlreadyExists`` unless the destination is empty, or an earlier copy of the source.
 
-    Merging two trainings would create a run that no training produced.
+    Of an earlier copy, the source has all branch records, and the version that was written last.
+    Or retention has deleted that version from the source: then the source's last version continues
+    the session that wrote it. To merge two trainings would create a run that no training produced.
     """
-    versions = existing.versions
-    if not versions:
-        return
-    if not result.present and not (
-        remaining and _began_together(run, remaining[0], destination, versions)
-    ):
+    common = set(listing.branches) & set(existing.branches)
+    foreign = [n for n in sorted(common) if _read_branch(run, n) != _read_branch(destination, n)]
+    adds = adds_versions or not set(listing.branches) <= common
+    if adds:
+        foreign += sorted(set(existing.branches) - common)
+    found = branch_name(foreign[0]) if foreign else None
+    last = last_written(existing)
+    if found is None and adds and last is not None:
+        found = None if _is_continued(run, listing, destination, last) else str(last)
+    if found is not None:
         raise AlreadyExists(
-            f"{destination.url} contains another training; nothing was changed",
-            expected=f"an empty location, or an earlier copy of {result.source}",
-            found=f"{format_count(len(versions), 'version')} that {result.source} does not have",
+            f"{destination.url} is not an earlier copy of {run.url}; nothing was changed",
+            expected=f"an empty location, or only what {run.url} has or continues",
+            found=f"{found} of another training",
             todo="Copy to another location, or copy single versions",
         )
-    divergence = _find_divergence(run, listing, destination, existing, result, remaining)
-    if divergence is not None:
-        advice = "Copy to another location"
-        records = [branch_name(n) for n in listing.branches if n not in existing.branches]
-        if records and parse_version(divergence) is not None:
-            advice += (
-                f". Exception: if a sweep of abandoned versions deleted {divergence} from"
-                f" {result.source}, copy {' and '.join(records)} into {destination.url} by hand,"
-                " so that it becomes an abandoned version there too, and copy again"
-            )
-        raise AlreadyExists(
-            f"{destination.url} and {result.source} seem to have both continued training since one"
-            " was copied from the other; nothing was changed",
-            expected=f"nothing that {result.source} never had",
-            found=divergence,
-            todo=advice,
-        )
+
+
+def _is_continued(run: Run, listing: Listing, destination: Run, last: Version) -> bool:
+    """Return True if the source has the last version of the destination, or continues from it."""
+    with suppress(FormatError, NotFound):
+        run.catalog.open(last)
+        return True  # the same one: another snapshot of this name has been refused
+    with suppress(FormatError, NotFound):
+        session = read_sessions(destination.catalog.open(last))[:1]
+        for version in sorted(listing.versions, key=lambda v: (v.branch, v.step), reverse=True):
+            with suppress(FormatError, NotFound):
+                return session != [] and session[0] in read_sessions(run.catalog.open(version))
+    return False
+
+
+def _read_branch(run: Run, number: int) -> bytes | None:
+    """Return the bytes of the record of a branch, or None if it is too long for a record."""
+    try:
+        return get_bounded(run.store, branch_name(number), MAX_RECORD)
+    except FormatError:
+        return None
 
 
 def _build_document(result: CopyResult, seconds: float) -> dict[str, Any]:

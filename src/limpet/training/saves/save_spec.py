@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,6 @@ from limpet.run.evaluations.metrics import to_numbers
 from limpet.run.run import Run
 from limpet.saving.job import VersionMetadata
 from limpet.snapshot.reader import SnapshotReader
-
-_MAX_SESSIONS = 32
-"""The restarts from tiers, without a version in between, that a version remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +57,6 @@ def version_of(snapshot: SnapshotReader) -> Version:
     This avoids a read of the manifest, which another rank may have written.
     """
     return parse_version(snapshot.location.folder) or snapshot.version
-
-
-def session_metadata(session: str, continued: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the training metadata that names the session of this training, and the sessions that
-    wrote the state in a tier from which it continues."""
-    earlier = {"continued_sessions": [*continued[:_MAX_SESSIONS]]} if continued else {}
-    return {"session": session, **earlier}
 
 
 def open_on_all_ranks(run: Run, version: Version, group: Group) -> SnapshotReader:

@@ -37,11 +37,14 @@ from limpet.training.saves.in_flight import SavesInFlight
 from limpet.training.saves.save_spec import (
     SaveSpec,
     open_on_all_ranks,
-    session_metadata,
     version_of,
 )
 from limpet.training.saves.version_checks import VersionChecks, emit_structure_change
 from limpet.training.step_savepoint import SavepointLabel
+
+_MAX_SESSIONS = 256
+"""The sessions that a version names. A backup that lacks all versions since so many restarts is
+refused."""
 
 
 class Saver:
@@ -80,7 +83,7 @@ class Saver:
         self._pool = BufferPool(1 << 50, on_create=page_lock)
         self.reservation = BufferReservation(self._pool)
         self._attempt = ""
-        self._session = session_metadata(random_id())
+        self._sessions = [random_id()]
         self._tiers, self._local, self.can_flush = tiers, tiers.local, tiers.can_flush
         self.in_flight = goodput.saves = SavesInFlight(self.group, run.url)
         self._deferred_staging: DeferredStaging | None = None
@@ -204,7 +207,7 @@ class Saver:
         finish_in_background(job, finish, register=register)
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
-        training = {**self._session, **self.evaluated, **self._goodput.to_metadata()}
+        training = {"sessions": self._sessions, **self.evaluated, **self._goodput.to_metadata()}
         if spec.reason == "capture" and self.begun_step == spec.version.step:
             training["captured_with"] = self._attempt  # both are of this call of step()
         return spec.to_metadata(self.newest, training, self.checks.objectives)
@@ -375,8 +378,8 @@ class Saver:
         broadcast_from_first(self.group, f"adding metrics to {snapshot.url}", add, bool)
 
     def resume_from(self, snapshot: SnapshotReader | None, sessions: Sequence[str] = ()) -> None:
-        """Continue from the version ``newest``. ``sessions``: those of a state of a tier."""
-        self._session = session_metadata(self._session["session"], sessions)
+        """Continue from the version ``newest``, and from the work of earlier ``sessions``."""
+        self._sessions = [*dict.fromkeys([self._sessions[0], *sessions])][:_MAX_SESSIONS]
         self.in_flight.version = snapshot
         self.checks.stale.restart()
         self.begun_step = self.saved_step
