@@ -86,14 +86,12 @@ def test_a_snapshot_instead_of_a_run(folder: Path, verb: str) -> None:
 @pytest.mark.parametrize("verb", ["ls", "verify", "sweep", "show"])
 def test_a_wrong_path(folder: Path, verb: str) -> None:
     check_error_line(run_cli(verb, "runs/aa"), 4, "at runs/aa", "Perhaps you meant runs/a")
-    check_error_line(run_cli(verb, "elsewhere/b"), 4, "elsewhere is not a folder")
+    check_error_line(run_cli(verb, "elsewhere/b"), 4, "found nothing. Check the path")
     check_error_line(run_cli(verb, "zzz"), 4, "found nothing")
 
 
 def test_a_missing_version(folder: Path) -> None:
-    check_error_line(
-        run_cli("show", "runs/a/version_3"), 4, "3 versions in the same folder", "version_10"
-    )
+    check_error_line(run_cli("show", "runs/a/version_3"), 4, "Perhaps you meant", "/version_")
 
 
 def test_a_version_instead_of_a_run(folder: Path) -> None:
@@ -140,13 +138,11 @@ def test_an_empty_folder(folder: Path, verb: str) -> None:
 def test_a_file_instead_of_a_folder(folder: Path, verb: str) -> None:
     (folder / "notes.txt").write_text("hello")
     check_error_line(run_cli(verb, "notes.txt"), 4, "found a file")
-    check_error_line(
-        run_cli(verb, "runs/a/version_1/manifest.json"), 4, "Use its folder: runs/a/version_1"
-    )
+    check_error_line(run_cli(verb, "runs/a/version_1/manifest.json"), 4, "found a file")
 
 
 def test_the_parent_folder_of_runs(folder: Path) -> None:
-    check_error_line(run_cli("ls", "runs"), 4, "1 run in it", "runs/a")
+    check_error_line(run_cli("ls", "runs"), 4, "found a folder with a.")
 
 
 def test_an_uncommitted_save(folder: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
 
-from limpet.errors import AlreadyExists, NoSnapshot, NotFound, StoreError
+from limpet.errors import AlreadyExists, NoSnapshot, NotFound
 from limpet.format import names
 from limpet.run.address import ADDRESS_FORMS, is_bucket, open_reader, resolve_address
 from limpet.run.lineage import find_latest
@@ -20,22 +19,21 @@ from limpet.snapshot.location import (
     is_snapshot,
     locate,
     path_advice,
+    suggest_similar_path,
     versions_in,
 )
 from limpet.snapshot.reader import SnapshotReader, open_snapshot
 from limpet.snapshot.spread import SpreadStore, unspread
 from limpet.storage.local.store import LocalStore
-from limpet.storage.open import is_built_in, open_store
+from limpet.storage.open import open_store
 from limpet.storage.store import Store, list_level
 from limpet.text import format_count
 
 _MAX_NAMES = 1000
 """The number of names in a folder of a server that are looked at: what S3 lists by one request."""
 
-_MAX_LOOKS = 10
-
-_SMALL_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES)
-"""The number of folders on a server in which a run is looked for, to suggest it."""
+_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES, names.SPREAD)
+"""The files and folders of a run whose names are fixed."""
 
 
 def resolve_snapshot(url: str) -> SnapshotReader:
@@ -269,9 +267,15 @@ def _has_run_files(url: Url) -> bool:
     found = _names_in(url) or []
     if len(found) >= _MAX_NAMES and _local_path(url) is None:
         store = unspread(open_store(url))
-        for prefix in ("version_", "branch-", "pin-", "spread", *_SMALL_FILES):
+        for prefix in ("version_", "branch-", "pin-", "spread-", *_FILES):
             found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
     return any(map(_is_run_member, found))
+
+
+def _is_run_member(name: str) -> bool:
+    parsers = (names.parse_version, names.parse_branch, names.parse_pin, names.parse_lasting_pin)
+    is_known = name in _FILES or names.is_spread_folder(name) or names.is_restart_name(name)
+    return is_known or any(parse(name) is not None for parse in parsers)
 
 
 def _has_partials(store: SpreadStore) -> bool:
@@ -283,25 +287,20 @@ def _has_partials(store: SpreadStore) -> bool:
     return next(iter(store.partials("")), None) is not None
 
 
-def _is_run_member(name: str) -> bool:
-    parsers = (
-        names.parse_version,
-        names.parse_branch,
-        names.parse_pin,
-        names.parse_lasting_pin,
-    )
-    known = name in (*_SMALL_FILES, names.SPREAD) or names.is_spread_folder(name)
-    return known or names.is_restart_name(name) or any(parse(name) is not None for parse in parsers)
-
-
 def _not_found_error(url: str, wanted: str) -> NotFound:
     """Return the error that states what is at ``url`` instead of a run or a snapshot."""
-    place = _local_path(url) or url.rstrip("/")
-    inside = _names_in(url)
+    place, inside = _local_path(url), _names_in(url)
+    todo = path_advice(None if place is None else suggest_similar_path(place))
+    if wanted == "snapshot":
+        todo = f"{todo}. {ADDRESS_FORMS}"
     if inside is None:
-        found, todo = _describe_missing(place, wanted)
+        found = "a file" if place is not None and os.path.lexists(place) else "nothing"
+    elif any(names.parse_attempt(name) is not None for name in inside):
+        found, todo = "files of a save that was never committed", "Use another version"
+    elif inside:
+        found = f"a folder with {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}"
     else:
-        found, todo = _describe_folder(place, inside) if inside else ("an empty folder", None)
+        found = "an empty folder"
     return NotFound(
         f"There is no {wanted} at {_normalize_path(url)}",
         expected="a folder of versions" if wanted == "run" else f"a folder with {names.MANIFEST}",
@@ -309,79 +308,6 @@ def _not_found_error(url: str, wanted: str) -> NotFound:
         todo=todo,
         key=url,
     )
-
-
-def _describe_folder(place: str, inside: list[str]) -> tuple[str, str | None]:
-    """Return a description of a folder with these names, and advice."""
-    if any(names.parse_attempt(name) is not None for name in inside):
-        return "files of a save that was never committed", "Use another version"
-    store = unspread(open_store(place))
-    looks = inside if _local_path(place) is not None else inside[:_MAX_LOOKS]
-    if runs := [name for name in looks if _holds_run(store, name)]:
-        examples = ", ".join(os.path.join(place, name) for name in runs[:3])
-        least = "" if looks == inside else "at least "
-        return f"{least}{format_count(len(runs), 'run')} in it", f"Use one of them: {examples}"
-    return f"a folder with {', '.join(inside[:3])}{' ...' if len(inside) > 3 else ''}", None
-
-
-def _describe_missing(place: str, wanted: str) -> tuple[str, str | None]:
-    """Return a description of what is around a place that is not a folder, and advice."""
-    forms = ADDRESS_FORMS if wanted == "snapshot" else None
-    parent, name = _split(place)
-    if not parent:
-        return "nothing", forms
-    if _is_file(place):
-        if name == names.MANIFEST or names.parse_attempt(name) is not None:
-            return "a file of a snapshot", f"Use its folder: {os.path.dirname(place) or '.'}"
-        return "a file", "Give a folder"
-    around = _names_in(parent)
-    if around is None:
-        check = "Check the path" if forms is None else f"Check the path. {forms}"
-        return f"nothing, and {parent} is not a folder", check
-    versions = sorted(v for v in map(names.parse_version, around) if v is not None)
-    if forms and versions:
-        found = f"{format_count(len(versions), 'version')} in the same folder"
-        if len(around) >= _MAX_NAMES and _local_path(place) is None:
-            return f"at least {found}", forms  # the newest one may not be among them
-        return found, f"The newest is {versions[-1]}. {forms}"
-    run_name = name.rpartition("@")[0]
-    if run_name in around:
-        return "nothing", forms or path_advice(f"{place.rpartition('@')[0]}")
-    similar = difflib.get_close_matches(name, around, n=1)
-    return "nothing", path_advice(
-        os.path.join(os.path.dirname(place), similar[0]) if similar else None
-    )
-
-
-def _split(place: str) -> tuple[str, str]:
-    """Return the folder that contains a place, and the name of the place in it.
-
-    The folder is empty if there is none, or if only a store of others could know it.
-    """
-    scheme, separator, path = place.rpartition("://")
-    if not separator:
-        return os.path.split(os.path.abspath(place))
-    parent, _, name = path.rpartition("/")
-    return f"{scheme}://{parent}" if parent and is_built_in(scheme) else "", name
-
-
-def _is_file(place: str) -> bool:
-    """Return True if there is a file or an object at a place, which is not a folder."""
-    if (path := _local_path(place)) is not None:
-        return os.path.lexists(path)
-    parent, name = _split(place)
-    try:
-        open_store(parent).stat(name)
-    except StoreError:
-        return False  # the result is only a suggestion
-    return True
-
-
-def _holds_run(store: Store, name: str) -> bool:
-    try:
-        return any(names.parse_version(e.name) for e in list_level(store, name, "version_"))
-    except (OSError, StoreError):
-        return False  # the result is only a suggestion
 
 
 @contextmanager
