@@ -23,8 +23,7 @@ _SETTLED = 4
 _SERVER = """
 import sys
 from limpet.storage.tmpfs.store import TmpfsStore
-from limpet.tiers.peers.accounts import PeerLimits
-from limpet.tiers.peers.server import PeerServer
+from limpet.tiers.peers.server import PeerLimits, PeerServer
 store = TmpfsStore(sys.argv[1])
 server = PeerServer(store, "127.0.0.1", "secret", PeerLimits(1 << 40, 1 << 40, 1 << 40))
 print(server.port, flush=True)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from limpet.connections import auth, listener
 from limpet.errors import Denied, JobFailed, LimpetError, TaskError
+from limpet.ranks import wire
 from limpet.tasks import Queue, RemoteQueue, TaskServer
 from tests.interrupts import MOMENTS, SignalError, raise_at_start
 from tests.tasks.test_processes import expected_results, worker
@@ -93,7 +93,7 @@ def test_a_long_name_of_a_worker_is_cut() -> None:
 def test_another_secret_is_refused() -> None:
     with TaskServer(Queue()) as server:
         address = server.listen()
-        other = address[:-64] + auth.make_secret()
+        other = address[:-64] + wire.make_secret()
         with pytest.raises(Denied, match=r"the owner of the task queue at 127\.0\.0\.1:"):
             RemoteQueue.connect(other)
         RemoteQueue.connect(address).close()
@@ -107,7 +107,8 @@ def test_another_secret_is_refused() -> None:
     [
         "",
         "tcp://127.0.0.1:80",
-        "tcp://127.0.0.1:80/secret",
+        "tcp://127.0.0.1:80/short-secret",
+        "tcp://127.0.0.1:80/a secret with spaces in it",
         "tcp://user@127.0.0.1:80/" + "a" * 64,
         "tcp://127.0.0.1/" + "a" * 64,
         "http://127.0.0.1:80/" + "a" * 64,
@@ -131,14 +132,14 @@ def test_a_host_without_an_address_is_an_error(host: str) -> None:
 def test_many_workers_that_connect_at_once_displace_none() -> None:
     with TaskServer(Queue()) as server:
         address = server.listen()
-        handshakes = [auth.ClientHandshake(address[-64:]) for _ in range(150)]
+        handshakes = [wire.ClientHandshake(address[-64:]) for _ in range(150)]
         ends: list[socket.socket] = []
         try:
             for handshake in handshakes:  # all of them begin before one of them is complete
                 ends.append(socket.create_connection(("127.0.0.1", port_of(address)), 20))
                 ends[-1].sendall(handshake.hello)
             for end, handshake in zip(ends, handshakes):
-                challenge = end.recv(auth.CHALLENGE_BYTES, socket.MSG_WAITALL)
+                challenge = end.recv(wire.CHALLENGE_BYTES, socket.MSG_WAITALL)
                 end.sendall(handshake.answer(challenge, "the owner")[0])
             wait_until(lambda: len(server._connections) == len(ends))
         finally:
@@ -167,7 +168,7 @@ def test_a_closed_server_accepts_nobody() -> None:
         remote = RemoteQueue.connect(address)
     with pytest.raises(TaskError, match="connection to the owner of the task queue is over"):
         remote.evaluation.get()
-    with pytest.raises(TaskError, match=r"Cannot connect to the owner .*ConnectionRefusedError"):
+    with pytest.raises(TaskError, match=r"Cannot connect to the owner .*Connection refused"):
         RemoteQueue.connect(address)
     with pytest.raises(TaskError, match="Cannot accept workers"):
         server.listen()
@@ -182,8 +183,8 @@ def test_an_owner_that_does_not_answer_is_an_error_in_time(answers: int) -> None
             def answer() -> None:
                 connection, _ = stopped.accept()
                 with connection:
-                    hello = connection.recv(auth.HELLO_BYTES, socket.MSG_WAITALL)
-                    challenge = auth.ServerHandshake("a" * 64).challenge(hello)
+                    hello = connection.recv(wire.HELLO_BYTES, socket.MSG_WAITALL)
+                    challenge = wire.ServerHandshake("a" * 64).challenge(hello)
                     assert challenge is not None
                     connection.sendall(challenge)
                     connection.recv(1 << 16)
@@ -193,7 +194,7 @@ def test_an_owner_that_does_not_answer_is_an_error_in_time(answers: int) -> None
             thread = threading.Thread(target=answer)
             thread.start()
         try:
-            with pytest.raises(TaskError, match="TimeoutError"):
+            with pytest.raises(TaskError, match=r"the time is over|timed out"):
                 RemoteQueue.connect(address, reply_seconds=0.2)
         finally:
             if answers:
@@ -259,6 +260,6 @@ def test_a_forked_process_keeps_no_connection_alive() -> None:
 
 
 def test_without_a_thread_it_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "start_thread", lambda thread: False)
+    monkeypatch.setattr(wire, "start_thread", lambda thread: False)
     with TaskServer(Queue()) as server, pytest.raises(TaskError, match="no thread can be started"):
         server.listen()

@@ -11,13 +11,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
-from limpet.connections.auth import make_secret
+from limpet.ranks.wire import make_secret
 from limpet.storage.memory import MemoryStore
 from limpet.storage.tmpfs.store import TmpfsStore
-from limpet.tiers.peers.accounts import PeerLimits
 from limpet.tiers.peers.addresses import PeerAddress
 from limpet.tiers.peers.client import PeerConnection
-from limpet.tiers.peers.server import PeerServer
+from limpet.tiers.peers.server import PeerLimits, PeerServer
 
 SECRET = make_secret()
 LIMITS = PeerLimits(file_bytes=1 << 30, peer_bytes=1 << 30, total_bytes=1 << 30)

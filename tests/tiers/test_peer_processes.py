@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from limpet.connections.listener import HandshakeLimits
 from limpet.errors import LimpetError, Unavailable
+from limpet.ranks.wire import HandshakeLimits
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.tmpfs.store import TmpfsStore
@@ -35,8 +35,7 @@ SHORT_LIMITS = replace(
 SERVER = """
 import sys
 from limpet.storage.tmpfs.store import TmpfsStore
-from limpet.tiers.peers.accounts import PeerLimits
-from limpet.tiers.peers.server import PeerServer
+from limpet.tiers.peers.server import PeerLimits, PeerServer
 limits = PeerLimits(1 << 30, 1 << 30, 1 << 30)
 server = PeerServer(TmpfsStore(sys.argv[1]), "127.0.0.1", sys.argv[2], limits)
 print(server.port, flush=True)
@@ -132,7 +131,7 @@ def test_the_sender_is_killed_or_stopped(folder, at, how):
                 put(source, "v1/b", b"from another rank")
                 with connect(server, rank=2) as peer:
                     peer.send_file(source, "v1/b")
-                eventually(lambda: not server._threads)
+                eventually(lambda: not server._connections)
             finally:
                 children[0].kill()
                 children[0].wait()

@@ -11,9 +11,6 @@ from threading import Event, Thread, Timer
 
 import pytest
 
-from limpet.connections import listener
-from limpet.connections.auth import CHALLENGE_BYTES, HELLO_BYTES, PROOF_BYTES, make_secret
-from limpet.connections.listener import HandshakeLimits
 from limpet.deadline import Deadline
 from limpet.errors import (
     AlreadyExists,
@@ -27,6 +24,16 @@ from limpet.errors import (
     Unavailable,
 )
 from limpet.format.digest import digest
+from limpet.ranks import wire
+from limpet.ranks.wire import (
+    CHALLENGE_BYTES,
+    HELLO_BYTES,
+    MAX_FRAME_BYTES,
+    PROOF_BYTES,
+    Channel,
+    HandshakeLimits,
+    make_secret,
+)
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.tmpfs.store import TmpfsStore
@@ -34,7 +41,7 @@ from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 from limpet.tiers.peers import files
 from limpet.tiers.peers import server as peer_server
-from limpet.tiers.peers.messages import MAX_FRAME_BYTES, Channel, Fetch, Offer, Ready
+from limpet.tiers.peers.messages import MESSAGES, Fetch, Offer, Ready
 from tests.tiers.peers import (
     LIMITS,
     SECRET,
@@ -64,7 +71,7 @@ def source():
 
 
 def is_idle(server):
-    return not server._threads
+    return not server._connections._threads
 
 
 def test_a_file_is_sent_and_acknowledged(folder, source):
@@ -306,7 +313,7 @@ def test_many_strangers_take_neither_threads_nor_the_place_of_peers(folder, sour
             stranger.sendall(b"LIMPET01" + bytes(10))
         with connect(server) as peer:
             assert peer.send_file(source, "v1/a").length == SIZE
-        assert is_idle(server) or len(server._threads) == 1
+        assert is_idle(server) or len(server._connections._threads) == 1
         assert strangers[0].recv(1) == b""  # displaced
         for stranger in strangers:
             stranger.close()
@@ -542,7 +549,7 @@ def test_a_server_that_does_not_read(source):
         ends = [socket.socket(), None]
         ends[0].connect(listener.getsockname())
         ends[1], _ = listener.accept()
-        channel = Channel(ends[0], "rank 1", Deadline.after(0.2, "the copy of v1/a"))
+        channel = Channel(ends[0], "rank 1", MESSAGES, Deadline.after(0.2, "the copy of v1/a"))
         with pytest.raises(Unavailable, match="time is over for the copy of v1/a"):
             while True:
                 channel.send_bytes(memoryview(bytes(1 << 20)))
@@ -596,7 +603,9 @@ def test_the_time_of_a_connection_may_become_shorter(folder, source):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = socket.create_connection(listener.getsockname())
         other, _ = listener.accept()
-        channel = Channel(client, "rank 1", Deadline.after(30, "the copy of v1/a"), limit=limit)
+        channel = Channel(
+            client, "rank 1", MESSAGES, Deadline.after(30, "the copy of v1/a"), limit=limit
+        )
         began = time.monotonic()
         Timer(0.2, ends.__setitem__, (0, 0.0)).start()
         with pytest.raises(Unavailable, match="time is over for the copy of v1/a"):
@@ -640,7 +649,7 @@ def test_a_server_listens_at_one_address_of_this_host(folder, host):
 
 
 def test_no_thread_can_be_started(folder, monkeypatch):
-    monkeypatch.setattr(listener, "start_thread", lambda thread: False)
+    monkeypatch.setattr(wire, "start_thread", lambda thread: False)
     with pytest.raises(StoreError, match="no thread can be started"):
         peer_server.PeerServer(TmpfsStore(folder), "127.0.0.1", SECRET, LIMITS)
 
@@ -710,7 +719,7 @@ def test_closing_ends_a_long_digest(folder, source, monkeypatch):
         assert begun.wait(10)
         closer = Thread(target=server.close)
         closer.start()
-        eventually(lambda: all(not c.seconds_left for c in list(server._threads)))
+        eventually(lambda: all(not c.seconds_left for c in list(server._connections._threads)))
         closing.set()
         closer.join()
         with pytest.raises(Unavailable):

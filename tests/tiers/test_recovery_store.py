@@ -323,7 +323,7 @@ def test_a_server_with_too_many_connections_sends_the_file_later(peers: Captured
             clock.sleep(seconds)
             if len(clock.pauses) == 3:
                 first.close()
-                eventually(lambda: not server._threads)
+                eventually(lambda: not server._connections)
 
         with closing(first):
             access = Peers(0, lambda rank: [rank], lambda rank: connect(server))

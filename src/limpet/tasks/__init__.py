@@ -2,7 +2,7 @@
 
 Terms: a *task* is a range of records; a *lease* is the assignment of a task to a worker, for a
 limited time; an *attempt* is one lease of a task; a *job* is a set of tasks that end together.
-May import: the root modules, ``format``, ``connections``, and ``tasks``. It knows neither
+May import: the root modules, ``format``, ``ranks``, and ``tasks``. It knows neither
 snapshots nor stores.
 
 Each public name is imported on first use, as in ``limpet``.
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from limpet.tasks.batches import TaskBatches
     from limpet.tasks.job import Job
     from limpet.tasks.queue import Queue
-    from limpet.tasks.remote.client import RemoteQueue
-    from limpet.tasks.remote.server import TaskServer
+    from limpet.tasks.remote import RemoteQueue, TaskServer
     from limpet.tasks.sides import EvaluationSide, TrainingSide
     from limpet.tasks.task import EvaluationTask, Task, TrainingTask
 
@@ -40,10 +39,10 @@ _LAZY_NAMES = {
     "EvaluationTask": "task",
     "Job": "job",
     "Queue": "queue",
-    "RemoteQueue": "remote.client",
+    "RemoteQueue": "remote",
     "Task": "task",
     "TaskBatches": "batches",
-    "TaskServer": "remote.server",
+    "TaskServer": "remote",
     "TrainingSide": "sides",
     "TrainingTask": "task",
 }

@@ -100,14 +100,22 @@ class JobTables:
         lease.table.put_back(lease.number)
         self._list_as_ready(lease.table)
 
-    def take_back(self, lease: Lease, cause: str) -> None:
-        """End a lease as a failed attempt. Without progress, it uses up one of the attempts."""
+    def renew(self, lease: Lease, now: float, seconds: float | None) -> None:
+        """Let the time of a lease start anew, with so many seconds if they are given."""
+        if seconds is not None:
+            lease.seconds = seconds
+        lease.extend(now)
+        self.leases.push(lease)
+
+    def take_back(self, lease: Lease, cause: str, is_final: bool = False) -> None:
+        """End a lease as a failed attempt. Without progress, it uses up one of the attempts, or all
+        of them if it is final."""
         table, number = lease.table, lease.number
         self.reopen(lease)
         if self.position(lease) > lease.position:
             return
         failures = table.failures[number] = table.failures.get(number, 0) + 1
-        if failures >= self._attempts:
+        if failures >= self._attempts or is_final:
             self._fail(table, _failed(table, number, failures, cause))
 
     def complete(
@@ -228,6 +236,8 @@ def _failed(table: TaskTable, number: int, attempts: int, cause: str) -> JobFail
         job=name,
         task=task,
         attempts=attempts,
+        start=start,
+        stop=stop,
         cause=cause,
     )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Lease:
     """The assignment of a task to a worker, from ``begin`` to ``end`` on the queue's clock.
 
-    ``seconds``: the time for which a report extends it. ``end`` may be set to a later time.
+    ``seconds``: the time for which a report extends it.
     ``position``: the first record that no step had consumed when the lease began.
     """
 
@@ -61,7 +61,7 @@ class Leases:
         key = (lease.worker, lease.table.spec.kind)
         self._by_worker.setdefault(key, {})[lease.attempt] = lease
         lease.table.leases[lease.number] = lease.attempt
-        self._push(lease)
+        self.push(lease)
 
     def remove(self, lease: Lease) -> None:
         """End a lease."""
@@ -88,8 +88,9 @@ class Leases:
             if lease is not None and lease.end <= now:
                 yield lease
             elif lease is not None:
-                self._push(lease)
+                self.push(lease)
 
-    def _push(self, lease: Lease) -> None:
+    def push(self, lease: Lease) -> None:
+        """Note when a lease ends, which may be earlier than before."""
         if lease.end < inf:
             heappush(self._ends, (lease.end, lease.attempt))

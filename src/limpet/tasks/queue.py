@@ -34,6 +34,9 @@ from limpet.tasks.task import Report, Task
 _LONGEST_WAIT = 1.0
 """Seconds after which a wait looks at the clock again, which may not be the real one."""
 
+_SHORT_WAIT = 0.1
+"""Seconds after which a wait for a worker looks for leases that are over."""
+
 _LONGEST_CAUSE = 10_000
 """The number of characters of the cause of a failure that are kept."""
 
@@ -192,6 +195,19 @@ class Queue:
                     return task
                 self._wait(end)
 
+    def get_for_other(
+        self, kind: Kind, worker: str, wait: float, lease_seconds: float | None
+    ) -> Task | None:
+        """Lease a task for a worker of another process, as ``get``. It waits on the real clock."""
+        end = time.monotonic() + wait
+        with self._changed:
+            while True:
+                task = self.get(kind, worker, 0.0, lease_seconds)
+                left = end - time.monotonic()
+                if task is not None or left <= 0:
+                    return task
+                self._changed.wait(min(left, _SHORT_WAIT))
+
     def recover(self, worker: str, cause: str = "it has ended") -> int:
         """Return the tasks of a lost worker to the queue. Returns their number.
 
@@ -242,12 +258,12 @@ class Queue:
             self._jobs.complete(table, number, kept, report.attempt, self._clock())
             return True
 
-    def report_failed(self, report: Report, cause: str) -> bool:
+    def report_failed(self, report: Report, cause: str, is_final: bool = False) -> bool:
         """End an attempt as failed. See ``Task.fail``."""
         with self._changing():
             lease = self._jobs.lease_of(report)
             if lease is not None:
-                self._jobs.take_back(lease, cause[:_LONGEST_CAUSE])
+                self._jobs.take_back(lease, cause[:_LONGEST_CAUSE], is_final)
             return lease is not None
 
     def report_released(self, report: Report) -> bool:
@@ -258,10 +274,12 @@ class Queue:
                 self._jobs.reopen(lease)
             return lease is not None
 
-    def renew(self, report: Report) -> None:
+    def renew(self, report: Report, seconds: float | None = None) -> None:
         """Start the time of a lease anew. See ``Task.renew``."""
+        if seconds is not None:
+            check_seconds("seconds", seconds)
         with self._entered():
-            self._jobs.held(report).extend(self._clock())
+            self._jobs.renew(self._jobs.held(report), self._clock(), seconds)
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -31,9 +31,9 @@ class Owner(Protocol):
 
     def report_consumed(self, reports: Sequence[Report]) -> None: ...
     def report_done(self, report: Report, result: Any) -> bool: ...
-    def report_failed(self, report: Report, cause: str) -> bool: ...
+    def report_failed(self, report: Report, cause: str, is_final: bool = False) -> bool: ...
     def report_released(self, report: Report) -> bool: ...
-    def renew(self, report: Report) -> None: ...
+    def renew(self, report: Report, seconds: float | None = None) -> None: ...
 
 
 @dataclass(eq=False)
@@ -60,11 +60,12 @@ class Task:
     def report(self) -> Report:
         return Report(self.job, self.id, self.attempt, self.position)
 
-    def fail(self, error: BaseException | str) -> bool:
+    def fail(self, error: BaseException | str, *, final: bool = False) -> bool:
         """Report that the attempt failed. The task returns to the queue, or fails its job if it has
-        no attempt left. Returns whether the report counts: one of an older attempt does not."""
+        no attempt left, or if this one is ``final``: others would fail, too. Returns whether the
+        report counts: one of an older attempt does not."""
         cause = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        return self.owner.report_failed(self.report, without_surrogates(cause))
+        return self.owner.report_failed(self.report, without_surrogates(cause), final)
 
     def release(self) -> bool:
         """Return the task to the queue because the worker leaves; it does not count as a failure.
@@ -73,9 +74,12 @@ class Task:
         """
         return self.owner.report_released(self.report)
 
-    def renew(self) -> None:
-        """Start the time of the lease anew. Raises ``LeaseLost`` if the lease is over."""
-        self.owner.renew(self.report)
+    def renew(self, seconds: float | None = None) -> None:
+        """Start the time of the lease anew, with ``seconds`` from now on if they are given.
+
+        Raises ``LeaseLost`` if the lease is over.
+        """
+        self.owner.renew(self.report, seconds)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ what fails as a whole: a host, or what a label names. A *peer* is a rank that ho
 another rank. A *restart* is one start of a training under ``limpet run`` that has resumed. It
 counts until it has ended well, or a state newer than its *goal* exists. The *restore ladder*
 decides what a resume leaves out after restarts without progress. A *rung* is one step of it.
-May import: the root modules, ``format``, ``connections``, ``storage``, ``layout``, ``ranks``,
+May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``,
 ``state``, ``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, ``notices``,
 and ``tiers``.
 """

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from limpet.connections.auth import make_secret
 from limpet.errors import StoreError
 from limpet.ranks.kv import KVClient
+from limpet.ranks.wire import make_secret
 
 _SIOCGIFADDR = 0x8915
 

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from limpet.connections.auth import CHALLENGE_BYTES, ClientHandshake
-from limpet.deadline import Deadline
-from limpet.errors import AlreadyExists, StoreError, Unavailable
+from limpet.errors import AlreadyExists, StoreError
+from limpet.ranks.wire import connect
 from limpet.storage.store import Store
 from limpet.threads import no_op
 from limpet.tiers.peers.addresses import PeerAddress
 from limpet.tiers.peers.files import digest_file, receive_content, send_content
-from limpet.tiers.peers.messages import (
-    Channel,
-    Coming,
-    Fetch,
-    Hello,
-    Offer,
-    Ready,
-    Stored,
-)
-
-_CONNECT_SECONDS = 10.0
-"""The longest time for a connection and its handshake. A host that is gone does not answer at all,
-and a process that is stopped makes no handshake."""
+from limpet.tiers.peers.messages import MESSAGES, Coming, Fetch, Hello, Offer, Ready, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +44,10 @@ class PeerConnection:
         limit: Callable[[], float] = lambda: math.inf,
     ) -> None:
         peer = f"rank {address.rank} at {address.host}:{address.port}"
-        deadline = Deadline.after(min(_CONNECT_SECONDS, seconds), purpose)
+        self._channel = connect(
+            (address.host, address.port), secret, peer, MESSAGES, purpose, seconds, limit
+        )
         try:
-            left = max(0.001, min(deadline.seconds_left, limit()))
-            connection = socket.create_connection((address.host, address.port), left)
-        except OSError as e:
-            raise Unavailable(
-                f"Cannot connect to {peer}: {e.strerror or e}",
-                todo="Its process may have ended; look up its address again",
-            ) from e
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._channel = Channel(connection, peer, deadline, part_seconds=seconds, limit=limit)
-        try:
-            handshake = ClientHandshake(secret)
-            self._channel.send_bytes(handshake.hello)
-            challenge = self._channel.receive_bytes(CHALLENGE_BYTES)
-            proof, session = handshake.answer(challenge, peer)
-            self._channel.send_bytes(proof)
-            self._channel.session = session
             self._channel.send(Hello(rank))
             self._channel.renew()
         except BaseException:

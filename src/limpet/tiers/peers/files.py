@@ -8,9 +8,10 @@ import xxhash
 
 from limpet.buffers import Buffer
 from limpet.errors import DigestMismatch
+from limpet.ranks.wire import PART_BYTES, Channel
 from limpet.storage.store import MappedUpload, Stat, Store, Upload, put_mapped
 from limpet.threads import no_op
-from limpet.tiers.peers.messages import PART_BYTES, Channel, End
+from limpet.tiers.peers.messages import End
 from limpet.types import MIB
 
 STEP_BYTES = MIB

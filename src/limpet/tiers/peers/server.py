@@ -6,43 +6,98 @@ A connection gets its own thread after its peer has proved that it knows the sec
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
-from dataclasses import replace
-from threading import Lock, Thread
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from threading import Lock
 
-from limpet.connections.auth import Session
-from limpet.connections.error_parts import ErrorParts
-from limpet.connections.listener import Listener
 from limpet.deadline import Deadline
-from limpet.errors import (
-    AlreadyExists,
-    Denied,
-    LimpetError,
-    NotFound,
-    StoreError,
-    Unavailable,
-)
+from limpet.errors import AlreadyExists, Denied, LimpetError, NoSpace, NotFound
 from limpet.format.names import MANIFEST
+from limpet.ranks.wire import Channel, Connections, HandshakeLimits, Listener, Session
 from limpet.storage.store import Store, check_key
-from limpet.threads import start_thread
-from limpet.tiers.peers.accounts import PeerAccounts, PeerLimits
 from limpet.tiers.peers.files import begin_copy, digest_file, receive_content, send_content
-from limpet.tiers.peers.messages import (
-    Channel,
-    Coming,
-    Fetch,
-    Hello,
-    Offer,
-    Ready,
-    Refused,
-    Stored,
-)
+from limpet.tiers.peers.messages import MESSAGES, Coming, Fetch, Hello, Offer, Ready, Stored
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLimits:
+    """The limits of a server.
+
+    ``file_bytes``: the longest file that it stores; ``peer_bytes``: the bytes of all files that one
+    rank may have here at once; ``total_bytes``: those of all ranks. ``connections``: the largest
+    number of authenticated connections, each of which has a thread; ``handshakes``: the limits of
+    connections that have not proved yet that they know the secret, which have none.
+    ``part_seconds``: the time for the answer to a request, and for each ``PART_BYTES`` of a file;
+    ``idle_seconds``: the time without a byte, between two requests and within a file.
+    """
+
+    file_bytes: int
+    peer_bytes: int
+    total_bytes: int
+    connections: int = 32
+    handshakes: HandshakeLimits = field(default_factory=HandshakeLimits)
+    part_seconds: float = 120.0
+    idle_seconds: float = 60.0
+
+
+class PeerAccounts:
+    """The files that peers have stored, and those that they are sending."""
+
+    def __init__(self, store: Store, limits: PeerLimits) -> None:
+        self._store = store
+        self.limits = limits
+        self._lock = Lock()
+        self._files: dict[tuple[int, str], int] = {}
+        self._sending: list[tuple[int, int]] = []
+
+    @contextmanager
+    def reserving(self, rank: int, key: str, length: int) -> Iterator[None]:
+        """Count a file that a rank sends; if the block succeeds, until it is deleted.
+
+        Raises ``NoSpace`` if a limit does not allow the file.
+        """
+        self._check("A file", length, self.limits.file_bytes, key)
+        entry = (rank, length)
+        with self._lock:
+            self._forget_deleted()
+            counted = [*self._sending, *((r, n) for (r, _), n in self._files.items())]
+            of_rank = sum(n for r, n in counted if r == rank)
+            total = sum(n for _, n in counted)
+            self._check(f"The files of rank {rank}", of_rank + length, self.limits.peer_bytes, key)
+            self._check("The files of all peers", total + length, self.limits.total_bytes, key)
+            self._sending.append(entry)
+        try:
+            yield
+            with self._lock:
+                self._files[rank, key] = length
+        finally:
+            with self._lock:
+                self._sending.remove(entry)
+
+    def _forget_deleted(self) -> None:
+        for rank, key in list(self._files):
+            try:
+                self._store.stat(key)
+            except NotFound:
+                del self._files[rank, key]
+
+    def _check(self, what: str, nbytes: int, limit: int, key: str) -> None:
+        if nbytes > limit:
+            raise NoSpace(
+                f"{what} would be too large for the memory of this host; {key} was not stored",
+                expected=f"at most {limit} bytes",
+                found=f"{nbytes} bytes",
+                todo="Delete generations that are not needed, or allow the peers more memory",
+                key=key,
+                store=self._store.url,
+            )
 
 
 class PeerServer:
     """Serves the files of ``store`` at ``address``, an IP address of this host, on its own threads.
 
-    ``secret``: that of the job (see ``auth.py``). ``limits``: see ``PeerLimits``. The server
+    ``secret``: that of the job. ``limits``: see ``PeerLimits``. The server
     listens when this returns; ``port`` is its port. It never stores a manifest: only this host may
     make a snapshot visible. Raises ``StoreError`` if it cannot listen.
     """
@@ -50,8 +105,7 @@ class PeerServer:
     def __init__(self, store: Store, address: str, secret: str, limits: PeerLimits) -> None:
         self._store = store
         self._accounts = PeerAccounts(store, limits)
-        self._lock = Lock()
-        self._threads: dict[Channel, Thread] = {}
+        self._connections = Connections("limpet-peer", lambda: self.limits.connections)
         self._listener = Listener(
             address, secret, "serve copies", self._start, lambda: self.limits.handshakes
         )
@@ -59,13 +113,8 @@ class PeerServer:
 
     def close(self) -> None:
         """Stop accepting connections, and end those that exist. What is half received is gone."""
-        self._listener.close()  # now, no connection is added, and each thread has been started
-        with self._lock:
-            threads = dict(self._threads)
-        for channel in threads:
-            channel.interrupt()
-        for thread in threads.values():
-            thread.join()
+        self._listener.close()
+        self._connections.close()
 
     def __enter__(self) -> PeerServer:
         return self
@@ -85,48 +134,31 @@ class PeerServer:
     # -- the threads of the connections ---------------------------------------------------------
 
     def _start(self, connection: socket.socket, session: Session) -> None:
-        """Serve a connection in a new thread, unless there are too many."""
         limits = self.limits
-        times = limits.idle_seconds, limits.part_seconds
-        channel = Channel(connection, "a peer", self._idle_deadline(), session, *times)
-        thread = Thread(target=self._serve, args=(channel,), name="limpet-peer", daemon=True)
-        with self._lock:
-            is_served = len(self._threads) < self.limits.connections
-            if is_served:
-                self._threads[channel] = thread
-        if not is_served or not start_thread(thread):
-            self._forget(channel)
+        channel = Channel(
+            connection,
+            "a peer",
+            MESSAGES,
+            self._idle_deadline(),
+            session,
+            stall_seconds=limits.idle_seconds,
+            part_seconds=limits.part_seconds,
+        )
+        self._connections.start(channel, self._serve)
 
     def _idle_deadline(self) -> Deadline:
         return Deadline.after(self.limits.idle_seconds, "the next request of a peer")
 
-    def _forget(self, channel: Channel) -> None:
-        with self._lock:
-            self._threads.pop(channel, None)
-        channel.close()
-
     def _serve(self, channel: Channel) -> None:
         """Answer the requests of a peer, until it closes the connection or one of them fails."""
-        try:
-            rank = channel.receive(Hello).rank
-            channel.peer = f"rank {rank}"
-            while True:
-                request = channel.receive(Offer, Fetch)
-                channel.deadline = replace(channel.deadline, purpose=f"a request of rank {rank}")
-                channel.renew(request.length if isinstance(request, Offer) else 0)
-                self._answer(channel, rank, request)
-                channel.deadline = self._idle_deadline()
-        except Unavailable:
-            return  # the connection has ended
-        except LimpetError as e:
-            with suppress(LimpetError):
-                channel.send(Refused(ErrorParts.of(e)))
-        except BaseException as e:  # noqa: BLE001  (top of a thread: the peer raises it)
-            error = StoreError(f"The server of {self._store.url} failed: {type(e).__name__}: {e}")
-            with suppress(LimpetError):
-                channel.send(Refused(ErrorParts.of(error)))
-        finally:
-            self._forget(channel)
+        rank = channel.receive(Hello).rank
+        channel.peer = f"rank {rank}"
+        while True:
+            request = channel.receive(Offer, Fetch)
+            channel.deadline = replace(channel.deadline, purpose=f"a request of rank {rank}")
+            channel.renew(request.length if isinstance(request, Offer) else 0)
+            self._answer(channel, rank, request)
+            channel.deadline = self._idle_deadline()
 
     def _answer(self, channel: Channel, rank: int, request: Offer | Fetch) -> None:
         if isinstance(request, Offer):

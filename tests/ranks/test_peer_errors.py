@@ -6,38 +6,40 @@ import msgspec
 import pytest
 
 from limpet import errors
-from limpet.connections.error_parts import ErrorParts
 from limpet.errors import JobFailed, LimpetError, NoSpace
+from limpet.ranks.error_report import ErrorReport
 
 KINDS = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, LimpetError)]
 
 
-def send(parts: ErrorParts) -> LimpetError:
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=ErrorParts).to_error()
+def send(report: ErrorReport) -> LimpetError:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(report), type=ErrorReport).to_peer_error()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_class_of_limpet_arrives(kind: type[LimpetError]) -> None:
     error = kind("No room", expected="5", found=3, todo="Buy some")
-    found = send(ErrorParts.of(error))
+    found = send(ErrorReport.of(error))
     assert (type(found), str(found)) == (kind, str(error))
 
 
 @pytest.mark.parametrize("name", ["SystemExit", "ValueError", "Any", "annotations", "", "nothing"])
 def test_no_other_class_is_raised(name: str) -> None:
-    parts = msgspec.structs.replace(ErrorParts.of(NoSpace("x")), error_class=name)
-    assert type(send(parts)) is LimpetError
+    report = msgspec.structs.replace(ErrorReport.of(NoSpace("x")), name=name)
+    assert type(send(report)) is LimpetError
+    builtin = msgspec.structs.replace(report, module="builtins")
+    assert type(send(builtin)) is LimpetError
 
 
 def test_a_class_of_the_user_arrives_as_a_limpet_error() -> None:
     class Own(JobFailed):
         pass
 
-    found = send(ErrorParts.of(Own("x")))
+    found = send(ErrorReport.of(Own("x")))
     assert (type(found), found.what) == (LimpetError, "x")
 
 
 def test_a_text_may_have_surrogates_and_any_length() -> None:
-    found = send(ErrorParts.of(NoSpace("\udcff" * 10_000, found="\udcff")))
+    found = send(ErrorReport.of(NoSpace("\udcff" * 10_000, found="\udcff")))
     assert found.what == r"\udcff" * 4000
     assert found.found == r"\udcff"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 import socket
@@ -13,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from limpet.connections.auth import (
+from limpet.errors import Denied, StoreError
+from limpet.ranks.wire import (
     CHALLENGE_BYTES,
     PROOF_BYTES,
     ClientHandshake,
+    HandshakeLimits,
+    Listener,
     Session,
     make_secret,
 )
-from limpet.connections.listener import HandshakeLimits, Listener
-from limpet.errors import Denied, StoreError
 from tests.tiers.peers import eventually
 
 SECRET = make_secret()
@@ -147,6 +149,15 @@ def count_of_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def limit_for(left: int) -> int:
+    """The limit on the numbers of descriptors with which so many more can be opened."""
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    unused = (
+        n for n in itertools.count() if n not in used or not os.path.exists(f"/proc/self/fd/{n}")
+    )
+    return next(itertools.islice(unused, left, None))
+
+
 def test_without_descriptors_it_listens_or_raises() -> None:
     """Once it listens, its thread needs no more of them."""
     with listening():
@@ -156,7 +167,7 @@ def test_without_descriptors_it_listens_or_raises() -> None:
     found = []
     for left in range(6):
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (before + left, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit_for(left), hard))
             try:
                 listener = Listener("127.0.0.1", SECRET, "serve tests", lambda *_: None)
             except StoreError as e:

@@ -1,0 +1,648 @@
+"""The wire between processes of a job: framing, authentication, deadlines, and errors.
+
+A frame is the length of the payload (4 bytes, big-endian), the payload (MessagePack of a
+``Message``, never a pickle), and, over TCP, its HMAC. Raw bytes, such as those of a file, may
+follow a message that announces them. The requests of peers of a tier (``tiers.peers``) and those of
+the workers of a queue (``tasks.remote``) are two sets of messages.
+
+Each side of a TCP connection first proves that it knows the secret of the job, a text that never
+travels. Everything before the proof has a fixed size, and nothing in it is interpreted. No message
+of an earlier handshake is of use, because both sides choose a new random number::
+
+    client                                             server
+    MAGIC, client_nonce                          ->
+                <-  server_nonce, HMAC("server", client_nonce, server_nonce)
+    HMAC("client", client_nonce, server_nonce)   ->
+
+The messages after it carry an HMAC with a key that follows from both nonces (``Session``). They are
+authenticated, not encrypted: whoever can read the packets of the network can read what is sent.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import math
+import secrets
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from threading import Lock, Thread
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from limpet.deadline import Deadline
+from limpet.errors import Denied, FormatError, LimpetError, StoreError, Unavailable
+from limpet.machine import after_fork
+from limpet.ranks.error_report import ErrorReport
+from limpet.threads import start_thread
+from limpet.types import MIB
+
+MAGIC = b"LIMPET01"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+HELLO_BYTES = len(MAGIC) + NONCE_BYTES
+CHALLENGE_BYTES = NONCE_BYTES + PROOF_BYTES
+
+MAX_FRAME_BYTES = MIB
+"""The longest payload of a frame, by default."""
+
+PART_BYTES = 256 * MIB
+"""The bytes of a file whose transfer gets ``part_seconds``. So no file is too long for a slow
+network, and no peer can be so slow that a transfer lasts forever."""
+
+_CONNECT_SECONDS = 10.0
+"""The longest time for a connection and its handshake. A host that is gone does not answer at all,
+and a process that is stopped makes no handshake."""
+
+_CLOSE_SECONDS = 5.0
+
+_CHECK_SECONDS = 1.0
+"""Seconds after which a call that waits looks up again how much time is left."""
+
+_POLL_SECONDS = 0.2
+"""Seconds after which the times of the handshakes are checked."""
+
+_LENGTH = struct.Struct(">I")
+
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+"""A connection ends 30 s after the last sign of life of the other host. Some systems lack some."""
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A message of one side to the other."""
+
+
+class Refused(Message, frozen=True):
+    """The error with which the other side refuses a request."""
+
+    error: ErrorReport
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """A set of messages. ``decoder`` decodes a union of them with ``Refused``.
+
+    It is created when its module is imported: ``msgspec`` crashes if two threads build the
+    description of a type at the same time. ``max_bytes``: the longest payload of a frame. A longer
+    one ends the connection before it is read.
+    """
+
+    decoder: msgspec.msgpack.Decoder[Any]
+    max_bytes: int = MAX_FRAME_BYTES
+
+
+A = TypeVar("A", bound=Message)
+B = TypeVar("B", bound=Message)
+
+
+# -- authentication ------------------------------------------------------------------------------
+
+
+def make_secret() -> str:
+    """Return a new random secret for a job, as hexadecimal text."""
+    return secrets.token_hex(32)
+
+
+def _proof(key: bytes, label: bytes, *parts: bytes) -> bytes:
+    """Return an HMAC-SHA256. All parts but the last one have a fixed size."""
+    return hmac.digest(key, b"".join((label, b"\0", *parts)), "sha256")
+
+
+@dataclass(slots=True)
+class Session:
+    """The authentication of the messages of one connection, in both directions.
+
+    ``sent`` and ``received`` count the messages, so that none can be repeated or left out.
+    """
+
+    key: bytes = field(repr=False)
+    is_client: bool
+    sent: int = 0
+    received: int = 0
+
+    def sign(self, payload: bytes) -> bytes:
+        """Return the code of the next message that this side sends."""
+        self.sent += 1
+        return self._code(self.is_client, self.sent, payload)
+
+    def verify(self, payload: bytes, code: bytes, peer: str) -> None:
+        """Raise ``Denied`` unless the next message of the other side has this code."""
+        self.received += 1
+        expected = self._code(not self.is_client, self.received, payload)
+        if not hmac.compare_digest(expected, code):
+            raise Denied(
+                f"A message from {peer} was changed on its way",
+                todo="Find out what changes packets in this network, then send it again",
+            )
+
+    def _code(self, from_client: bool, number: int, payload: bytes) -> bytes:
+        label = b"from client" if from_client else b"from server"
+        return _proof(self.key, label, number.to_bytes(8, "big"), payload)
+
+
+class ClientHandshake:
+    """The side that connects: send ``hello``, then what ``answer`` returns."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self.hello = MAGIC + self._nonce
+
+    def answer(self, challenge: bytes, peer: str) -> tuple[bytes, Session]:
+        """Return the proof for a challenge of ``CHALLENGE_BYTES`` bytes, and the session.
+
+        Raises ``Denied`` if the server does not know the secret.
+        """
+        nonces = self._nonce + challenge[:NONCE_BYTES]
+        proof = challenge[NONCE_BYTES:]
+        if not hmac.compare_digest(_proof(self._secret, b"server", nonces), proof):
+            raise Denied(
+                f"{peer} does not know the secret of this job; nothing was sent to it",
+                expected="a process of this job",
+                todo="Another job may use the address now: look up the address again",
+            )
+        session = Session(_proof(self._secret, b"session", nonces), True)
+        return _proof(self._secret, b"client", nonces), session
+
+
+class ServerHandshake:
+    """The side that is connected to: call ``challenge``, then ``accept``."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+        self._nonces = b""
+
+    def challenge(self, hello: bytes) -> bytes | None:
+        """Return the answer to a hello of ``HELLO_BYTES`` bytes. None: it is another protocol."""
+        if hello[: len(MAGIC)] != MAGIC:
+            return None
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._nonces = hello[len(MAGIC) :] + nonce
+        return nonce + _proof(self._secret, b"server", self._nonces)
+
+    def accept(self, proof: bytes) -> Session | None:
+        """Return the session, or None if the proof is wrong."""
+        if not hmac.compare_digest(_proof(self._secret, b"client", self._nonces), proof):
+            return None
+        return Session(_proof(self._secret, b"session", self._nonces), False)
+
+
+# -- a connection --------------------------------------------------------------------------------
+
+_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_when_forked(connection: socket.socket) -> None:
+    """Close a socket in a forked process. Otherwise, a connection would seem to be alive as long as
+    a worker of a data loader lives."""
+    _open_sockets.add(connection)
+
+
+def _close_sockets() -> None:
+    for connection in list(_open_sockets):
+        connection.close()
+
+
+after_fork(_close_sockets)
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Send small messages at once, and find out whether the other host is still there."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Channel:
+    """A connection that carries messages, every call of which ends by ``deadline``.
+
+    ``peer``: the name of the other side, for errors. ``stall_seconds``: the longest time without a
+    byte. ``part_seconds``: the time that ``renew`` gives. ``limit`` returns the seconds that are
+    left for all calls, and may change its mind at any time. ``session``: None for a pair of sockets
+    that no other process can reach. Only one thread uses a channel, except that any may call
+    ``interrupt``. All calls raise ``Unavailable`` if the connection or the time ends.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: str,
+        messages: Messages,
+        deadline: Deadline,
+        session: Session | None = None,
+        *,
+        stall_seconds: float = math.inf,
+        part_seconds: float = math.inf,
+        limit: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        self.peer = peer
+        self.deadline = deadline
+        self.session = session
+        self.stall_seconds = stall_seconds
+        self.part_seconds = part_seconds
+        self._messages = messages
+        self._limit = limit
+        self._socket = connection
+        close_when_forked(connection)
+
+    def send_bytes(self, *views: bytes | memoryview) -> None:
+        """Send all bytes, in one packet if they are few."""
+        view = memoryview(views[0] if len(views) == 1 else b"".join(views))
+        with self._timed("send to"):
+            while view:
+                view = view[self._wait_for(self._socket.send, view) :]
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill a view with the next bytes."""
+        with self._timed("receive from"):
+            while view:
+                count = self._wait_for(self._socket.recv_into, view)
+                if not count:
+                    raise ConnectionResetError("the other side has closed the connection")
+                view = view[count:]
+
+    def receive_bytes(self, count: int) -> bytes:
+        """Return the next ``count`` bytes."""
+        data = bytearray(count)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def send(self, message: Message) -> None:
+        """Send a message."""
+        payload = msgspec.msgpack.encode(message)
+        code = self.session.sign(payload) if self.session else b""
+        self.send_bytes(_LENGTH.pack(len(payload)), payload, code)
+
+    @overload
+    def receive(self, kind: type[A], /) -> A: ...
+    @overload
+    def receive(self, kind: type[A], second: type[B], /) -> A | B: ...
+    @overload
+    def receive(self, *kinds: type[Message]) -> Any: ...
+    def receive(self, *kinds: type[Message]) -> Any:
+        """Return the next message, which must be of one of these kinds.
+
+        Raises ``FormatError`` if it is another one or is invalid, ``Denied`` if it was changed, and
+        the error of a ``Refused``.
+        """
+        (length,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
+        if length > self._messages.max_bytes:
+            raise self._invalid(f"a message of {length} bytes")
+        payload = self.receive_bytes(length)
+        if self.session:
+            self.session.verify(payload, self.receive_bytes(PROOF_BYTES), self.peer)
+        try:
+            message = self._messages.decoder.decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+            raise self._invalid(str(e)) from e
+        if isinstance(message, kinds):
+            return message
+        if isinstance(message, Refused):
+            error = message.error.to_peer_error()
+            error.add_note(f"Reported by {self.peer}")
+            raise error
+        raise self._invalid(type(message).__name__)
+
+    def refuse(self, error: LimpetError) -> None:
+        """Answer with an error. If the connection has ended, nobody waits for it."""
+        with suppress(LimpetError):
+            self.send(Refused(ErrorReport.of(error)))
+
+    def renew(self, nbytes: int = 0) -> None:
+        """Give the next answer, or the next ``PART_BYTES`` of a file, ``part_seconds`` from now.
+
+        ``nbytes``: what the other side allocates or reads before it answers. It gets one second
+        more for each ``PART_BYTES`` of them.
+        """
+        seconds = self.part_seconds + nbytes / PART_BYTES
+        self.deadline = replace(self.deadline, at=self.deadline.clock() + seconds)
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds until the calls fail; 0.0 after ``interrupt``."""
+        return max(0.0, min(self.deadline.seconds_left, self._limit()))
+
+    def check_time(self) -> None:
+        """Raise ``Unavailable`` if the time is over, or after ``interrupt``."""
+        with self._timed("go on with"):
+            if not self.seconds_left:
+                raise TimeoutError
+
+    def interrupt(self) -> None:
+        """Make the call in progress and all later calls fail at once."""
+        self._limit = lambda: 0.0
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _wait_for(self, call: Callable[[memoryview], int], view: memoryview) -> int:
+        """Return the result of a call of the socket, which may have to wait."""
+        clock = self.deadline.clock
+        stalled_at = clock() + self.stall_seconds
+        while (seconds := min(self.seconds_left, stalled_at - clock())) > 0:
+            self._socket.settimeout(min(seconds, _CHECK_SECONDS))
+            with suppress(TimeoutError):
+                return call(view)
+        raise TimeoutError
+
+    @contextmanager
+    def _timed(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as e:
+            raise Unavailable(
+                f"Cannot {action} {self.peer}: the time is over for {self.deadline.purpose}",
+                todo="Find out whether its process is stopped or its host is overloaded",
+            ) from e
+        except OSError as e:
+            raise Unavailable(
+                f"Cannot {action} {self.peer}: {e.strerror or e}",
+                todo="Its process may have ended, or may be busy; look up its address again",
+            ) from e
+
+    def _invalid(self, found: str) -> FormatError:
+        return FormatError(
+            f"An invalid message came from {self.peer}",
+            expected="a message of this protocol",
+            found=found,
+            todo="Use the same version of Limpet on all hosts",
+        )
+
+
+def connect(
+    address: tuple[str, int],
+    secret: str,
+    peer: str,
+    messages: Messages,
+    purpose: str,
+    part_seconds: float,
+    limit: Callable[[], float] = lambda: math.inf,
+) -> Channel:
+    """Connect to a ``Listener``, and make the handshake, within 10 s or ``part_seconds``.
+
+    The arguments are as for ``Channel``. Raises ``Unavailable`` if nothing answers there, and
+    ``Denied`` if it does not know the secret.
+    """
+    deadline = Deadline.after(min(_CONNECT_SECONDS, part_seconds), purpose)
+    try:
+        left = max(0.001, min(deadline.seconds_left, limit()))
+        connection = socket.create_connection(address, left)
+    except (OSError, OverflowError, UnicodeError) as e:
+        raise Unavailable(
+            f"Cannot connect to {peer}: {getattr(e, 'strerror', None) or e}",
+            todo="Its process may have ended; look up its address again",
+        ) from e
+    channel = Channel(connection, peer, messages, deadline, part_seconds=part_seconds, limit=limit)
+    try:
+        with channel._timed("connect to"):
+            _prepare(connection)
+        handshake = ClientHandshake(secret)
+        channel.send_bytes(handshake.hello)
+        proof, session = handshake.answer(channel.receive_bytes(CHALLENGE_BYTES), peer)
+        channel.send_bytes(proof)
+    except BaseException:
+        channel.close()
+        raise
+    channel.session = session
+    return channel
+
+
+# -- servers -------------------------------------------------------------------------------------
+
+
+class Connections:
+    """The connections of a server, each of which has a thread.
+
+    ``name``: that of the threads. ``most`` returns the largest number of connections.
+    """
+
+    def __init__(self, name: str, most: Callable[[], float] = lambda: math.inf) -> None:
+        self._name, self._most = name, most
+        self._lock = Lock()
+        self._threads: dict[Channel, Thread] = {}
+        self.is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def start(self, channel: Channel, serve: Callable[[Channel], object]) -> bool:
+        """Serve a connection. Return False, and close it, if that is not possible.
+
+        ``serve(channel)`` answers requests until the connection ends. An error that it raises is
+        sent to the other side, and ends the connection.
+        """
+        thread = Thread(target=self._run, args=(channel, serve), name=self._name, daemon=True)
+        with self._lock:
+            is_served = not self.is_closed and len(self._threads) < self._most()
+            if is_served:
+                self._threads[channel] = thread
+        if is_served and start_thread(thread):
+            return True
+        self._forget(channel)
+        return False
+
+    def close(self) -> None:
+        """End all connections, and serve no more of them."""
+        with self._lock:
+            self.is_closed = True
+            threads = dict(self._threads)
+        for channel in threads:
+            channel.interrupt()
+        for thread in threads.values():
+            with suppress(RuntimeError):  # Ctrl-C came before it was started
+                thread.join(_CLOSE_SECONDS)
+
+    def _forget(self, channel: Channel) -> None:
+        with self._lock:
+            self._threads.pop(channel, None)
+        channel.close()
+
+    def _run(self, channel: Channel, serve: Callable[[Channel], object]) -> None:
+        try:
+            serve(channel)
+        except Unavailable:
+            return  # the connection has ended
+        except LimpetError as e:
+            channel.refuse(e)
+        except BaseException as e:  # noqa: BLE001  (top of a thread: the other side raises it)
+            channel.refuse(StoreError(f"The server failed: {type(e).__name__}: {e}"))
+        finally:
+            self._forget(channel)
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeLimits:
+    """``connections``: the largest number of connections that have not proved yet that they know
+    the secret; the oldest one is closed. ``seconds``: the time for that proof."""
+
+    connections: int = 64
+    seconds: float = 5.0
+
+
+class Listener:
+    """Listens at ``address``, an IP address of this host, on a thread of its own.
+
+    The thread accepts connections and makes the handshakes of all of them, without waiting for any.
+    Strangers can therefore occupy neither threads nor memory; at most they displace one another.
+
+    ``purpose``: what the connections are for, for errors: "serve copies". ``accept`` gets each
+    connection whose peer has proved that it knows ``secret``, and must neither wait nor raise.
+    ``limits`` returns those of the handshakes. It listens when this returns, at ``port`` (0: a free
+    one). Raises ``StoreError`` if it cannot.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: str,
+        purpose: str,
+        accept: Callable[[socket.socket, Session], object],
+        limits: Callable[[], HandshakeLimits] = HandshakeLimits,
+        port: int = 0,
+    ) -> None:
+        self._secret, self._accept_session, self._limits = secret, accept, limits
+        self._closed = False
+        with ExitStack() as opened:  # closes what is open if this fails
+            self._listener = opened.enter_context(_listen(address, port, purpose))
+            self.address, self.port = self._listener.getsockname()[:2]
+            try:
+                self._wake, self._woken = map(opened.enter_context, socket.socketpair())
+                self._selector = opened.enter_context(selectors.DefaultSelector())
+            except OSError as e:
+                raise StoreError(
+                    f"Cannot {purpose} at {address}: {e.strerror}",
+                    todo="Raise the limit on open files (ulimit -n)",
+                ) from e
+            for connection in (self._listener, self._wake, self._woken):
+                close_when_forked(connection)
+            for listening in (self._listener, self._woken):
+                self._selector.register(listening, selectors.EVENT_READ)
+            self._thread = Thread(target=self._run, name="limpet-listener", daemon=True)
+            if not start_thread(self._thread):
+                raise StoreError(
+                    f"Cannot {purpose} at {address}: no thread can be started",
+                    todo="Raise the limit on processes and threads (ulimit -u)",
+                )
+            opened.pop_all()
+
+    def close(self) -> None:
+        """Stop accepting connections. Those that ``accept`` has got remain."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(OSError):  # a forked process, in which it is closed
+            self._wake.send(b"\0")
+        self._thread.join()  # from now on, ``accept`` is not called
+        for connection in (self._wake, self._woken):
+            connection.close()
+
+    def _run(self) -> None:
+        pending: dict[socket.socket, _Pending] = {}  # oldest first
+        with self._selector as selector:
+            while not self._closed:
+                ready = {key.fileobj for key, _ in selector.select(_POLL_SECONDS)}
+                surplus = len(pending) - self._limits().connections
+                for number, (connection, handshake) in enumerate(list(pending.items())):
+                    session = handshake.advance() if connection in ready else None
+                    is_late = number < surplus or not handshake.deadline.seconds_left
+                    if session is not None or handshake.has_failed or is_late:
+                        selector.unregister(connection)
+                        del pending[connection]
+                    if session is not None:
+                        self._accept_session(connection, session)
+                    elif connection not in pending:
+                        connection.close()
+                if self._listener in ready and (accepted := self._accept()) is not None:
+                    pending[accepted.connection] = accepted
+                    selector.register(accepted.connection, selectors.EVENT_READ)
+        for connection in (*pending, self._listener):
+            connection.close()
+
+    def _accept(self) -> _Pending | None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return None  # the peer has gone
+        except OSError:  # no descriptor is left: the connections that exist go on
+            time.sleep(_POLL_SECONDS)
+            return None
+        close_when_forked(connection)
+        connection.setblocking(False)
+        with suppress(OSError):  # on some systems, if the peer has gone
+            _prepare(connection)
+        deadline = Deadline.after(self._limits().seconds, "the handshake with a peer")
+        return _Pending(connection, self._secret, deadline)
+
+
+class _Pending:
+    """A connection whose peer has not proved yet that it knows the secret. It never waits."""
+
+    def __init__(self, connection: socket.socket, secret: str, deadline: Deadline) -> None:
+        self.connection = connection
+        self.deadline = deadline
+        self.has_failed = False
+        self._handshake = ServerHandshake(secret)
+        self._received = b""
+        self._is_challenged = False
+
+    def advance(self) -> Session | None:
+        """Read what has arrived. Return the session once the peer has proved itself."""
+        wanted = PROOF_BYTES if self._is_challenged else HELLO_BYTES
+        try:
+            data = self.connection.recv(wanted - len(self._received))
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        self._received += data
+        self.has_failed = not data
+        if len(self._received) < wanted:
+            return None
+        received, self._received = self._received, b""
+        if self._is_challenged:
+            session = self._handshake.accept(received)
+            self.has_failed = session is None
+            return session
+        self._is_challenged = True
+        challenge = self._handshake.challenge(received)
+        try:
+            # the first bytes of a connection: there is space for them
+            is_sent = challenge is not None and self.connection.send(challenge) == len(challenge)
+        except OSError:
+            is_sent = False
+        self.has_failed = not is_sent
+        return None
+
+
+def _listen(address: str, port: int, purpose: str) -> socket.socket:
+    """Return a socket that listens at a port of one address, and never of all."""
+    try:
+        ip = ipaddress.ip_address(str(address))  # a number would be an address, too
+        if ip.is_unspecified or ip.is_multicast:
+            raise ValueError(f"{address} means every address of this host")
+        family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=128)
+    except (ValueError, OSError, OverflowError) as e:
+        raise StoreError(
+            f"Cannot {purpose} at {address}",
+            expected="the IP address of one interface of this host, and a free port",
+            found=str(e),
+            todo="Name the address of this host in the network between the hosts",
+        ) from e
+    listener.setblocking(False)
+    return listener

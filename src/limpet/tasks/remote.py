@@ -1,0 +1,546 @@
+"""A queue for workers in other processes: the owner's side, the workers' side, and their messages.
+
+The messages travel as ``ranks.wire`` says. A result is JSON text within a message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+from threading import Lock
+from types import TracebackType
+from typing import Annotated, Any, Self, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from limpet.deadline import Deadline
+from limpet.errors import Denied, LimpetError, StoreError, TaskError, Unavailable
+from limpet.ranks.error_report import ErrorReport
+from limpet.ranks.wire import (
+    Channel,
+    Connections,
+    HandshakeLimits,
+    Listener,
+    Message,
+    Messages,
+    Refused,
+    Session,
+    connect,
+    make_secret,
+)
+from limpet.tasks.queue import Queue
+from limpet.tasks.result import decode_result, encode_result
+from limpet.tasks.sides import EvaluationSide, TrainingSide
+from limpet.tasks.spec import Kind, check_kind, check_seconds
+from limpet.tasks.task import EvaluationTask, Report, Task, TrainingTask
+from limpet.text import without_surrogates
+from limpet.types import MIB
+
+MAX_RESULT = 1 << 30
+"""The most bytes of a result, which may contain the states of metrics."""
+
+_MAX_NAME = 200
+"""The most characters of the name of a worker, which is part of errors."""
+
+_MAX_CAUSE = 10_000
+"""The most characters of the cause of a failure that are sent."""
+
+_SEND_SECONDS = 30.0
+"""How long a worker may take to read a reply before its connection is ended."""
+
+_LONGEST_WAIT = 0.5
+"""Seconds for which a request for a task waits for one. So long, the owner does not notice that the
+worker has left."""
+
+_HANDSHAKES = HandshakeLimits(connections=256)
+"""More than for peers: hundreds of workers may connect at once, and none may displace another."""
+
+_IDLE = Deadline("the next request", inf)
+"""A worker may be at work on a task for any time. Its leases end, not its connection."""
+
+_REQUEST = Deadline("a request to a task queue", inf)
+
+_OWNER = "the owner of the task queue"
+
+_ADDRESS = re.compile(
+    r"tcp://(?:\[([0-9a-fA-F:.%]+)\]|([^\[\]:/@\s]+)):(\d{1,5})/([\w.~+/=-]{16,256})", re.ASCII
+)
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """The first message of a worker that has connected to an address: its name. Later, it has no
+    effect: the leases of a worker are those of one name."""
+
+    worker: Annotated[str, Meta(max_length=_MAX_NAME)]
+
+
+class Get(Message, frozen=True):
+    """Lease a task, and wait for one for so many seconds. Without one, the answer is a ``Reply``.
+    Otherwise, it is a ``Leased``."""
+
+    kind: str
+    lease_seconds: float | None
+    wait: Annotated[float, Meta(ge=0, le=10)] = 0.0
+
+
+class Finished(Message, frozen=True):
+    """Ask ``Queue.finished``."""
+
+    kind: str
+
+
+class Consumed(Message, frozen=True):
+    """Records were consumed, by one step."""
+
+    reports: list[Report]
+
+
+class Done(Message, frozen=True):
+    """A task is complete."""
+
+    report: Report
+    result: str
+
+
+class Failed(Message, frozen=True):
+    """An attempt failed, and others would, too, if it is final."""
+
+    report: Report
+    cause: str
+    is_final: bool
+
+
+class Released(Message, frozen=True):
+    """A worker returns a task."""
+
+    report: Report
+
+
+class Renew(Message, frozen=True):
+    """Start the time of a lease anew."""
+
+    report: Report
+    seconds: float | None
+
+
+class Leased(Message, frozen=True):
+    """A task."""
+
+    kind: str
+    id: int
+    attempt: int
+    job: str
+    data: str
+    start: int
+    stop: int | None
+    epoch: int
+    position: int
+
+
+class Reply(Message, frozen=True):
+    """The answer to a request: yes or no."""
+
+    value: bool
+
+
+Request = Hello | Get | Finished | Consumed | Done | Failed | Released | Renew
+MESSAGES = Messages(
+    msgspec.msgpack.Decoder(Request | Leased | Reply | Refused), max_bytes=MAX_RESULT + MIB
+)
+
+A = TypeVar("A", bound=Message)
+
+
+def format_address(host: str, port: int, secret: str) -> str:
+    """Return the address of a queue. Raises ``LimpetError`` unless ``secret`` can be part of it."""
+    address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}/{secret}"
+    parse_address(address)
+    return address
+
+
+def parse_address(address: object) -> tuple[str, int, str]:
+    """Return the host, the port, and the secret of an address of a queue.
+
+    Raises ``LimpetError``, without the text, if it is none: it may have the secret.
+    """
+    parts = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if parts is None:
+        raise LimpetError(
+            "Invalid address of a task queue",
+            expected="tcp://HOST:PORT/SECRET, as TaskServer.listen returns it, with 16 to 256"
+            " letters, digits, and characters of ._~+/=- as the secret",
+            found=f"a text of {len(address)} characters"
+            if isinstance(address, str)
+            else type(address).__name__,
+        )
+    return parts[1] or parts[2], int(parts[3]), parts[4]
+
+
+# -- the owner's side ----------------------------------------------------------------------------
+
+
+class TaskServer:
+    """Gives worker processes access to a queue of this process, on this host or on others.
+
+    ::
+
+        with TaskServer(queue) as server:
+            with server.connect("worker 0") as end:
+                process = subprocess.Popen([...], pass_fds=[end.fileno()])
+            address = server.listen("10.0.0.5")  # for RemoteQueue.connect(address) on any host
+            job.wait(timeout=600)
+
+    In the worker, ``RemoteQueue(socket.socket(fileno=...))`` is the queue. When a connection ends,
+    because the worker died or closed it, its tasks return to the queue at once. A worker that hangs
+    keeps its connection: its leases end after their time. If its host is gone, the connection ends
+    after about 30 s.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._connections = Connections("limpet-task")
+        self._lock = Lock()
+        self._listeners: list[Listener] = []
+        self._count = 0
+
+    def connect(self, worker: str, end: Callable[[], str] | None = None) -> socket.socket:
+        """Return the worker's end of a new connection, and serve the other one in a thread.
+
+        Pass it to one process, and close it here: as long as any process has it open, the end of
+        the worker is not noticed. ``worker`` is for errors; two connections are two workers, even
+        with one name. ``end`` is called when the connection has ended, and says how the worker
+        did. Raises ``TaskError`` if the server is closed or no thread can be started.
+        """
+        own, other = socket.socketpair()
+        try:
+            is_started = self._start(own, worker, None, end)
+        except BaseException:  # Ctrl-C: the end of the connection ends the thread
+            other.close()
+            raise
+        if not is_started:
+            other.close()
+            raise TaskError(
+                f"Cannot connect worker {worker!r}",
+                expected="an open TaskServer, and a limit of threads that allows one more",
+                found="a closed one" if self._connections.is_closed else "no more threads",
+            )
+        return other
+
+    def listen(self, host: str = "127.0.0.1", port: int = 0, secret: str | None = None) -> str:
+        """Accept workers over TCP. Return the address for ``RemoteQueue.connect``.
+
+        ``host``: an IP address of this host that the workers can reach. ``port``: 0 for a free one.
+        The address contains the secret (by default, a new one), as a password does: whoever has it
+        can take tasks and return results. Messages are authenticated, not encrypted. Any number of
+        workers may connect, also again and again, such as an actor that Ray restarts. Raises
+        ``TaskError`` if this host does not have the address.
+        """
+        secret = make_secret() if secret is None else secret
+        format_address("host", 0, secret)
+        try:
+            listener = Listener(
+                host, secret, "serve tasks", self._accept, lambda: _HANDSHAKES, port
+            )
+        except StoreError as e:
+            raise TaskError(e.what, expected=e.expected, found=e.found, todo=e.todo) from e
+        with self._lock:
+            self._listeners.append(listener)
+        if self._connections.is_closed:
+            listener.close()
+            raise TaskError("Cannot accept workers", expected="an open TaskServer", found="closed")
+        return format_address(listener.address, listener.port, secret)
+
+    def close(self) -> None:
+        """End all connections, and accept no more: the tasks of the workers return to the queue."""
+        self._connections.is_closed = True
+        with self._lock:
+            listeners = [*self._listeners]
+        for listener in listeners:
+            listener.close()
+        self._connections.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- implementation --------------------------------------------------------------------------
+
+    def _accept(self, sock: socket.socket, session: Session) -> None:
+        """Serve a worker that has connected to an address."""
+        try:
+            host, port = sock.getpeername()[:2]
+        except OSError:  # the worker has gone meanwhile
+            sock.close()
+            return
+        self._start(sock, f"{host}:{port}", session)
+
+    def _start(
+        self,
+        sock: socket.socket,
+        worker: str,
+        session: Session | None,
+        end: Callable[[], str] | None = None,
+    ) -> bool:
+        with self._lock:
+            self._count += 1
+            name = f"{worker} (connection {self._count})"
+        channel = Channel(sock, name, MESSAGES, _IDLE, session, part_seconds=_SEND_SECONDS)
+        return self._connections.start(channel, partial(self._serve, end=end))
+
+    def _serve(self, channel: Channel, end: Callable[[], str] | None) -> None:
+        """Answer the requests of a worker until its connection ends, and recover its tasks.
+
+        A worker that sends something else, or does not read its replies, is treated as lost.
+        """
+        worker, cause, is_first = channel.peer, "its connection has ended", True
+        try:
+            while True:
+                channel.deadline = _IDLE
+                request: Request = channel.receive(*Request.__args__)
+                channel.renew()
+                if isinstance(request, Hello) and is_first:
+                    channel.peer = worker = f"{request.worker} at {worker}"
+                is_first = False
+                channel.send(self._answer(request, worker))
+        except Unavailable:
+            cause = cause if end is None else end()
+            raise
+        except LimpetError as e:
+            cause = f"{type(e).__name__}: {e}"
+            raise
+        finally:
+            self._queue.recover(worker, cause)
+
+    def _answer(self, request: Request, worker: str) -> Message:
+        try:
+            return self._do(request, worker)
+        except LimpetError as e:
+            return Refused(ErrorReport.of(e))
+
+    def _do(self, request: Request, worker: str) -> Message:
+        queue, value = self._queue, True
+        match request:
+            case Hello():
+                pass
+            case Get(kind, lease_seconds, wait):
+                task = queue.get_for_other(check_kind(kind), worker, wait, lease_seconds)
+                if task is not None:
+                    return _to_answer(kind, task)
+                value = False
+            case Finished(kind):
+                value = queue.finished(check_kind(kind))
+            case Consumed(reports):
+                queue.report_consumed(reports)
+            case Done(report, result):
+                value = queue.report_done(report, decode_result(result))
+            case Failed(report, cause, is_final):
+                value = queue.report_failed(report, cause, is_final)
+            case Released(report):
+                value = queue.report_released(report)
+            case Renew(report, seconds):
+                queue.renew(report, seconds)
+        return Reply(value)
+
+
+def _to_answer(kind: str, task: Task) -> Leased:
+    return Leased(
+        kind=kind,
+        id=task.id,
+        attempt=task.attempt,
+        job=task.job,
+        data=task.data,
+        start=task.start,
+        stop=task.stop,
+        epoch=task.epoch,
+        position=task.position,
+    )
+
+
+# -- the workers' side ---------------------------------------------------------------------------
+
+
+class RemoteQueue:
+    """The queue of another process, over a socket that ``TaskServer.connect`` has returned there.
+
+    ``reply_seconds``: how long a request may take. All methods may be called from any thread, one
+    request at a time. Each raises ``TaskError`` if the owner has ended or does not reply in time.
+    Then the connection is over, and the owner gives the tasks to other workers. A process that is
+    forked has no access to it.
+    """
+
+    def __init__(self, connection: socket.socket | Channel, reply_seconds: float = 60.0) -> None:
+        check_seconds("reply_seconds", reply_seconds)
+        if isinstance(connection, socket.socket):
+            connection.set_inheritable(False)  # no program that this process starts keeps it alive
+            connection = Channel(connection, _OWNER, MESSAGES, _REQUEST, part_seconds=reply_seconds)
+        self._channel, self._reply_seconds = connection, reply_seconds
+        self._process = os.getpid()
+        self._lock = Lock()
+        self._is_closed = False
+        self.training = TrainingSide(self)
+        self.evaluation = EvaluationSide(self)
+
+    @classmethod
+    def connect(
+        cls, address: str, worker: str | None = None, reply_seconds: float = 60.0
+    ) -> RemoteQueue:
+        """Connect to an address that ``TaskServer.listen`` has returned, on any host.
+
+        ``worker``: the name of this worker in errors (by default, its process and host). Each
+        connection is a worker of its own. Raises ``TaskError`` if the queue cannot be reached
+        within 10 s, and ``Denied`` if another program has the address now.
+        """
+        check_seconds("reply_seconds", reply_seconds)
+        name = f"process {os.getpid()} on {socket.gethostname()}" if worker is None else worker
+        host, port, secret = parse_address(address)
+        try:
+            channel = connect(
+                (host, port),
+                secret,
+                f"{_OWNER} at {host}:{port}",
+                MESSAGES,
+                "the connection to a task queue",
+                reply_seconds,
+            )
+        except Unavailable as e:
+            raise TaskError(e.what, todo=e.todo) from e
+        queue = cls(channel, reply_seconds)
+        try:
+            queue._ask(Hello(without_surrogates(name)[:_MAX_NAME]))
+        except BaseException:
+            queue.close()
+            raise
+        return queue
+
+    def get(
+        self,
+        kind: Kind,
+        worker: str | None = None,
+        timeout: float = 0.0,
+        lease_seconds: float | None = None,
+    ) -> Task | None:
+        """Lease a task, as ``Queue.get``. Every connection is one worker: ``worker`` must be None.
+        ``lease_seconds`` must be finite: this process may be lost."""
+        check_kind(kind)
+        check_seconds("timeout", timeout, may_be_zero=True)
+        if lease_seconds is not None:
+            check_seconds("lease_seconds", lease_seconds)
+        if worker is not None:
+            what = "A RemoteQueue is the queue of one worker"
+            raise LimpetError(what, expected="worker=None", found=repr(worker)[:200])
+        end, longest = time.monotonic() + timeout, min(_LONGEST_WAIT, self._reply_seconds / 2)
+        while True:
+            left = max(0.0, end - time.monotonic())
+            answer = self._request(Get(kind, lease_seconds, min(left, longest)))
+            if isinstance(answer, Leased):
+                return self._make_task(answer)
+            if not left:
+                return None
+
+    def finished(self, kind: Kind) -> bool:
+        """Return ``Queue.finished``."""
+        return self._ask(Finished(check_kind(kind)))
+
+    # -- reports, see ``Task`` -------------------------------------------------------------------
+
+    def report_consumed(self, reports: Sequence[Report]) -> None:
+        self._ask(Consumed(list(reports)))
+
+    def report_done(self, report: Report, result: Any) -> bool:
+        text = encode_result(result)
+        if len(text) > MAX_RESULT:
+            raise TaskError(
+                "The result of a task is too long",
+                expected=f"at most {MAX_RESULT} bytes",
+                found=len(text),
+                todo="Return a smaller result: sums and counts instead of one value per record",
+            )
+        return self._ask(Done(report, text))
+
+    def report_failed(self, report: Report, cause: str, is_final: bool = False) -> bool:
+        return self._ask(Failed(report, cause[:_MAX_CAUSE], is_final))
+
+    def report_released(self, report: Report) -> bool:
+        return self._ask(Released(report))
+
+    def renew(self, report: Report, seconds: float | None = None) -> None:
+        self._ask(Renew(report, seconds))
+
+    def close(self) -> None:
+        """End the connection, and a request of another thread. Tasks that this worker holds return
+        to the queue."""
+        self._is_closed = True
+        self._channel.interrupt()
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- implementation --------------------------------------------------------------------------
+
+    def _ask(self, request: Request) -> bool:
+        answer = self._request(request)
+        return isinstance(answer, Reply) and answer.value
+
+    def _request(self, request: Request) -> Leased | Reply:
+        """Send a request, and return its answer. Raises the error that the owner has answered.
+
+        If this does not end with an answer, the connection does: half a message may be under way.
+        """
+        if os.getpid() != self._process:  # another thread may have had the lock at the fork
+            raise self._lost("this process was forked from the one that has connected")
+        with self._lock:
+            if self._is_closed:
+                raise self._lost("it was closed")
+            try:
+                self._channel.renew()
+                self._channel.send(request)
+                answer = self._channel.receive(Leased, Reply, Refused)
+            except BaseException as e:
+                self.close()
+                if isinstance(e, LimpetError) and not isinstance(e, Denied):
+                    raise self._lost(str(e).rstrip(".")) from e
+                raise
+        if isinstance(answer, Refused):
+            raise answer.error.to_peer_error()
+        return answer  # type: ignore[no-any-return]
+
+    def _lost(self, cause: str) -> TaskError:
+        return TaskError(
+            "The connection to the owner of the task queue is over",
+            expected=f"a reply within {self._reply_seconds} s",
+            found=cause,
+            todo="End this worker: the owner gives its tasks to other workers",
+        )
+
+    def _make_task(self, x: Leased) -> Task:
+        make = TrainingTask if x.kind == "training" else EvaluationTask
+        return make(
+            id=x.id,
+            attempt=x.attempt,
+            job=x.job,
+            data=x.data,
+            start=x.start,
+            stop=x.stop if x.kind == "training" else int(x.stop or 0),  # type: ignore[arg-type]
+            epoch=x.epoch,
+            position=x.position,
+            owner=self,
+        )
