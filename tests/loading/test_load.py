@@ -193,7 +193,7 @@ def test_two_names_can_be_swapped():
         ({"**": "x/**"}, "but '**': 'x/**' is a pattern. `limpet show SNAPSHOT"),
         ({"model": "net/**"}, "rename={'model': 'net'} renames"),
         ({"model.a.weight": "model.b.weight"}, "not in the snapshot: model.a.weight. Levels are "
-                                               "separated by /; did you mean model/a.weight? `h"),
+                                               "separated by /; did you mean model/a.weight? `l"),
         ({"model.a": "model.b"}, "did you mean model/a? `limpet show"),
         ({"model.deep.n": "model.deep.m"}, "did you mean model/deep/n?"),
         ({"model/a.wieght": "model/b"}, "in the snapshot: model/a.wieght. Did you mean model/a.w"),
