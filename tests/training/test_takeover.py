@@ -105,10 +105,10 @@ def test_the_end_of_the_process_shows_no_traceback(tmp_path: Path, flags: list[s
 def test_a_save_that_fails_at_the_end_of_the_process_is_one_line(tmp_path: Path) -> None:
     source = CELL.replace("SAVE", "limpet.EverySteps(6)")
     fail = (
-        "import limpet.training.saves.saver as saver\n"
+        "import limpet.run.writer as writer\n"
         "from limpet.errors import NoSpace\n"
         "def fail(*_):\n    raise NoSpace('The disk is full')\n"
-        "saver.finish_save = fail\n"
+        "writer.finish_save = fail\n"
     )
     done = run_interpreter(tmp_path, "", "-c", fail + source, code=1)
     assert "limpet: the save to runs/a/version_6 failed: NoSpace: The disk is full" in done.stderr

@@ -23,7 +23,7 @@ from limpet.format import names
 from limpet.format.manifest import Parent
 from limpet.format.names import Version
 from limpet.format.records import Branch, Ended, encode_branch
-from limpet.run.catalog import Catalog
+from limpet.run.catalog import Catalog, read_sessions
 from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import Mode, Record, best_first
 from limpet.snapshot.reader import SnapshotReader
@@ -87,6 +87,15 @@ def newest_version(catalog: Catalog, listing: Listing) -> Version | None:
 def last_written(listing: Listing) -> Version | None:
     """Return the version that was written last: a branch begins after all versions before it."""
     return max(listing.versions, key=lambda v: (v.branch, v.step), default=None)
+
+
+def find_sessions(catalog: Catalog, listing: Listing, snapshot: SnapshotReader) -> list[str]:
+    """Return the sessions that a training continues that goes on from ``snapshot``: those of this
+    version, and of the one that was written last, which it may leave behind."""
+    last, sessions = last_written(listing), read_sessions(snapshot)
+    with suppress(FormatError, NotFound):
+        sessions += [] if last is None else read_sessions(catalog.open(last))
+    return sessions
 
 
 def find_end(catalog: Catalog) -> str | None:

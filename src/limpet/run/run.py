@@ -21,6 +21,7 @@ from limpet.format.records import (
     LastingPin,
     encode_lasting_pin,
 )
+from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run import lineage, retention, sweep
 from limpet.run.catalog import Catalog, VersionRecord
 from limpet.run.evaluations.metrics import (
@@ -34,6 +35,7 @@ from limpet.run.listing import BRANCH, STEP, Listing, to_int
 from limpet.run.policy import KeepPolicy, Mode, Record
 from limpet.run.policy.checks import check_metric
 from limpet.run.sweep import GRACE, SweepResult
+from limpet.run.writer import VersionWriter
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, Url
 from limpet.snapshot.snapshot import Snapshot, reader_of, snapshot_of
@@ -170,6 +172,40 @@ class Run:
     def leave_from(self, snapshot: Snapshot, version: Version, reason: str) -> int:
         """Durably start a branch at a version and return the number of the branch."""
         return lineage.start_branch(self.catalog, reader_of(snapshot), version, reason)
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def writer(
+        self,
+        *,
+        keep: KeepPolicy | None = None,
+        incremental: bool | int = False,
+        group: GroupSpec = None,
+        timeout: float | None = None,
+    ) -> VersionWriter:
+        """Return a writer of versions, for a program that has no training loop.
+
+        In a ``with`` block, it holds the writer lock of the run, and continues from the newest
+        intact version, which is its ``latest``. ``save(state, step=...)`` saves a version, and
+        deletes the versions that ``keep`` does not keep (None: keeps all).
+
+        ``incremental=True``: a version refers to the chunks that an earlier version holds. Every
+        20th version is written in full; with a number, every version of that count. ``group``: as
+        for ``limpet.save``; all ranks make the same calls. ``timeout``: the seconds after which a
+        save fails. Raises ``LimpetError`` for an invalid argument.
+        """
+        is_count = type(incremental) is bool or (type(incremental) is int and incremental >= 1)
+        if not is_count:
+            raise LimpetError(
+                f"incremental must be True, False, or a number of versions; found {incremental!r}"
+            )
+        return VersionWriter(
+            self.catalog,
+            saving_group(group),
+            KeepPolicy() if keep is None else keep,
+            full_every=20 if incremental is True else int(incremental) or 1,
+            timeout=timeout,
+        )
 
     # -- metrics -------------------------------------------------------------------------------
 

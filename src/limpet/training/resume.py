@@ -12,7 +12,6 @@ from limpet.errors import (
     FormatError,
     LimpetError,
     NoSnapshot,
-    NotFound,
     PlanError,
     RankFailed,
     SkippedVersion,
@@ -24,9 +23,7 @@ from limpet.generators import open_block
 from limpet.loading.binding import STRICT, Leniency
 from limpet.ranks.collective import Collective
 from limpet.ranks.group import Group
-from limpet.run.catalog import read_sessions
-from limpet.run.lineage import find_newest, last_written, newest_version, start_branch
-from limpet.run.listing import Listing
+from limpet.run.lineage import find_newest, find_sessions, newest_version, start_branch
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import warn_user
@@ -240,16 +237,7 @@ def _coordinate(
         ResumeInstruction(True, str(version), snapshot.digest, number), ResumeInstruction
     )
     point = make_resume_point(snapshot, number, newer)
-    return replace(point, sessions=[*point.sessions, *_read_last_sessions(run, listing)])
-
-
-def _read_last_sessions(run: Run, listing: Listing) -> list[str]:
-    """Return the sessions of the version that was written last, which may be left behind."""
-    last = last_written(listing)
-    try:
-        return [] if last is None else read_sessions(run.catalog.open(last))
-    except (FormatError, NotFound):
-        return []
+    return replace(point, sessions=find_sessions(run.catalog, listing, snapshot))
 
 
 def _follow_coordinator(

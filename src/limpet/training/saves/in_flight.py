@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from limpet.deadline import Deadline
-from limpet.ranks.group import Group, broadcast_from_first
+from limpet.ranks.group import broadcast_from_first
+from limpet.run.writer import VersionWriter
 from limpet.saving.pending import Pending
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
@@ -17,15 +18,13 @@ class SavesInFlight:
     """At most one save that the next one must wait for, and those before it that are complete on a
     local disk and only have to be promoted to the run.
 
-    ``url``: that of the run. ``version`` is the version of the run that was saved or resumed last,
-    as far as a wait has shown. The training thread calls all methods; other threads may read the
-    properties.
+    A wait makes the version that was saved the ``newest`` one of the ``writer``. The training
+    thread calls all methods; other threads may read the properties.
     """
 
-    def __init__(self, group: Group, url: str) -> None:
-        self._group = group
-        self._operation = f"the end of a save to {url}"
-        self.version: SnapshotReader | None = None
+    def __init__(self, writer: VersionWriter) -> None:
+        self._writer, self._group = writer, writer.group
+        self._operation = f"the end of a save to {writer.url}"
         self._saves: list[tuple[Pending, Promotion | None]] = []  # oldest first
         self._errors: list[Exception] = []
         self.post_commit_error: Exception | None = None
@@ -111,9 +110,10 @@ class SavesInFlight:
 
     def take(self, snapshot: SnapshotReader) -> None:
         """Count the result of a save, unless it is older, or a local version that is damaged."""
-        is_newer = self.version is None or version_of(snapshot) >= version_of(self.version)
+        newest = self._writer.newest
+        is_newer = newest is None or version_of(snapshot) >= version_of(newest)
         if is_newer and not snapshot.location.is_per_host:
-            self.version = snapshot
+            self._writer.newest = snapshot
 
     def wait_before_last(self, is_begun: bool, deadline: Deadline) -> None:
         """Wait on all ranks before the last save of a training. ``is_begun``: it is in flight.

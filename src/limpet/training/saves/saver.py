@@ -6,20 +6,17 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from limpet import events
 from limpet.buffers import BufferPool, page_lock
 from limpet.deadline import Deadline
 from limpet.errors import AlreadyExists, CommitError, FormatError, LimpetError, StoreError
-from limpet.format.names import random_id
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.policy import KeepPolicy
-from limpet.run.retention import TrainingRetention, undeleted_error
+from limpet.run.retention import undeleted_error
 from limpet.run.run import Run
-from limpet.run.writer_lock import WriterLock
-from limpet.saving.commit import Receipt
+from limpet.run.writer import VersionWriter
 from limpet.saving.job import SaveJob, VersionMetadata
 from limpet.saving.overlap import DeferredStaging
 from limpet.saving.pending import Pending
@@ -34,28 +31,17 @@ from limpet.tiers.local_versions import Promotion
 from limpet.tiers.tiers import Tiers
 from limpet.training.saves.goodput import Goodput
 from limpet.training.saves.in_flight import SavesInFlight
-from limpet.training.saves.save_spec import (
-    SaveSpec,
-    open_on_all_ranks,
-    version_of,
-)
+from limpet.training.saves.save_spec import SaveSpec, version_of
 from limpet.training.saves.version_checks import VersionChecks, emit_structure_change
 from limpet.training.step_savepoint import SavepointLabel
 
-_MAX_SESSIONS = 256
-"""The sessions that a version names. A backup that lacks all versions since so many restarts is
-refused."""
-
 
 class Saver:
-    """Saves states into a run in the background, and applies retention.
+    """Saves states of a training in the background, through a ``VersionWriter``.
 
-    ``writer_lock`` and ``checks`` are checked before every commit. ``newest`` is the version that
-    was saved or resumed last. The next version names it as its parent and refers to its chunks,
-    except for every ``full_every``-th version, which is written in full (never if ``full_every`` is
-    None). With ``overlap``, parameters and slots are copied during the next step, and an
-    optimizer's step waits for the copy. A save of more than ``timeout`` seconds fails. If the local
-    tier is open, a save is complete on the local disks first, and is then promoted to the run.
+    ``full_every`` and ``timeout`` are those of the writer. With ``overlap``, parameters and slots
+    are copied during the next step, and an optimizer's step waits for the copy. If the local tier
+    is open, a save is complete on the local disks first, and is then promoted to the run.
     """
 
     def __init__(
@@ -73,19 +59,23 @@ class Saver:
         self.begun_step = 0
         """The step of the last save that did not fail, even if it is still in flight."""
 
-        self.retention = TrainingRetention(run.catalog, keep, checks.early_stop.before_deletion)
         self.group = tiers.group
+        self.writer = VersionWriter(
+            run.catalog,
+            self.group,
+            keep,
+            full_every=full_every,
+            timeout=timeout,
+            before_deletion=checks.early_stop.before_deletion,
+        )
+        self.retention, self.writer_lock = self.writer.retention, self.writer.lock
         self._goodput = goodput
-        self.writer_lock = WriterLock(run.store)
-        self._full_every = full_every
-        self._overlap, self._timeout = overlap, timeout
+        self._overlap = overlap
         self._guard: StepPreHook | None = None
         self._pool = BufferPool(1 << 50, on_create=page_lock)
         self.reservation = BufferReservation(self._pool)
-        self._attempt = ""
-        self._sessions = [random_id()]
         self._tiers, self._local, self.can_flush = tiers, tiers.local, tiers.can_flush
-        self.in_flight = goodput.saves = SavesInFlight(self.group, run.url)
+        self.in_flight = goodput.saves = SavesInFlight(self.writer)
         self._deferred_staging: DeferredStaging | None = None
         self._waited_seconds, self._blocked_seconds = 0.0, [0.0]
         self._closing = self._is_saving_savepoint = False
@@ -96,7 +86,7 @@ class Saver:
     @property
     def newest(self) -> SnapshotReader | None:
         """The version that was saved or resumed last."""
-        return self.in_flight.version
+        return self.writer.newest
 
     @property
     def busy(self) -> bool:
@@ -149,42 +139,27 @@ class Saver:
         if overlap and self._guard is None and optimizers_in(state):
             # a hook for all optimizers, because wrappers contain optimizers of their own
             self._guard = StepPreHook(None, self._wait_staged)
-        location = self.run.location(spec.version).limit("save", self._timeout, spec.deadline)
+        location = self.writer.locate(spec.version, spec.deadline)
         previous, promotion, first = self.in_flight.newest, None, location
         if is_local:
             first = self._local.location(spec.version, location.deadline)
             promotion = self._local.begin_promotion(location, previous)
         try:
-            job = begin_save(
-                first,
-                state,
-                self.make_metadata(spec),
-                self._pool,
-                stage_now=True,
-                group=self.group,
-                base=self._choose_base(),
-                overlap=overlap,
+            metadata = self.make_metadata(spec)
+            job = self.writer.begin(
+                first, state, metadata, self._pool, stage_now=True, overlap=overlap
             )
         except BaseException as e:
             if promotion is not None:
                 promotion.collective.close()
-            if not isinstance(e, AlreadyExists):
+            if not (is_local and isinstance(e, AlreadyExists)):
                 raise
-            if is_local:  # its promotion has failed
-                self._begin_save(state, spec, began, is_local=False)
-                return
-            existing = open_on_all_ranks(self.run, spec.version, self.group)
-            if existing.manifest.attempt != self._attempt:
-                raise LimpetError(
-                    f"Another training has saved {spec.version} of {self.run.url}",
-                    todo="Find the second job that writes to this run, and stop one of the two",
-                ) from e
-            # this training's own version, whose save failed with an unknown outcome
-            self.in_flight.version = existing
+            self._begin_save(state, spec, began, is_local=False)  # its promotion has failed
+            return
+        if isinstance(job, SnapshotReader):  # its save failed with an unknown outcome
             self.begun_step = spec.version.step
             spec.on_finished(True)
             return
-        self._attempt = job.partition.attempt
         self.checks.stale.observe(job, state, spec.version)
         self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
         self._goodput.seconds["last_blocked"] = blocked_seconds[0]
@@ -207,10 +182,17 @@ class Saver:
         finish_in_background(job, finish, register=register)
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
-        training = {"sessions": self._sessions, **self.evaluated, **self._goodput.to_metadata()}
+        training = {**spec.training_metadata, **self.evaluated, **self._goodput.to_metadata()}
         if spec.reason == "capture" and self.begun_step == spec.version.step:
-            training["captured_with"] = self._attempt  # both are of this call of step()
-        return spec.to_metadata(self.newest, training, self.checks.objectives)
+            training["captured_with"] = self.writer.attempt  # both are of this call of step()
+        return self.writer.make_metadata(
+            spec.version,
+            spec.reason,
+            spec.metrics,
+            spec.note,
+            training=training,
+            objectives=self.checks.objectives,
+        )
 
     def save_savepoint(
         self,
@@ -235,7 +217,7 @@ class Saver:
             if reason := end_staging():
                 job.staging_error = CommitError(f"{version} was not saved: {reason}")
             snapshot = finish_save(job, lambda receipts: self.writer_lock.check(location.store))
-            self._emit_saved(job, 0.0, time.perf_counter() - job.started_at)
+            self.writer.emit_saved(job, blocked=0.0, seconds=time.perf_counter() - job.started_at)
         except LimpetError as e:
             events.emit("save_failed", run=self.run.url, step=version.step, error=e)
             try:
@@ -245,7 +227,7 @@ class Saver:
             snapshot.location = location.without_limit()
         finally:
             self._is_saving_savepoint = False
-        self.in_flight.version, self.begun_step = snapshot, version.step
+        self.writer.newest, self.begun_step = snapshot, version.step
         self._goodput.counts["saves"] += 1
         self._goodput.mark_committed(metadata.training["trained_seconds"])
 
@@ -278,15 +260,6 @@ class Saver:
             self._blocked_seconds[0] += waited
             self._goodput.add_blocked(waited)
 
-    def _choose_base(self) -> SnapshotReader | None:
-        """Return the version whose chunks the next one may refer to, or None for a full version.
-        With several ranks, the decision of rank 0 counts."""
-        base = None if self._full_every == 1 else self.newest
-        if base is None or self._full_every is None or self.group.rank:
-            return base
-        # of every full_every versions, the first is full and the others are its chain
-        return base if base.manifest.chain + 1 < self._full_every else None
-
     def _finish_save(
         self,
         job: SaveJob,
@@ -298,7 +271,7 @@ class Saver:
         began = time.perf_counter()
         try:
             if promotion is None:
-                snapshot = finish_save(job, partial(self._check_before_commit, job))
+                snapshot = self.writer.commit(job, self.checks.stale.check)
             else:
                 snapshot = promotion.finish(job, self.checks.stale.check, self.writer_lock.check)
             self.checks.stale.mark_committed(job)
@@ -327,27 +300,8 @@ class Saver:
             self.in_flight.post_commit_error = e
         seconds = time.perf_counter() - began
         self._goodput.seconds["background"] += seconds
-        self._emit_saved(job, blocked_seconds[0], seconds)
+        self.writer.emit_saved(job, blocked=blocked_seconds[0], seconds=seconds)
         return snapshot
-
-    def _emit_saved(self, job: SaveJob, blocked: float, seconds: float) -> None:
-        metadata, result = job.metadata, job.result
-        events.emit(
-            "saved",
-            run=self.run.url,
-            version=job.location.folder.rpartition("/")[2],
-            step=metadata.step,
-            reason=metadata.reason,
-            bytes=result.nbytes,
-            referred=result.referred_bytes,
-            blocked=blocked,
-            seconds=seconds,
-            metrics=dict(metadata.metrics),
-        )
-
-    def _check_before_commit(self, job: SaveJob, receipts: Sequence[Receipt]) -> None:
-        self.writer_lock.check(job.location.store)
-        self.checks.stale.check(receipts)
 
     def _record_failure(self, spec: SaveSpec, error: BaseException) -> None:
         spec.on_finished(False)
@@ -379,11 +333,9 @@ class Saver:
 
     def resume_from(self, snapshot: SnapshotReader | None, sessions: Sequence[str] = ()) -> None:
         """Continue from the version ``newest``, and from the work of earlier ``sessions``."""
-        self._sessions = [*dict.fromkeys([self._sessions[0], *sessions])][:_MAX_SESSIONS]
-        self.in_flight.version = snapshot
+        self.writer.continue_from(snapshot, sessions)
         self.checks.stale.restart()
         self.begun_step = self.saved_step
-        self._attempt = ""
 
     def close(self) -> None:
         """Release the memory. No further save may begin.

@@ -1,0 +1,315 @@
+"""Writes the versions of a run: the lock, the parent, the commit, and retention of each version.
+
+A ``Checkpointer`` saves through it in the background. A program without a training loop, such as a
+group of servers, uses it directly: see ``Run.writer``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from limpet import events
+from limpet.buffers import BufferPool, shared_pool
+from limpet.deadline import Deadline
+from limpet.errors import AlreadyExists, LimpetError
+from limpet.format.manifest import Parent
+from limpet.format.names import MAX_STEP, Version, parse_version, random_id
+from limpet.ranks.group import Group, broadcast_from_first
+from limpet.run import lineage
+from limpet.run.catalog import Catalog
+from limpet.run.evaluations.metrics import check_metrics, to_numbers
+from limpet.run.listing import STEP, to_int
+from limpet.run.policy import KeepPolicy
+from limpet.run.retention import BeforeDeletion, TrainingRetention, undeleted_error
+from limpet.run.writer_lock import WriterLock
+from limpet.saving.commit import Receipt
+from limpet.saving.job import SaveJob, VersionMetadata
+from limpet.saving.save import begin_save, finish_save
+from limpet.snapshot.location import Location
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import Snapshot, snapshot_of
+from limpet.threads import no_op
+
+_MAX_SESSIONS = 256
+"""The sessions that a version names. A backup that lacks all versions since so many restarts is
+refused."""
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """Where rank 0 lets all ranks continue: the newest version, or none, and the branch."""
+
+    version: str = ""
+    digest: str = ""
+    branch: int = 0
+
+
+class VersionWriter(AbstractContextManager["VersionWriter"]):
+    """Writes versions of a run, one at a time. All ranks of the group make the same calls.
+
+    ``newest`` is the version that was saved or resumed last. The next version names it as its
+    parent. If versions are incremental, it refers to the chunks of ``newest``, except for every
+    ``full_every``-th version, which is written in full (1: each one, None: none has to be).
+    ``lock`` is checked before every commit. A save of more than ``timeout`` seconds fails.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        group: Group,
+        keep: KeepPolicy,
+        *,
+        full_every: int | None = 1,
+        timeout: float | None = None,
+        before_deletion: BeforeDeletion = lambda *_: (),
+    ) -> None:
+        self.group = group
+        self.lock = WriterLock(catalog.store)
+        self.retention = TrainingRetention(catalog, keep, before_deletion)
+        self.newest: SnapshotReader | None = None
+        self.attempt = ""
+        """The attempt of the last save; empty if there is none since the last resume."""
+        self._catalog = catalog
+        self._full_every, self._timeout = full_every, timeout
+        self._sessions = [random_id()]
+        self._branch: int | None = None  # None: not in a ``with`` block
+
+    @property
+    def url(self) -> str:
+        return self._catalog.store.url
+
+    # -- without a training loop ---------------------------------------------------------------
+
+    @property
+    def latest(self) -> Snapshot | None:
+        """The version that was saved last, or from which this writer continues; None: there is
+        none."""
+        return snapshot_of(self.newest)
+
+    def __enter__(self) -> Self:
+        """Acquire the writer lock, and continue from the newest intact version of the run.
+
+        If newer versions are damaged, a branch is started. Raises ``LimpetError`` if another live
+        process on this machine writes to the run, ``NoSnapshot`` if there are versions but none is
+        intact, and ``StoreError``.
+        """
+        start = broadcast_from_first(
+            self.group, f"the start of a writer of {self.url}", self._find_start, _Start
+        )
+        self._branch = start.branch
+        if self.group.rank and start.version:
+            location = Location(self._catalog.store, start.version)
+            self.continue_from(SnapshotReader(location, None, start.digest))
+        return self
+
+    def _find_start(self) -> _Start:
+        self.lock.acquire()
+        try:
+            newest, skipped = lineage.find_newest(self._catalog, SnapshotReader.check_files)
+            listing = self._catalog.listing()
+            branch = lineage.newest_branch(self._catalog, listing)
+            if newest is None:
+                return _Start(branch=branch)
+            version = newest.version
+            if version != lineage.newest_version(self._catalog, listing):
+                reason = f"{len(skipped)} newer damaged"
+                branch = lineage.start_branch(self._catalog, newest, version, reason)
+            self.continue_from(newest, lineage.find_sessions(self._catalog, listing, newest))
+            return _Start(str(version), newest.digest, branch)
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Apply retention if it is due, unless an exception ends the block, and release the
+        lock."""
+        self._branch = None
+        try:
+            if error is None and self.group.rank == 0:
+                self.retention.finish()
+        except LimpetError as e:
+            raise undeleted_error(e, self.newest and self.newest.location.folder) from e
+        finally:
+            self.lock.release()
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        note: Mapping[str, Any] | None = None,
+    ) -> Snapshot:
+        """Save ``state`` as the version of ``step``, delete what ``keep`` does not keep, and return
+        the version.
+
+        ``state``: as for ``limpet.save``. ``step``: greater than that of ``latest``. ``metrics``:
+        numbers by name, by which ``keep`` may decide. ``note``: plain values for the metadata.
+
+        Raises ``LimpetError`` for an invalid argument, outside of the ``with`` block, or if another
+        process has taken the run over; and the errors of ``limpet.save``. If old versions cannot be
+        deleted, the error has the field ``committed``: the version is saved.
+        """
+        number, checked = to_int(step, STEP), check_metrics(metrics)
+        last = -1
+        if self.newest is not None:  # the name of its folder needs no read of the manifest
+            last = (parse_version(self.newest.location.folder) or self.newest.version).step
+        if not last < number <= MAX_STEP:
+            raise LimpetError(f"step must be greater than {last}, the last one; found {number}")
+        if self._branch is None:
+            raise LimpetError("A writer of versions saves only in a with block: with run.writer()")
+        version, began = Version(number, self._branch), time.perf_counter()
+        try:
+            metadata = self.make_metadata(version, "request", checked, note or {})
+            job = self.begin(self.locate(version), state, metadata, shared_pool(), stage_now=False)
+            if isinstance(job, SnapshotReader):
+                saved = job
+            else:
+                saved = self.newest = self.commit(job)
+                seconds = time.perf_counter() - began
+                self.emit_saved(job, blocked=seconds, seconds=seconds)
+        except BaseException as e:
+            events.emit("save_failed", run=self.url, step=number, error=e)
+            raise
+        if self.group.rank == 0:
+            try:
+                self.retention.after_save(saved)
+            except LimpetError as e:
+                raise undeleted_error(e, version) from e
+        return Snapshot(saved)
+
+    # -- the steps of a save -------------------------------------------------------------------
+
+    def continue_from(self, newest: SnapshotReader | None, sessions: Sequence[str] = ()) -> None:
+        """Continue from the version ``newest``, and from the work of earlier ``sessions``."""
+        self._sessions = [*dict.fromkeys([self._sessions[0], *sessions])][:_MAX_SESSIONS]
+        self.newest, self.attempt = newest, ""
+
+    def locate(self, version: Version, deadline: Deadline | None = None) -> Location:
+        """Return where a version is saved, with the time limit of one save."""
+        location = Location(self._catalog.store, str(version))
+        return location.limit("save", self._timeout, deadline)
+
+    def make_metadata(
+        self,
+        version: Version,
+        reason: str,
+        metrics: Mapping[str, Any],
+        note: Mapping[str, Any],
+        *,
+        training: Mapping[str, Any] | None = None,
+        objectives: Mapping[str, str] | None = None,
+    ) -> VersionMetadata:
+        """Return what the manifest of a version stores beside the state. Waits for the devices of
+        the metrics. ``training``: what the training needs again when it resumes."""
+        parent = self.newest
+        return VersionMetadata(
+            step=version.step,
+            branch=version.branch,
+            parent=None if parent is None else Parent(parent.location.folder, parent.digest),
+            reason=reason,
+            metrics=to_numbers(metrics),
+            note=note,
+            training={**(training or {}), "sessions": self._sessions},
+            objectives=objectives or {},
+        )
+
+    def begin(
+        self,
+        location: Location,
+        state: Any,
+        metadata: VersionMetadata,
+        pool: BufferPool,
+        *,
+        stage_now: bool,
+        overlap: bool = False,
+    ) -> SaveJob | SnapshotReader:
+        """Run the first half of a save: see ``begin_save``.
+
+        If this writer has committed the version before, by a save whose outcome was unknown, return
+        it instead; it is then ``newest``. Raises ``LimpetError`` if another training has saved it.
+        ``location``: of the run, or where the version is complete first; there, ``AlreadyExists``
+        is raised.
+        """
+        try:
+            job = begin_save(
+                location,
+                state,
+                metadata,
+                pool,
+                group=self.group,
+                stage_now=stage_now,
+                base=self._choose_base(),
+                overlap=overlap,
+            )
+        except AlreadyExists as e:
+            if location.is_per_host:
+                raise
+            existing = self._open_on_all_ranks(Version(metadata.step or 0, metadata.branch))
+            if existing.manifest.attempt != self.attempt:
+                raise LimpetError(
+                    f"Another training has saved {location.folder} of {self.url}",
+                    todo="Find the second job that writes to this run, and stop one of the two",
+                ) from e
+            self.newest = existing
+            return existing
+        self.attempt = job.partition.attempt
+        return job
+
+    def commit(
+        self, job: SaveJob, check: Callable[[Sequence[Receipt]], object] = no_op
+    ) -> SnapshotReader:
+        """Run the second half of a save, with the fence: the lock, and then ``check``."""
+
+        def fence(receipts: Sequence[Receipt]) -> None:
+            self.lock.check(job.location.store)
+            check(receipts)
+
+        return finish_save(job, fence)
+
+    def emit_saved(self, job: SaveJob, *, blocked: float, seconds: float) -> None:
+        """Emit the event ``saved``, with the seconds for which the save blocked the program."""
+        metadata, result = job.metadata, job.result
+        events.emit(
+            "saved",
+            run=self.url,
+            version=job.location.folder.rpartition("/")[2],
+            step=metadata.step,
+            reason=metadata.reason,
+            bytes=result.nbytes,
+            referred=result.referred_bytes,
+            blocked=blocked,
+            seconds=seconds,
+            metrics=dict(metadata.metrics),
+        )
+
+    def _choose_base(self) -> SnapshotReader | None:
+        """Return the version whose chunks the next one may refer to, or None for a full version.
+        With several ranks, the decision of rank 0 counts."""
+        base = None if self._full_every == 1 else self.newest
+        if base is None or self._full_every is None or self.group.rank:
+            return base
+        # of every full_every versions, the first is full and the others are its chain
+        return base if base.manifest.chain + 1 < self._full_every else None
+
+    def _open_on_all_ranks(self, version: Version) -> SnapshotReader:
+        """Open a committed version on all ranks, or raise on all ranks."""
+        snapshots: list[SnapshotReader] = []
+        broadcast_from_first(
+            self.group,
+            f"the opening of {version}",
+            lambda: True,
+            bool,
+            on_each=lambda: snapshots.append(self._catalog.open(version)),
+        )
+        return snapshots[0]
