@@ -20,7 +20,6 @@ from functools import wraps
 from sys import _getframe
 from types import FrameType
 from typing import Any, Literal, Self, TypeVar
-from weakref import WeakMethod
 
 from limpet.errors import LimpetError
 from limpet.lazy_torch import torch_or_none
@@ -90,19 +89,6 @@ def _open_frames() -> list[_Frame]:
     return frames
 
 
-_block_observers: tuple[WeakMethod[Callable[[], object]], ...] = ()
-
-
-def observe_blocks(observer: Callable[[], object]) -> None:
-    """Call ``observer``, a method, before each outermost block of the user begins.
-
-    There is only a weak reference to the object of the method.
-    """
-    global _block_observers
-    alive = (ref for ref in _block_observers if ref() is not None)
-    _block_observers = (*alive, WeakMethod(observer))
-
-
 class Isolation:
     """Restores the generators at the end of a block.
 
@@ -118,9 +104,6 @@ class Isolation:
         self._kind = kind
 
     def __enter__(self) -> None:
-        if self._kind == "block" and not _open_frames():
-            for observer in filter(None, (ref() for ref in _block_observers)):
-                observer()
         # a block of the user may be entered and left by any function, such as those of an ExitStack
         _begin(self._kind, None if self._kind == "block" else _getframe(1))
 

@@ -386,8 +386,6 @@ def test_a_rank_that_waits_for_data_does_not_keep_the_others(
         outcomes = job.train_until_noticed()
     assert [type(o) for o in outcomes] == [Preempted] * 3, outcomes
     assert {(o.code, o.step, o.saved_step) for o in outcomes} == {(75, 6, 5)}
-    # without rank 0, the others must know the lock that they may save under
-    assert all(r.ckpt._saver.writer_lock._observed_id is not None for r in job.ranks[1:])
     assert job.versions == [5]
     assert job.reasons() == ["preemption"]
     assert [r.step for r in job.train_until_noticed(last_step=9, save=AtEnd())] == [5] * 3

@@ -1,4 +1,4 @@
-"""After a notice, the live ranks save the last step although another rank is dead or stopped."""
+"""After a notice, the live ranks save what they have although another rank is dead or stopped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,73 +59,40 @@ def stopped_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list
 
 @pytest.mark.parametrize("victim", [1, 0])
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
-def test_the_live_ranks_save_the_last_step_and_leave_in_time(
-    tmp_path: Path, fault: int, victim: int, stopped_at: Callable[[int], list[bytes]]
+def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_in_time(
+    tmp_path: Path, fault: int, victim: int, memory: str, stopped_at: Callable[[int], list[bytes]]
 ) -> None:
-    scenario = Scenario(victim=victim, fault=fault, noticed=2)
+    """C3: with the parts of the dead rank."""
+    scenario = Scenario(victim=victim, fault=fault, noticed=2, memory=memory)
     if fault == signal.SIGKILL:  # the others must know of the notice before the connection is lost
-        scenario = Scenario(victim=victim, fault=fault, noticed=2, slow_step=3.0)
+        scenario = replace(scenario, slow_step=3.0)
     _store, processes = start(tmp_path, scenario)
     live = [p for rank, p in enumerate(processes) if rank != victim]
     try:
-        began = time.monotonic()
-        assert wait_for(live, 60) == [75, 75], logs(tmp_path)
-        assert time.monotonic() - began < 45
+        codes = wait_for(live, 60)
         ended = time.time()
     finally:
         kill(processes)
-    if fault == signal.SIGKILL:  # the error that ended the training may have another cause
-        assert "RuntimeError: " in logs(tmp_path)
     newest = Run(str(tmp_path / "run")).latest()
     assert newest is not None
-    assert newest.step == 7, logs(tmp_path)
-    assert newest.metadata["reason"] == "preemption"
-    # a live rank that a loaded machine keeps from its vote is left out, too
-    assert victim in newest.metadata["note"]["missing_ranks"]
-    if fault == signal.SIGSTOP:  # no call to a stopped rank returns, so they end themselves early
-        saved, before = committed_at(tmp_path, 7), committed_at(tmp_path, 5)
+    assert newest.step in (6, 7), logs(tmp_path)  # a capture may be skipped
+    assert newest.metadata["reason"] == "capture"
+    assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
+    if fault == signal.SIGKILL:  # the error that ended the training may have another cause
+        assert "RuntimeError: " in logs(tmp_path)
+    else:  # no call to a stopped rank returns, so they end themselves early
+        saved, before = committed_at(tmp_path, newest.step), committed_at(tmp_path, 5)
         left = scenario.seconds - (saved - before - 1.0)
         assert ended - saved < 0.75 * left + EXIT_SECONDS
     resumed = complete(tmp_path)
-    assert [r["resumed"] for r in resumed] == [7] * SIZE
-    assert [r["weights"] for r in resumed] == stopped_at(7)
+    assert [r["resumed"] for r in resumed] == [newest.step] * SIZE
+    assert [r["weights"] for r in resumed] == stopped_at(newest.step)
     assert [r["mine"] for r in resumed] == [{"rank": r, "steps": 12} for r in range(SIZE)]
 
 
-@pytest.mark.parametrize("noticed", [1, 2])
-def test_a_rank_that_stops_after_the_agreement_is_left_out(tmp_path: Path, noticed: int) -> None:
-    """The ranks have agreed on a step, which they cannot reach."""
-    scenario = Scenario(
-        victim=1,
-        fault=signal.SIGSTOP,
-        fault_after=2.5,
-        noticed=noticed,
-        slow_step=4.0,
-        seconds=18.0,
-    )
-    _store, processes = start(tmp_path, scenario)
-    try:
-        assert wait_for([processes[0], processes[2]], 60) == [75, 75], logs(tmp_path)
-    finally:
-        kill(processes)
-    newest = Run(str(tmp_path / "run")).latest()
-    assert newest is not None
-    assert newest.step == 7
-    # a live rank that a loaded machine keeps from its vote is left out, too
-    assert 1 in newest.metadata["note"]["missing_ranks"]
-
-
 @pytest.mark.parametrize("is_sharded", [True, False])
-def test_nothing_is_committed_if_the_dead_rank_has_a_part_of_the_state(
-    tmp_path: Path, is_sharded: bool
-) -> None:
-    scenario = Scenario(
-        victim=1,
-        fault=signal.SIGSTOP,
-        noticed=2,
-        is_sharded=is_sharded,
-        is_pipeline=not is_sharded,
-    )
+def test_nothing_is_committed_without_a_tier(tmp_path: Path, is_sharded: bool) -> None:
+    scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, is_sharded=is_sharded)
     _store, processes = start(tmp_path, scenario)
     try:
         assert wait_for([processes[0], processes[2]], 60) == [76, 76], logs(tmp_path)
@@ -191,9 +159,9 @@ def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
 
 @pytest.mark.parametrize("after", [5.5, 10.5])
 def test_a_stopped_rank_that_continues_damages_nothing(
-    tmp_path: Path, after: float, stopped_at: Callable[[int], list[bytes]]
+    tmp_path: Path, after: float, memory: str, stopped_at: Callable[[int], list[bytes]]
 ) -> None:
-    scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2)
+    scenario = Scenario(victim=1, fault=signal.SIGSTOP, noticed=2, memory=memory)
     _store, processes = start(tmp_path, scenario)
     try:
         end = time.monotonic() + 30
@@ -203,14 +171,13 @@ def test_a_stopped_rank_that_continues_damages_nothing(
         time.sleep(1.0 + after)
         os.kill(processes[1].pid, signal.SIGCONT)
         codes = wait_for(processes, 60)
-        assert codes[0] == codes[2] == 75, (codes, logs(tmp_path))
-        assert codes[1] in (75, 76, 1), (codes, logs(tmp_path))
+        assert {*codes} <= {75, 76, 1}, (codes, logs(tmp_path))
     finally:
         kill(processes)
     newest = Run(str(tmp_path / "run")).latest()
     assert newest is not None
     assert newest.step is not None
-    assert newest.step >= 7
+    assert newest.step >= 6, (codes, logs(tmp_path))
     assert newest.verify()
     resumed = complete(tmp_path)
     assert [r["weights"] for r in resumed] == stopped_at(newest.step)
@@ -226,5 +193,4 @@ def test_ranks_in_a_step_longer_than_the_grace_period_save_the_step_before(tmp_p
     newest = Run(str(tmp_path / "run")).latest()
     assert newest is not None
     assert newest.step == 7
-    assert "missing_ranks" not in newest.metadata["note"]
     assert limpet.load(newest.url)["mine"]["2"]["steps"] == 7

@@ -122,58 +122,6 @@ def test_a_training_that_never_comes_back_is_ended_with_75(ends: Ends) -> None:
     assert_holds(store, 1, expected)
 
 
-def test_an_evaluation_that_takes_minutes_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state was too expensive to be captured after the step. The evaluation captures it."""
-    monkeypatch.setattr(step_savepoint, "SHARE", 1e-9)
-    monkeypatch.setattr(step_savepoint, "_WITNESS_SECONDS", 0.0)
-    store = MemoryStore()
-    training = TorchTraining(store)
-    with pytest.raises(Preempted) as left, training.ckpt:
-        for _ in range(4):
-            training.step()
-        assert training.ckpt._savepoint.invalid_reason is not None
-        expected = training.copy()
-        with limpet.isolated_rng():
-            torch.rand(1000)
-            training.notice(5.0)
-            assert training.await_save() == 4
-        training.step()
-    assert left.value.saved_step == 4
-    assert_holds(store, 4, expected)
-    fresh = TorchTraining(store)
-    with fresh.ckpt:
-        fresh.ckpt.resume()
-        assert torch.equal(torch.get_rng_state(), training_rng(4))
-
-
-def training_rng(steps: int) -> torch.Tensor:
-    """Return the state of the generator after a number of steps."""
-    training = TorchTraining(MemoryStore())
-    with training.ckpt:
-        for _ in range(steps):
-            training.step()
-        return torch.get_rng_state()
-
-
-@pytest.mark.parametrize("part", ["forward", "optimizer"])
-def test_a_block_in_the_middle_of_a_step_is_not_taken_for_an_evaluation(
-    monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    monkeypatch.setattr(step_savepoint, "SHARE", 1e-9)
-    monkeypatch.setattr(step_savepoint, "_WITNESS_SECONDS", 0.0)
-    training = TorchTraining(MemoryStore())
-    with training.ckpt:
-        for _ in range(4):
-            training.step()
-        if part == "forward":
-            training.forward_and_backward()
-        else:
-            training.optimizer.step()
-        with limpet.isolated_rng():
-            assert training.ckpt._savepoint.invalid_reason is not None
-        training.ckpt.step()
-
-
 def test_swapped_weights_are_not_saved_until_the_next_step() -> None:
     """An evaluation with an average of the weights changes the parameters outside of a step."""
     store = MemoryStore()

@@ -27,6 +27,10 @@ from limpet.threads import no_op
 T = TypeVar("T")
 U = TypeVar("U")
 
+_TWIN_NUMBERS = 1 << 32
+"""The distance between the first sequence numbers of the twins of a group, which the group itself
+never reaches."""
+
 _MAX_MISSED = 10_000
 """The maximum number of operations that a rank may have missed."""
 
@@ -42,7 +46,6 @@ class LocalGroup:
     rank = 0
     size = 1
     cache: dict[str, Any] = field(default_factory=dict)
-    ranks: Sequence[int] = (0,)
 
     def collective(
         self,
@@ -57,15 +60,13 @@ class LocalGroup:
 class StoreGroup:
     """A group of several ranks, which communicate over a key-value store.
 
-    ``cache``: the data that a save keeps for the next save. ``ranks``: if some ranks of the job
-    save without the others, the ranks under which the job knows them.
+    ``cache``: the data that a save keeps for the next save.
     """
 
-    def __init__(self, kv: KVClient, size: int, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, kv: KVClient, size: int) -> None:
         self.kv = kv
         self.rank = kv.rank
         self.size = size
-        self.ranks = range(size) if ranks is None else ranks
         self.cache: dict[str, Any] = {}
         self._sequence_numbers = count(1)
         self._missed_last = False
@@ -124,6 +125,15 @@ class StoreGroup:
         All ranks call this in the same order from the training thread.
         """
         return next(self._sequence_numbers)
+
+    def twin(self) -> StoreGroup:
+        """Return a group of the same ranks, whose operations another thread begins.
+
+        All ranks call this in the same order from the training thread.
+        """
+        twin = StoreGroup(self.kv, self.size)
+        twin._sequence_numbers = count(self.next_sequence_number() * _TWIN_NUMBERS)
+        return twin
 
     def close(self) -> None:
         """Wait for the collectives in progress, such as that of a save, and close the client.

@@ -126,7 +126,7 @@ def partition_state(
     differ, or boxes overlap or leave gaps.
     """
     if collective.size == 1:
-        return _partition_locally(flat, group.ranks[0])
+        return _partition_locally(flat, group.rank)
     masks: dict[bytes, Any] = group.cache.setdefault("masks", {})
     leaves = [part for leaf in flat.leaves for part in _split_leaf(leaf)]
     local = _LocalRank(flat, leaves, workers)
@@ -239,7 +239,7 @@ class _Coordinator:
     """Rank 0's part: it makes every decision."""
 
     def __init__(self, summaries: Sequence[RankSummary], local: _LocalRank, group: Group) -> None:
-        cache, self._ranks = group.cache, group.ranks
+        cache = group.cache
         self._summaries = summaries
         self._cached_plans: dict[bytes, GlobalPlan] = cache.setdefault("plans", {})
         self._plan_id = xxh3_128_digest(b"".join(s.structure for s in summaries))
@@ -303,7 +303,7 @@ class _Coordinator:
         """Return the tree of the snapshot. Raises ``PlanError``."""
         summaries, from_first = self._summaries, {}
         per_rank: dict[str, dict[int, Any]] = {}
-        for rank, summary in zip(self._ranks, summaries, strict=True):
+        for rank, summary in enumerate(summaries):
             if summary.per_rank_nodes != b"{}":
                 for key, node in _PER_RANK_NODES.decode(summary.per_rank_nodes).items():
                     per_rank.setdefault(key, {})[rank] = node

@@ -11,10 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from threading import Thread
 from typing import Any
 
-import msgspec
-
 from limpet.buffers import Buffer, BufferPool
-from limpet.format.digest import digest
 from limpet.ranks.group import Group
 from limpet.saving.image import Image, Piece, release_buffers, synchronize_streams
 from limpet.state.flatten import FlatState, flatten
@@ -80,15 +77,13 @@ class BufferReservation:
         self._nbytes = 0
         self._thread: Thread | None = None
 
-    def measure(self, state: Any, group: Group) -> str:
+    def measure(self, state: Any, group: Group) -> None:
         """Determine how much buffer memory this rank needs for ``state``.
 
-        Returns the digest of its tree, which shows whether other ranks have the same leaves. Raises
-        the errors of ``flatten`` if the state cannot be saved.
+        Raises the errors of ``flatten`` if the state cannot be saved.
         """
         flat = flatten(state, group.rank)
         self._nbytes = 2 * self._pool.buffer_size + shard_bytes(flat, group)
-        return digest(msgspec.msgpack.encode(flat.tree))
 
     def start(self) -> None:
         """Allocate the buffers, once. Call it at the first step that does not save: a save

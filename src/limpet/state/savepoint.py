@@ -56,8 +56,6 @@ _STRUCTURE_CHANGED = "the structure of the state changed"
 _LOAD_BEGAN = "a load into the state had begun"
 _TOO_EXPENSIVE = "copies of the state take too long compared to a step"
 
-_SAMPLED_BUFFERS = 16
-
 _OWN_PACKAGES = frozenset({"limpet", "torch"})
 """The packages whose classes draw no random numbers in ``state_dict()``."""
 
@@ -95,7 +93,6 @@ class Savepoint:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._modules: list[torch.nn.Module] = []
         self._owned_tensors: list[torch.Tensor] = []
-        self._sampled_buffers: list[torch.Tensor] = []
         self._stable_tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._version_counters: list[int] = []
@@ -109,8 +106,6 @@ class Savepoint:
         self._hold: Latch | None = None
         self.label: Any = None
         """What the last ``capture`` got as its ``label``."""
-
-        self._begun_steps = 0
 
     @property
     def invalid_reason(self) -> str | None:
@@ -187,18 +182,6 @@ class Savepoint:
                     return
             hold.wait()
 
-    def witness(self) -> tuple[int, list[int], bytes]:
-        """Return what most likely changes when the next step begins: the steps that optimizers have
-        begun, versions of buffers (those of BatchNorm count), and the generator of PyTorch."""
-        torch = lazy_torch.torch_or_none()
-        generator = b"" if torch is None else torch.get_rng_state().numpy().tobytes()
-        return self._begun_steps, _read_version_counters(self._sampled_buffers), generator
-
-    @property
-    def has_optimizers(self) -> bool:
-        """True if the last scan found optimizers, whose steps it observes."""
-        return bool(self._optimizers)
-
     def flatten_captured(self, rank: int = 0) -> FlatState | None:
         """Return the state of the last ``capture``, flattened as ``rank``, or None if it is not
         available.
@@ -222,12 +205,11 @@ class Savepoint:
         """Remove the hooks from the optimizers and release all copies."""
         self.release()
         self._step_hook.remove()
-        self._optimizers, self._sampled_buffers = [], []
+        self._optimizers = []
         self._invalid_reason = self._invalid_reason or _NO_SAVEPOINT
         self._captured, self._copies, self._fingerprint = None, CopyPool(), Fingerprint(())
 
     def _on_step_begin(self) -> None:
-        self._begun_steps += 1
         self._invalidate(self._invalid_reason or _STEP_BEGAN)
 
     def _is_structure_unchanged(self) -> bool:
@@ -247,8 +229,6 @@ class Savepoint:
         self._optimizers = optimizers_in(self._state)
         self._step_hook = StepPreHook(self._optimizers, self._on_step_begin)
         self._modules = modules_in(self._state)
-        buffers = [b for module in self._modules for b in module.buffers() if not b.is_inference()]
-        self._sampled_buffers = buffers[:: max(1, len(buffers) // _SAMPLED_BUFFERS)]
         self._owned_tensors = parameters_and_slots(self._optimizers)
         self._stable_storages = find_stable_storages(self._owned_tensors, self._modules)
         self._stable_tensors = [

@@ -252,10 +252,6 @@ def check_run_empty(run: Run) -> None:
         )
 
 
-STRUCTURE = "structure"
-"""The name under which a rank sends the digest of the tree of its state."""
-
-
 def acquire_run(
     run: Run,
     group: Group,
@@ -263,23 +259,21 @@ def acquire_run(
     rank_arguments: Callable[[], dict[str, str]],
     *,
     is_resumed: bool,
-) -> bool:
+) -> None:
     """Make this training the one that writes to the run, or raise on all ranks.
 
     The ranks must have equal arguments, and without a resume the run must be empty. A run that is
-    not writable raises now, not at the first save. Returns True if the states of all ranks have the
-    same leaves (``STRUCTURE``, which is no argument).
+    not writable raises now, not at the first save.
     """
 
     def check_and_lock(arguments_by_rank: Sequence[dict[str, str]]) -> bool:
-        structures = {arguments.pop(STRUCTURE, None) for arguments in arguments_by_rank}
         check_ranks_agree(arguments_by_rank)
         if not is_resumed:
             check_run_empty(run)
         acquire_lock()
-        return len(structures) == 1
+        return True
 
-    return all_reduce(group, "the first step", rank_arguments, dict[str, str], check_and_lock, bool)
+    all_reduce(group, "the first step", rank_arguments, dict[str, str], check_and_lock, bool)
 
 
 def not_entered_error() -> LimpetError:

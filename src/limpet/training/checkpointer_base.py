@@ -19,7 +19,6 @@ from limpet.run.run import Run
 from limpet.snapshot.location import Url
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import (
-    STRUCTURE,
     Options,
     acquire_lock,
     acquire_run,
@@ -73,8 +72,15 @@ class CheckpointerBase:
         self.start_report: LoadReport | None = None  # of the last resume(), if it used start=
         self._watcher = RequestWatcher(self.run.store, read_more=self._early_stop.poll)
         self._savepoint, self._ending = self._make_ending(options)
-        observed = self._step_counter, self._goodput, self._saver, self._ending, self._savepoint
-        self._preemption = PreemptionResponse(options.preemption, self._group, observed)
+        self._preemption = PreemptionResponse(
+            options.preemption,
+            self._group,
+            step_counter=self._step_counter,
+            goodput=self._goodput,
+            saver=self._saver,
+            ending=self._ending,
+            savepoint=self._savepoint,
+        )
         self._calls = GuardedCalls(self._preemption, self._goodput)
         self._consumption = Consumption(self.run)
         self._gaps = GapCheck(
@@ -214,11 +220,11 @@ class CheckpointerBase:
             return
         self._ending.check_entered()
         is_resumed, parts = self._lifecycle.is_resumed, (self._acquire_lock, self._rank_arguments)
-        is_uniform = acquire_run(self.run, self._group, *parts, is_resumed=is_resumed)
+        acquire_run(self.run, self._group, *parts, is_resumed=is_resumed)
         self._tiers.open(self.run.store, self.state, is_resumed=is_resumed)
         self._saver.start_tiers(self.state)
         self._agreement = make_agreement(self._group, "training", self._preemption)
-        self._preemption.agree_through(self._agreement, is_uniform)
+        self._preemption.agree_through(self._agreement)
         if self._group.rank == 0:
             self._watcher.start()
         self._lifecycle.is_started = True
@@ -226,12 +232,8 @@ class CheckpointerBase:
 
     def _rank_arguments(self) -> dict[str, str]:
         check_loadable(self.state, self._group.rank)
-        structure = self._saver.reservation.measure(self.state, self._group)
-        return {
-            **self._arguments,
-            "current_step": str(self._step_counter.step),
-            STRUCTURE: structure,
-        }
+        self._saver.reservation.measure(self.state, self._group)
+        return {**self._arguments, "current_step": str(self._step_counter.step)}
 
     def _release(self) -> None:
         self._lifecycle.is_closed, saver = True, self._saver

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from limpet.lazy_torch import torch_or_none
-from limpet.training.guarded_calls import GuardedCalls
+from limpet.training.checkpointer import Checkpointer
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Guardable(Protocol):
-    """What a guard needs of a ``Checkpointer``."""
-
-    _calls: GuardedCalls
-
-    def step(
-        self,
-        metrics: Mapping[str, Any] | None = None,
-        *,
-        steps: int = 1,
-        batches: int | None = None,
-    ) -> None:
-        """Count steps, and act on what the ranks have agreed on."""
-
-    def _note_read(self) -> None:
-        """Record that the loop has asked for the position of the training."""
-
-    def _begin_call(self) -> None:
-        """Start the training, if this is its first step."""
-
-    def _end_call(self) -> None:
-        """Act on what the ranks have agreed on, without a step."""
 
 
 class PreemptionGuard:
@@ -47,7 +23,7 @@ class PreemptionGuard:
     The design follows TensorFlow's ``PreemptionCheckpointHandler``.
     """
 
-    def __init__(self, ckpt: Guardable) -> None:
+    def __init__(self, ckpt: Checkpointer) -> None:
         self._ckpt = ckpt
         self._calls = ckpt._calls
 

@@ -5,23 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from limpet.errors import Preempted
 from limpet.ranks.agreement import Agreement, LocalAgreement
+from limpet.training.preemption import LEAVE
 from limpet.training.response import PreemptionResponse
-from limpet.training.response_parts import LEAVE
+from limpet.training.saves.goodput import Goodput
 
 _NOTHING: frozenset[str] = frozenset()
-
-
-class CallCount(Protocol):
-    """What counts the calls of ``PreemptionGuard.run``, also those before a restart."""
-
-    run_calls: int
-
-    def add_call(self, seconds: float) -> None:
-        """Count a call that took ``seconds``."""
 
 
 class GuardedCalls:
@@ -33,9 +25,9 @@ class GuardedCalls:
     notes that it must leave, until the block ends.
     """
 
-    def __init__(self, response: PreemptionResponse, count: CallCount) -> None:
+    def __init__(self, response: PreemptionResponse, goodput: Goodput) -> None:
         self._response = response
-        self._count = count
+        self._goodput = goodput
         self._depth = self._scopes = 0
         self._noted = _NOTHING
         self._save_arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
@@ -63,7 +55,7 @@ class GuardedCalls:
     @property
     def run_calls(self) -> int:
         """The number of complete calls of ``PreemptionGuard.run``."""
-        return self._count.run_calls
+        return self._goodput.run_calls
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -74,7 +66,7 @@ class GuardedCalls:
             yield
         finally:
             self._depth -= 1
-        self._count.add_call(time.monotonic() - began)
+        self._goodput.add_call(time.monotonic() - began)
 
     @contextmanager
     def scope(self) -> Iterator[None]:

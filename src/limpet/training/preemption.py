@@ -12,6 +12,12 @@ from limpet.notices.notice import Notice, NoticeSource
 from limpet.settings import run_grace
 from limpet.text import to_repr
 
+SAVE, LEAVE = "save before the stop", "save and leave"
+"""The actions on which the ranks agree after a notice."""
+
+SAVE_ONLY = "save after a notice"
+"""The action after a notice that the machine is at risk, or after a signal that means this."""
+
 UNKNOWN_SECONDS = 30.0
 """The time until the stop if neither the notice, nor ``limpet run``, nor the user says. (The
 default of Kubernetes, torchrun, and Slurm.)"""

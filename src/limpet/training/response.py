@@ -36,9 +36,12 @@ from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.error_report import decode_raised, is_from_torch
 from limpet.ranks.group import Group
 from limpet.ranks.rounds import RoundDeadline
-from limpet.training.preemption import Preemption
-from limpet.training.response_parts import LEAVE, SAVE, SAVE_ONLY, Ending, Saves, Steps
-from limpet.training.savepoint_saver import SLACK, Durations, SavepointSaver
+from limpet.training.ending import Ending
+from limpet.training.preemption import LEAVE, SAVE, SAVE_ONLY, Preemption
+from limpet.training.savepoint_saver import SLACK, SavepointSaver
+from limpet.training.saves.goodput import Goodput
+from limpet.training.saves.saver import Saver
+from limpet.training.step_counter import StepCounter
 from limpet.training.step_savepoint import StepSavepoint
 
 STUCK_SECONDS = 30.0
@@ -62,14 +65,21 @@ class PreemptionResponse:
         self,
         settings: Preemption | None,
         group: Group,
-        parts: tuple[Steps, Durations, Saves, Ending, StepSavepoint],
+        *,
+        step_counter: StepCounter,
+        goodput: Goodput,
+        saver: Saver,
+        ending: Ending,
+        savepoint: StepSavepoint,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._group, self._clock = settings, group, clock
-        self._steps, self._durations, self._saves, self._ending, savepoint = parts
+        self._steps, self._goodput, self._saves, self._ending = step_counter, goodput, saver, ending
         self._agreement: Agreement | LocalAgreement = LocalAgreement()
         self._timer = ExitTimer(clock)
-        self._savepoint_saver = SavepointSaver(savepoint, *parts[1:3], group, clock, self._on_lost)
+        self._savepoint_saver = SavepointSaver(
+            savepoint, goodput, saver, group, clock, on_lost=self._on_lost
+        )
         self._watcher: NoticeWatcher | None = None
         self._lock = RLock()
         self._deadline: Deadline | None = None
@@ -116,13 +126,10 @@ class PreemptionResponse:
         """True after a notice, until this process leaves."""
         return self._deadline is not None
 
-    def agree_through(self, agreement: Agreement | LocalAgreement, is_uniform: bool) -> None:
-        """Use ``agreement`` from now on, also for a notice that came before, and watch.
-
-        ``is_uniform`` is True if the states of all ranks have the same leaves.
-        """
+    def agree_through(self, agreement: Agreement | LocalAgreement) -> None:
+        """Use ``agreement`` from now on, also for a notice that came before, and watch."""
         self.watch()
-        self._savepoint_saver.join(is_uniform)
+        self._savepoint_saver.join()
         with self._lock:
             earlier, self._agreement = self._agreement, agreement
             deadline, error = self._deadline, self._peer_error
@@ -257,7 +264,7 @@ class PreemptionResponse:
 
     def _exit_seconds(self) -> float:
         """Return the time that is needed for an agreement, a step, a save, and the exit."""
-        step, save = self._durations.usual_seconds
+        step, save = self._goodput.usual_seconds
         return _POLL_SECONDS + 2 * step + 1.25 * save + SLACK
 
     # -- the end of the process ------------------------------------------------------------------
@@ -294,8 +301,14 @@ class PreemptionResponse:
         return max(self._saves.saved_step, self._savepoint_saver.saved_step or 0)
 
     def _status(self, code: int, why: str) -> Status:
-        steps = self._steps.step, self._saved_step
-        return Status(code, self._group.rank, *steps, self._saves.url, why)
+        return Status(
+            code,
+            self._group.rank,
+            step=self._steps.step,
+            saved_step=self._saved_step,
+            run=self._saves.url,
+            why=why,
+        )
 
     # -- the training thread ---------------------------------------------------------------------
 
@@ -316,9 +329,9 @@ class PreemptionResponse:
     def leave_after(self, error: BaseException) -> Preempted | None:
         """Return the exception with which to leave after ``error`` has ended the training, or None.
 
-        After a notice, an error may be the consequence of a rank that has ended or left. Then the
-        live ranks save their savepoints if they can, and leave. The error is shown: it may have
-        another cause, such as a lack of memory.
+        After a notice, an error may be the consequence of a rank that has ended or left. The thread
+        then saves what it can, and this rank leaves. The error is shown: it may have another cause,
+        such as a lack of memory.
         """
         why = f"{type(error).__name__} had ended the training: {str(error)[:200]}"
         self._ended_by = is_own_failure(error), why
@@ -327,7 +340,8 @@ class PreemptionResponse:
         if deadline is None or not (isinstance(error, RankFailed) or is_from_torch(error)):
             return None
         if self._group.size > 1:
-            is_saved = self._savepoint_saver.wait(save_deadline(deadline)) is not None
+            saved_step = self._savepoint_saver.wait(save_deadline(deadline))
+            is_saved = saved_step is not None or self._savepoint_saver.has_flushed
         try:
             if is_saved or self._failure is not None:
                 write_error("".join(format_exception(error)))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from math import ceil, inf
-from threading import get_ident
 from typing import Any, NamedTuple
 
 from limpet import events
 from limpet.format.names import Version
-from limpet.generators import Isolation, observe_blocks
+from limpet.generators import Isolation
 from limpet.state.copy_pool import TooManyBytes
 from limpet.state.flatten import FlatState
 from limpet.state.savepoint import Savepoint
@@ -25,12 +24,9 @@ each one measures whether that is still so."""
 
 _MAX_SKIPPED = 10_000
 
-MAX_BYTES, MAX_BLOCK_BYTES = 64 * MIB, 1024 * MIB
-"""The largest copies that are kept during steps, and during a block of ``isolated_rng``. The
-training may need the memory. After a notice, there is no limit."""
-
-_WITNESS_SECONDS = 2e-4
-"""The time that ``Savepoint.witness`` takes when a step has evicted the caches."""
+MAX_BYTES = 64 * MIB
+"""The largest copies that are kept during steps. The training may need the memory. After a notice,
+there is no limit."""
 
 
 class SavepointLabel(NamedTuple):
@@ -46,12 +42,9 @@ class StepSavepoint:
     """The state after the last step, for a save while the next step runs, or after it has raised.
 
     With ``is_required``, every ``mark`` captures the state, and raises if that fails. Otherwise,
-    ``mark`` captures it if that takes at most a hundredth of a step, or if a notice is pending. If
-    it did not, the next block of ``isolated_rng`` does when it begins: an evaluation may take long,
-    and follows a step. A witness shows that the block follows a step. It is taken only if a step
-    takes much longer. A block in the middle of a step captures nothing. Without ``is_useful``, only
-    a required capture is made. ``step_seconds`` returns the usual time of a step in seconds, or
-    0.0.
+    ``mark`` captures it if that takes at most a hundredth of a step, or if a notice is pending.
+    Without ``is_useful``, only a required capture is made. ``step_seconds`` returns the usual time
+    of a step in seconds, or 0.0.
     """
 
     def __init__(
@@ -66,11 +59,7 @@ class StepSavepoint:
         self._step_seconds = step_seconds
         self._skip = 0
         self._is_expensive = False
-        self._is_failing = False
-        self._has_witness = self._has_block_copies = self._is_partial = False
-        self._missed: tuple[Callable[[], SavepointLabel], int, Any] | None = None
-        if is_useful and not is_required:
-            observe_blocks(self._on_block)
+        self._is_failing = self._is_partial = False
 
     def mark(
         self, make_label: Callable[[], SavepointLabel], is_pending: bool, is_partial: bool = False
@@ -80,7 +69,7 @@ class StepSavepoint:
         ``is_pending`` is True after a notice. ``is_partial`` is True for a step in a call of
         ``PreemptionGuard.run``: only a save after an exception may hold a part of a call.
         """
-        self._missed, self._is_partial = None, is_partial
+        self._is_partial = is_partial
         if self._is_required:
             self._savepoint.capture(make_label())
         elif is_partial or not self.is_useful:
@@ -89,10 +78,6 @@ class StepSavepoint:
             self._try_capture(make_label, inf)
         elif self._skip:
             self._skip -= 1
-            if self._has_block_copies:
-                self._has_block_copies = False
-                self._savepoint.free()
-            self._miss(make_label)
         else:
             self._measure(make_label)
 
@@ -110,13 +95,7 @@ class StepSavepoint:
                 _MAX_SKIPPED if self._is_failing else min(ceil(seconds / long_run), _MAX_SKIPPED)
             )
             self._is_expensive = False
-            self._has_witness = step_seconds * SHARE >= _WITNESS_SECONDS
             self._savepoint.free()
-            self._miss(make_label)
-
-    def _miss(self, make_label: Callable[[], SavepointLabel]) -> None:
-        if self._has_witness:
-            self._missed = make_label, get_ident(), self._savepoint.witness()
 
     def _try_capture(self, make_label: Callable[[], SavepointLabel], max_bytes: float) -> None:
         """Capture. A failure, such as one of the user's ``state_dict``, must not end the training
@@ -132,16 +111,6 @@ class StepSavepoint:
                 events.emit("savepoint_failed", error=e)
             self._is_failing = True
             self._savepoint.free()
-
-    def _on_block(self) -> None:
-        """Capture the state at the beginning of an evaluation, if it is still that of a step."""
-        missed, self._missed = self._missed, None
-        if missed is None or not self._savepoint.has_optimizers:
-            return
-        make_label, thread, witness = missed
-        if thread == get_ident() and witness == self._savepoint.witness():
-            self._try_capture(make_label, MAX_BLOCK_BYTES)
-            self._has_block_copies = True
 
     @property
     def label(self) -> SavepointLabel | None:
@@ -176,10 +145,8 @@ class StepSavepoint:
 
     def discard(self) -> None:
         """Discard the captured state, because a different state is about to be loaded."""
-        self._missed = None
         self._savepoint.invalidate()
         self._savepoint.label = None
 
     def close(self) -> None:
-        self._missed = None
         self._savepoint.close()

@@ -202,7 +202,7 @@ class Saver:
         group: Group,
         end_staging: Callable[[], str | None],
     ) -> None:
-        """Save the state of a savepoint in the calling thread, with the ranks of ``group``.
+        """Save the state of a savepoint in the calling thread. ``group``: all ranks.
 
         ``end_staging`` is called when the state is copied. It returns why the copy is not valid, or
         None. A save of the same version may be in flight: the first one to commit counts.
@@ -239,8 +239,8 @@ class Saver:
         if promoting is not None:
             self.in_flight.add(*promoting)
 
-    def prepare_savepoint(self) -> None:
-        """Prepare for a save without rank 0, which holds the writer lock: remember the owner."""
+    def prepare_flush(self) -> None:
+        """Prepare for a flush without rank 0, which holds the writer lock: remember the owner."""
         if self.group.rank:
             with suppress(LimpetError):
                 self.writer_lock.observe()
