@@ -119,7 +119,7 @@ def train(options: argparse.Namespace) -> None:
                 if progress.step >= options.steps:
                     break
             else:
-                progress.epoch += 1
+                ckpt.end_epoch()
         ckpt.save()  # also save the last state, which may not be due
 
 

@@ -307,11 +307,3 @@ class RanksChanged(UserWarning):
     The message lists the ranks that keep their current values, and the saved ranks whose values
     are ignored.
     """
-
-
-class UncountedBatches(UserWarning):
-    """An ``ElasticSampler`` yielded more uncounted batches than one step uses."""
-
-
-class UncountedEpochs(UserWarning):
-    """Epochs end, but nobody increments ``progress.epoch``, or not by ``end_epoch``."""

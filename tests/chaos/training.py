@@ -196,7 +196,7 @@ def train(start: Start, rank: int, trace: Trace) -> None:
                 if progress.step >= start.last_step:
                     break
             else:
-                progress.epoch += 1
+                ckpt.end_epoch()
         ckpt.save()
 
 

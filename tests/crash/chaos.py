@@ -67,7 +67,12 @@ class Training:
             "trace": 0,
         }
 
-    def run(self, last_step: int, after_step: Callable[[float], object]) -> None:
+    def run(
+        self,
+        last_step: int,
+        after_step: Callable[[float], object],
+        end_epoch: Callable[[], object],
+    ) -> None:
         """Train until ``last_step`` steps are done."""
         while self.progress.step < last_step:
             for batch in self.loader:
@@ -79,7 +84,7 @@ class Training:
                 after_step(self.trace(loss))
                 if self.progress.step == last_step:
                     return
-            self.progress.epoch += 1
+            end_epoch()
 
     def trace(self, loss: torch.Tensor) -> float:
         """Add a loss to a digest of all losses, which is part of the state."""
@@ -126,7 +131,7 @@ def train(
             ckpt.step({"loss": loss})
             time.sleep(pause)  # leave processor time to the other processes
 
-        training.run(last_step, step)
+        training.run(last_step, step, ckpt.end_epoch)
         ckpt.save()
     return training.fingerprint()
 

@@ -25,7 +25,7 @@ import limpet
 from limpet.data import batch_blocks
 from limpet.data.permutation import permute
 from limpet.data.sampler_group import SamplerGroup
-from limpet.errors import LimpetError, PlanError, UncountedBatches, UncountedEpochs
+from limpet.errors import LimpetError, PlanError
 from limpet.storage.memory import MemoryStore
 
 Sampler = limpet.ElasticSampler
@@ -328,15 +328,6 @@ def test_a_data_set_instead_of_its_length_is_refused() -> None:
         Sampler(TensorDataset(torch.zeros(4)), batch_size=2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_that_would_make_batches_of_batches_is_refused(workers: int) -> None:
-    data = torch.zeros(16)
-    with pytest.raises(LimpetError, match=r"DataLoader\(dataset, batch_sampler=sampler\)"):
-        list(DataLoader(data, batch_size=2, sampler=Sampler(16, 4), num_workers=workers))  # type: ignore[arg-type]
-    # without automatic batches, PyTorch passes each batch of indices to the data set
-    assert len(list(DataLoader(data, batch_size=None, sampler=Sampler(16, 4)))) == 4  # type: ignore[arg-type]
-
-
 def test_numpy_sizes_become_plain_ints() -> None:
     sampler = Sampler(np.int64(8), np.int32(4), np.uint8(3), shuffle=np.True_)
     assert {type(v) for v in sampler.state_dict().values()} == {int, bool}
@@ -530,71 +521,29 @@ def test_steps_may_cross_the_ends_of_epochs(length: int, per_step: int) -> None:
         assert rest == whole[done : done + len(rest)]
 
 
-def test_batches_that_no_step_counts_cause_a_warning() -> None:
-    sampler = Sampler(10, 2)
-    for number, _ in enumerate(sampler):
-        if number % 2:
-            sampler.advance()  # should have counted two
-    with pytest.warns(UncountedBatches, match=r"step\(batches=k\)"):
-        rest = list(sampler)
-    assert flat(rest) == order(10)[4:]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_uncounted_batches_are_reported_once_at_the_line_of_the_user(workers: int) -> None:
-    sampler = Sampler(16, 2)
-    loader = DataLoader(range(16), batch_sampler=sampler, num_workers=workers)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(4):
-            for number, _batch in enumerate(loader):
-                if number % 2:
-                    sampler.advance()  # should have counted two
-    (warning,) = caught
-    assert warning.category is UncountedBatches
-    assert warning.filename == __file__
-
-
-@pytest.mark.parametrize(("uncounted", "warns"), [(0, False), (1, False), (2, True), (3, True)])
-def test_the_warning_requires_at_least_one_step_of_uncounted_batches(
-    uncounted: int, warns: bool
-) -> None:
-    sampler = Sampler(2 * (4 + uncounted), 2)
-    for number, _ in enumerate(sampler):
-        if number in (1, 3):
-            sampler.advance(2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        next(iter(sampler))
-    assert [w.category for w in caught] == [UncountedBatches] * warns
-
-
 NEVER = (
     r"No step has counted the batches of ElasticSampler\(10, "
     r".*state of the Checkpointer.*plain DataLoader"
 )
 
 
-def test_a_sampler_without_any_counted_batch_warns_once_and_then_raises() -> None:
+def test_a_sampler_without_any_counted_batch_raises() -> None:
     """The sampler is missing from the state or used for evaluation.
 
-    The first pass is permitted, for example to inspect the data.
+    Two passes are permitted, for example to inspect the data.
     """
     sampler = Sampler(10, 2)
-    list(sampler)
-    with pytest.warns(UncountedBatches, match=NEVER):
-        again = list(sampler)
-    assert flat(again) == order(10)
+    for _ in range(2):
+        assert flat(sampler) == order(10)
     for _ in range(2):
         with pytest.raises(LimpetError, match=NEVER):
             next(iter(sampler))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_without_any_counted_batch_warns_once_and_then_raises(workers: int) -> None:
+def test_a_loader_without_any_counted_batch_raises(workers: int) -> None:
     loader = DataLoader(Squares(), batch_sampler=Sampler(10, 2), num_workers=workers)
-    list(loader)
-    with pytest.warns(UncountedBatches, match=NEVER):
+    for _ in range(2):
         list(loader)
     with pytest.raises(LimpetError, match=NEVER):
         list(loader)
@@ -611,37 +560,28 @@ def test_reading_only_the_first_batches_causes_no_warning() -> None:
 
 
 @pytest.mark.parametrize("counted", [0, 1])
-def test_counting_too_few_batches_only_warns(counted: int) -> None:
+def test_batches_that_were_not_counted_follow_in_the_next_pass(counted: int) -> None:
     """The sampler is in the state, but ``step`` gets ``batches=0`` or no ``batches=``."""
     sampler = Sampler(10, 2)
     current_pass = iter(sampler)
     next(current_pass)
     sampler.advance(counted)
     list(current_pass)
-    with pytest.warns(UncountedBatches, match="but some were never counted"):
-        assert flat(sampler) == order(10)[2 * counted :]
-    for _ in range(2):
+    for _ in range(3):
         assert flat(sampler) == order(10)[2 * counted :]
 
 
-def test_a_resumed_sampler_that_no_step_counts_also_warns() -> None:
+def test_a_resumed_sampler_that_no_step_counts_also_raises() -> None:
     sampler = Sampler(10, 2)
     train(sampler, 2)
     other = resumed(sampler, 10, 2)
-    assert flat(other) == order(10)[4:]
-    with pytest.warns(UncountedBatches, match=NEVER):
+    for _ in range(2):
         assert flat(other) == order(10)[4:]
     with pytest.raises(LimpetError, match=NEVER):
         next(iter(other))
     other.load_state_dict(sampler.state_dict())
     train(other)
     assert flat(train(other)) == order(10, epoch=1)
-
-
-def test_a_step_that_ends_in_the_next_epoch_causes_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accumulate(Sampler(10, 2), 4, 10)
 
 
 def test_the_rest_of_a_step_may_be_counted_after_the_epoch() -> None:
@@ -678,164 +618,67 @@ def test_a_state_within_a_step_across_epochs_resumes_as_one_pass() -> None:
     assert other.epochs == 1
 
 
-# -- following a Progress ------------------------------------------------------------------------
+# -- the ends of epochs --------------------------------------------------------------------------
 
 
-def at_end_of_epoch(count_up: bool, *, follow: bool = True) -> tuple[Sampler, limpet.Progress]:
-    """Return a sampler after one epoch, which the user has counted or not."""
-    sampler, progress = Sampler(8, 2), limpet.Progress()
-    if follow:
-        sampler.follow(progress)
+def test_a_state_saved_between_two_passes_resumes_with_the_epoch_that_was_not_ended() -> None:
+    sampler = Sampler(8, 2)
     train(sampler)
-    if count_up:
-        progress.epoch += 1
-    return sampler, progress
-
-
-def test_a_state_saved_between_two_passes_skips_no_epoch() -> None:
-    sampler, _ = at_end_of_epoch(count_up=True)
     assert sampler.epochs == 1
+    assert train(resumed(sampler, 8, 2)) == []
+    sampler.end_epoch()
     assert flat(train(resumed(sampler, 8, 2))) == order(8, epoch=1)
     assert flat(train(sampler)) == order(8, epoch=1)
 
 
-@pytest.mark.parametrize(("count_up", "follow"), [(False, True), (True, False), (False, False)])
-def test_an_epoch_that_is_not_counted_resumes_as_an_empty_pass(
-    count_up: bool, follow: bool
-) -> None:
-    sampler, _ = at_end_of_epoch(count_up, follow=follow)
-    assert train(resumed(sampler, 8, 2)) == []
-
-
 def test_a_finished_loop_can_be_resumed_with_more_epochs() -> None:
-    """The loop is ``while progress.epoch < n``, saved at its end and resumed with a larger n."""
-    state: dict[str, dict[str, int]] = {}
+    state: dict[str, int] = {}
     trained: list[int] = []
-    for epochs in (1, 2, 2, 4):
-        sampler, progress = Sampler(8, 2), limpet.Progress()
-        sampler.follow(progress)
+    for first, last in ((0, 1), (1, 2), (2, 2), (2, 4)):
+        sampler = Sampler(8, 2)
         if state:
-            progress.load_state_dict(state["progress"])
-            sampler.load_state_dict(state["sampler"])
-        while progress.epoch < epochs:
+            sampler.load_state_dict(state)
+        for _ in range(first, last):
             trained += flat(train(sampler))
-            progress.epoch += 1
-        state = {"progress": progress.state_dict(), "sampler": sampler.state_dict()}
+            sampler.end_epoch()
+        state = sampler.state_dict()
     assert trained == [sample for epoch in range(4) for sample in order(8, epoch=epoch)]
 
 
-def test_a_loop_that_sets_the_epoch_before_the_pass() -> None:
-    """``for progress.epoch in range(progress.epoch, n)`` resumes with an empty pass."""
-    sampler, progress = Sampler(8, 2), limpet.Progress()
-    sampler.follow(progress)
-    for progress.epoch in range(2):
-        train(sampler)
-    other = resumed(sampler, 8, 2)
-    seen = []
-    for _ in range(progress.epoch, 3):
-        seen += train(other)
-    assert flat(seen) == order(8, epoch=2)
-
-
-def test_a_counted_epoch_with_a_step_across_epochs_resumes_as_one_pass() -> None:
-    sampler, progress = Sampler(10, 2), limpet.Progress()
-    sampler.follow(progress)
+def test_an_ended_epoch_with_a_step_across_epochs_resumes_as_one_pass() -> None:
+    sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
         if number == 3:
             sampler.advance(4)
     assert sampler.state_dict()["ahead"] == 0
-    progress.epoch += 1
+    sampler.end_epoch()
     assert sampler.state_dict()["ahead"] == 1
     assert flat(resumed(sampler, 10, 2)) == order(10)[8:] + order(10, epoch=1)
 
 
 def test_a_loaded_state_is_saved_unchanged() -> None:
-    sampler, progress = at_end_of_epoch(count_up=False)
+    sampler = Sampler(8, 2)
+    train(sampler)
     saved = sampler.state_dict()
-    other = resumed(sampler, 8, 2)
-    other.follow(progress)
-    progress.epoch += 5
-    assert other.state_dict() == saved
+    assert resumed(sampler, 8, 2).state_dict() == saved
     sampler.load_state_dict(saved)  # also after passes in this process
     assert sampler.state_dict() == saved
 
 
-def test_an_empty_pass_that_was_not_started_is_counted_too() -> None:
+def test_an_empty_pass_that_was_not_started_is_ended_too() -> None:
     """The loop ends with the first of two samplers, and the saved state has both as finished."""
-    old, progress = at_end_of_epoch(count_up=False)
+    old = Sampler(8, 2)
+    train(old)
     group, pair = SamplerGroup(), [Sampler(8, 2), Sampler(8, 2)]
     for sampler in pair:
-        sampler.follow(progress, group)
+        sampler.join(group)
         sampler.load_state_dict(old.state_dict())
     assert list(zip(*pair)) == []
     assert [s.state_dict() for s in pair] == [old.state_dict()] * 2
-    progress.epoch += 1
+    for sampler in pair:
+        sampler.end_epoch()
     assert [s.state_dict()["epoch"] for s in pair] == [1, 1]
     assert [flat(train(resumed(s, 8, 2))) for s in pair] == [order(8, epoch=1)] * 2
-
-
-@pytest.mark.parametrize("how", ["after", "before", "within", "late", "breaks", "no progress"])
-@pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
-def test_counted_epochs_cause_no_warning(how: str, start: int) -> None:
-    """Count the epochs in several ways, after a resume at several positions."""
-    sampler, progress = Sampler(6, 2), limpet.Progress()
-    if start:
-        old = Sampler(6, 2)
-        for _ in range(start):
-            train(old, 1)
-        sampler.load_state_dict(old.state_dict())
-        progress.epoch = start // 3
-    if how != "no progress":
-        sampler.follow(progress)
-    for epoch in range(progress.epoch, 6):
-        if how == "before":
-            progress.epoch = epoch
-        for number, _ in enumerate(sampler):
-            if how == "within" or (how == "late" and number == 2):
-                progress.epoch = epoch
-            sampler.advance()
-            if how == "breaks" and number == epoch % 3:
-                break
-        if how in ("after", "breaks"):
-            progress.epoch += 1
-
-
-@pytest.mark.parametrize("start", [0, 1, 3])
-def test_uncounted_epochs_cause_one_warning(start: int) -> None:
-    """The warning appears when the third pass begins, and again only in the next process."""
-    sampler, progress = Sampler(6, 2), limpet.Progress()
-    sampler.follow(progress)
-    progress.epoch = 4
-    if start:
-        old = Sampler(6, 2)
-        train(old, start)
-        sampler.load_state_dict(old.state_dict())
-    train(sampler)
-    train(sampler)
-    with pytest.warns(UncountedEpochs, match=r"starts epoch 2, .* is still 4.*all N") as caught:
-        train(sampler)
-    assert len(caught) == 1
-    train(sampler)
-    train(sampler)
-
-
-def test_a_resume_restarts_the_check_of_counted_epochs() -> None:
-    sampler, progress = Sampler(6, 2), limpet.Progress()
-    sampler.follow(progress)
-    for _ in range(3):
-        train(sampler)
-        train(sampler)
-        sampler.load_state_dict(sampler.state_dict())
-
-
-def test_a_new_progress_restarts_the_check_of_counted_epochs() -> None:
-    sampler = Sampler(6, 2)
-    for _ in range(3):
-        progress = limpet.Progress()
-        sampler.follow(progress)
-        for _ in range(2):
-            train(sampler)
-            progress.epoch += 1
 
 
 # -- states --------------------------------------------------------------------------------------
@@ -870,7 +713,9 @@ def test_the_error_lists_all_differences() -> None:
 def test_the_length_may_change_at_the_beginning_of_an_epoch() -> None:
     other = resumed(Sampler(8, 2), 90, 2)
     assert flat(train(other)) == order(90)
-    sampler, _ = at_end_of_epoch(count_up=True)
+    sampler = Sampler(8, 2)
+    train(sampler)
+    sampler.end_epoch()
     assert flat(train(resumed(sampler, 90, 2))) == order(90, epoch=1)
 
 
@@ -904,14 +749,13 @@ def test_the_length_may_change_only_at_the_end_of_an_epoch(
 
 def test_the_length_must_not_change_within_a_step() -> None:
     """The rest of the step would use samples of a different order."""
-    sampler, progress = Sampler(10, 2), limpet.Progress()
-    sampler.follow(progress)
+    sampler = Sampler(10, 2)
     for number, _ in enumerate(sampler):
         if number == 3:
             sampler.advance(4)
     with pytest.raises(PlanError, match="at the beginning or end of an epoch"):
         resumed(sampler, 12, 2)
-    progress.epoch += 1
+    sampler.end_epoch()
     assert sampler.state_dict()["ahead"] == 1
     for samples in (0, 8, 10):
         with pytest.raises(PlanError, match="length=10, found length=12"):
@@ -964,8 +808,7 @@ def test_a_sampler_is_saved_and_loaded_by_limpet() -> None:
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_a_copy_is_independent_of_the_original(make_copy: Any) -> None:
-    sampler, progress = Sampler(8, 2), limpet.Progress()
-    sampler.follow(progress)
+    sampler = Sampler(8, 2)
     train(sampler, 1)
     copied = make_copy(sampler)
     assert flat(train(copied)) == order(8)[2:]
@@ -973,14 +816,6 @@ def test_a_copy_is_independent_of_the_original(make_copy: Any) -> None:
     assert flat(train(sampler)) == order(8)[2:]
     iter(resumed(sampler, 8, 2))
     assert "at sample 8 of epoch 0" in repr(sampler)
-
-
-def test_a_copy_of_a_state_follows_the_copied_progress() -> None:
-    sampler, progress = at_end_of_epoch(count_up=False)
-    state = copy.deepcopy({"sampler": sampler, "progress": progress})
-    state["progress"].epoch += 1
-    assert state["sampler"].state_dict()["epoch"] == 1
-    assert sampler.state_dict()["epoch"] == 0
 
 
 def test_copies_of_several_samplers_form_their_own_group() -> None:

@@ -423,19 +423,6 @@ def sampler_steps(**state: Any) -> Iterator[tuple[int, Any]]:
                 yield number, ckpt
 
 
-@causes
-def UncountedBatches() -> None:
-    for number, ckpt in sampler_steps():
-        if number % 2:  # gradient accumulation over two batches, without batches=2
-            ckpt.step()
-
-
-@causes
-def UncountedEpochs() -> None:
-    for _, ckpt in sampler_steps(progress=limpet.Progress()):
-        ckpt.step()
-
-
 # -- the page --------------------------------------------------------------------------------------
 
 

@@ -60,3 +60,30 @@ def test_all_ranks_stop_after_the_metrics_of_an_epoch() -> None:
         assert job.run(work) == [True, True]
         steps = {trainer.ckpt.current_step for trainer in job.ranks}
         assert len(steps) == 1
+
+
+@pytest.mark.parametrize("stop", [2, 3, None])
+def test_all_ranks_make_the_epochs_that_remain(stop: int | None) -> None:
+    """They leave within the second epoch, in its evaluation, or never, and start again."""
+    with TrainingJob(2) as job:
+        seen: dict[int, list[int]] = {0: [], 1: []}
+
+        def work(trainer: TrainingRank, stop: int | None = stop) -> None:
+            state = {**state_of(trainer), "sampler": limpet.ElasticSampler(6, 2)}
+            steps = EverySteps(1) | EveryEpoch()
+            with trainer.make_checkpointer(save=steps, state=state) as ckpt:
+                for epoch in ckpt.epochs(3):
+                    for number, _ in enumerate(state["sampler"], 1):
+                        seen[trainer.rank].append(epoch)
+                        ckpt.step({"loss": 1.0})
+                        if epoch == 1 and number == stop:
+                            return
+                    ckpt.metrics({"val": 1.0 + trainer.rank})
+
+        job.run(work)
+        job.run(lambda trainer: work(trainer, None))
+        job.run(lambda trainer: work(trainer, None))
+        assert seen == {rank: [0, 0, 0, 1, 1, 1, 2, 2, 2] for rank in (0, 1)}
+        assert job.versions == [*range(1, 10)]
+        assert [Run(job.inner).metrics(n).get("val") for n in (3, 6, 9)] == [1.0] * 3
+        assert job.leftover_keys() == []

@@ -107,7 +107,7 @@ def test_saves_at_epochs_need_no_agreement() -> None:
                 for _ in range(5):
                     for _ in sampler:
                         trainer.train_steps(trainer.ckpt.current_step + 1)
-                    trainer.state["progress"].epoch += 1
+                    trainer.ckpt.end_epoch()
 
         job.run(work)
         assert job.versions == [10, 20]

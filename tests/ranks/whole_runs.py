@@ -73,7 +73,7 @@ class Training:
                     ckpt.step({"loss": self.losses[self.progress.step + 1]})
                     if self.progress.step >= last_step:
                         return resumed
-                self.progress.epoch += 1
+                ckpt.end_epoch()
         return resumed
 
     def step(self, numbers, inputs):

@@ -103,22 +103,17 @@ def test_a_combined_policy_is_due_if_either_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "on_exception", "wants_epochs"),
+    ("policy", "on_exception"),
     [
-        (SavePolicy(), False, False),
-        (EverySteps(3), False, False),
-        (OnException(), True, False),
-        (EveryEpoch(2), False, True),
-        (EverySteps(3) | EverySeconds(4), False, False),
-        (EverySteps(3) | OnException(), True, False),
-        (EveryEpoch() | EverySteps(3), False, True),
-        (EverySteps(3) | (OnException() | EveryEpoch()), True, True),
+        (SavePolicy(), False),
+        (OnException(), True),
+        (EverySteps(3) | EverySeconds(4), False),
+        (EverySteps(3) | OnException(), True),
+        (EverySteps(3) | (OnException() | EveryEpoch()), True),
     ],
 )
-def test_attributes_of_combined_policies(
-    policy: SavePolicy, on_exception: bool, wants_epochs: bool
-) -> None:
-    assert (policy.on_exception, policy.wants_epochs) == (on_exception, wants_epochs)
+def test_attributes_of_combined_policies(policy: SavePolicy, on_exception: bool) -> None:
+    assert policy.on_exception == on_exception
 
 
 def test_an_exception_is_never_due() -> None:

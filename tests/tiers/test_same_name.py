@@ -37,7 +37,7 @@ def test_a_save_after_the_capture_of_the_same_step_counts(host: Host) -> None:
                 state["w"] += 1
                 ckpt.step()
                 ckpt._tiers.memory.wait()
-            progress.epoch += 1
+            ckpt.end_epoch()
             ckpt.save({"val": 1.0})
         ckpt._saver.writer_lock.release()
         return progress.step

@@ -22,13 +22,11 @@ from limpet.errors import (
     Preempted,
     SaveFailed,
     Unavailable,
-    UncountedEpochs,
 )
 from limpet.preemption import Preemption, PreemptionGuard
 from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never, StopWhen
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from limpet.training.step_counter import LONG_EPOCH
 from tests.notices.announced import Announced
 from tests.trainings import initial_state, train_step
 
@@ -213,7 +211,7 @@ def test_a_resume_continues_with_the_epoch_that_was_not_ended(stop_after: int, e
     assert first.seen + second.seen == expected.seen
 
 
-def test_every_epoch_saves_at_the_step_that_completes_an_epoch_of_the_sampler() -> None:
+def test_every_epoch_saves_at_the_end_of_an_epoch_of_the_sampler() -> None:
     store = MemoryStore()
     training = Training(store, EveryEpoch(), sampler=True)
     for _ in range(3):
@@ -223,16 +221,12 @@ def test_every_epoch_saves_at_the_step_that_completes_an_epoch_of_the_sampler() 
     assert [training.metrics(s)["val"] for s in (4, 8, 12)] == [1.0] * 3
     training.ckpt.close()
     resumed = Training(store, EveryEpoch(), sampler=True)
-    assert resumed.progress.epoch == 2  # the version was saved before end_epoch
-    assert resumed.progress.step_in_epoch == 4
+    assert (resumed.progress.epoch, resumed.progress.step_in_epoch) == (3, 0)
     resumed.epoch()
-    assert resumed.seen == []
+    assert len(resumed.seen) == BATCHES
     resumed.ckpt.end_epoch({"val": 2.0})
-    assert resumed.progress.epoch == 3
-    assert resumed.versions() == [4, 8, 12]
-    assert resumed.metrics(12)["val"] == 2.0
-    resumed.epoch()
     assert resumed.versions() == [4, 8, 12, 16]
+    assert resumed.metrics(16)["val"] == 2.0
     resumed.ckpt.close()
 
 
@@ -242,9 +236,10 @@ def test_an_epoch_that_ends_early_counts_and_the_sampler_continues() -> None:
     training.epoch(3)
     training.ckpt.end_epoch()
     training.epoch(3)  # the last batch of the sampler's epoch: its next pass is another one
-    assert training.versions() == [3, 4]
+    assert training.versions() == [3]
     assert sorted(i for _, batch in training.seen for i in batch) == list(range(SAMPLES))
     training.ckpt.end_epoch()
+    assert training.versions() == [3, 4]
     assert training.progress.epoch == 2
     training.ckpt.close()
 
@@ -289,11 +284,8 @@ def test_end_epoch_with_accumulated_gradients(leftover: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(1, BATCHES + 1))
-def test_a_sampler_never_resumes_into_an_empty_pass(
-    at: int, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_sampler_never_resumes_into_an_empty_pass(at: int) -> None:
     """The loop ends at an empty epoch, and counts epochs itself, as Transformers' Trainer does."""
-    warnings.simplefilter("ignore", UncountedEpochs)
 
     def loop(training: Training, last_step: int) -> None:
         while training.progress.step < last_step:
@@ -373,10 +365,7 @@ class RandomTraining:
 
 
 @pytest.mark.parametrize("skip_empty", [False, True])
-def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(
-    skip_empty: bool, recwarn: pytest.WarningsRecorder
-) -> None:
-    warnings.simplefilter("ignore", UncountedEpochs)
+def test_random_numbers_are_exact_wherever_an_epoch_is_interrupted(skip_empty: bool) -> None:
     last = (12, 0) if skip_empty else (12, 3)
     expected = RandomTraining(MemoryStore(), skip_empty).train(last)
     for step in range(1, 12):
@@ -419,7 +408,7 @@ def test_batches_are_as_many_as_steps() -> None:
 @pytest.mark.parametrize("steps", [0, -1, 1.5, True, "2", None])
 def test_an_invalid_number_of_steps_counts_nothing(steps: Any) -> None:
     with limpet.Checkpointer(MemoryStore(), initial_state(), save=Never()) as ckpt:
-        with pytest.raises(LimpetError, match="Invalid number of steps"):
+        with pytest.raises(LimpetError, match="steps= must be"):
             ckpt.step(steps=steps)
         assert ckpt.current_step == 0
         ckpt.step(steps=2)
@@ -533,62 +522,42 @@ def test_a_memory_tier_captures_each_epoch_once(
 # -- mistakes ------------------------------------------------------------------------------------
 
 
-def test_end_epoch_needs_a_progress() -> None:
-    with limpet.Checkpointer(MemoryStore(), {"x": [1.0]}, save=EverySteps(5)) as ckpt:
-        ckpt.step()
-        with pytest.raises(LimpetError, match=r"nowhere to count the epoch.*Progress"):
-            ckpt.end_epoch()
-    with pytest.raises(LimpetError, match=r"EveryEpoch can never fire.*end_epoch\(\)"):
-        limpet.Checkpointer(MemoryStore(), {"x": [1.0]}, save=EveryEpoch())
-
-
-def test_counting_an_epoch_twice_is_refused() -> None:
+@pytest.mark.parametrize("name", ["epoch", "step"])
+def test_a_count_of_the_checkpointer_cannot_be_set(name: str) -> None:
     training = Training(MemoryStore(), Never(), sampler=False)
-    for _ in range(2):
-        training.epoch()
-        if training.progress.epoch:
-            training.progress.epoch += 1
-            with pytest.raises(LimpetError, match=r"changed between.*found 2"):
-                training.ckpt.end_epoch()
-            assert training.progress.epoch == 2
-            break
-        training.ckpt.end_epoch()
-    training.ckpt.close()
-
-
-def test_a_loop_that_sets_the_epoch_before_each_pass_may_call_end_epoch() -> None:
-    training = Training(MemoryStore(), Never(), sampler=True)
-    for epoch in range(3):
-        training.progress.epoch = epoch
-        training.epoch()
-        training.ckpt.end_epoch()
-    assert training.progress.epoch == 3
-    training.ckpt.close()
-
-
-def test_every_epoch_warns_if_the_user_counts_without_end_epoch() -> None:
-    training = Training(MemoryStore(), EveryEpoch(), sampler=False)
+    setattr(training.progress, name, 2)  # before the first step, as after an import
     training.epoch()
-    training.progress.epoch += 1
-    with pytest.warns(UncountedEpochs, match=r"end_epoch\(\).*instead of progress.epoch"):
-        training.epoch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UncountedEpochs)
-        training.epoch()  # once
+    training.ckpt.end_epoch()
+    with pytest.raises(LimpetError, match=rf"progress.{name} cannot be set: ckpt\."):
+        setattr(training.progress, name, 5)
+    assert training.progress.epoch == (3 if name == "epoch" else 1)
+    assert training.progress.step == (6 if name == "step" else 4)
     training.ckpt.close()
 
 
-@pytest.mark.parametrize("is_called", [True, False])
-def test_every_epoch_warns_if_no_epoch_ever_ends(is_called: bool) -> None:
-    with limpet.Checkpointer(MemoryStore(), initial_state(), save=EveryEpoch()) as ckpt:
-        ckpt.step(steps=LONG_EPOCH - 1)
-        if is_called:
+@pytest.mark.parametrize("count", [-1, 1.0, True, "2", None, 10**17])
+@pytest.mark.parametrize("name", ["epoch", "step"])
+def test_an_invalid_count_is_refused(name: str, count: Any) -> None:
+    progress = limpet.Progress()
+    with pytest.raises(LimpetError, match=f"progress.{name} must be an int of 0 or more"):
+        setattr(progress, name, count)
+    with pytest.raises(PlanError, match="does not exist"):
+        progress.load_state_dict({**progress.state_dict(), name: count})
+    assert (progress.epoch, progress.step) == (0, 0)
+
+
+def test_without_a_progress_the_checkpointer_keeps_the_epoch() -> None:
+    store = MemoryStore()
+    for epochs in (2, 3):
+        with limpet.Checkpointer(store, {"x": [1.0]}, save=EveryEpoch(), preemption=None) as ckpt:
+            ckpt.resume()
+            ckpt.step(steps=5)
             ckpt.end_epoch()
-            ckpt.step(steps=LONG_EPOCH)
-        else:
-            with pytest.warns(UncountedEpochs, match=f"not called before step {LONG_EPOCH} "):
-                ckpt.step()
-        ckpt.step(steps=LONG_EPOCH)  # once
+            if epochs == 2:
+                ckpt.step(steps=5)
+                ckpt.end_epoch()
+            assert ckpt._step_counter.epoch == epochs
+    assert [v.step for v in Run(store).line()] == [5, 10, 15]
 
 
 @pytest.mark.parametrize("metrics", [{"val": "x"}, [1], {1: 2.0}])

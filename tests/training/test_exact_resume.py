@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import random
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import limpet
 from limpet.data.sampler_group import SamplerGroup
-from limpet.errors import LimpetError, PlanError, UncountedBatches, UncountedEpochs
+from limpet.errors import LimpetError, PlanError
 from limpet.storage.memory import MemoryStore
 from limpet.storage.open import open_store
 from limpet.storage.store import Store
@@ -133,7 +132,7 @@ class Training:
                 window = []
                 if self.progress.step == stop:
                     return
-            self.progress.epoch += 1
+            ckpt.end_epoch()
 
     def digest(self) -> str:
         """Return a digest of everything that determines the rest of the training."""
@@ -361,8 +360,7 @@ def test_a_sampler_missing_in_the_state_raises_in_the_third_epoch() -> None:
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
         for _ in sampler:
             ckpt.step()
-        with pytest.warns(UncountedBatches, match="state of the Checkpointer"):
-            batches = list(sampler)
+        batches = list(sampler)
         for _ in batches:
             ckpt.step()
         with pytest.raises(LimpetError, match="state of the Checkpointer"):
@@ -372,15 +370,10 @@ def test_a_sampler_missing_in_the_state_raises_in_the_third_epoch() -> None:
 def test_a_sampler_used_for_evaluation_raises() -> None:
     state, evaluation = make_state(), limpet.ElasticSampler(6, 2)
     with limpet.Checkpointer(MemoryStore(), state) as ckpt:
-        for epoch in range(2):
+        for _ in ckpt.epochs(2):
             for _ in state["sampler"]:
                 ckpt.step()
-            state["progress"].epoch += 1
-            if epoch:
-                with pytest.warns(UncountedBatches, match="plain DataLoader"):
-                    list(evaluation)
-            else:
-                list(evaluation)
+            list(evaluation)
         with pytest.raises(LimpetError, match="plain DataLoader"):
             list(evaluation)
     state["evaluation"] = limpet.ElasticSampler(6, 2)
@@ -390,17 +383,6 @@ def test_a_sampler_used_for_evaluation_raises() -> None:
             LimpetError, match=r"Sampler\(6, 2.*Do not put a sampler for evaluation"
         ):
             ckpt.step()
-
-
-def test_a_loop_that_does_not_count_epochs_causes_a_warning() -> None:
-    state = make_state()
-    with limpet.Checkpointer(MemoryStore(), state) as ckpt:
-        for epoch in range(state["progress"].epoch, 3):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for _ in state["sampler"]:
-                    ckpt.step()
-            assert [w.category for w in caught] == [UncountedEpochs] * (epoch == 2)
 
 
 def test_calling_step_twice_for_a_batch_raises() -> None:
@@ -420,12 +402,11 @@ def test_a_data_set_can_grow_between_two_epochs() -> None:
     with limpet.Checkpointer(store, state) as ckpt:
         ckpt.resume()
         passes = []
-        while state["progress"].epoch < 2:
+        for _ in ckpt.epochs(2):
             passes.append(0)
             for _ in state["sampler"]:
                 ckpt.step()
                 passes[-1] += 1
-            state["progress"].epoch += 1
         assert passes == [0, 6]
         assert ckpt.current_step == 10
 
@@ -525,7 +506,7 @@ class ReadingLoop:
                     ckpt.step()
                     if progress.step == stop:
                         return self.seen
-                progress.epoch += 1
+                ckpt.end_epoch()
         return self.seen
 
 
@@ -589,9 +570,11 @@ def test_a_save_between_two_epochs_resumes_exactly(
                 for batch in loader:
                     seen.append(batch.tolist())
                     ckpt.step()
-                progress.epoch += late
+                if late:
+                    ckpt.end_epoch()
                 ckpt.save()
-                progress.epoch += not late
+                if not late:
+                    ckpt.end_epoch()
         return seen
 
     seed_all(0)
@@ -668,15 +651,14 @@ Seen = list[tuple[list[int], list[int], float]]
 class Pair:
     """A loop over two loaders whose samplers are in one state.
 
-    ``count``: when it counts epochs; ``save``: if it also saves between two epochs, before or after
-    that.
+    ``count``: it counts epochs; ``save``: it also saves between two epochs, before or after that.
     """
 
     lengths: tuple[int, int] = (6, 6)
     workers: tuple[int, int] = (0, 0)
     combine: Any = zipped
     endless: bool = False  # the second loader does not determine the epoch
-    count: str = "after"
+    count: bool = True
     save: str = "no"
     epochs: int = 3
     draws: bool = True
@@ -695,27 +677,21 @@ class Pair:
         if self.endless:
             second = forever(second)  # type: ignore[assignment]
         progress, seen = limpet.Progress(), []
-        state: dict[str, Any] = {"samplers": samplers, "rng": limpet.RNG()}
-        if self.count != "not":
-            state["progress"] = progress
+        state: dict[str, Any] = {"samplers": samplers, "rng": limpet.RNG(), "progress": progress}
         policy = limpet.EverySteps(1000 if stop < 0 else stop)
         with limpet.Checkpointer(store, state, save=policy) as ckpt:
             ckpt.resume()
-            for epoch in range(progress.epoch, self.epochs if self.count != "not" else 99):
-                if self.count == "before":
-                    progress.epoch = epoch
+            for epoch in range(progress.epoch, self.epochs if self.count else 99):
                 for (x, _), (y, _) in self.combine(first, second):
-                    if self.count == "within":
-                        progress.epoch = epoch
                     drawn = torch.rand(1).item() if self.draws else 0.0
                     seen.append((x.tolist(), y.tolist(), drawn))
                     ckpt.step()
-                    if ckpt.current_step == stop or (self.count == "not" and len(seen) >= 12):
+                    if ckpt.current_step == stop or (not self.count and len(seen) >= 12):
                         return seen
                 if self.save == "before":
                     ckpt.save()
-                if self.count == "after":
-                    progress.epoch += 1
+                if self.count:
+                    ckpt.end_epoch()
                 if self.save == "after":
                     ckpt.save()
                 if epoch == stop_at_epoch:
@@ -732,7 +708,7 @@ class Pair:
             seed_all(99)
             rest = self.run(store)
             assert (first + rest)[: len(reference)] == reference, f"stopped at step {stop}"
-            assert len(first + rest) == len(reference) or self.count == "not"
+            assert len(first + rest) == len(reference) or not self.count
         for epoch in range(self.epochs - 1 if self.save != "no" else 0):
             store = MemoryStore()
             seed_all(0)
@@ -743,18 +719,14 @@ class Pair:
 
 LENGTHS = [(6, 6), (4, 6), (6, 4), (2, 6), (2, 2)]
 PAIRS = [
-    *(Pair(lengths, count=c) for lengths in LENGTHS for c in ("after", "before", "not")),
+    *(Pair(lengths, count=c) for lengths in LENGTHS for c in (True, False)),
     *(Pair(lengths, save=s) for lengths in LENGTHS for s in ("before", "after")),
-    Pair(count="within"),
-    Pair((6, 4), count="within"),
     Pair(combine=with_next),
     *(Pair(lengths, endless=True) for lengths in LENGTHS[:3]),
-    *(Pair(lengths, endless=True, count="within") for lengths in LENGTHS[:3]),
     *(Pair(lengths, combine=with_next, endless=True, save="after") for lengths in LENGTHS[:3]),
 ]
 
 
-@pytest.mark.filterwarnings("ignore::limpet.errors.UncountedBatches")
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_two_samplers_resume_exactly(pair: Pair) -> None:
     """The loop ends a pass when one sampler ends, possibly before the other has yielded a batch.
@@ -765,14 +737,13 @@ def test_two_samplers_resume_exactly(pair: Pair) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::limpet.errors.UncountedBatches")
 @pytest.mark.parametrize("workers", [(2, 2), (0, 2), (2, 0)], ids=str)
 def test_two_samplers_with_workers_resume_exactly(workers: tuple[int, int]) -> None:
     """If only the first loader has workers, the second draws once more, as documented.
 
     A loader with workers has requested all batches when the iteration of the other begins.
     """
-    pair = Pair((4, 4), workers, count="within", epochs=2)
+    pair = Pair((4, 4), workers, epochs=2)
     if workers != (2, 0):
         pair.check_exact_resume()
         return
@@ -802,7 +773,7 @@ def test_generators_recorded_for_a_finished_pass_are_not_restored() -> None:
         old.advance()
     first, second = limpet.ElasticSampler(4, 2), limpet.ElasticSampler(4, 2)
     for sampler in (first, second):
-        sampler.follow(None, group)
+        sampler.join(group)
         sampler.load_state_dict(old.state_dict())
     assert list(first) == []  # with workers, as soon as the iteration of its loader begins
     iter(second)
@@ -829,7 +800,7 @@ def test_three_samplers_resume_exactly() -> None:
                     ckpt.step()
                     if ckpt.current_step == stop:
                         return seen
-                progress.epoch += 1
+                ckpt.end_epoch()
         return seen
 
     reference = run(MemoryStore())
@@ -849,53 +820,3 @@ def test_a_step_that_one_sampler_cannot_count_advances_none() -> None:
         next(passes[1])
         ckpt.step()
         assert [s.left for s in samplers] == [3, 3]
-
-
-# -- ways to count epochs ------------------------------------------------------------------------
-
-
-COUNT_TIMES = ["after", "before", "within", "last", "from one"]
-COUNT_CASES = [
-    *((count, batches, 1) for count in COUNT_TIMES for batches in (2, 3)),
-    *(
-        (count, 1, 1) for count in COUNT_TIMES[:-1]
-    ),  # with one step per epoch, "last" equals "from one"
-    *((count, batches, 2) for count in COUNT_TIMES[:3] for batches in (2, 3, 4)),
-]
-
-
-@pytest.mark.parametrize(("count", "batches", "per_step"), COUNT_CASES)
-def test_every_way_to_count_epochs_resumes_exactly(count: str, batches: int, per_step: int) -> None:
-    """``last``: the epoch is counted before its last step; ``from one``: the first epoch is 1."""
-    one = int(count == "from one")
-
-    def run(store: Store, stop: int = -1) -> list[list[int]]:
-        sampler, progress = limpet.ElasticSampler(2 * batches, 2), limpet.Progress()
-        state, seen, window = {"sampler": sampler, "progress": progress}, [], []
-        with limpet.Checkpointer(store, state, save=limpet.EverySteps(1)) as ckpt:
-            ckpt.resume()
-            for epoch in range(max(progress.epoch, one), 4 + one):
-                if count == "before":
-                    progress.epoch = epoch
-                for batch in sampler:
-                    if count in ("within", "from one"):
-                        progress.epoch = epoch
-                    window.append(batch)
-                    if len(window) < per_step:
-                        continue
-                    if count == "last" and sampler.left == 1:
-                        progress.epoch = epoch + 1
-                    seen += window
-                    ckpt.step(batches=len(window))
-                    window = []
-                    if progress.step == stop:
-                        return seen
-                if count == "after":
-                    progress.epoch += 1
-        return seen
-
-    reference = run(MemoryStore())
-    assert len(reference) == 4 * batches
-    for stop in range(1, len(reference) // per_step):
-        store = MemoryStore()
-        assert run(store, stop) + run(store) == reference, f"stopped at step {stop}"

@@ -557,7 +557,7 @@ class Training:
                 self.step(ckpt, loss.item())
                 if self.progress.step == last:
                     return
-            self.progress.epoch += 1
+            ckpt.end_epoch()
 
     def step(self, ckpt: limpet.Checkpointer, loss: float) -> None:
         number = self.progress.step + 1

@@ -12,20 +12,13 @@ the samples of all ranks, so that training can continue with any number of ranks
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from limpet.data.batch_blocks import BatchBlocks
-from limpet.data.epoch_labels import EpochLabels
-from limpet.data.sampler_checks import check_is_batch_sampler, check_is_number, require
+from limpet.data.sampler_checks import check_is_number, require
 from limpet.data.sampler_group import SamplerGroup
-from limpet.errors import LimpetError, PlanError, UncountedBatches
+from limpet.errors import LimpetError, PlanError
 from limpet.lazy_torch import rank_and_world_size
-from limpet.text import warn_user
-
-if TYPE_CHECKING:
-    from limpet.data.progress import Progress
 
 Position = tuple[int, int]
 """An epoch, and the number of its samples before the position."""
@@ -81,15 +74,11 @@ class ElasticSampler:
         self.pass_number = 0
         self._has_stepped = False  # a step was taken, with any number of batches
         self._uncounted_passes = 0  # passes that ended before any step
-        self._has_warned = False  # of uncounted batches, after a step
-        self._reads = 0  # of the position, by the loop
         self._resumed = False  # a state was loaded, and no pass has begun since
         self._has_ended = False  # end_epoch was called since the pass was over
-        # passes begun and epoch label at the first iteration after a load
-        self._first_iteration: tuple[int, int | None] | None = None
+        self._first_iteration: int | None = None  # the events before it, since a load
         self._blocks = BatchBlocks()
-        self._epoch_labels = EpochLabels()
-        self._group = SamplerGroup([self._epoch_labels])
+        self._group = SamplerGroup()
         self._check_sizes()
 
     def __repr__(self) -> str:
@@ -112,11 +101,6 @@ class ElasticSampler:
     @property
     def epochs(self) -> int:
         """The number of epochs that are complete at the counted position."""
-        self._reads += 1
-        return self._complete_epochs()
-
-    def _complete_epochs(self) -> int:
-        """Return ``epochs``, for Limpet itself, which does not tell the loop."""
         epoch, samples = self._counted
         return epoch + (1 if self._is_epoch_over(samples) else 0)
 
@@ -124,21 +108,16 @@ class ElasticSampler:
     def left(self) -> int:
         """The number of batches of this epoch that no step has counted, including yielded ones. Use
         it to end a step with the epoch: a loop counter is wrong in the rest of an epoch."""
-        self._reads += 1
         return self._batch_count(self.length - self._counted[1])
 
-    def follow(self, progress: Progress | None, together: SamplerGroup | None = None) -> None:
-        """Connect the sampler to the user's ``Progress`` and to the other samplers of the state.
+    @property
+    def is_within_step(self) -> bool:
+        """True if the pass is over, but its last batches belong to a step that has not ended."""
+        return self._counted != self._yielded and self._is_pass_over()
 
-        A ``Checkpointer`` calls this, with the same ``together`` for all samplers. A state that is
-        saved between two passes resumes with the next epoch if ``end_epoch`` was called before the
-        save, or by a loop that never calls it if ``progress.epoch`` was incremented. Otherwise, it
-        resumes with the (empty) rest of the last epoch.
-        """
-        self._epoch_labels.follow(progress)
-        if together is not None:
-            self._group = together
-            together.epoch_labels.append(self._epoch_labels)
+    def join(self, group: SamplerGroup) -> None:
+        """Connect the sampler to the other samplers of a state. A ``Checkpointer`` calls this."""
+        self._group = group
 
     def check(self, batches: int) -> None:
         """Raise the error that ``advance`` would raise. A step first checks all samplers."""
@@ -167,16 +146,13 @@ class ElasticSampler:
         if self._is_epoch_over(position[1]) and self._yielded[0] > position[0]:
             position = (position[0] + 1, 0)
         self._counted = position
-        if not self._is_epoch_over(position[1]):
-            self._group.record_step()
 
-    def end_epoch(self) -> bool:
-        """End the epoch if its pass is over. Return True if this call has ended it."""
-        self._group.has_ends = True
-        if self._has_ended or not self._is_pass_over():
-            return False
-        self._has_ended, self._resumed = True, False
-        return True
+    def end_epoch(self) -> None:
+        """End the epoch, if its pass is over: a state that is saved now resumes with the next one.
+        Otherwise, it resumes with the rest of the epoch, which may be empty."""
+        self._group.events += 1
+        if self._is_pass_over():
+            self._has_ended, self._resumed = True, False
 
     def state_dict(self) -> dict[str, int]:
         """Return plain ints and bools that do not depend on ranks and workers.
@@ -187,8 +163,7 @@ class ElasticSampler:
         """
         epoch, samples = self._counted
         last_epoch = self._pass_epoch
-        has_ended = self._has_ended or self._group.is_counted(self._epoch_labels, last_epoch)
-        if has_ended and self._is_pass_over():
+        if self._has_ended and self._is_pass_over():
             last_epoch += 1
             if self._counted == self._yielded:
                 epoch, samples = last_epoch, 0
@@ -248,7 +223,6 @@ class ElasticSampler:
         self.pass_number += 1
         skips = self.skip_empty and self._is_pass_over()
         self._resumed, self._has_ended, self._first_iteration = not skips, False, None
-        self._epoch_labels.reset()
         at_beginning = skips or self._counted == (self._pass_epoch, 0)
         self._group.record_load(self, at_beginning=at_beginning)
 
@@ -258,14 +232,11 @@ class ElasticSampler:
         A ``DataLoader`` draws a seed for its workers whenever an iterator is created. A run that
         was never interrupted does not draw in the middle of an epoch. The first pass after a resume
         therefore restores the global generators before its first batch (see ``SamplerGroup``).
-        Raises ``LimpetError`` for ``DataLoader(sampler=...)``, which makes batches of batches.
         """
-        check_is_batch_sampler(sys._getframe(1))
         if self._resumed:
-            now = (self._group.passes_begun, self._epoch_labels.current)
+            now = self._group.events
             if self._first_iteration is None:
                 self._first_iteration = now
-                self._epoch_labels.begin_pass(self._pass_epoch)
             # A DataLoader with workers creates two iterators at once. If something happened in
             # between, the first pass ended before it reached this sampler: a loop over several
             # loaders ends when the first loader is exhausted.
@@ -312,29 +283,22 @@ class ElasticSampler:
             self._enter_epoch(self._pass_epoch)
         elif not resumed:
             if self._is_epoch_over(self._yielded[1]) and self._yielded[0] == self._pass_epoch:
-                self._warn_uncounted()
+                self._refuse_uncounted()
             self._yielded = self._counted
-        self._epoch_labels.begin_pass(self._pass_epoch)
-        self._group.begin_pass(self, self._pass_epoch, resumed)
+        self._group.begin_pass(self, resumed)
 
-    def _warn_uncounted(self) -> None:
-        """Warn that more batches of a fully yielded pass are uncounted than one step takes."""
-        if self._has_stepped:
-            if not self._has_warned:
-                warn_user(
-                    f"{self} yielded all batches of its epoch, but some were never counted. If a"
-                    " step takes k batches, write ckpt.step(batches=k). If the loop ended early on"
-                    " purpose, ignore this warning. The rest of the epoch follows",
-                    UncountedBatches,
-                )
-            self._has_warned = True
-            return
-        what = f"No step has counted the batches of {self}, so every pass yields the same epoch"
-        todo = "Put it into the state of the Checkpointer; for evaluation, use a plain DataLoader"
+    def _refuse_uncounted(self) -> None:
+        """Raise ``LimpetError`` if this is the third pass, and no step has counted a batch.
+
+        Passes before the first step may inspect the data.
+        """
         self._uncounted_passes += 1
-        if self._uncounted_passes > 1:  # one pass before the first step may inspect the data
-            raise LimpetError(what, todo=todo)
-        warn_user(f"{what}. {todo}", UncountedBatches)
+        if self._uncounted_passes > 1 and not self._has_stepped:
+            raise LimpetError(
+                f"No step has counted the batches of {self}, so every pass yields the same epoch",
+                todo="Put it into the state of the Checkpointer; for evaluation, use a plain"
+                " DataLoader",
+            )
 
     def _enter_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch; the counted position follows if it is up to date."""

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
-from typing import Any
-
 from limpet.errors import LimpetError
 
 
@@ -24,20 +20,4 @@ def check_is_number(length: object) -> None:
             expected="the number of its samples",
             found=type(length).__name__,
             todo="Write ElasticSampler(len(dataset), batch_size=...)",
-        )
-
-
-def check_is_batch_sampler(caller: FrameType) -> None:
-    """Raise ``LimpetError`` if a pass begins for the ``sampler=`` of a ``DataLoader``.
-
-    ``caller``: the frame that begins the pass. PyTorch would make batches of batches.
-    """
-    module: Any = sys.modules.get("torch.utils.data.sampler")
-    if module is not None and caller.f_code is module.BatchSampler.__iter__.__code__:
-        raise LimpetError(
-            "An ElasticSampler was passed to a DataLoader as sampler=",
-            expected="batch_sampler=, because it yields batches of indices",
-            found="sampler=, which yields single indices",
-            todo="Write DataLoader(dataset, batch_sampler=sampler), without batch_size=, shuffle=,"
-            " and drop_last=",
         )

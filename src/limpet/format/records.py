@@ -143,9 +143,14 @@ class FailedEvaluation(AboutVersion, frozen=True, forbid_unknown_fields=True):
 
 
 class Ended(AboutVersion, frozen=True, forbid_unknown_fields=True):
-    """The training ended normally when this was its newest version, and why (``reason``)."""
+    """The training ended normally when this was its newest version, and why (``reason``).
+
+    ``epochs``: the number of complete epochs. The version holds one less if its step was saved
+    before its epoch ended.
+    """
 
     reason: Annotated[str, Meta(max_length=MAX_TEXT)]
+    epochs: Annotated[int, Meta(ge=0, lt=10**18)] = 0
 
     kind: ClassVar[str] = "ended"
 

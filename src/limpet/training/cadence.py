@@ -72,7 +72,7 @@ class Cadence:
     def _pass_over(self) -> None:
         """Let neither epochs nor proposals until now cause a save: there is a version already."""
         self._renew_proposals()
-        (step, seconds, _), epochs = self._last_save, self._step_counter.epochs
+        (step, seconds, _), epochs = self._last_save, self._step_counter.epoch
         self._last_save = self._last_skip = step, seconds, epochs
 
     def _renew_proposals(self) -> None:
@@ -151,4 +151,4 @@ class Cadence:
 
     def _now(self) -> tuple[int, float, int]:
         """Return the steps, seconds, and epochs until now, as in ``PolicyInput``."""
-        return self._step_counter.step, time.monotonic(), self._step_counter.epochs
+        return self._step_counter.step, time.monotonic(), self._step_counter.epoch

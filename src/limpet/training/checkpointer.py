@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from limpet import events
@@ -14,6 +14,7 @@ from limpet.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopW
 from limpet.snapshot.location import Url
 from limpet.snapshot.snapshot import Snapshot, snapshot_of
 from limpet.storage.throttle import store_statistics
+from limpet.text import to_repr
 from limpet.tiers.tiers import Tier
 from limpet.training.arguments import Options, check_state
 from limpet.training.checkpointer_base import CheckpointerBase
@@ -22,6 +23,7 @@ from limpet.training.preemption import DEFAULT, Preemption
 from limpet.training.resume import resume_run
 from limpet.training.resume_point import ResumeRequest, left_state_invalid
 from limpet.training.resuming.receipt import check_resume
+from limpet.training.saves.run_end import ended_epochs
 from limpet.training.start import check_start, start_from
 
 
@@ -30,8 +32,8 @@ class Checkpointer(CheckpointerBase):
 
     ``run`` is the URL or store that receives the versions. ``state`` is a dict as for
     ``limpet.save``. Every save reads it, and ``resume`` writes it. A ``Progress`` in the state
-    counts the steps. Without one, the Checkpointer counts them. An ``ElasticSampler`` in the state
-    advances with the steps.
+    counts the steps and epochs. Without one, the Checkpointer counts them. An ``ElasticSampler`` in
+    the state advances with the steps.
 
     ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
     to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
@@ -118,15 +120,12 @@ class Checkpointer(CheckpointerBase):
     @property
     def current_step(self) -> int:
         """The number of steps completed, including those before the resume."""
-        self._note_read()
         return self._step_counter.step
 
     @property
     def should_stop(self) -> bool:
         """True once the ``stop`` policy says that training should end, also in an earlier process,
         after ``Preemption.exit_fn`` has returned, or if a ``watch_scope`` must end."""
-        if self._early_stop.is_used:  # else, a loop that tests it still needs a position
-            self._note_read()
         return self._is_stopping
 
     # -- resuming ------------------------------------------------------------------------------
@@ -184,8 +183,8 @@ class Checkpointer(CheckpointerBase):
         except BaseException as e:
             self._lifecycle.is_state_valid &= not left_state_invalid(e)
             raise
-        finally:  # the load may have changed the step of the state
-            self._step_counter.resume_at(self._step_counter.step, from_own_run=False)
+        finally:
+            self._step_counter.release()
         self._lifecycle.is_resumed = self._lifecycle.is_state_valid = True
         if self._lifecycle.is_started:
             self._saver.start_tiers(self.state)
@@ -198,6 +197,59 @@ class Checkpointer(CheckpointerBase):
         return Snapshot(point.snapshot)
 
     # -- training ------------------------------------------------------------------------------
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that remain of ``count``, and end each one::
+
+            for epoch in ckpt.epochs(10):
+                for batch in loader:
+                    train_step(batch)
+                    ckpt.step()
+                ckpt.metrics({"val_loss": validate()})
+
+        It resumes first, as ``resume()`` does, unless the program has called that. An epoch ends,
+        as by ``end_epoch``, when the body of the loop ends, also by ``continue``, but not by
+        ``break``, ``return``, or an error. No further epoch begins when ``should_stop`` is True.
+
+        After a resume within an epoch, the first number is that of this epoch again. With an
+        ``ElasticSampler``, the loader then yields the rest of it. If a training that has completed
+        ``count`` epochs is started again, nothing is yielded. A larger ``count`` continues it.
+
+        All ranks call this. Raises what ``resume`` and ``end_epoch`` raise, and ``LimpetError`` if
+        ``count`` is not a number of epochs.
+        """
+        if type(count) is not int or count < 0:
+            raise LimpetError(f"epochs() takes an int of 0 or more, not {to_repr(count)[:200]}")
+        return self._run_epochs(count)
+
+    def _run_epochs(self, count: int) -> Iterator[int]:
+        if not (self._lifecycle.is_resumed or self._lifecycle.is_started):
+            self.resume()
+        counter = self._step_counter
+        # the version may have been saved before the last epoch of the training ended
+        may_have_ended = counter.epoch < count and not counter.has_counted
+        if may_have_ended and ended_epochs(self._saver) >= count:
+            return
+        while counter.epoch < count and not self._is_stopping:
+            yield counter.epoch
+            self.end_epoch()
+
+    @exclusive
+    def metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics, such as those of a validation, to those of the last step.
+
+        Whatever saves that step stores them, such as the end of the epoch with ``EveryEpoch``. If
+        the step is saved, they are added to its version as by ``Run.add_metrics``. Early stopping
+        sees them. All ranks call this, and those of rank 0 count.
+
+        Raises ``PlanError`` for invalid metrics, and the error of a failed save of this step.
+        """
+        self._lifecycle.check_open()
+        added_metrics = check_metrics(metrics)
+        with self._goodput.paused():
+            self._ensure_started()
+            self._add_metrics(added_metrics)
+            self._early_stop.observe(added_metrics, self._step_counter.step, self._agreement, False)
 
     @exclusive
     def step(
@@ -231,22 +283,18 @@ class Checkpointer(CheckpointerBase):
     @exclusive
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Increment ``progress.epoch``, and save if a save is due. Call it after each pass over the
-        data, on all ranks. ``EveryEpoch`` then works with any loader.
+        data, on all ranks, if the loop does not use ``epochs``, which calls it.
 
-        ``metrics`` are added to those of the step. If it is already saved, with the old epoch, they
-        are added to its version as by ``Run.add_metrics``, and nothing is saved: a resume from
-        there begins with the (empty) rest of the epoch, and ``end_epoch`` follows.
-
-        Raises what ``step`` raises, and ``LimpetError`` if the state has no ``Progress``, or if
-        other code has changed ``progress.epoch`` since the last call.
+        ``metrics`` are added to those of the step, as by ``metrics``. If the step is already saved,
+        with the old epoch, nothing is saved: a resume from there begins with the (empty) rest of
+        the epoch, and ``end_epoch`` follows. Raises what ``step`` raises.
         """
         self._lifecycle.check_open()
         added_metrics = check_metrics(metrics)
         with self._goodput.paused():
             self._ensure_started()
             self._step_counter.end_epoch()
-            self._metrics = {**self._metrics, **added_metrics}
-            self._raise_or_warn(lambda: self._add_if_saved(added_metrics))
+            self._add_metrics(added_metrics)
             self._act(self._agree())
 
     @exclusive

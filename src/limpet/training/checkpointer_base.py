@@ -56,7 +56,6 @@ class CheckpointerBase:
         self._group = saving_group(group)
         self._early_stop = EarlyStop(options.stop, self.run, self._group)
         self._step_counter = StepCounter(state)
-        self._step_counter.check_can_fire(options.save)
         check_not_version(self.run)
         self._goodput, self._lifecycle, self._branch = Goodput(), Lifecycle(), 0
         self._tiers = Tiers(options.tiers, self._group)
@@ -111,8 +110,8 @@ class CheckpointerBase:
     def _continue_from(self, point: ResumePoint, schedules: Arguments) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self.start_report = point.start_report
-        self._step_counter.resume_at(point.step, point.from_own_run)
-        self._gaps.restart(point.step if point.from_own_run else 0)
+        self._step_counter.resume_at(point.step, point.from_own_run, point.training_metadata)
+        self._gaps.restart()
         if self._group.rank == 0:
             warn_replaced(schedules, self.state, point.snapshot.url)
             self._options.check(point.snapshot, point.from_own_run)
@@ -121,7 +120,7 @@ class CheckpointerBase:
             self._saver.resume_from(point.durable, point.sessions)
         self._goodput.resume_from(point.training_metadata)
         self._cadence.restart(is_saving=self._saver.saved_step == self._step_counter.step)
-        self._tiers.memory.restart(self._step_counter.step, self._step_counter.epochs)
+        self._tiers.memory.restart(self._step_counter.step, self._step_counter.epoch)
         self._early_stop.resume_from(point.training_metadata, point.step)
         events.emit(
             "resumed",
@@ -134,10 +133,6 @@ class CheckpointerBase:
     @property
     def _is_stopping(self) -> bool:
         return self._early_stop.stopped or self._calls.is_leaving
-
-    def _note_read(self) -> None:
-        """Record that the loop has asked for the position of the training."""
-        self._gaps.note_read()
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -171,12 +166,15 @@ class CheckpointerBase:
         agreed, step = self._calls.agree(self._agreement), self._step_counter.step
         self._early_stop.observe(self._metrics, step, self._agreement, STOP_PROPOSAL in agreed)
         self._ending.ladder.observe(step, self._metrics)
-        self._savepoint.mark(self._make_label, self._preemption.is_pending, self._calls.is_running)
+        if not self._step_counter.is_within_step:  # an epoch may end between batches of a step
+            is_pending = self._preemption.is_pending
+            self._savepoint.mark(self._make_label, is_pending, self._calls.is_running)
         return agreed
 
     def _make_label(self) -> SavepointLabel:
         version = Version(self._step_counter.step, self._branch)
-        training = {**self._early_stop.to_metadata(), **self._options.to_metadata()}
+        parts = self._early_stop, self._options, self._step_counter
+        training = {name: value for part in parts for name, value in part.to_metadata().items()}
         return SavepointLabel(version, self._note, self._metrics, training)
 
     def _save_if_due(self, agreed: frozenset[str]) -> None:
@@ -187,7 +185,7 @@ class CheckpointerBase:
         elif not self._cadence.skip_if_busy(lambda: busy, self.run.url, self._goodput):
             self._raise_or_warn(lambda: self._saver.wait_before_save(self._step_counter.step))
             self._raise_or_warn(lambda: self._start_save(reason))
-        if self._tiers.memory.is_due(self._step_counter.step, self._step_counter.epochs):
+        if self._tiers.memory.is_due(self._step_counter.step, self._step_counter.epoch):
             spec = self._make_spec("capture")
             capture = self.state, spec.version, self._saver.make_metadata(spec)
             self._raise_or_warn(lambda: self._tiers.memory.capture(*capture))
@@ -205,6 +203,11 @@ class CheckpointerBase:
         done = self._watcher.accept_with_callback()
         spec = replace(self._make_spec(reason, metrics), on_finished=done, deadline=limit)
         self._saver.start(self.state, spec)
+
+    def _add_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Add to the metrics of the last step, and to its version if it is saved."""
+        self._metrics = {**self._metrics, **metrics}
+        self._raise_or_warn(lambda: self._add_if_saved(metrics))
 
     def _add_if_saved(self, metrics: Mapping[str, Any]) -> None:
         if metrics and self._cadence.has_begun:
@@ -237,6 +240,7 @@ class CheckpointerBase:
 
     def _release(self) -> None:
         self._lifecycle.is_closed, saver = True, self._saver
+        self._step_counter.release()
         if not self._lifecycle.is_forked:
             try:
                 for part in (self._agreement, self._preemption, self._ending, saver, self._watcher):

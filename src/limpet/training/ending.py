@@ -140,8 +140,10 @@ class Ending:
         if at_end and error is None:
             self._save()
         if could_save and error is None and not is_process_ending():
-            for follow in (finish_retention,) if is_leaving else (record_end, finish_retention):
-                raise_or_warn(partial(follow, self._saver), self._on_error, self._saver)
+            saver, end = self._saver, partial(record_end, self._saver, self._step_counter.epoch)
+            for follow in () if is_leaving else (end,):
+                raise_or_warn(follow, self._on_error, saver)
+            raise_or_warn(partial(finish_retention, saver), self._on_error, saver)
         if not self._lifecycle.is_closed:
             self.ladder.end(error)
         return could_save and not (at_end and error is None)

@@ -34,7 +34,6 @@ class PreemptionGuard:
         Each version stores the number. After ``ckpt.resume()``, training continues in epoch
         ``total_run_calls // steps_per_epoch``.
         """
-        self._ckpt._note_read()
         return self._calls.run_calls
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -87,7 +87,7 @@ def start_from(
         (snapshot.step or 0) if is_complete else 0,
         from_own_run=False,
         note={"started_from": {"url": snapshot.url, "digest": snapshot.digest}},
-        # the state of early stopping belongs to the model, but goodput belongs to the run
-        training_metadata={"stop": metadata["stop"]} if "stop" in metadata else {},
+        # the position and the state of early stopping belong to the model, but goodput to the run
+        training_metadata={n: metadata[n] for n in ("stop", "progress") if n in metadata},
         start_report=report,
     )

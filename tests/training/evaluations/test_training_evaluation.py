@@ -149,14 +149,6 @@ def test_every_epoch_evaluates_at_the_first_batch_after_end_epoch_and_at_the_end
     assert versions == ["version_4", "version_8", "version_12"]
 
 
-def test_every_epoch_needs_what_counts_epochs() -> None:
-    with (
-        limpet.Checkpointer(MemoryStore(), {"x": [1.0]}, save=Never()) as ckpt,
-        pytest.raises(LimpetError, match="can never fire"),
-    ):
-        TrainingEvaluation(ckpt, None, evaluate, data=DATA, every=limpet.EveryEpoch())
-
-
 @settings(derandomize=True, max_examples=30)
 @given(records=st.integers(1, 40), batch_size=st.none() | st.integers(1, 45))
 def test_metrics_of_batches_equal_those_of_the_whole(records: int, batch_size: int | None) -> None:

@@ -47,11 +47,6 @@ class SavePolicy:
         """True if the last step is saved when training ends normally."""
         return False
 
-    @property
-    def wants_epochs(self) -> bool:
-        """True if the policy can fire only when epochs are counted."""
-        return False
-
     def __or__(self, other: SavePolicy) -> SavePolicy:
         return _SaveUnion(self, other) if isinstance(other, SavePolicy) else NotImplemented
 
@@ -83,10 +78,6 @@ class _SaveUnion(SavePolicy):
     @property
     def at_end(self) -> bool:
         return self.first.at_end or self.second.at_end
-
-    @property
-    def wants_epochs(self) -> bool:
-        return self.first.wants_epochs or self.second.wants_epochs
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +122,10 @@ class EverySeconds(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class EveryEpoch(SavePolicy):
-    """Save when an epoch is complete, once every ``epochs`` epochs.
-
-    That is at ``Checkpointer.end_epoch``, or at the step that completes an epoch of an
-    ``ElasticSampler``.
-    """
+    """Save when an epoch ends, once every ``epochs`` epochs: in a loop over
+    ``Checkpointer.epochs``, or at ``Checkpointer.end_epoch``."""
 
     epochs: int = 1
-    wants_epochs = True
 
     def __post_init__(self) -> None:
         check_count("EveryEpoch", self.epochs, "epochs", "EveryEpoch()")

@@ -54,7 +54,7 @@ def _read_last(ckpt: Checkpointer, name: str) -> Steps:
     recorded = [version.step for r in evaluations.of(Evaluation) if r.name == name]
     recorded += [r.first_step for r in evaluations.of(InexactEvaluation) if r.name == name]
     begun = max((step for step in recorded if step <= version.step), default=0)
-    return (begun, ckpt._step_counter.epochs) if begun > last[0] else (last[0], last[1])
+    return (begun, ckpt._step_counter.epoch) if begun > last[0] else (last[0], last[1])
 
 
 def record_exact(ckpt: Checkpointer, name: str, metrics: Mapping[str, float], began: Steps) -> str:

@@ -109,7 +109,6 @@ class TrainingEvaluation:
         _check("keep", keep, not keep or on == "current", 'False, except with on="current"')
         _check("evaluate", evaluate, callable(evaluate), "a function")
         records = count_records(data)
-        ckpt._step_counter.check_can_fire(every)
         self.name = check_job_name(name)
         self.newest: Score | None = None
         """The result of the newest evaluation, or None."""
@@ -175,7 +174,7 @@ class TrainingEvaluation:
         if self._cadence is not None:
             self._cadence.restart()
         self._number, self._agreed = self._number + 1, frozenset()
-        self._began = step, self._ckpt._step_counter.epochs
+        self._began = step, self._ckpt._step_counter.epoch
         self._share = Share(self._spec, self._group.rank, self._group.size, step)
 
     def _advance(self, share: Share, step: int, may_end: bool) -> None:

@@ -22,7 +22,6 @@ from limpet.lazy_torch import torch_or_none
 from limpet.run.policy import AtEnd, EveryEpoch, Never, SavePolicy
 from limpet.state.walk import find_instances
 from limpet.text import format_list, warn_user
-from limpet.training.resuming.loop_check import LoopCheck
 from limpet.training.resuming.members import find_members
 from limpet.training.resuming.parameters import find_unsaved_parameters
 from limpet.training.step_counter import StepCounter
@@ -57,29 +56,20 @@ class GapCheck:
         self, run: str, state: dict[str, Any], policy: SavePolicy, rank: int, counter: StepCounter
     ) -> None:
         self._run, self._state, self._counter = run, state, counter
-        self._is_reporting = self._is_needed = rank == 0 and not isinstance(policy, Never)
-        self._loop = LoopCheck(run, state, counter)
-        self.note_read = self._loop.note_read
+        self._is_needed = rank == 0 and not isinstance(policy, Never)
         self._saves_within_epochs = _saves_within_epochs(policy)
         self._generators: States = {}
         self._counters: list[int] = []
         self._stale = self._find_iterators()
         self.restart()
 
-    def restart(self, resumed_step: int = 0) -> None:
-        """Compare with the generators and counters of now, which a resume may have set.
-
-        ``resumed_step``: the step of the training's own run at which it has resumed, or 0.
-        """
-        if self._is_reporting and torch_or_none() is not None:
-            self._loop.begin(resumed_step, _known_types())
+    def restart(self) -> None:
+        """Compare with the generators and counters of now, which a resume may have set."""
         if self._is_needed:
             self._generators, self._counters = capture_states(), _read_counters(self._state)
 
     def check(self) -> None:
-        """Warn, if the first step has ended. Later calls look only at the loop after a resume."""
-        if self._counter.has_counted:
-            self._loop.check()
+        """Warn, once, if the first step has ended."""
         if not (self._is_needed and self._counter.has_counted):
             return
         self._is_needed = False
@@ -184,7 +174,7 @@ def _members(state: dict[str, Any]) -> list[Any]:
 
 def _read_counters(state: dict[str, Any]) -> list[int]:
     """Return the ints that a user may count in: those at the top, and ``Progress.samples``."""
-    progress = (v._samples for v in state.values() if isinstance(v, Progress))
+    progress = (v.samples for v in state.values() if isinstance(v, Progress))
     return [*(v for v in state.values() if type(v) is int), *progress]
 
 

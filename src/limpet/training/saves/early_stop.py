@@ -57,11 +57,6 @@ class EarlyStop:
         stop = self._stop
         return frozenset() if stop is None else frozenset(((stop.metric, stop.mode),))
 
-    @property
-    def is_used(self) -> bool:
-        """True if the training has a ``stop`` policy."""
-        return self._stop is not None
-
     def observe(
         self,
         metrics: Mapping[str, Any],
