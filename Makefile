@@ -1,4 +1,4 @@
-# The commands of this project. They need Python 3.11 to 3.13 and pip; as root, `make test` also installs four tools.
+# The commands of this project. They need Python 3.11 or later and pip; as root, `make test` also installs four tools.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # The tests start more than a hundred processes. Without bytecode files, each one compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: chaos demo demo-elastic demo-evaluate quick reference test test-chaos test-stores tools servers lint ci bench clean
+.PHONY: chaos demo demo-elastic demo-evaluate quick reference test test-chaos test-python test-stores tools servers lint ci bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +63,11 @@ test: .zoo/.ready tools
 	@rm -f .pytest_cache/v/cache/lastfailed
 	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=20 || $(RUN) -m tests.again $$?
 
+# What needs no PyTorch, in clean environments with Python 3.11 (without torch), 3.12, 3.13, and 3.14: those that are
+# on this machine. There is no build of PyTorch for all of them.
+test-python:
+	@$(PYTHON) -m tests.pythons
+
 # 100 seconds of kill -9, a second training in the same run, and every command at once; then a short `make chaos`.
 # -s: print what happened.
 test-chaos: $(VENV)/.ready
@@ -89,7 +94,7 @@ reference: $(VENV)/.ready
 	$(RUN) -m tests.docs.reference
 
 # What CI runs.
-ci: test test-chaos lint
+ci: test test-python test-chaos lint
 	$(MAKE) test-stores STORES=--require-servers
 
 lint: $(VENV)/.ready

@@ -1,0 +1,15 @@
+"""A state of NumPy arrays only is saved, resumed, and inspected where torch cannot be imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_training_of_numpy_arrays_needs_no_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-m", "tests.without_torch", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "passed without torch\n"), done.stderr
