@@ -45,7 +45,7 @@ tools:
 
 # The inner loop: about 3 minutes on 2 cores (the aim is 90 s). A mistake in any layer below `integrations` shows here.
 QUICK := tests/test_packages.py tests/test_shape.py tests/format tests/storage tests/data tests/sinks tests/state tests/snapshot tests/saving tests/loading tests/layout tests/convert \
-	tests/run tests/interop tests/exporting tests/cli tests/training/test_checkpointer.py tests/training/test_resume.py \
+	tests/run tests/cli tests/training/test_checkpointer.py tests/training/test_resume.py \
 	tests/ranks/test_commit.py tests/ranks/test_layouts.py tests/ranks/test_training.py tests/docs/test_design.py
 
 # PyTorch's idle threads would spin, and take the cores from the other workers of pytest.

@@ -13,12 +13,13 @@ from limpet.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from limpet import errors, preemption, sinks, tasks
+    from limpet.convert.export import export
+    from limpet.convert.import_ import import_checkpoint
     from limpet.data.progress import Progress
     from limpet.data.rng import RNG
     from limpet.data.sampler import ElasticSampler
     from limpet.evaluation.evaluation import Evaluation
     from limpet.events import attach
-    from limpet.exporting.export import export
     from limpet.generators import isolated_rng
     from limpet.loading.report import LoadReport
     from limpet.run.address import load
@@ -88,6 +89,7 @@ __all__ = [
     "attach",
     "errors",
     "export",
+    "import_checkpoint",
     "isolated_rng",
     "load",
     "open",
@@ -134,7 +136,8 @@ _LAZY_NAMES = {
     "TrainingEvaluation": "training.evaluations.training_evaluation",
     "attach": "events",
     "errors": "errors",
-    "export": "exporting.export",
+    "export": "convert.export",
+    "import_checkpoint": "convert.import_",
     "isolated_rng": "generators",
     "load": "run.address",
     "open": "run.address:open_version",

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 import limpet
 from limpet.buffers import shared_pool
+from limpet.convert.import_ import read_foreign_checkpoint
 from limpet.errors import FormatError, ManifestInvalid
 from limpet.format.index import decode_index
 from limpet.format.manifest import decode_manifest
@@ -33,7 +34,6 @@ from limpet.format.records import (
 )
 from limpet.format.safetensors import build_header, decode_entries, parse_header
 from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder
-from limpet.interop.import_ import read_foreign_checkpoint
 from limpet.run.policy import EverySteps
 from limpet.run.run import Run
 from limpet.run.save_request import put_request, read_request

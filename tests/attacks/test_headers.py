@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import limpet
 from limpet.convert.copy import copy_snapshot
 from limpet.convert.reshard import reshard
+from limpet.convert.stream import stream_leaves
 from limpet.errors import DigestMismatch, SkippedVersion
-from limpet.exporting.stream import stream_leaves
 from limpet.integrations.dcp.reading import StorageReader
 from limpet.loading import shared_read
 from limpet.loading.load import load_snapshot

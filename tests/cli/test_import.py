@@ -69,15 +69,15 @@ def test_a_bare_state_dict_is_imported_as_the_model(folder: Path) -> None:
 def test_json_keys_are_stable(folder: Path) -> None:
     report = run_cli("import", "step_7.pt", "runs/a", "--json").json
     assert list(report) == [
-        "from", "kind", "snapshot", "step", "leaves", "bytes", "mapped", "renamed", "converted",
-        "left_out", "seconds",
+        "from", "kind", "snapshot", "step", "leaves", "bytes", "mapped", "members", "renamed",
+        "converted", "left_out", "seconds",
     ]  # fmt: skip
     snapshot = hf.open("runs/a/version_7")
     assert report["bytes"] == snapshot.nbytes
     del report["seconds"], report["bytes"]
     assert report == {
         "from": "step_7.pt", "kind": "torch", "snapshot": snapshot.url, "step": 7, "leaves": 2,
-        "mapped": True, "renamed": [], "converted": [], "left_out": [],
+        "mapped": True, "members": {}, "renamed": [], "converted": [], "left_out": [],
     }  # fmt: skip
 
 
@@ -97,10 +97,11 @@ def test_every_kind_of_checkpoint(folder: Path) -> None:
     ):
         report = run_cli("import", *arguments, "--json").json
         assert (report["kind"], report["step"]) == (kind, step)
-        at = "state_dict/weight" if kind == "lightning" else "model/weight"
-        assert hf.load(f"run/version_{step}", keys=at)
+        assert hf.load(f"run/version_{step}", keys="model/weight")
     assert [s.step for s in hf.Run("run").snapshots()] == [10, 20, 30, 40]
-    assert set(import_._KIND_NAMES) == {"torch", "lightning", "safetensors", "huggingface", "dcp"}
+    assert {*import_._KIND_NAMES} == {
+        "torch", "lightning", "safetensors", "huggingface", "accelerate", "transformers", "dcp",
+    }  # fmt: skip
 
 
 def test_changes_of_the_content_are_reported(folder: Path) -> None:
@@ -213,7 +214,7 @@ def test_a_file_without_read_permission(folder: Path, monkeypatch: pytest.Monkey
     def deny(path: str, flags: int) -> int:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("limpet.interop.mmap_files.os.open", deny)
+    monkeypatch.setattr("limpet.convert.mmap_files.os.open", deny)
     check_error_line(run_cli("import", "step_7.pt", "run"), 5, "step_7.pt: Permission denied")
 
 

@@ -12,8 +12,8 @@ import limpet
 from limpet.buffers import BufferPool
 from limpet.convert.copy import copy_snapshot
 from limpet.convert.reshard import reshard
+from limpet.convert.stream import stream_leaves
 from limpet.errors import DigestMismatch, StoreError
-from limpet.exporting.stream import stream_leaves
 from limpet.loading.load import load_snapshot
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import reader_of

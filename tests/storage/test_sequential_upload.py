@@ -10,10 +10,6 @@ import pytest
 
 import limpet
 from limpet.errors import NoSpace, StoreError
-from limpet.exporting.plan import plan_export
-from limpet.exporting.write import write_export
-from limpet.snapshot.location import Location
-from limpet.snapshot.snapshot import reader_of
 from limpet.storage import sequential_upload
 from limpet.storage.checks import refuse_partial
 from limpet.storage.memory import MemoryStore
@@ -237,18 +233,3 @@ def test_a_save_appends_in_order(monkeypatch, temporary_files):
         loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
         limpet.load(store.at(version), loaded)
         assert all(torch.equal(loaded[key], state[key]) for key in state)
-
-
-def test_code_that_writes_headers_last_works(monkeypatch, temporary_files, tmp_path):
-    monkeypatch.setattr(sequential_upload, "WINDOW", MIB)
-    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
-    torch = pytest.importorskip("torch")
-    state = {"model": {str(i): torch.randn(300_000) for i in range(8)}}
-    snapshot = limpet.save(tmp_path / "version_1", state, step=1)
-    store = AppendOnlyStore("exports")
-    plan = plan_export(reader_of(snapshot), "torch", file_name="copy.pt")
-    write_export(reader_of(snapshot), plan, Location(store, ""))
-    (tmp_path / "copy.pt").write_bytes(store.get("copy.pt", 1 << 30))
-    loaded = torch.load(tmp_path / "copy.pt", weights_only=True)
-    assert torch.equal(loaded["model"]["3"], state["model"]["3"])
-    assert len(temporary_files) == 1

@@ -22,7 +22,7 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.testing.contract import partial_keys
 from limpet.types import MIB
 from tests.cli.invoke import run_cli
-from tests.interop.checkpoints import write_dcp_as_ranks
+from tests.convert.checkpoints import write_dcp_as_ranks
 from tests.snapshot.manual_shards import split_rows, write_resharded
 from tests.stores.fault_proxy import Fault, FaultProxy
 from tests.trainings import flip_bit
@@ -181,8 +181,7 @@ import sys, numpy as np, torch, limpet
 from limpet.snapshot.location import locate
 from limpet.snapshot.reader import open_snapshot
 from limpet.convert.copy import copy_snapshot
-from limpet.exporting.plan import locate_export, plan_export
-from limpet.exporting.write import write_export
+from limpet.convert.export import prepare_export
 from tests.memory_peak import print_peak_memory
 verb, a, b = sys.argv[1:]
 limpet.save(f"{b}-warm/version_1", {"model": {"x": np.ones(3)}})
@@ -192,13 +191,12 @@ with print_peak_memory():
     if verb == "copy":
         copy_snapshot(snapshot, locate(f"{b}/version_1"))
     else:
-        location, _ = locate_export(b, verb)
-        write_export(snapshot, plan_export(snapshot, verb), location)
+        prepare_export(snapshot, b, verb).write()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", ["copy", "safetensors", "torch"])
+@pytest.mark.parametrize("verb", ["copy", "safetensors"])
 def test_the_memory_of_half_a_gibibyte_is_bounded(s3, proxy, tmp_path, verb):
     """A copy and an export of many leaves, small and large, whose order differs in the target."""
     model = {f"layer.{i}.w": np.full(1 << 20, i, np.int32) for i in range(120)}

@@ -6,8 +6,8 @@ therefore waits for neither.
 
 Terms: a *verb* is the word that selects a command, such as ``ls``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
-``snapshot``, ``saving``, ``loading``, ``convert``, ``interop``, ``run``, ``exporting``,
-``notices``, ``tiers``, ``evaluation``, and ``training``.
+``snapshot``, ``saving``, ``loading``, ``run``, ``convert``, ``notices``, ``tiers``,
+``evaluation``, and ``training``.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
         if _is_dense(t)
     }
     fresh: dict[str, Finalize] = {}
+    absent: dict[str, Any] = {}
     plain_names = modules.strip_wrapper_names(module, list(state), key)
     for (name, value), plain_name in zip(state.items(), plain_names, strict=True):
         child, k = members.pop(plain_name, (ABSENT, join_key(key, escape_level(plain_name))))
@@ -42,7 +43,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
             if child is not ABSENT and _is_dense(value):
                 binding.note_unselected(value, child, k)
         elif child is ABSENT:
-            binding.differences.missing.append(k)
+            absent[k] = value if name in live and _is_dense(value) else None
         elif name in live and subclasses.is_subclass(live[name]):
             # the member itself: its alias in the state dict may have copies of inner tensors
             bind_subclass(binding, live[name], child, k)
@@ -56,6 +57,8 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
             binding.add_tensor(value, source, k)
         else:
             fresh[name] = binding.targets.add_fresh(child, k)
+    # of tied parameters, some libraries save only one name
+    binding.differences.missing += [k for k, v in absent.items() if not binding.is_filled(v)]
     binding.note_unexpected(members.values())
     binding.differences.modules.append(key)
 

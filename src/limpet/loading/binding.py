@@ -199,6 +199,14 @@ class Binding:
                 leaf=key,
             )
 
+    def is_filled(self, value: Any) -> bool:
+        """Return True if a live tensor shares its memory with another one that gets a leaf."""
+        if value is None or sharding.get_local_boxes(value, "") is not None:
+            return False
+        stride = () if value.is_contiguous() else value.stride()
+        memory = value.data_ptr(), value.shape, stride, value.dtype
+        return bool(value.numel()) and self.bound_sources.get(memory) is not None
+
     def note_resized(self, value: Any, key: str, saved: Sequence[int], live: Sequence[int]) -> None:
         """Record that a leaf has another shape than the live value, here or on another rank."""
         text = self.resized.get(key, f"{list(saved)}, live {list(live)}")

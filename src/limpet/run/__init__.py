@@ -6,5 +6,5 @@ Terms: a *version* is a snapshot named by its step. A *branch* begins where trai
 an older version. The *lineage* is the sequence of versions that count, across branches. A
 *policy* decides when to save, which versions to keep, or when to stop.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
-``snapshot``, ``saving``, ``loading``, ``convert``, ``interop``, and ``run``.
+``snapshot``, ``saving``, ``loading``, and ``run``.
 """

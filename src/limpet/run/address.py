@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from limpet.deadline import Deadline
-from limpet.errors import NotFound
+from limpet.errors import NotFound, StoreError
 from limpet.format.names import Version, split_address
-from limpet.interop.foreign_snapshot import ForeignSnapshotReader, open_foreign
-from limpet.interop.members import is_foreign
 from limpet.loading.binding import Leniency, warn_of_share
 from limpet.loading.load import load_snapshot
 from limpet.ranks.group import (
@@ -44,7 +41,7 @@ from limpet.snapshot.location import (
 from limpet.snapshot.reader import SnapshotReader, open_location, open_snapshot
 from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.open import open_store
-from limpet.storage.store import within
+from limpet.storage.store import list_level, within
 from limpet.text import format_list
 
 ADDRESS_FORMS = (
@@ -109,13 +106,7 @@ def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReade
             if version is None:
                 if "versions" in e.fields:  # a run: the error names one of its versions
                     raise
-                if is_foreign(locate(address)):
-                    raise e.with_advice(
-                        "This may be a checkpoint of another library: load it with"
-                        f" limpet.load({text!r}, into=state), or save it as a version with"
-                        " `limpet import`"
-                    ) from e
-                raise e.with_advice(ADDRESS_FORMS) from e
+                raise e.with_advice(_foreign_advice(text) or ADDRESS_FORMS) from e
     url, version = resolve_address(text, deadline)
     run = _open_run(url, deadline)
     if version is None or not version[0].isdecimal():
@@ -131,6 +122,34 @@ def open_reader(address: Url, deadline: Deadline | None = None) -> SnapshotReade
         todo=path_advice(suggest_similar_path(url)),
         key=text,
         store=run.url,
+    )
+
+
+_FOREIGN = (".metadata", ".bin", ".ckpt", ".pt", ".pth", ".safetensors", ".index.json")
+"""What the names of files that other libraries write end with."""
+
+
+def _foreign_advice(path: str) -> str:
+    """Return how to load the checkpoint of another library if there may be one at a path or URL, or
+    an empty string. No file is read."""
+    found = False
+    with suppress(StoreError, OSError):
+        if "://" in path:
+            location = locate(path)
+            folder, _, name = location.folder.rpartition("/")
+            entries = list_level(location.store, location.folder) if name else ()
+            siblings = list_level(location.store, folder) if name and not entries else ()
+            is_file = any(e.stat is not None and e.name == name for e in siblings)
+            names = [e.name for e in entries]
+        else:
+            is_file = os.path.isfile(path)
+            names = [] if is_file else os.listdir(path)
+        found = is_file or any(name.endswith(_FOREIGN) for name in names)
+    if not found:
+        return ""
+    return (
+        "If this is a checkpoint of another library, import it once, and load the snapshot:"
+        f" limpet.import_checkpoint({path!r}, SNAPSHOT), or `limpet import {path} RUN`"
     )
 
 
@@ -287,10 +306,8 @@ def load(  # noqa: PLR0913  (the public face)
     continue it with a dot, as ``model/fc.weight``; ``*`` matches within a level, ``**`` across
     levels.
 
-    ``url`` may also be a checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or
-    safetensors. With ``into``, each live member takes the member of the same name or kind, and an
-    optimizer its numbered state by the order of its parameters: see docs/import.md. A warning lists
-    what the live state has no place for.
+    A checkpoint of torch.save, Lightning, Accelerate, Transformers, DCP, or safetensors is imported
+    first: see ``limpet.import_checkpoint``.
 
     The load is strict by default. ``missing="keep"`` keeps live values that the snapshot lacks,
     ``unexpected="ignore"`` ignores leaves that the live state lacks, and ``cast=True`` converts
@@ -314,26 +331,22 @@ def load(  # noqa: PLR0913  (the public face)
     else:
         location = locate(url).limit("load", timeout)
         with failing_together(ranks, f"the load of {location.url}", location.deadline):
-            snapshot = _open_any(location, into, keys, leniency.rename)
-            if isinstance(snapshot, ForeignSnapshotReader):
-                leniency = replace(leniency, rename=snapshot.renames_within)
+            snapshot = _open_here(location, url)
     with ExitStack() as shown:
-        # of a foreign checkpoint, a warning lists what is left out
-        if into is not None and not isinstance(snapshot, ForeignSnapshotReader):
+        if into is not None:
             shown.callback(default_terminal.open(snapshot.url))
         return load_snapshot(snapshot, into, keys, device, leniency, ranks)
 
 
-def _open_any(
-    location: Location,
-    into: dict[str, Any] | None,
-    keys: str | Sequence[str] | None,
-    renames: Mapping[str, str],
-) -> SnapshotReader:
-    """Open the snapshot at a location, or else the checkpoint of another library."""
+def _open_here(location: Location, url: Url) -> SnapshotReader:
+    """Open the snapshot at a location. For a checkpoint of another library, the error tells the
+    user to import it."""
     try:
         return open_location(location)
     except NotFound as e:
-        if "versions" in e.fields or not is_foreign(location):
+        advice = ""
+        if isinstance(url, str | os.PathLike) and "versions" not in e.fields:
+            advice = _foreign_advice(os.fspath(url))
+        if not advice:
             raise
-    return open_foreign(location, into, keys, renames)
+        raise e.with_advice(advice) from e

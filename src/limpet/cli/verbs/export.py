@@ -18,8 +18,7 @@ from limpet.cli.console import (
 )
 from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import refuse_address, resolve_newest
-from limpet.exporting.export import ExportResult, PreparedExport, prepare_export
-from limpet.exporting.plan import SUFFIXES
+from limpet.convert.export import SUFFIXES, ExportResult, PreparedExport, prepare_export
 from limpet.text import format_count
 
 _SIZE_PREFIXES = ("", "K", "M", "G", "T")
@@ -43,8 +42,8 @@ def parse_size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     "kind",
     type=click.Choice(list(SUFFIXES)),
     required=True,
-    help="safetensors: one file. torch: one file for torch.load. hf: Hugging Face files."
-    " accelerate, transformers, lightning: a checkpoint from which that library resumes.",
+    help="safetensors: one file. torch: one file for torch.load, which needs memory"
+    " for all of it. hf: Hugging Face files.",
 )
 @click.option(
     "--root",
@@ -90,11 +89,8 @@ def command(
         max_shard_size=max_shard_size,
     )
     refuse_address(prepared.location.url)
-    if not as_json:
-        for warning in prepared.warnings:
-            click.echo(f"limpet: {warning}", err=True)
     began = perf_counter()
-    with progress_bar("exporting", prepared.plan.nbytes, quiet=as_json) as advance:
+    with progress_bar("exporting", prepared.nbytes, quiet=as_json) as advance:
         result = prepared.write(advance)
     seconds = perf_counter() - began
     if result.left_out and not as_json:
@@ -109,19 +105,18 @@ def _build_document(
     return {
         "snapshot": result.snapshot,
         "step": prepared.snapshot.step,
-        "to": prepared.plan.kind,
-        "root": prepared.plan.root,
+        "to": prepared.kind,
+        "root": prepared.root,
         "files": [{"file": url, "bytes": nbytes} for url, nbytes in result.files],
         "tensors": result.tensors,
         "left_out": result.left_out,
         "bytes": result.nbytes,
-        "warnings": list(prepared.warnings),
         "seconds": round(seconds, 6),
     }
 
 
 def _render(prepared: PreparedExport, result: ExportResult, seconds: float) -> None:
-    console, root = make_console(), prepared.plan.root
+    console, root = make_console(), prepared.root
     for url, nbytes in result.files:
         print_line(console, f"{url}  {format_size(nbytes)}")
     below = f" below {root}" if root else ""

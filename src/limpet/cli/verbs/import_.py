@@ -11,25 +11,27 @@ import click
 from limpet.cli.console import format_size, make_console, print_line, progress_bar
 from limpet.cli.output import json_option, print_result
 from limpet.cli.resolve import check_run_target
-from limpet.format.names import MAX_STEP, Version
-from limpet.interop.arrange import ArrangedState, arrange_state
-from limpet.interop.import_ import (
+from limpet.convert.arrange import ArrangedState, arrange_state
+from limpet.convert.import_ import (
     ForeignCheckpoint,
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
-from limpet.interop.stored_files import size_of_foreign
+from limpet.convert.stored_files import size_of_foreign
+from limpet.format.names import MAX_STEP, Version
 from limpet.run.run import Run
 from limpet.saving.commit import raise_if_exists
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import format_count
+from limpet.text import format_count, format_list
 
 _KIND_NAMES = {
     "torch": "a file of torch.save",
     "lightning": "a Lightning checkpoint",
     "safetensors": "a safetensors file",
     "huggingface": "a Hugging Face folder",
+    "accelerate": "a folder of Accelerate",
+    "transformers": "a checkpoint of Transformers",
     "dcp": "a torch.distributed.checkpoint folder",
 }
 
@@ -44,7 +46,9 @@ _KIND_NAMES = {
 )
 @click.option("--as", "under", metavar="KEY", help="Store everything under KEY of the state.")
 @click.option(
-    "--keep-names", is_flag=True, help='Keep "module." and other wrapper prefixes in names.'
+    "--keep-names",
+    is_flag=True,
+    help='Keep "module." and other wrapper prefixes, and the names of members.',
 )
 @json_option
 def command(
@@ -57,10 +61,10 @@ def command(
 ) -> None:
     """Save the checkpoint FILE_OR_DIR as a version of RUN. No code in it is run.
 
-    Supported are files of torch.save, Lightning, and safetensors, and folders of Hugging Face and
-    torch.distributed.checkpoint, whatever their names. A dict of dicts, such as
-    {"model": ..., "optimizer": ...}, is kept as it is; the state dict of a model alone is stored
-    under "model", and that of an optimizer under "optimizer".
+    Supported are files of torch.save, Lightning, and safetensors, and folders of Hugging Face,
+    Transformers, Accelerate, and torch.distributed.checkpoint, whatever their names. A dict of
+    dicts, such as {"model": ..., "optimizer": ...}, is kept; the state dict of a model alone is
+    stored under "model", and that of an optimizer under "optimizer".
     FILE_OR_DIR may be a URL. A safetensors file there is not copied to the local disk. The other
     formats are, temporarily: set TMPDIR to a folder with enough space.
     """
@@ -75,7 +79,7 @@ def command(
     version = Version(step, target.branch())
     location = target.location(version)
     raise_if_exists(location)
-    arranged = arrange_state(checkpoint.value, under, keep_names=keep_names)
+    arranged = arrange_state(checkpoint.value, under, kind=checkpoint.kind, keep_names=keep_names)
     flat = flatten_foreign_state(arranged.state)
     nbytes = sum(leaf.source.nbytes for leaf in flat.leaves)
     with progress_bar("importing", nbytes, quiet=as_json) as advance:
@@ -97,6 +101,7 @@ def _build_document(
         "leaves": len(snapshot.leaves),
         "bytes": snapshot.nbytes,
         "mapped": checkpoint.mapped,
+        "members": arranged.members,
         "renamed": arranged.renamed,
         "converted": arranged.converted,
         "left_out": list(checkpoint.left_out),
@@ -109,8 +114,10 @@ def render(
 ) -> None:
     """Print the snapshot, and how it differs from the checkpoint."""
     renamed, converted = ", ".join(arranged.renamed), ", ".join(arranged.converted)
+    members = format_list([f"{old} to {new}" for old, new in arranged.members.items()], 8)
     left_out = ", ".join(checkpoint.left_out[:5]) + (" ..." if checkpoint.left_out[5:] else "")
     notes = (
+        (members, f"Renamed: {members}"),
         (renamed, f"Removed wrapper prefixes from the names in {renamed}"),
         (converted, f"Keyed by parameter name: {converted}"),
         (

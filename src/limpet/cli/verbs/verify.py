@@ -24,6 +24,8 @@ from limpet.cli.console import (
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, json_option, print_result
 from limpet.cli.resolve import resolve_run_or_snapshot, stray_snapshot_warning
+from limpet.convert.export_record import check_export
+from limpet.convert.stored_files import size_of_foreign
 from limpet.errors import (
     Denied,
     DigestMismatch,
@@ -47,8 +49,6 @@ from limpet.format.records import (
     decode_branch,
     decode_lasting_pin,
 )
-from limpet.interop.export_record import check_export
-from limpet.interop.stored_files import size_of_foreign
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.sinks.wording import format_error_brief

@@ -2,6 +2,6 @@
 
 Terms: those of the command line, and of ``run``.
 May import: the root modules, ``format``, ``storage``, ``sinks``, ``layout``, ``ranks``, ``state``,
-``snapshot``, ``saving``, ``loading``, ``convert``, ``interop``, ``run``, ``notices``, ``tiers``,
+``snapshot``, ``saving``, ``loading``, ``run``, ``notices``, ``tiers``,
 ``training``, and ``cli``.
 """

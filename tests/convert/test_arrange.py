@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import limpet
-from limpet.interop.arrange import arrange_state, step_from_name, step_from_state, unwrap_names
-from limpet.interop.import_ import read_foreign_checkpoint
-from tests.interop.checkpoints import import_and_load, import_checkpoint
+from limpet.convert.arrange import arrange_state, step_from_name, step_from_state, unwrap_names
+from limpet.convert.import_ import read_foreign_checkpoint
+from tests.convert.checkpoints import import_and_load, import_checkpoint
 from tests.states import assert_same
 
 

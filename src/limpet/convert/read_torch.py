@@ -16,10 +16,10 @@ import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from limpet.convert.extent import check_extent
+from limpet.convert.mmap_files import Advance, MappedFile, check_crc, read_zip_records
+from limpet.convert.stored_files import ForeignFile
 from limpet.errors import FormatError, LimpetError, Unsupported
-from limpet.interop.extent import check_extent
-from limpet.interop.mmap_files import Advance, MappedFile, check_crc, read_zip_records
-from limpet.interop.stored_files import ForeignFile
 from limpet.text import format_list
 from limpet.threads import Workers, no_op
 

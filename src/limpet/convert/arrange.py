@@ -1,6 +1,8 @@
 """Convert what was read from a foreign checkpoint to the state of a snapshot.
 
-This module decides the position in the state, the names of the members, and the step.
+This module decides the position in the state, the names of the members, and the step. Each library
+names or numbers the members of a training in its own way. In the snapshot, they are ``model``,
+``optimizer``, ``scheduler``, and ``scaler``, and the others of each kind ``model_1``, and so on.
 """
 
 from __future__ import annotations
@@ -20,6 +22,17 @@ STEP_KEYS = ("global_step", "step", "iteration", "iter_num")
 MODEL_KEY = "model"
 OPTIMIZER_KEY = "optimizer"
 
+_STATE_SUFFIXES = ("_state_dict", "_state")
+"""What names in a checkpoint have behind the name of the live member."""
+
+_LIGHTNING_MEMBERS = {
+    "state_dict": "model",
+    "MixedPrecision": "scaler",
+    "MixedPrecisionPlugin": "scaler",
+    "native_amp_scaling_state": "scaler",
+}
+_LIGHTNING_LISTS = {"optimizer_states": "optimizer", "lr_schedulers": "scheduler"}
+
 _STEP_PATTERN = re.compile(
     r"(?<![a-z])(?:global[-_]?step|step|checkpoint|ckpt|iter(?:ation)?)s?[-_=]?([0-9]{1,18})(?![0-9])",
     re.IGNORECASE,
@@ -31,11 +44,13 @@ _WRAPPER_LEVELS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mod
 class ArrangedState:
     """A state to save.
 
+    ``members``: by the name in the checkpoint, the names of members that have another name now.
     ``renamed``: the paths of the dicts from whose names wrapper prefixes were removed.
     ``converted``: the paths of the optimizers whose state is now keyed by parameter name.
     """
 
     state: dict[Any, Any]
+    members: dict[str, str] = field(default_factory=dict)
     renamed: list[str] = field(default_factory=list)
     converted: list[str] = field(default_factory=list)
 
@@ -62,28 +77,67 @@ def step_from_state(value: Any) -> int | None:
     return None
 
 
-def arrange_state(value: Any, root_key: str | None, *, keep_names: bool = False) -> ArrangedState:
-    """Return the state for a value that was read from a foreign checkpoint.
+def arrange_state(
+    value: Any, root_key: str | None, *, kind: str = "torch", keep_names: bool = False
+) -> ArrangedState:
+    """Return the state for a value that was read from a foreign checkpoint of a kind (see
+    ``ForeignCheckpoint``).
 
-    A dict of dicts, such as ``{"model": ..., "optimizer": ...}``, is kept as it is.
+    A dict of dicts, such as ``{"model": ..., "optimizer": ...}``, is kept. Its members
+    ``model_state_dict`` and ``model_state`` become ``model``, and so do those of other names; the
+    members of Lightning get the names in the docstring of this module. A bare
     ``optimizer.state_dict()`` is stored under ``optimizer``, and anything else, such as
-    ``model.state_dict()``, under ``model``. If ``root_key`` is given, any value
-    is stored under that key. Prefixes of wrappers (DDP, ``torch.compile``, FSDP) are removed from
-    the names in state dicts of modules, because Limpet saves names without them;
-    ``keep_names=True`` keeps them. Optimizer state that names its parameters is converted to
-    Limpet's form, which is keyed by qualified parameter name.
+    ``model.state_dict()``, under ``model``. If ``root_key`` is given, any value is stored under
+    that key. Prefixes of wrappers (DDP, ``torch.compile``, FSDP) are removed from the names in
+    state dicts of modules, because Limpet saves names without them. ``keep_names=True`` keeps all
+    names. Optimizer state that names its parameters is converted to Limpet's form, which is keyed
+    by qualified parameter name. Other optimizer state keeps its numbers: a load into an optimizer
+    assigns them in order.
     """
     is_optimizer = _is_optimizer_state_dict(value)
     is_bare = is_optimizer or not isinstance(value, dict) or is_module_state_dict(value)
     own_key = OPTIMIZER_KEY if is_optimizer else MODEL_KEY
-    has_key = root_key is not None or is_bare
-    arranged = ArrangedState({root_key or own_key: value} if has_key else dict(value))
+    if root_key is not None or is_bare:
+        arranged = ArrangedState({root_key or own_key: value})
+    else:
+        arranged = ArrangedState(dict(value))
+        if not keep_names:
+            _name_members(arranged, is_lightning=kind == "lightning")
     if not keep_names:
         arranged.state = {
             k: _unwrap_state(v, str(k), arranged.renamed) for k, v in arranged.state.items()
         }
     _convert_optimizers(arranged)
     return arranged
+
+
+def _name_members(arranged: ArrangedState, *, is_lightning: bool) -> None:
+    """Give the members at the top level of a state the names in the docstring of this module."""
+    state: dict[Any, Any] = {}
+    for name, value in arranged.state.items():
+        new = name
+        if is_lightning and name in _LIGHTNING_LISTS and isinstance(value, list) and value:
+            names = [numbered_name(_LIGHTNING_LISTS[name], i) for i in range(len(value))]
+            if arranged.state.keys().isdisjoint(names):
+                state |= dict(zip(names, value, strict=True))
+                arranged.members[name] = ", ".join(names)
+                continue
+        if is_lightning:
+            new = _LIGHTNING_MEMBERS.get(name, name)
+        elif isinstance(name, str) and isinstance(value, dict):
+            suffix = next((s for s in _STATE_SUFFIXES if name.endswith(s)), "")
+            new = name.removesuffix(suffix) or name
+        if new != name and (new in arranged.state or new in state):
+            new = name
+        if new != name:
+            arranged.members[name] = new
+        state[new] = value
+    arranged.state = state
+
+
+def numbered_name(role: str, number: int) -> str:
+    """Return the name of a member: ``optimizer``, ``optimizer_1``, ``optimizer_2``, ..."""
+    return f"{role}_{number}" if number else role
 
 
 def is_module_state_dict(value: Any) -> bool:
@@ -138,12 +192,6 @@ def _remove_wrapper_levels(name: str) -> str:
     return ".".join(level for level in name.split(".") if level not in _WRAPPER_LEVELS)
 
 
-def unwrap_state(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of a module with names without wrapper prefixes."""
-    unwrapped: dict[str, Any] = _unwrap_state(value, "", [])
-    return unwrapped
-
-
 # -- optimizers ----------------------------------------------------------------------------------
 
 
@@ -160,6 +208,11 @@ def _convert_optimizers(arranged: ArrangedState) -> None:
         if converted is not None:
             arranged.state[name] = converted
             arranged.converted.append(str(name))
+        elif _is_optimizer_state_dict(value):
+            # DCP converts numbers to text, and does not save an empty dict
+            saved = value.get("state", {}).items()
+            slots = {int(k) if str(k).isdecimal() else k: v for k, v in saved}
+            arranged.state[name] = {"state": slots, "param_groups": value["param_groups"]}
 
 
 def _convert_optimizer(value: Any, modules: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import limpet
+from limpet.convert import stream
+from limpet.convert.stream import stream_leaves
 from limpet.errors import DigestMismatch, NotFound
-from limpet.exporting import stream
-from limpet.exporting.stream import stream_leaves
 from limpet.format.names import MANIFEST
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader

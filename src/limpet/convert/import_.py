@@ -1,31 +1,36 @@
 """Import: read a foreign checkpoint and save it as a snapshot.
 
 A checkpoint is recognized by its content. No code in it is run. Its tensors are mapped into memory,
-so memory use does not depend on their size. The engine's own save computes the digests and commits.
+so memory use does not depend on their size. The usual save computes the digests and commits.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from msgspec import structs
 
+from limpet import events
 from limpet.buffers import shared_pool
-from limpet.errors import LimpetError, NotFound, Unsupported
-from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
-from limpet.format.strict_json import unique_members
-from limpet.interop import read_dcp, read_safetensors
-from limpet.interop.arrange import step_from_name, step_from_state
-from limpet.interop.export_record import require_intact
-from limpet.interop.mmap_files import Advance, MappedFile
-from limpet.interop.read_dcp import TensorBoxes, load_dcp
-from limpet.interop.read_safetensors import load_huggingface_folder, load_safetensors
-from limpet.interop.read_torch import load_torch_file
-from limpet.interop.stored_files import (
+from limpet.convert import read_dcp, read_safetensors
+from limpet.convert.arrange import (
+    MODEL_KEY,
+    arrange_state,
+    numbered_name,
+    step_from_name,
+    step_from_state,
+)
+from limpet.convert.export_record import require_intact
+from limpet.convert.mmap_files import Advance, MappedFile
+from limpet.convert.read_dcp import TensorBoxes, load_dcp
+from limpet.convert.read_safetensors import load_huggingface_folder, load_safetensors
+from limpet.convert.read_torch import load_torch_file
+from limpet.convert.stored_files import (
     ForeignFile,
     ForeignFolder,
     StoredFile,
@@ -33,12 +38,24 @@ from limpet.interop.stored_files import (
     is_safetensors,
     locate_foreign,
 )
+from limpet.errors import LimpetError, NotFound, Unsupported
+from limpet.format.names import MANIFEST, is_shard_name, parse_version, split_address
+from limpet.format.strict_json import unique_members
+from limpet.saving.commit import raise_if_exists
 from limpet.saving.job import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
-from limpet.snapshot.location import Location, path_advice, suggest_similar_path
+from limpet.snapshot.location import (
+    Location,
+    Url,
+    locate,
+    path_advice,
+    suggest_similar_path,
+)
 from limpet.snapshot.reader import SnapshotReader, open_location
+from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState, flatten
 from limpet.storage.store import Store
+from limpet.text import format_list, warn_user
 from limpet.threads import Workers, no_op
 
 SUPPORTED_FORMATS = (
@@ -49,7 +66,15 @@ SUPPORTED_FORMATS = (
 )
 _WEIGHT_SUFFIXES = (".bin", ".ckpt", ".distcp", ".pkl", ".pt", ".pth", ".safetensors")
 _LIGHTNING_VERSION_KEY = "pytorch-lightning_version"
-TRAINER_STATE_FILE = "trainer_state.json"
+_TRAINER_STATE_FILE = "trainer_state.json"
+_MEMBER_FILE = re.compile(
+    r"(?:pytorch_)?(?P<role>model|optimizer|scheduler|scaler)(?:_(?P<number>[0-9]{1,6}))?"
+    r"\.(?:safetensors|bin|pt)"
+)
+"""The files of Accelerate (``optimizer.bin``, ``model_1.safetensors``) and of the Trainer of
+Transformers (``optimizer.pt``)."""
+
+_MAX_LISTED = 20
 _MAGIC_BYTES = (
     (b"PK\3\4", "a zip file without data.pkl"),
     (b"\x80", "a bare pickle, which can run any code"),
@@ -64,10 +89,11 @@ _MAGIC_BYTES = (
 class ForeignCheckpoint:
     """A checkpoint that was read.
 
-    ``kind``: ``torch``, ``lightning``, ``safetensors``, ``huggingface``, or ``dcp``. ``value``: the
-    content, with mapped tensors unless ``mapped`` is False. ``step``: the step of the checkpoint,
-    if known. ``left_out``: files with weights in the same folder that are not part of the
-    checkpoint. ``stored``: the files in a store that were opened.
+    ``kind``: ``torch``, ``lightning``, ``safetensors``, ``huggingface``, ``transformers`` or
+    ``accelerate`` (a folder with optimizers), or ``dcp``. ``value``: the content, with mapped
+    tensors unless ``mapped`` is False. ``step``: the step of the checkpoint, if known.
+    ``left_out``: files with weights in the same folder that are not part of the checkpoint.
+    ``stored``: the files in a store that were opened.
     """
 
     path: str
@@ -190,28 +216,71 @@ def _read_folder(folder: ForeignFolder, advance: Advance) -> ForeignCheckpoint:
             todo=f"Import a file in it: {os.path.join(path, weights[0])}" if weights else None,
         )
     value, files, mapped = load_huggingface_folder(folder, model, advance)
+    matches = {n: m for n in weights if n not in files and (m := _MEMBER_FILE.fullmatch(n))}
+    kind = "huggingface"
+    if any(match["role"] == "optimizer" for match in matches.values()):
+        kind = "transformers" if _TRAINER_STATE_FILE in names else "accelerate"
+        value = {MODEL_KEY: value}
+        for name, match in matches.items():
+            member = _read_file(folder.open(name), advance)
+            value[numbered_name(match["role"], int(match["number"] or 0))] = member.value
+            mapped = mapped and member.mapped
+        files = [*files, *matches]
     other = tuple(n for n in weights if n not in files)
-    return ForeignCheckpoint(path, "huggingface", value, _read_trainer_step(folder), mapped, other)
-
-
-def read_member_file(folder: ForeignFolder, name: str, advance: Advance = no_op) -> Any:
-    """Return the content of a file of ``torch.save`` or safetensors in a folder.
-
-    Raises as ``read_foreign_checkpoint`` does.
-    """
-    return _read_file(folder.open(name), advance).value
+    return ForeignCheckpoint(path, kind, value, _read_trainer_step(folder), mapped, other)
 
 
 def _read_trainer_step(folder: ForeignFolder) -> int | None:
     """Return the step that the Trainer of Transformers recorded next to the model, if any."""
     with suppress(OSError, LimpetError, ValueError, RecursionError):
-        file = folder.open(TRAINER_STATE_FILE)
+        file = folder.open(_TRAINER_STATE_FILE)
         raw = file.read(0, file.length)
         return step_from_state(json.loads(raw, object_pairs_hook=unique_members))
     return None
 
 
 # -- saving --------------------------------------------------------------------------------------
+
+
+def import_checkpoint(
+    path: str | os.PathLike[str],
+    url: Url,
+    *,
+    step: int | None = None,
+    key: str | None = None,
+    keep_names: bool = False,
+) -> Snapshot:
+    """Save a checkpoint of another library as the snapshot at ``url``. Return the snapshot.
+
+    ``path``: a file of torch.save, Lightning, or safetensors, or a folder of Hugging Face,
+    Transformers' Trainer, Accelerate, or torch.distributed.checkpoint; a path or URL. No code in it
+    is run, and its tensors are not held in memory. Load ``url`` afterward, as any snapshot.
+    ``docs/import.md`` says which names the members get.
+
+    ``step``: of the snapshot; None: the one in the name of the folder, such as ``version_120``, or
+    else the one that the checkpoint records. ``key``: store everything under this key of the state.
+    ``keep_names=True`` keeps ``module.`` and other prefixes of wrappers in the names, and the names
+    of the members.
+
+    Only this process saves, also under torch.distributed. Raises ``AlreadyExists`` if there is a
+    snapshot at ``url``; ``NotFound``; ``Unsupported`` for another format, for a file that would
+    have to run code, and for values that no snapshot holds; ``FormatError`` for a damaged file;
+    ``NoSpace``, ``StoreError``, ``OSError``; and ``LimpetError`` if PyTorch is not installed.
+    """
+    location = locate(url)
+    raise_if_exists(location)
+    checkpoint = read_foreign_checkpoint(os.fspath(path))
+    arranged = arrange_state(checkpoint.value, key, kind=checkpoint.kind, keep_names=keep_names)
+    version = parse_version(location.folder.rpartition("/")[2])
+    if step is None:
+        step = checkpoint.step if version is None else version.step
+    branch = 0 if version is None else version.branch
+    flat = flatten_foreign_state(arranged.state)
+    snapshot = save_foreign_checkpoint(location, flat, checkpoint, step, branch)
+    if checkpoint.left_out:
+        names = format_list(checkpoint.left_out, _MAX_LISTED)
+        warn_user(f"Not imported from {checkpoint.path}: {names}", UserWarning)
+    return Snapshot(snapshot)
 
 
 def flatten_foreign_state(state: dict[Any, Any]) -> FlatState:
@@ -259,7 +328,7 @@ def save_foreign_checkpoint(
     location: Location,
     flat: FlatState,
     checkpoint: ForeignCheckpoint,
-    step: int,
+    step: int | None,
     branch: int = 0,
     advance: Advance = no_op,
 ) -> SnapshotReader:
@@ -280,6 +349,13 @@ def save_foreign_checkpoint(
 
     job = begin_save(monitored, flat, metadata, shared_pool(), stage_now=False)
     finish_save(job, fence=check_source)
+    events.emit(
+        "imported",
+        path=checkpoint.path,
+        kind=checkpoint.kind,
+        step=step,
+        left_out=list(checkpoint.left_out),
+    )
     return open_location(location)
 
 

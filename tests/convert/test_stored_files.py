@@ -15,15 +15,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save as to_safetensors
 
 import limpet
-from limpet.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
-from limpet.interop import stored_files
-from limpet.interop.arrange import arrange_state
-from limpet.interop.import_ import (
+from limpet.convert import stored_files
+from limpet.convert.arrange import arrange_state
+from limpet.convert.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
-from limpet.interop.stored_files import size_of_foreign
+from limpet.convert.stored_files import size_of_foreign
+from limpet.errors import Denied, FormatError, NoSpace, NotFound, StoreError, Unsupported
 from limpet.snapshot.location import Location
 from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.memory import MemoryStore
@@ -186,14 +186,14 @@ def test_a_folder_of_parts(store, suffix):
     index = json.dumps({"weight_map": weight_map}).encode()
     store.put_if_absent(f"hf/checkpoint-40/{base}.{suffix}.index.json", index)
     store.put_if_absent("hf/checkpoint-40/trainer_state.json", b'{"global_step": 41}')
-    store.put_if_absent("hf/checkpoint-40/optimizer.pt", b"not read")
+    store.put_if_absent("hf/checkpoint-40/rng_state.pth", b"not read")
     checkpoint = read_foreign_checkpoint(Location(store, "hf/checkpoint-40"))
     assert (checkpoint.kind, checkpoint.step) == ("huggingface", 41)
-    assert checkpoint.left_out == ("optimizer.pt",)
+    assert checkpoint.left_out == ("rng_state.pth",)
     to = MemoryStore()
     import_from(Location(store, "hf/checkpoint-40"), to)
     assert_equal(limpet.load(to.at("version_1"))["model"], {n: MODEL[n] for n in names})
-    assert store.bytes_read("hf/checkpoint-40/optimizer.pt") == 0
+    assert store.bytes_read("hf/checkpoint-40/rng_state.pth") == 0
     store.delete(f"hf/checkpoint-40/{base}-1.{suffix}")
     with pytest.raises(FormatError, match="checkpoint-40 is not complete"):
         read_foreign_checkpoint(Location(store, "hf/checkpoint-40"))
@@ -236,7 +236,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_fetched(store, m
     class Small:
         free = 4096
 
-    monkeypatch.setattr("limpet.interop.stored_files.shutil.disk_usage", lambda folder: Small)
+    monkeypatch.setattr("limpet.convert.stored_files.shutil.disk_usage", lambda folder: Small)
     with pytest.raises(NoSpace, match="cannot be fetched") as caught:
         read_foreign_checkpoint(Location(store, "x.pt"))
     assert "TMPDIR" in str(caught.value)

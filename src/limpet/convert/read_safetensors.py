@@ -8,18 +8,18 @@ from typing import Any
 
 import msgspec
 
-from limpet.errors import FormatError, NotFound, Unsupported
-from limpet.format.safetensors import HeaderEntry, decode_entries
-from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder
-from limpet.format.tree import is_valid_shape
-from limpet.interop.mmap_files import Advance
-from limpet.interop.read_torch import LoadedFile, load_torch_file
-from limpet.interop.stored_files import (
+from limpet.convert.mmap_files import Advance
+from limpet.convert.read_torch import LoadedFile, load_torch_file
+from limpet.convert.stored_files import (
     ForeignFile,
     ForeignFolder,
     is_safetensors,
     require_space,
 )
+from limpet.errors import FormatError, NotFound, Unsupported
+from limpet.format.safetensors import HeaderEntry, decode_entries
+from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder
+from limpet.format.tree import is_valid_shape
 from limpet.types import DTYPES
 
 SAFE_WEIGHTS_NAME, WEIGHTS_NAME = "model.safetensors", "pytorch_model.bin"

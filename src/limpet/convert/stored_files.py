@@ -18,9 +18,9 @@ from math import prod
 from threading import Lock
 from typing import Any, Protocol
 
+from limpet.convert.mmap_files import Advance, MappedFile, format_error
 from limpet.errors import FormatError, NoSpace, NotFound, StoreError
 from limpet.format.safetensors import MAX_HEADER
-from limpet.interop.mmap_files import Advance, MappedFile, format_error
 from limpet.snapshot.location import Location, locate
 from limpet.snapshot.spread import unspread
 from limpet.storage.local.os_calls import Fs
@@ -251,6 +251,17 @@ class ForeignFolder:
         if self._location is None:
             return sorted(os.listdir(self.path))
         return sorted(e.name for e in list_level(self._location.store, self._location.folder))
+
+    def is_folder(self) -> bool:
+        """Return True unless the path is that of a file, or of nothing."""
+        if self._location is None:
+            return os.path.isdir(self.path)
+        if not self._location.folder:
+            return True
+        with suppress(NotFound):
+            self._location.store.stat(self._location.folder)
+            return False
+        return bool(self.names())
 
     def join(self, name: str) -> str:
         return os.path.join(self.path, name)

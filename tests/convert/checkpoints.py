@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import limpet
-from limpet.interop.arrange import arrange_state
-from limpet.interop.import_ import (
+from limpet.convert.arrange import arrange_state
+from limpet.convert.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,

@@ -21,17 +21,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 import limpet
-from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, Unsupported
-from limpet.interop.arrange import arrange_state
-from limpet.interop.import_ import (
+from limpet.convert.arrange import arrange_state
+from limpet.convert.import_ import (
     flatten_foreign_state,
     read_foreign_checkpoint,
     save_foreign_checkpoint,
 )
-from limpet.interop.mmap_files import MappedFile, read_zip_records
+from limpet.convert.mmap_files import MappedFile, read_zip_records
+from limpet.errors import AlreadyExists, FormatError, LimpetError, NotFound, Unsupported
 from limpet.snapshot.location import locate
 from limpet.snapshot.snapshot import reader_of
-from tests.interop.checkpoints import (
+from tests.convert.checkpoints import (
     MaliciousPickle,
     import_and_load,
     import_checkpoint,
@@ -417,11 +417,11 @@ def write_model(folder, parts, kind="safetensors"):
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_hugging_face_folder(tmp_path, parts, kind):
     tensors = write_model(tmp_path, parts, kind)
-    (tmp_path / "optimizer.pt").write_bytes(b"anything")
+    (tmp_path / "rng_state.pth").write_bytes(b"anything")
     (tmp_path / "trainer_state.json").write_text('{"global_step": 55}')
     read = read_foreign_checkpoint(f"{tmp_path}/")
     assert (read.kind, read.step, read.mapped) == ("huggingface", 55, True)
-    assert read.left_out == ("optimizer.pt",)
+    assert read.left_out == ("rng_state.pth",)
     loaded = import_and_load(tmp_path)["model"]
     assert loaded.keys() == tensors.keys()
     assert_same(tensors, {k: loaded[k] for k in tensors})
@@ -574,8 +574,8 @@ import sys
 import torch
 import limpet
 from limpet.snapshot.location import locate
-from limpet.interop.arrange import arrange_state
-from limpet.interop.import_ import (
+from limpet.convert.arrange import arrange_state
+from limpet.convert.import_ import (
     flatten_foreign_state, read_foreign_checkpoint, save_foreign_checkpoint,
 )
 from tests.memory_peak import print_peak_memory

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import limpet
+from limpet.convert.import_ import read_foreign_checkpoint
 from limpet.errors import FormatError, LimpetError, NotFound, Unsupported
-from limpet.interop.import_ import read_foreign_checkpoint
 from limpet.layout.shard_layout import leaf_boxes_from_index
 from limpet.snapshot.snapshot import Snapshot
-from tests.interop.checkpoints import (
+from tests.convert.checkpoints import (
     MaliciousPickle,
     import_and_load,
     import_checkpoint,

@@ -16,14 +16,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
+from limpet.convert import extent
+from limpet.convert.extent import check_extent
+from limpet.convert.import_ import read_foreign_checkpoint
+from limpet.convert.mmap_files import MappedFile, read_zip_records
+from limpet.convert.read_dcp import unflatten
 from limpet.errors import FormatError, LimpetError, Unsupported
 from limpet.format.tree import MAX_DEPTH
-from limpet.interop import extent
-from limpet.interop.extent import check_extent
-from limpet.interop.import_ import read_foreign_checkpoint
-from limpet.interop.mmap_files import MappedFile, read_zip_records
-from limpet.interop.unflatten import unflatten
-from tests.interop.checkpoints import import_and_load
+from tests.convert.checkpoints import import_and_load
 from tests.memory_peak import print_peak_memory
 from tests.states import assert_same
 

@@ -1,0 +1,441 @@
+"""``limpet.export``: write a version for other libraries.
+
+1. Plan the files. Everything that cannot be exported is refused now.
+2. Write the files, and then the record beside them, which says where they are from.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from limpet.convert.export_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    UNSUPPORTED_DTYPES,
+    OutputFile,
+    OutputTensor,
+    plan_hf_files,
+    plan_safetensors_file,
+    write_file,
+)
+from limpet.convert.export_record import RECORD_SUFFIX, ExportedFile, encode_record
+from limpet.convert.export_torch import TorchState, convert_state, require_torch, write_torch_file
+from limpet.convert.mmap_files import Advance
+from limpet.errors import AlreadyExists, LimpetError, MissingLeaf, NotFound, StoreError, Unsupported
+from limpet.format import tree
+from limpet.format.names import join_key, parse_version
+from limpet.format.numpy_dtypes import from_descr
+from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
+from limpet.loading.load import load_snapshot
+from limpet.run.address import open_reader
+from limpet.run.evaluations.metrics import select_numbers
+from limpet.run.run import Run
+from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
+from limpet.snapshot.reader import SnapshotReader
+from limpet.snapshot.snapshot import Snapshot, reader_of
+from limpet.text import format_list
+from limpet.threads import no_op
+from limpet.version import __version__
+
+SUFFIXES = {
+    "safetensors": (".safetensors",),
+    "torch": (".pt", ".pth", ".bin", ".ckpt"),
+    "hf": (),
+}
+"""The export formats, each with the suffixes that make the target a file name, not a folder."""
+
+MODEL_KEY = "model"
+"""The part of a state that is exported to ``safetensors`` and ``hf`` by default."""
+
+MAX_SHARD_SIZE = 5 * 10**9
+"""Maximum bytes of tensors in one Hugging Face file: the default of its libraries."""
+
+_MAX_LISTED = 20
+
+_AVERAGED, _AVERAGED_COUNT = "module.", "n_averaged"
+"""The state of a ``torch.optim.swa_utils.AveragedModel``: the prefix of the names of the model, and
+the name of the count next to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was exported.
+
+    ``snapshot``: the URL of the version. ``files``: the URLs of the files, with their bytes.
+    ``tensors`` and ``nbytes``: the number of tensors and the bytes of their elements. ``left_out``:
+    the number of plain values that the format cannot represent.
+    """
+
+    snapshot: str
+    files: tuple[tuple[str, int], ...]
+    tensors: int
+    nbytes: int
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedExport:
+    """An export that can be written into the folder ``location``.
+
+    ``root``: the key below which everything is exported. ``files``: those to write in ``hf`` and
+    ``safetensors``; ``torch``: the name of the file, and the state in memory. ``tensors``,
+    ``nbytes``, and ``left_out``: as in ``ExportResult``.
+    """
+
+    snapshot: SnapshotReader
+    location: Location
+    kind: str
+    root: str
+    files: tuple[OutputFile, ...]
+    torch: tuple[str, TorchState] | None
+    tensors: int
+    nbytes: int
+    left_out: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the files, without the record. The last one is opened by other libraries."""
+        return [file.name for file in self.files] if self.torch is None else [self.torch[0]]
+
+    @property
+    def record_name(self) -> str:
+        return self.names[-1] + RECORD_SUFFIX
+
+    def write(self, advance: Advance = no_op) -> ExportResult:
+        """Write the files. If this raises, none of them remains.
+
+        ``advance(nbytes)`` is called from several threads as bytes of tensors are written. Raises
+        ``AlreadyExists``, ``FormatError`` if the snapshot is damaged, and ``StoreError``.
+        """
+        location, origin = self.location, _origin(self.snapshot)
+        refuse_existing(self)
+        written: dict[str, ExportedFile] = {}
+        try:
+            with self.snapshot.pin_while_reading():
+                for file in self.files:
+                    written[file.name] = write_file(self.snapshot, file, location, advance)
+                if self.torch is not None:
+                    name, state = self.torch
+                    written[name] = write_torch_file(state, location, name, advance)
+            record = encode_record(origin, written)
+            location.store.put_if_absent(location.key(self.record_name), record)
+        except BaseException:
+            for name in written:
+                with suppress(StoreError):  # report the first error
+                    location.store.delete(location.key(name))
+            raise
+        url = location.url.rstrip("/")
+        sizes = {**{name: f.length for name, f in written.items()}, self.record_name: len(record)}
+        return ExportResult(
+            snapshot=self.snapshot.url,
+            files=tuple((f"{url}/{name}", nbytes) for name, nbytes in sizes.items()),
+            tensors=self.tensors,
+            nbytes=self.nbytes,
+            left_out=self.left_out,
+        )
+
+
+def export(
+    snapshot: Url | Snapshot,
+    path: str | os.PathLike[str],
+    to: Literal["hf", "safetensors", "torch"] = "hf",
+    *,
+    root: str | None = None,
+    keys: str | Sequence[str] = (),
+    max_shard_size: float = MAX_SHARD_SIZE,
+) -> ExportResult:
+    """Write the tensors of a snapshot into the folder ``path``, in a format of another library.
+
+    ``snapshot``: a ``Snapshot``, or an address as for ``limpet.open``, such as ``"runs/a@best"``.
+    ``to``: ``"hf"`` writes the files of Hugging Face, of at most ``max_shard_size`` bytes of
+    tensors each; ``"safetensors"`` one file; ``"torch"`` one file for ``torch.load``, which needs
+    memory for all that it contains. ``path`` may be the name of the one file, and a URL.
+
+    ``root`` exports what is below that key, and removes it from the names (default: ``"model"`` if
+    there is one, everything for ``"torch"`` or if ``keys`` are given; ``"/"``: everything).
+    ``keys``: only leaves that match, as for ``limpet.load``. The state of an ``AveragedModel``
+    gets the names of the model's own parameters.
+
+    Every byte is checked. A small file beside the export, written last, has the lengths and digests
+    of the others: ``limpet verify`` and ``limpet import`` check them. No file is overwritten, and
+    if this function raises, none of its files remains. Raises ``NotFound``, ``AlreadyExists``,
+    ``FormatError`` for damage, ``PlanError`` for what cannot be exported, ``StoreError``, and
+    ``LimpetError`` for other arguments.
+    """
+    opened = reader_of(snapshot) if isinstance(snapshot, Snapshot) else open_reader(snapshot)
+    keys = [keys] if isinstance(keys, str) else keys
+    return prepare_export(
+        opened, path, to, root=root, keys=keys, max_shard_size=max_shard_size
+    ).write()
+
+
+def prepare_export(
+    snapshot: SnapshotReader,
+    path: str | os.PathLike[str],
+    to: str,
+    *,
+    root: str | None = None,
+    keys: Sequence[str] = (),
+    max_shard_size: float = MAX_SHARD_SIZE,
+) -> PreparedExport:
+    """Check and plan an export, as ``export`` does, before anything is written.
+
+    Raises ``MissingLeaf`` if nothing is selected, and ``Unsupported``, which names everything that
+    the format cannot represent.
+    """
+    if to not in SUFFIXES:
+        raise LimpetError(
+            "Invalid value for to=", expected=" or ".join(map(repr, SUFFIXES)), found=repr(to)[:80]
+        )
+    is_number = isinstance(max_shard_size, int | float) and not isinstance(max_shard_size, bool)
+    if not is_number or not max_shard_size >= 1:
+        raise LimpetError(
+            "Invalid value for max_shard_size=",
+            expected="a number of bytes, 1 or more, such as 5e9",
+            found=repr(max_shard_size)[:80],
+        )
+    location, name = locate_export(os.fspath(path), to)
+    if root is None:
+        root = "" if keys or to == "torch" else _default_root(snapshot)
+    root = root.strip("/")
+    node = _find_container(snapshot, root)
+    prefix = _averaged_model_prefix(node, root)
+    if to == "torch":
+        state = _load_state(snapshot, root, keys, prefix)
+        prepared = PreparedExport(
+            snapshot,
+            location,
+            to,
+            root,
+            files=(),
+            torch=(name or "model.pt", state),
+            tensors=len(state.tensors),
+            nbytes=sum(state.tensors.values()),
+        )
+    else:
+        tensors, left_out = _select_tensors(snapshot, node, root, keys, prefix)
+        files = (
+            plan_hf_files(tensors, max_shard_size)
+            if to == "hf"
+            else [plan_safetensors_file(name or SINGLE_FILE, tensors)]
+        )
+        prepared = PreparedExport(
+            snapshot,
+            location,
+            to,
+            root,
+            files=tuple(files),
+            torch=None,
+            tensors=len(tensors),
+            nbytes=sum(t.nbytes for t in tensors),
+            left_out=left_out,
+        )
+    refuse_existing(prepared)
+    return prepared
+
+
+def locate_export(to: str, kind: str) -> tuple[Location, str | None]:
+    """Return the folder to export to, and the name of the file if ``to`` names one (else None).
+
+    Raises ``StoreError``.
+    """
+    folder, slash, last = to.rpartition("/")
+    name = None
+    if last.endswith(SUFFIXES[kind]) and not folder.endswith(":/"):  # s3://BUCKET.pt is a bucket
+        to, name = folder or slash or ".", last
+    if "://" not in to and os.path.basename(to.rstrip("/")) in ("", ".", ".."):
+        if not to.strip("/"):
+            raise StoreError(f"{to!r} does not name a folder to export to")
+        to = os.path.abspath(to)
+    return locate(to), name
+
+
+def refuse_existing(export: PreparedExport) -> None:
+    """Raise ``AlreadyExists`` before anything is written."""
+    location = export.location
+    # of a version that is saved later, retention deletes the whole folder
+    is_in_run = parse_version(location.folder) and Run(location.store).listing().has_version()
+    if is_in_run or is_snapshot(location) or versions_in(location):
+        raise AlreadyExists(
+            f"{location.url} is a snapshot, a version, or a run; nothing was exported into it",
+            todo="Export to another folder",
+            key=location.folder,
+            store=location.store.url,
+        )
+    names = {*export.names, export.record_name}
+    if export.kind == "hf":  # readers would use these instead of the new files
+        names |= {SINGLE_FILE, INDEX_FILE}
+    for name in sorted(names):
+        with suppress(NotFound):
+            location.store.stat(location.key(name))
+            raise AlreadyExists(
+                f"There is already a file {name} in {location.url}; nothing was changed",
+                todo="Export to another folder, or delete that file first",
+                key=location.key(name),
+                store=location.store.url,
+            )
+
+
+def _origin(snapshot: SnapshotReader) -> dict[str, Any]:
+    """Return what the record says about the origin. It has no host and no full path."""
+    folder = snapshot.location.folder
+    is_version = parse_version(folder) is not None
+    metrics = select_numbers(snapshot.metadata.get("metrics"))
+    if is_version:
+        metrics = Run(snapshot.location.store).metrics(snapshot.version)
+    return {
+        "writer": f"limpet {__version__}",
+        "run": _last_name(snapshot.location.store.url) if is_version else None,
+        "version": folder.rpartition("/")[2] or _last_name(snapshot.url),
+        "step": snapshot.step,
+        "manifest": snapshot.digest,
+        "metrics": metrics,
+    }
+
+
+def _last_name(url: str) -> str | None:
+    """Return the last level of a URL's path, or None if the URL has only a host."""
+    _, separator, path = url.rstrip("/").rpartition("://")
+    above, _, name = path.rpartition("/")
+    return name if above or not separator else None
+
+
+# -- selecting ------------------------------------------------------------------------------------
+
+
+def _default_root(snapshot: SnapshotReader) -> str:
+    has_model = any(k == MODEL_KEY for _, k in tree.members(snapshot.manifest.tree, "") or ())
+    return MODEL_KEY if has_model else ""
+
+
+def _find_container(snapshot: SnapshotReader, root: str) -> Any:
+    """Return the node at the key ``root``, which must be a container. Raises ``MissingLeaf``."""
+    node, key = snapshot.manifest.tree, ""
+    while (members := tree.members(node, key)) is not None and key != root:
+        inner = next(((c, k) for c, k in members if f"{root}/".startswith(f"{k}/")), None)
+        if inner is None:
+            break
+        node, key = inner
+    if members is None or key != root:
+        keys = [k for _, k in tree.members(node, key) or ()]
+        raise MissingLeaf(
+            f"{snapshot.url} has nothing below {root}",
+            expected="the key of a part of its state",
+            found=", ".join(keys[:_MAX_LISTED]) or f"a leaf, {key}",
+            todo="`limpet show SNAPSHOT` prints the keys",
+            leaf=root,
+        )
+    return node
+
+
+def _averaged_model_prefix(node: Any, root: str) -> str:
+    """Return ``module.`` if the members of ``node`` are those of an ``AveragedModel``, else "".
+
+    Such a model has its count, ``n_averaged``, next to the averaged model, its member ``module``.
+    """
+    is_dict = not {"dict", "ordered", "items"}.isdisjoint(node)
+    names = {str(name) for name, _, _ in tree.children(node, root)} if is_dict else set()
+    others = names - {_AVERAGED_COUNT}
+    is_averaged = len(names) > len(others) > 0 and all(n.startswith(_AVERAGED) for n in others)
+    return _AVERAGED if is_averaged else ""
+
+
+def _select_tensors(
+    snapshot: SnapshotReader, node: Any, root: str, keys: Sequence[str], prefix: str
+) -> tuple[list[OutputTensor], int]:
+    """Return the selected tensors and arrays in tree order, and the number of plain values."""
+    is_selected = make_key_filter(list(keys)) if keys else match_all
+    count = join_key(root, _AVERAGED_COUNT) if prefix else None
+    tensors: dict[str, OutputTensor] = {}
+    refused: dict[str, str] = {}
+    left_out = 0
+    for key, leaf in tree.walk(node, root, split_sparse=False):
+        tag = next(iter(leaf), "") if type(leaf) is dict else ""
+        if key == count or not any(is_selected(k) for k, _ in tree.walk(leaf, key)):
+            continue
+        name = _tensor_name(key, root)
+        source = leaf["tied"] if tag == "tied" else key
+        if tag == "sparse":
+            refused[key] = "sparse"
+        elif tag == "subclass":
+            refused[key] = f"of class {leaf[tag]['class']}"
+        elif source not in snapshot.leaves or tag == "blob":
+            left_out += 1
+        elif len(leaf.get("array", ())) == 3:
+            refused[key] = f"an array of {from_descr(leaf['array'][2])}"
+        elif (dtype := snapshot.leaves[source][0]) in UNSUPPORTED_DTYPES:
+            refused[key] = dtype
+        else:
+            tensor = OutputTensor(name.removeprefix(prefix), source, *snapshot.leaves[source])
+            if tensor.name in tensors or tensor.name == "__metadata__":
+                refused[key] = f"its name {tensor.name} is taken"
+            tensors[tensor.name] = tensor
+    _raise_if_refused(snapshot, refused, "safetensors")
+    if not tensors:
+        raise _nothing_selected_error(snapshot, root)
+    return list(tensors.values()), left_out
+
+
+def _tensor_name(key: str, root: str) -> str:
+    """Return the key below the root, with its names unescaped."""
+    escapes = {"~0": "~", "~1": "/"}
+    return "/".join(
+        "" if level == "~" else re.sub("~[01]", lambda match: escapes[match[0]], level)
+        for level in key.removeprefix(f"{root}/").split("/")
+    )
+
+
+def _load_state(
+    snapshot: SnapshotReader, root: str, keys: Sequence[str], prefix: str
+) -> TorchState:
+    """Load the selected part of the state for ``torch.save``. Every byte is checked."""
+    require_torch()
+    refused = {
+        key: f"of class {leaf['subclass']['class']}"
+        for key, leaf in tree.walk(_find_container(snapshot, root), root, split_sparse=False)
+        if type(leaf) is dict and "subclass" in leaf
+    }
+    if not keys:
+        _raise_if_refused(snapshot, refused, "torch.load(weights_only=True)")
+    is_selected = make_key_filter(list(keys)) if keys else match_all
+    if prune(_find_container(snapshot, root), is_selected, root) is ABSENT:
+        raise _nothing_selected_error(snapshot, root)
+    value: Any = load_snapshot(snapshot, keys=[*keys] or ([root] if root else None))
+    key, node = "", snapshot.manifest.tree
+    while key != root:
+        if not {"list", "tuple"}.isdisjoint(node):
+            names = [(i, c, join_key(key, str(i))) for i, c in enumerate(node[next(iter(node))])]
+        else:
+            names = tree.children(node, key)
+        name, node, key = next(row for row in names if f"{root}/".startswith(f"{row[2]}/"))
+        value = value[name]
+    if prefix:
+        value.pop(_AVERAGED_COUNT, None)
+    state = convert_state(value, root, prefix)
+    _raise_if_refused(snapshot, state.refused, "torch.load(weights_only=True)")
+    return state
+
+
+def _raise_if_refused(snapshot: SnapshotReader, refused: dict[str, str], target: str) -> None:
+    if refused:
+        raise Unsupported(
+            f"{snapshot.url} has leaves that {target} cannot represent",
+            found=format_list([f"{key} ({why})" for key, why in refused.items()], _MAX_LISTED),
+            todo="Select other leaves with --root KEY or --keys PATTERN, such as --keys 'model/**'",
+            leaves=tuple(refused),
+        )
+
+
+def _nothing_selected_error(snapshot: SnapshotReader, root: str) -> MissingLeaf:
+    return MissingLeaf(
+        f"The selection contains nothing of {snapshot.url} that can be exported",
+        expected=f"tensors or arrays below {root}" if root else "tensors or arrays",
+        found=", ".join([*snapshot.nodes()][:10]),
+        todo="`limpet show SNAPSHOT --keys '**'` prints the keys; * matches within a level, **"
+        " across levels",
+    )

@@ -1,0 +1,217 @@
+"""A file for ``torch.load``: ``torch.save`` of the state in memory."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import IO, Any, cast
+
+import numpy as np
+
+from limpet.convert.export_record import ExportedFile
+from limpet.convert.mmap_files import Advance
+from limpet.errors import LimpetError
+from limpet.format.digest import digest
+from limpet.format.names import join_key
+from limpet.format.tree import child_keys
+from limpet.snapshot.location import Location
+from limpet.storage.store import Upload
+from limpet.text import with_article
+from limpet.types import BLOCK_SIZE
+
+_MAX_INT_BITS = 255 * 8 - 1
+"""Bits of the longest integer that ``weights_only`` accepts."""
+
+_PLAIN_TYPES = frozenset({type(None), str, bool, int, float, complex, bytes, bytearray})
+
+
+@dataclass(slots=True)
+class TorchState:
+    """A state converted to what ``torch.load(weights_only=True)`` reads.
+
+    ``value``: the converted state. ``refused``: by key, the values that cannot be written, each
+    with a description. ``tensors``: the bytes of each tensor, by the address of its memory.
+    """
+
+    value: Any = None
+    refused: dict[str, str] = field(default_factory=dict)
+    tensors: dict[Any, int] = field(default_factory=dict)
+
+
+def convert_state(value: Any, key: str, prefix: str = "") -> TorchState:
+    """Convert a loaded state, or the part of it at ``key``.
+
+    Arrays become tensors, and optimizers what ``optimizer.load_state_dict`` accepts. ``prefix``: of
+    the names of an averaged model, which is removed. Raises ``LimpetError`` without torch.
+    """
+    state = TorchState()
+    state.value = _convert(value, key, state)
+    if prefix:
+        state.value = _remove_prefix(state.value, prefix)
+    return state
+
+
+def _convert(value: Any, key: str, state: TorchState) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            state.refused[key] = f"of class {type(value).__name__}"
+        address = value.data_ptr() if value.layout is torch.strided else id(value)
+        state.tensors[address or id(value)] = value.numel() * value.element_size()
+        return value
+    if isinstance(value, np.ndarray):
+        return _convert_array(value, key, state)
+    if type(value) in (dict, OrderedDict, Counter):
+        if type(value) is dict and _is_optimizer(value):
+            return _convert_optimizer(value, key, state)
+        members: Any = type(value)()
+        for (name, inner), k in zip(value.items(), child_keys(list(value), key), strict=True):
+            members[_convert_plain(name, k, state)] = _convert(inner, k, state)
+        if hasattr(value, "_metadata"):
+            members._metadata = value._metadata
+        return members
+    if type(value) in (list, tuple):
+        return type(value)(
+            [_convert(inner, join_key(key, str(i)), state) for i, inner in enumerate(value)]
+        )
+    if isinstance(value, torch.Size | torch.dtype | torch.device):
+        return value
+    return _convert_plain(value, key, state)
+
+
+def _convert_array(value: Any, key: str, state: TorchState) -> Any:
+    import torch
+
+    try:
+        tensor = torch.from_numpy(np.require(value, requirements="W"))
+    except TypeError:
+        state.refused[key] = f"an array of {value.dtype}"
+        return None
+    if not value.size:  # without the strides of an empty array
+        tensor = torch.empty(value.shape, dtype=tensor.dtype)
+    return _convert(tensor, key, state)
+
+
+def _convert_plain(value: Any, key: str, state: TorchState) -> Any:
+    """Return a plain value; record it in ``refused`` if it cannot be written."""
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        value = value.item()  # returns a long double unchanged, which is then refused
+    refused = _unsupported_reason(value)
+    if refused is not None:
+        state.refused[key] = refused
+    return value
+
+
+def _unsupported_reason(value: Any) -> str | None:
+    """Return what a plain value is if ``weights_only`` refuses it, else None."""
+    if type(value) in (set, tuple):
+        return next((r for r in map(_unsupported_reason, value) if r is not None), None)
+    if type(value) is int and value.bit_length() > _MAX_INT_BITS:
+        return "an integer of more than 2,000 bits"
+    if value == b"" and type(value) is bytes:
+        return "empty bytes"
+    return None if type(value) in _PLAIN_TYPES else with_article(type(value).__name__)
+
+
+def _is_optimizer(value: dict[Any, Any]) -> bool:
+    """Return True for the form in which Limpet saves optimizers: keyed by parameter name."""
+    if value.keys() != {"state", "groups"}:
+        return False
+    groups = value["groups"]
+    return (
+        type(groups) is list
+        and isinstance(value["state"], dict)
+        and all(type(g) is dict and type(g.get("params")) is list for g in groups)
+    )
+
+
+def _convert_optimizer(value: dict[Any, Any], key: str, state: TorchState) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` accepts: parameters have numbers, in the order of
+    the groups."""
+    groups = _convert(value["groups"], join_key(key, "groups"), state)
+    names = [name for group in groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    for group in groups:
+        group["params"] = [numbers[name] for name in group.pop("params")]
+    slots = {}
+    for name, inner in value["state"].items():
+        k = join_key(join_key(key, "state"), str(name))
+        if name in numbers and len(numbers) == len(names):
+            slots[numbers[name]] = _convert(inner, k, state)
+        else:
+            state.refused[k] = f"state of {name}, which is not in one group of {key}"
+    return {"state": dict(sorted(slots.items())), "param_groups": groups}
+
+
+def _remove_prefix(members: Any, prefix: str) -> Any:
+    """Remove a prefix of the names of a state dict, also from the module's metadata."""
+    level = prefix.removesuffix(".")
+    renamed = type(members)((n.removeprefix(prefix), v) for n, v in members.items())
+    if hasattr(members, "_metadata"):
+        renamed._metadata = type(members._metadata)(
+            (name.removeprefix(level).removeprefix("."), value)
+            for name, value in members._metadata.items()
+            if name.startswith(level)
+        )
+    return renamed
+
+
+def require_torch() -> None:
+    """Raise ``LimpetError`` if torch is not installed."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as e:
+        raise LimpetError(
+            "Writing a file for torch.load needs torch",
+            todo='Install it: pip install "limpet[torch]"; or export to safetensors',
+        ) from e
+
+
+class _Sink:
+    """The file that ``torch.save`` writes to: counts the bytes, and passes them on in pieces.
+
+    ``error``: what writing has raised. It is raised after ``torch.save``, whose writer would
+    replace it by an error of its own.
+    """
+
+    def __init__(self, upload: Upload | None = None, advance: Advance | None = None) -> None:
+        self._upload, self._advance = upload, advance
+        self.length = 0
+        self.pieces: list[tuple[int, str]] = []
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), BLOCK_SIZE):
+            piece = view[at : at + BLOCK_SIZE]
+            if self._upload is not None and self._advance is not None and self.error is None:
+                try:
+                    self._upload.write_at(self.length, piece)
+                    self._advance(len(piece))
+                except BaseException as e:  # noqa: BLE001  (raised later)
+                    self.error = e
+                self.pieces.append((len(piece), digest(piece)))
+            self.length += len(piece)
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing; ``torch.save`` calls it."""
+
+
+def write_torch_file(
+    state: TorchState, location: Location, name: str, advance: Advance
+) -> ExportedFile:
+    """Write the file in two passes, because a store needs its length first. The first pass only
+    counts. Raises ``AlreadyExists`` and ``StoreError``."""
+    import torch
+
+    counted = _Sink()
+    torch.save(state.value, cast(IO[bytes], counted))
+    with location.store.put(location.key(name), counted.length) as upload:
+        sink = _Sink(upload, advance)
+        torch.save(state.value, cast(IO[bytes], sink))
+        if sink.error is not None:
+            raise sink.error
+        upload.commit()
+    return ExportedFile(sink.length, sink.pieces)
