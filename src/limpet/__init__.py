@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from limpet.state.sharding import Boxed
     from limpet.storage.open import open_store, register_store
     from limpet.storage.store import Store
-    from limpet.tiers.local_tier import LocalTier
-    from limpet.tiers.memory_tier import MemoryTier
+    from limpet.tiers.settings import LocalTier, MemoryTier
     from limpet.training.checkpointer import Checkpointer
     from limpet.training.evaluations.training_evaluation import TrainingEvaluation
     from limpet.training.preemption import Preemption
@@ -118,8 +117,8 @@ _LAZY_NAMES = {
     "KeepSteps": "run.policy",
     "LeafView": "snapshot.leaf",
     "LoadReport": "loading.report",
-    "LocalTier": "tiers.local_tier",
-    "MemoryTier": "tiers.memory_tier",
+    "LocalTier": "tiers.settings",
+    "MemoryTier": "tiers.settings",
     "Never": "run.policy",
     "OnException": "run.policy",
     "Pending": "saving.pending",

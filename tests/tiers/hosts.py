@@ -10,7 +10,7 @@ from limpet.errors import SkippedVersion
 from limpet.format.names import MANIFEST
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.storage.memory import MemoryStore
-from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.settings import MemoryTier
 from limpet.training.checkpointer import Checkpointer
 from tests.trainings import forget, initial_state, train_step
 

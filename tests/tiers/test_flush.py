@@ -39,7 +39,7 @@ from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import flush as flush_module
 from limpet.tiers.flush import MemoryRecord, flush_recorded, flush_states, record_memory
-from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.settings import MemoryTier
 from limpet.training.checkpointer import Checkpointer
 from tests.notices.announced import Announced
 from tests.ranks.trainings import TrainingJob, TrainingRank

@@ -17,7 +17,7 @@ from limpet.format.names import MANIFEST, Version
 from limpet.run.policy import AtEnd, EverySteps
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from limpet.tiers.local_tier import LocalTier
+from limpet.tiers.settings import LocalTier
 from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
 from tests.tiers.hosts import end_as_killed
 from tests.tiers.test_memory_ranks import flip_bit

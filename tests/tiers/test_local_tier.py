@@ -39,9 +39,8 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import flush, local_versions
 from limpet.tiers.flush import flush_recorded
-from limpet.tiers.local_tier import LocalTier
-from limpet.tiers.memory_tier import MemoryTier
 from limpet.tiers.restarts import read_restarts
+from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.training import response
 from limpet.training.checkpointer import Checkpointer
 from limpet.training.preemption import Preemption

@@ -28,8 +28,8 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import captures, host_tier
 from limpet.tiers.flush import MemoryRecord, flush_states
-from limpet.tiers.memory_tier import MemoryTier
 from limpet.tiers.peers.client import PeerConnection
+from limpet.tiers.settings import MemoryTier
 from limpet.training import response
 from tests.ranks.trainings import (
     SHORT_TIMEOUTS,

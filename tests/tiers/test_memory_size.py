@@ -19,9 +19,8 @@ from limpet.errors import NoSpace
 from limpet.run.policy import EverySteps
 from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.tiers import host_tier, local_versions
-from limpet.tiers.local_tier import LocalTier
 from limpet.tiers.memory_check import MemoryLimit
-from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
 from limpet.training.checkpointer import Checkpointer
 from limpet.types import MIB

@@ -22,8 +22,8 @@ from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.tiers import captures
 from limpet.tiers.memory_check import MemoryLimit
-from limpet.tiers.memory_tier import MemoryTier
 from limpet.tiers.run_id import read_or_create_run_id
+from limpet.tiers.settings import MemoryTier
 from limpet.training.checkpointer import Checkpointer
 from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import initial_state, state_after, states_equal, train_step

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limpet.errors import LimpetError
-from limpet.tiers.placement import place_copies
+from limpet.tiers.hosts import place_copies
 
 domain_lists = st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=40)
 

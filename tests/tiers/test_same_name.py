@@ -15,8 +15,7 @@ from limpet.format.names import Version
 from limpet.run.policy import EverySteps, Never
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
-from limpet.tiers.local_tier import LocalTier
-from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.training.checkpointer import Checkpointer
 from tests.tiers.hosts import Host, flip_bit, train
 from tests.trainings import delete_version, initial_state

@@ -35,7 +35,7 @@ from limpet.tiers.host_tier import (
 )
 from limpet.tiers.hosts import Hosts
 from limpet.tiers.memory_check import TierCost, check_memory
-from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.settings import MemoryTier
 
 _COMPLETE, _UNCOPIED, _FAILED, _BUSY = range(4)
 """How a capture has ended on a rank. Of those of all ranks, the largest counts."""

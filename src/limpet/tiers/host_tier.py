@@ -40,14 +40,13 @@ from limpet.tiers.inventory import (
     gather_states,
     take_inventory,
 )
-from limpet.tiers.local_tier import LocalTier
 from limpet.tiers.memory_check import TierCost
-from limpet.tiers.memory_tier import MemoryTier
 from limpet.tiers.peers.addresses import PeerAddress, choose_address, job_secret, look_up, publish
 from limpet.tiers.peers.client import PeerConnection
 from limpet.tiers.peers.server import PeerLimits, PeerServer
 from limpet.tiers.recovery_store import Peers, RecoveryStore
 from limpet.tiers.run_id import read_or_create_run_id
+from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.types import MIB
 
 GENERATIONS = 2

@@ -45,8 +45,8 @@ from limpet.threads import Latch, no_op
 from limpet.tiers.host_tier import GENERATIONS, Generation, HostTier
 from limpet.tiers.hosts import Hosts
 from limpet.tiers.inventory import Candidate
-from limpet.tiers.local_tier import LocalTier
 from limpet.tiers.memory_check import GIB, TierCost
+from limpet.tiers.settings import LocalTier
 
 LEFTOVER_SECONDS = 3600.0
 """The longest time for the promotion of what an earlier training has left."""

@@ -23,9 +23,8 @@ from limpet.tiers.captures import Captures
 from limpet.tiers.flush import MemoryRecord, flush_states
 from limpet.tiers.host_tier import state_bytes
 from limpet.tiers.inventory import Candidate, Sources, TierName
-from limpet.tiers.local_tier import LocalTier
 from limpet.tiers.local_versions import LocalVersions, Promotion
-from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.settings import LocalTier, MemoryTier
 
 Tier = MemoryTier | LocalTier
 """The settings of a tier."""

@@ -20,8 +20,7 @@ from limpet.run.writer_lock import WriterLock
 from limpet.snapshot.location import Location, describe_run, is_snapshot
 from limpet.state.loadable import find_unsaved_modules, find_unwritable
 from limpet.text import MAX_SHOWN, format_list, warn_user, with_article
-from limpet.tiers.local_tier import LocalTier
-from limpet.tiers.memory_tier import MemoryTier
+from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
 from limpet.training.preemption import Preemption
 

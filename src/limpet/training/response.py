@@ -11,20 +11,22 @@ from functools import partial
 from math import inf
 from threading import RLock
 from traceback import format_exception
-from typing import Any
+from typing import Any, TypeVar
 
 from limpet import events
 from limpet.deadline import CLEANUP_SECONDS, Deadline
-from limpet.errors import LimpetError, Preempted, RankFailed
-from limpet.notices.end_status import E, end_training, is_own_failure, note_end
+from limpet.errors import LimpetError, NoProgress, Preempted, RankFailed
 from limpet.notices.exit_status import (
+    DONE,
     FAILED,
     SAVED,
     UNSAVED,
     Status,
     announce_worker,
     describe_exit,
+    forget_done,
     leave_code,
+    leave_done_at_exit,
     write_error,
 )
 from limpet.notices.exit_timer import ExitTimer, end_process, exit_margin, save_deadline
@@ -36,6 +38,7 @@ from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.error_report import decode_raised, is_from_torch
 from limpet.ranks.group import Group
 from limpet.ranks.rounds import RoundDeadline
+from limpet.threads import call_with_limit
 from limpet.training.ending import Ending
 from limpet.training.preemption import LEAVE, SAVE, SAVE_ONLY, Preemption
 from limpet.training.savepoint_saver import SLACK, SavepointSaver
@@ -50,8 +53,14 @@ STUCK_SECONDS = 30.0
 _FLUSH_SECONDS = 10.0
 """Without a notice, the time to save the newest captured state before the process ends."""
 
+_NOTE_SECONDS = 0.5
+"""The time to note that this restart has ended well, before the process ends."""
+
 _POLL_SECONDS = 0.5
 """The longest time until another rank sees a proposal."""
+
+
+E = TypeVar("E", BaseException, BaseException | None)
 
 
 class PreemptionResponse:
@@ -157,12 +166,33 @@ class PreemptionResponse:
 
     def end(self, error: E, finish: Callable[[E], object]) -> None:
         """Call ``finish``, which ends the training because of ``error``, or normally with None.
-        Then leave the status of this process (see ``end_training``)."""
-        end_training(error, finish, self._status, self._is_noticed)
+        Then leave the status of this process for ``limpet run``, unless it has left one already.
 
-    def _is_noticed(self) -> bool | None:
-        is_training = self._announced_in == os.getpid() and not self.has_left
-        return self.is_pending if is_training else None
+        After a notice, an error leaves ``FAILED`` at once: the command is expected to stop then, so
+        its exit code alone does not say that it failed. An error that may be the consequence of the
+        stop leaves nothing: that of PyTorch for a connection to a rank that has ended, or for a
+        worker of a ``DataLoader``, and an interrupt.
+
+        After a normal end, the process leaves ``DONE`` when it exits (see ``leave_done_at_exit``).
+        An exit with code 0 in the ``with`` block is a normal end. If ``finish`` raises after it,
+        the last step may not be saved, and nothing is left.
+        """
+        forget_done()  # of an earlier training in this process
+        is_failed = error is not None and (not isinstance(error, SystemExit) or bool(error.code))
+        try:
+            finish(error)
+        finally:
+            is_own = error is not None and is_own_failure(error)
+            if is_own and self._is_announced and self.is_pending:
+                leave_code(self._status(FAILED, f"{type(error).__name__}: {error}"))
+        if not is_failed and self._is_announced:
+            done = self._status(DONE, "the training is complete")
+            leave_done_at_exit(done if self.is_pending else None)
+
+    @property
+    def _is_announced(self) -> bool:
+        """True if ``limpet run`` expects a status of this process."""
+        return self._announced_in == os.getpid() and not self.has_left
 
     # -- notices, on other threads ---------------------------------------------------------------
 
@@ -287,7 +317,9 @@ class PreemptionResponse:
             limit, known = Deadline.after(_FLUSH_SECONDS, "the end of this process"), self._deadline
             self._savepoint_saver.flush(limit if known is None else save_deadline(known))
         if code == SAVED and not self._is_without_ranks:
-            note_end(partial(self._ending.leave, code, self._failure))
+            limit = Deadline.after(_NOTE_SECONDS, "the end of this process")
+            leave = partial(self._ending.leave, code, self._failure, limit)
+            call_with_limit(leave, "limpet-end", _NOTE_SECONDS)
         with suppress(LimpetError):
             code = leave_code(self._status(code, message))
         end_process(code, message)
@@ -412,3 +444,11 @@ class PreemptionResponse:
             write_error(why)
         code = leave_code(self._status(code, why))
         raise Preempted(code, step, saved_step, why)
+
+
+def is_own_failure(error: BaseException) -> bool:
+    """Return False for an exit with code 0, an interrupt, and an error that may be the consequence
+    of the stop of another process."""
+    if isinstance(error, Preempted | NoProgress | RankFailed) or is_from_torch(error):
+        return False
+    return bool(error.code) if isinstance(error, SystemExit) else isinstance(error, Exception)

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from limpet.format.names import Version
+from limpet.tiers.ladder import Plan, Rung, decide
 from limpet.tiers.restarts import Restart
-from limpet.tiers.rungs import Plan, Rung, decide
 
 V20, V40, V50 = Version(20), Version(40), Version(50)
 
