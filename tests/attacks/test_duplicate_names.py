@@ -30,7 +30,6 @@ from limpet.format.records import (
     decode_branch,
     decode_lasting_pin,
     decode_pin,
-    decode_spread,
 )
 from limpet.format.safetensors import build_header, decode_entries, parse_header
 from limpet.format.strict_json import DECODE_ERRORS, StrictDecoder
@@ -122,7 +121,6 @@ def files() -> Files:
     WriterLock(store).acquire()
     put_request(store, "0c9d1e2f3a4b")
     limpet.save(store.at("version_9"), small_state(), step=9, note={"a": {"b": 1}})
-    Run(store.at("spread")).set_spread(16)
     return files_of(store)
 
 
@@ -133,7 +131,6 @@ def first(files: Files, pattern: str) -> bytes:
 SEALED: dict[str, tuple[str, Callable[[bytes, str], object], int]] = {
     "branch": (r"branch-1\.json", decode_branch, 1),
     "lasting pin": (r"pin-version_2\.json", decode_lasting_pin, 1),
-    "spread": (r"spread/spread\.json", decode_spread, 1),
     "writer": (r"writer\.json", decode_pin, 1),
     "evaluation": (r"version_2/eval-.*\.json", decode_about_version, 3),
     "manifest": (r"version_9/manifest\.json", decode_manifest, 40),
@@ -304,8 +301,8 @@ def test_errors_of_fields_name_the_field_and_its_value(files: Files) -> None:
     with pytest.raises(ManifestInvalid, match=r"`created`.*yesterday"):
         decode_branch(edited(text, rb'"created":"[^"]*"', b'"created":"yesterday"'), "file")
     manifest = first(files, SEALED["manifest"][0])
-    with pytest.raises(ManifestInvalid, match=r"shards\[0\]\.name.*\.\./shard-"):
-        decode_manifest(edited(manifest, rb'"name":"shard-', b'"name":"../shard-'), "file")
+    with pytest.raises(ManifestInvalid, match=r"shards\[0\]\.path.*\.\./shard-"):
+        decode_manifest(edited(manifest, rb'"path":"shard-', b'"path":"../shard-'), "file")
     with pytest.raises(ManifestInvalid) as caught:
         decode_manifest(edited(manifest, rb'"step":9', b'"step":' + b"9" * 5000), "file")
     assert len(str(caught.value)) < 1000

@@ -29,7 +29,6 @@ from limpet.format.records import (
     decode_lease,
     decode_objective,
     decode_pin,
-    decode_spread,
 )
 from tests.forging import (
     FOLDER,
@@ -389,7 +388,6 @@ def check_all_decoders_reject(raw: bytes) -> None:
         decode_pin,
         decode_lasting_pin,
         decode_about_version,
-        decode_spread,
     ):
         with pytest.raises(FormatError) as e:
             decode(raw, "file")
@@ -514,7 +512,6 @@ def test_an_invalid_pin_is_rejected(field: str, value: Json) -> None:
 
 
 LASTING_PIN = {"version": "version_7", "created": "2026-01-01T00:00:00+00:00"}
-SPREAD = {"hash": "xxh3-128+rank", "prefixes": 16}
 EVALUATION = {
     "name": "val",
     "attempt": "0" * 12,
@@ -537,21 +534,6 @@ def test_an_invalid_lasting_pin_is_rejected(field: str, value: Json) -> None:
     assert decode_lasting_pin(seal(LASTING_PIN), "f").version == "version_7"
     with pytest.raises(ManifestInvalid) as e:
         decode_lasting_pin(seal({**LASTING_PIN, field: value}), "pin-version_7.json")
-    assert_names_file(e.value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hash", None), ("hash", "xxh3-128"), ("hash", ""), ("prefixes", None), ("prefixes", 1),
-        ("prefixes", 257), ("prefixes", 16.5), ("prefixes", "16"), ("prefixes", True), ("extra", 1),
-    ],
-    ids=range(10),
-)  # fmt: skip
-def test_an_invalid_spread_is_rejected(field: str, value: Json) -> None:
-    assert decode_spread(seal(SPREAD), "f").prefixes == 16
-    with pytest.raises(ManifestInvalid) as e:
-        decode_spread(seal({**SPREAD, field: value}), "spread.json")
     assert_names_file(e.value)
 
 

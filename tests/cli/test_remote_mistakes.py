@@ -110,7 +110,7 @@ def test_only_the_first_of_many_folders_are_looked_at(folders: MemoryStore) -> N
 
 @pytest.mark.parametrize(
     "key",
-    ["writer.json", "spread.json", "spread-01/version_1/shard", "deleting/0123456789ab.json"],
+    ["writer.json", "spread-01/version_1/shard", "deleting/0123456789ab.json"],
 )
 def test_a_training_without_a_version_is_found_behind_many_folders(
     folders: MemoryStore, key: str
@@ -127,11 +127,11 @@ def test_a_run_without_a_version(root: str, verb: str) -> None:
     assert "has no version" in result.err or "There is no snapshot" in result.err
 
 
-@pytest.mark.parametrize("file", ["writer.json", "spread.json", "branch-1.json"])
+@pytest.mark.parametrize("file", ["writer.json", "branch-1.json"])
 def test_the_first_save_of_a_training_can_be_requested(root: str, file: str) -> None:
     """The training runs, but has no version yet."""
     url = f"{root}/new"
     open_store(url).put_if_absent(file, b"{}")
     assert run_cli("request-save", url, "--no-wait").code == 0
     assert open_store(url).stat(SAVE_REQUEST)
-    assert run_cli("sweep", url).code == (3 if file == "spread.json" else 0)
+    assert run_cli("sweep", url).code == 0

@@ -95,7 +95,8 @@ def verify_versions(run: Run, expected: Callable[[int], State]) -> dict[Version,
         report = snapshot.verify()
         assert report.ok, report.problems
         for name in shard_files(reader_of(snapshot)):
-            assert names.parse_attempt(name) == reader_of(snapshot).manifest.attempt
+            attempt = names.parse_attempt(name.rpartition("/")[2])
+            assert attempt == reader_of(snapshot).manifest.attempt
         assert [tuple(leaf.shape) for i in reader_of(snapshot).indexes() for leaf in i.leaves]
         parent = reader_of(snapshot).manifest.parent
         if parent is not None:
@@ -112,7 +113,7 @@ def has_manifest(run: Run, folder: str) -> bool:
 
 
 def shard_files(snapshot: SnapshotReader) -> list[str]:
-    return [name for s in snapshot.manifest.shards for name in (s.name, s.index.name)]
+    return [path for s in snapshot.manifest.shards for path in (s.path, s.index_path)]
 
 
 def check_visible_versions(run: Run, versions: set[Version], lineage: list[Version]) -> None:
@@ -147,12 +148,10 @@ def check_no_orphans(run: Run) -> None:
     """Check promise 6: after a sweep, every file is referenced."""
     listing = run.listing()
     referenced = {names.branch_name(number) for number in listing.branches}
-    if run.spread_folders():
-        referenced.add(names.SPREAD)
     for version in listing.versions:
         snapshot = run.open(version)
         referenced |= {
-            reader_of(snapshot).location.key(name)
+            reader_of(snapshot).location.file_key(name)
             for name in (*shard_files(reader_of(snapshot)), names.MANIFEST)
         }
         files = [stat.key for stat in run.catalog.files(version, listing).stats]

@@ -17,14 +17,12 @@ from limpet.format.index import MAX_CHUNK, decode_index
 from limpet.format.manifest import MAX_MANIFEST, decode_manifest
 from limpet.format.records import (
     Objective,
-    Spread,
     decode_about_version,
     decode_branch,
     decode_lasting_pin,
     decode_lease,
     decode_objective,
     decode_pin,
-    decode_spread,
 )
 from limpet.format.safetensors import MAX_HEADER, build_header
 from limpet.format.sealed import FORMAT
@@ -47,7 +45,6 @@ def blocks(text: str) -> list[Any]:
 MANIFEST, BRANCH, PIN, LASTING, NODES, INDEX, MANIFEST_2, INDEX_2 = blocks(TEXT)
 RECORDS = blocks((DOCS / "records.md").read_text())
 EVALUATION, FAILURE, ENDED, INEXACT, LEASE, OBJECTIVE = RECORDS
-SPREAD = json.loads(re.findall(r'`(.*"prefixes".*)`', TEXT)[0])
 
 
 def raw(document: Any) -> bytes:
@@ -59,7 +56,7 @@ def test_the_schema_accepts_the_examples() -> None:
     schema = json.loads((DOCS / "format.schema.json").read_text())
     for kind, document in (
         ("manifest", MANIFEST), ("branch", BRANCH), ("pin", PIN), ("index", INDEX),
-        ("lasting", LASTING), ("evaluation", EVALUATION), ("spread", SPREAD),
+        ("lasting", LASTING), ("evaluation", EVALUATION),
         ("failure", FAILURE), ("ended", ENDED), ("lease", LEASE),
         ("inexact", INEXACT), ("objective", OBJECTIVE),
         ("manifest", MANIFEST_2), ("index", INDEX_2),
@@ -84,7 +81,6 @@ def test_the_decoders_read_the_examples() -> None:
     assert decode_lease(raw(LEASE), "f").versions == ["version_120"]
     assert decode_objective(raw(OBJECTIVE), "f") == Objective("val_loss", "min")
     assert decode_index(raw(INDEX), "f").length == 4120
-    assert decode_spread(raw(SPREAD), "f") == Spread("xxh3-128+rank", 16)
 
 
 def test_the_examples_form_one_snapshot() -> None:
@@ -94,22 +90,13 @@ def test_the_examples_form_one_snapshot() -> None:
     shard = MANIFEST["shards"][0]
     files = {
         "version_120.1/manifest.json": raw(MANIFEST),
-        "version_120.1/" + shard["name"]: header + weight.numpy().tobytes(),
+        "version_120.1/" + shard["path"]: header + weight.numpy().tobytes(),
         "version_120.1/" + shard["index"]["name"]: raw(INDEX),
         "branch-1.json": raw(BRANCH),
     }
     store = store_of(files)
     snapshot = limpet.Run(store).open(names.Version(120, 1))
     assert snapshot.verify().ok
-    spread = {key: key for key in files}
-    for key in files:
-        if key.endswith((".safetensors", ".index.json")):
-            number = int(digest(b"version_120.1"), 16) % SPREAD["prefixes"]  # of rank 0
-            spread[key] = f"spread-{number:02x}/{key}"
-    run = limpet.Run(
-        store_of({spread[k]: v for k, v in files.items()} | {"spread.json": raw(SPREAD)})
-    )
-    assert run.open(names.Version(120, 1)).verify().ok
     state = limpet.load(store.at("version_120.1"))
     expected = {"model": {"weight": weight, "tied": weight}, "epoch": 3, "betas": (0.9, 0.999)}
     assert values_equal(state, expected)
@@ -120,7 +107,7 @@ def test_the_incremental_example_refers_to_the_full_one() -> None:
     weight, bias = torch.arange(6, dtype=torch.float32).view(2, 3), torch.tensor([0.5])
     header = build_header([("model/weight", "F32", (2, 3), 0, 24)])
     own_header = build_header([("model/bias", "F32", (1,), 0, 4)])
-    base_name, shard_name = MANIFEST["shards"][0]["name"], MANIFEST_2["shards"][0]["name"]
+    base_name, shard_name = MANIFEST["shards"][0]["path"], MANIFEST_2["shards"][0]["path"]
     store = store_of(
         {
             f"version_120.1/{base_name}": header + weight.numpy().tobytes(),
@@ -174,8 +161,8 @@ def test_names_and_numbers_in_the_text() -> None:
     tree = re.search(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     assert tree is not None
     entries = re.findall(r"^\s+(\S+)", tree[1], re.MULTILINE)
-    assert [names.parse_version(w.rstrip("/")) for w in entries if w.endswith("/")] == [
-        names.Version(120), names.Version(120, 1)
+    assert [names.version_of_key(w) for w in entries if w.endswith("/")] == [
+        names.Version(120), names.Version(120, 1), names.Version(240)
     ]  # fmt: skip
     assert sum(names.is_shard_name(w) for w in entries) == 1
     assert sum(names.parse_attempt(w) is not None for w in entries) == 2
@@ -183,7 +170,7 @@ def test_names_and_numbers_in_the_text() -> None:
     assert any(names.parse_pin(w) for w in entries)
     assert any(names.parse_lasting_pin(w) for w in entries)
     assert any(names.parse_evaluation(w) for w in entries)
-    assert names.SPREAD in entries
+    assert any(names.is_spread_folder(w.partition("/")[0]) for w in entries)
     flat = " ".join(TEXT.split())
     for phrase in (
         f"{MAX_DEPTH} levels of nodes and {MAX_DIMENSIONS} dimensions",

@@ -25,7 +25,6 @@ from limpet.format.records import (
     decode_lease,
     decode_objective,
     decode_pin,
-    decode_spread,
 )
 from limpet.format.validate import check_plain, check_tree
 from limpet.run.run import Run
@@ -44,7 +43,6 @@ from tests.attacks.test_invalid_files import (
     MANIFEST_EDITS,
     OBJECTIVE,
     PIN,
-    SPREAD,
     WRONG_VALUES,
 )
 from tests.forging import (
@@ -64,6 +62,7 @@ from tests.forging import (
     small_state,
 )
 from tests.format.test_values import values
+from tests.spread_stores import spread_over
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Sparse CSR", "ignore:ComplexHalf", "ignore:Sparse invariant"
@@ -80,7 +79,6 @@ KINDS = {
         "lasting",
         "evaluation",
         "ended",
-        "spread",
     )
 }
 ANY = Draft202012Validator(SCHEMA)
@@ -96,7 +94,6 @@ def kind_of(key: str) -> str | None:
         ("pin", name.startswith("pin-")),
         ("ended", name.startswith("eval-training.")),
         ("evaluation", name.startswith("eval-")),
-        ("spread", name == "spread.json"),
     ):
         if found:
             return kind
@@ -152,9 +149,10 @@ def test_a_run_with_branches_and_pins() -> None:
 
 def test_a_run_that_is_spread() -> None:
     store = MemoryStore()
-    with limpet.Checkpointer(store, {"n": 1, "p": limpet.Progress()}, spread=16) as ckpt:
+    state = {"n": 1, "p": limpet.Progress()}
+    with limpet.Checkpointer(spread_over(store, 16), state) as ckpt:
         ckpt.save()
-    assert check(store) == {"manifest", "index", "ended", "spread"}
+    assert check(store) == {"manifest", "index", "ended"}
 
 
 @settings(derandomize=True, max_examples=40)
@@ -217,7 +215,6 @@ DECODERS: dict[str, Callable[[bytes, str], Any]] = {
     "inexact": partial(decode_about_version, kind="inexact"),
     "lease": decode_lease,
     "objective": decode_objective,
-    "spread": decode_spread,
 }
 
 
@@ -252,7 +249,6 @@ def documents() -> dict[str, Json]:
         "inexact": json.loads(seal(INEXACT)),
         "lease": json.loads(seal(LEASE)),
         "objective": json.loads(seal(OBJECTIVE)),
-        "spread": json.loads(seal(SPREAD)),
     }
 
 

@@ -24,6 +24,8 @@ from limpet.format.names import Version
 from limpet.run.policy import EverySteps
 from limpet.saving.job import VersionMetadata
 from limpet.saving.save import begin_save, finish_save
+from limpet.storage.open import open_store
+from tests.spread_stores import spread_over
 
 DTYPES = (
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64"
@@ -178,7 +180,7 @@ def scaled(step: int) -> Scaled:
 def make_spread(url: str) -> None:
     """Save versions 1 and 2 of a run whose shards are spread."""
     live = {"progress": limpet.Progress(), "array": np.arange(5.0)}
-    with limpet.Checkpointer(url, live, save=EverySteps(1), spread=16) as ckpt:
+    with limpet.Checkpointer(spread_over(open_store(url), 16), live, save=EverySteps(1)) as ckpt:
         for _ in range(2):
             live["array"] += 1
             ckpt.step()

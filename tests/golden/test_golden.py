@@ -163,6 +163,5 @@ def test_a_spread_run_is_read_and_continued(tmp_path: Path) -> None:
         ckpt.resume()
         ckpt.step()
     assert [v.step for v in run.line()] == [1, 2, 3]
-    end, manifest = sorted(p.name for p in (tmp_path / "run" / "version_3").iterdir())
-    assert end.startswith("eval-training.")
-    assert manifest == "manifest.json"
+    assert run.spread_folders() == [f"{url}/spread-07", f"{url}/spread-0e"]
+    assert [s.verify().ok for s in run.snapshots()] == [True, True, True]

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from limpet.errors import PlanError
-from limpet.format import names
 from limpet.run.policy import EverySteps, KeepLast
 from limpet.run.run import Run
-from limpet.testing.contract import keys
+from limpet.storage.memory import MemoryStore
 from tests.ranks.test_training import WRITES
-from tests.ranks.trainings import TrainingJob, TrainingRank, matches_uninterrupted
+from tests.ranks.trainings import TrainingJob, matches_uninterrupted
+from tests.spread_stores import shards_in, spread_over
 
 
 @pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
-def test_all_ranks_follow_the_record_that_rank_0_creates() -> None:
-    with TrainingJob(4) as job:
-        options = {"save": EverySteps(1), "keep": KeepLast(2), "spread": 16}
+def test_the_shards_of_all_ranks_are_spread() -> None:
+    with TrainingJob(4, inner=spread_over(MemoryStore(), 16)) as job:
+        options = {"save": EverySteps(1), "keep": KeepLast(2)}
         job.run(lambda rank: rank.train(4, **options))
         for trainer in job.ranks[1:]:
-            assert not [key for method, key in trainer.calls if key == names.SPREAD]
             assert {method for method, _ in trainer.calls_without_pin_checks()} == WRITES
-    shards = [k for k in keys(job.inner) if names.parse_attempt(k.rpartition("/")[2]) is not None]
+    shards = shards_in(job.inner)
     assert len(shards) == 2 * 4 * 2
     assert all(key.startswith("spread-") for key in shards)
     assert len({key.partition("/")[0] for key in shards}) > 4
@@ -33,13 +31,3 @@ def test_all_ranks_follow_the_record_that_rank_0_creates() -> None:
             assert rank.resumed.step == 4
             assert matches_uninterrupted(rank.state, rank.rank, 2, 6)
     assert [v.step for v in run.line()] == [3, 4, 5, 6]
-
-
-def test_ranks_must_agree() -> None:
-    def train(rank: TrainingRank) -> None:
-        with pytest.raises(PlanError, match="spread="):
-            rank.train(1, save=EverySteps(1), spread=8 if rank.rank else 16)
-
-    with TrainingJob(2) as job:
-        job.run(train)
-    assert keys(job.inner) == []

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import limpet
-from limpet.errors import LimpetError
+from limpet.errors import FormatError, LimpetError, ManifestInvalid, StoreError
 from limpet.format import names
+from limpet.format.manifest import decode_manifest
 from limpet.format.names import Version, index_name, shard_name
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
 from limpet.run.run import Run
@@ -20,9 +22,11 @@ from limpet.snapshot import pins
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.store import Store, list_level
+from limpet.storage.store import Store
 from limpet.testing.contract import keys, put
 from tests.crash.promises import check_promises
+from tests.forging import manifest_key, save_to_files, seal, sealed_content
+from tests.spread_stores import shards_in, spread_over
 from tests.trainings import initial_state, state_after, states_equal, train
 
 ATTEMPT = "0c9d1e2f3a4b"
@@ -34,8 +38,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "run")
 
 
-def save_steps(store: Store, last_step: int, **options: object) -> Run:
-    state = initial_state()
+def save_steps(store: Store, last_step: int, spread: int = 0, **options: object) -> Run:
+    state, store = initial_state(), spread_over(store, spread)
     ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), **options)  # type: ignore[arg-type]
     with ckpt:
         ckpt.resume()
@@ -45,11 +49,6 @@ def save_steps(store: Store, last_step: int, **options: object) -> Run:
     return Run(store)
 
 
-def shards_in(store: Store) -> list[str]:
-    """Return the keys in storage of all shards and indexes."""
-    return [key for key in keys(store) if names.parse_attempt(key.rpartition("/")[2]) is not None]
-
-
 def test_the_life_of_a_run(store: Store) -> None:
     run = save_steps(store, 6, spread=16, keep=KeepLast(3))
     *manifests, end, newest = (k for k in keys(store) if not k.startswith("spread"))
@@ -57,11 +56,12 @@ def test_the_life_of_a_run(store: Store) -> None:
     assert end.startswith("version_6/eval-training.")
     assert len(shards_in(store)) == 6
     assert all(key.startswith("spread-") for key in shards_in(store))
-    run = save_steps(store, 8, keep=KeepLast(3))  # follows the record
+    run = save_steps(store, 8, keep=KeepLast(3))  # without the option
     assert [v.step for v in run.line()] == [6, 7, 8]
-    assert all(key.startswith("spread-") for key in shards_in(store))
-    state = initial_state()
-    with limpet.Checkpointer(store, state, save=EverySteps(1), spread=16) as ckpt:
+    assert sum(key.startswith("spread-") for key in shards_in(store)) == 2
+    assert len(run.spread_folders()) >= 1
+    state, store = initial_state(), spread_over(store, 16)
+    with limpet.Checkpointer(store, state, save=EverySteps(1)) as ckpt:
         ckpt.resume(at=7)
         train(state, ckpt, 9)
     assert [str(v) for v in run.line()] == ["version_6", "version_7", "version_8.1", "version_9.1"]
@@ -83,7 +83,7 @@ def test_the_life_of_a_run(store: Store) -> None:
 def test_incremental_versions(store: Store) -> None:
     state = {"frozen": np.arange(40_000.0), "x": np.zeros(3), "progress": limpet.Progress()}
     with limpet.Checkpointer(
-        store, state, save=EverySteps(1), keep=KeepLast(2), incremental=True, spread=16
+        spread_over(store, 16), state, save=EverySteps(1), keep=KeepLast(2), incremental=True
     ) as ckpt:
         for step in range(5):
             state["x"] += step
@@ -126,12 +126,16 @@ def test_a_copy_by_another_tool_is_read(tmp_path: Path) -> None:
     assert [s.verify().ok for s in plain.snapshots()] == [True] * 3
 
 
+def place(folder: str, name: str) -> str:
+    return names.spread_path(folder, name, 4).removeprefix("../")
+
+
 def test_sweep_removes_what_a_killed_save_left(store: Store) -> None:
     run = save_steps(store, 1, spread=4)
     for rank in range(8):  # a killed save of version 2, which has no folder of its own
-        put(run.store, f"version_2/{shard_name(rank, 8, ATTEMPT)}", b"123")
-        put(run.store, f"version_1/{index_name(rank, 8, ATTEMPT)}", b"12")
-    upload = run.store.put(f"version_2/{shard_name(0, 1, '000000000000')}", 9)
+        put(store, place("version_2", shard_name(rank, 8, ATTEMPT)), b"123")
+        put(store, place("version_1", index_name(rank, 8, ATTEMPT)), b"12")
+    upload = store.put(place("version_2", shard_name(0, 1, "000000000000")), 9)
     others = [
         "spread-00/notes.txt",
         "spread-00/version_2/notes.txt",
@@ -211,8 +215,8 @@ def test_nothing_is_deleted_in_a_linked_folder(level: str, tmp_path: Path) -> No
     assert [s.verify().ok for s in run.snapshots()] == [True] * 3
     with pytest.raises(LimpetError, match="symbolic link"):
         run.delete(Version(1))
-    assert run.retain(KeepLast(1)) == ([Version(2)] if level == "version" else [])
-    assert set(before) - set(keys(run.store.unspread)) <= {k for k in before if "version_2/" in k}
+    assert run.retain(KeepLast(1)) == [Version(2)]
+    assert set(before) - set(keys(run.store)) <= {k for k in before if "version_2/" in k}
 
 
 def test_a_version_to_which_a_linked_folder_leads_is_not_deleted(tmp_path: Path) -> None:
@@ -238,40 +242,10 @@ def test_files_of_others_are_not_those_of_the_run(store: Store) -> None:
     ]
     for key in others:
         put(store, key, b"somebody else's")
-    assert {*others} <= {*keys(run.store)}
-    level = {e.name for e in list_level(run.store, "version_1")}
-    assert {n for n in level if names.parse_attempt(n) is None} == {"manifest.json"}
     run.sweep(grace=0, now=LATER)
     run.delete(Version(1))
     assert {*others} <= {*keys(store)}
     assert len(shards_in(store)) == 2
-
-
-# -- refusals ------------------------------------------------------------------------------------
-
-
-def test_another_value_is_refused_before_anything_is_written(store: Store) -> None:
-    save_steps(store, 2, spread=16)
-    before = keys(store)
-    for arguments in ({}, {"at": 1}):
-        state = initial_state()
-        ckpt = limpet.Checkpointer(store, state, save=EverySteps(1), spread=8)
-        with pytest.raises(LimpetError, match="spread=16"):
-            ckpt.resume(**arguments)
-            ckpt.step()
-        ckpt.close()
-        assert keys(store) == before
-
-
-def test_a_run_that_is_not_spread_is_refused(store: Store) -> None:
-    save_steps(store, 1)
-    before = keys(store)
-    ckpt = limpet.Checkpointer(store, initial_state(), save=EverySteps(1), spread=16)
-    ckpt.resume()
-    with pytest.raises(LimpetError, match="not spread"):
-        ckpt.step()
-    ckpt.close()
-    assert keys(store) == before
 
 
 # -- requests ------------------------------------------------------------------------------------
@@ -285,8 +259,7 @@ class CountingStore(MemoryStore):
         self.counts: Counter[str] = Counter()
 
     def _count(self, method: str, key: str) -> None:
-        what = "record" if key == names.SPREAD else method
-        self.counts[what] += 1
+        self.counts[method] += 1
 
     def put(self, key, length, head=0):
         self._count("put", key)
@@ -322,23 +295,15 @@ class CountingStore(MemoryStore):
 
 
 def test_a_training_makes_no_more_requests() -> None:
-    """Saves, retention by metrics, resuming: the same requests, and one or two for the record."""
+    """Saves, retention by metrics, resuming."""
     counts = []
-    for prefixes in (None, 16):
+    for count in (0, 16):
         store = CountingStore()
-        if prefixes:
-            Run(store).set_spread(prefixes)
-        store.counts.clear()
-        save_steps(store, 6, keep=KeepLast(2) | KeepBest(1, "loss"))
-        save_steps(store, 8, keep=KeepLast(2) | KeepBest(1, "loss"))
+        save_steps(store, 6, count, keep=KeepLast(2) | KeepBest(1, "loss"))
+        save_steps(store, 8, count, keep=KeepLast(2) | KeepBest(1, "loss"))
         counts.append(store.counts)
     plain, spread = counts
-    assert plain.pop("record") == 2  # one by each of the two trainings, before its first shard
-    assert spread.pop("record") == 2
-    misses = spread["stat"] - plain["stat"]
-    assert misses <= 1, "the first shard that a resume reads is looked for at its usual place"
-    spread["stat"] -= misses
-    assert spread == plain
+    assert spread <= plain
 
 
 def test_a_store_that_is_slow_lists_the_folders_only_to_sweep() -> None:
@@ -350,4 +315,89 @@ def test_a_store_that_is_slow_lists_the_folders_only_to_sweep() -> None:
     assert len(shards_in(store)) == 2
     store.counts.clear()
     run.sweep()
-    assert 16 < store.counts["list"] < 2 * 16
+    assert store.counts["list"] < 10
+
+
+# -- the format ----------------------------------------------------------------------------------
+
+
+def test_the_versions_of_one_rank_and_the_ranks_of_one_version_are_spread_evenly() -> None:
+    def folders(paths: Iterable[str]) -> Counter[str]:
+        return Counter(path.split("/")[1] for path in paths)
+
+    versions = folders(
+        names.spread_path(f"version_{100 * n}", shard_name(0, 1, ATTEMPT), 16) for n in range(1600)
+    )
+    assert len(versions) == 16
+    assert max(versions.values()) < 2 * 100
+    for name in (shard_name, index_name):
+        ranks = folders(names.spread_path("version_1", name(r, 64, ATTEMPT), 16) for r in range(64))
+        assert {*ranks.values()} == {4}
+
+
+def test_a_snapshot_that_is_not_in_a_run_is_not_spread() -> None:
+    store = MemoryStore()
+    limpet.save(spread_over(store, 16).at("version_7"), {"x": 1}, step=7)
+    assert {key.partition("/")[0] for key in keys(store)} == {"version_7"}
+
+
+def test_a_snapshot_that_is_opened_without_its_run_says_so() -> None:
+    store = MemoryStore()
+    save_steps(store, 1, spread=2)
+    with pytest.raises(FormatError, match="RUN/version_N"):
+        limpet.load(store.at("version_1"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.replace("version_7", "version_6"),
+        lambda path: path.replace("spread-", "spread-x"),
+        lambda path: path.replace("../spread-", "../../spread-"),
+        lambda path: path.removeprefix("../"),
+        lambda path: "../version_7/" + path.rpartition("/")[2],
+        lambda path: path + "\n",
+        lambda path: path.rpartition("/")[0] + "/manifest.json",
+    ],
+    ids=range(7),
+)
+def test_a_path_that_is_not_that_of_a_shard_of_the_version_is_refused(
+    change: Callable[[str], str],
+) -> None:
+    files = save_to_files({"x": np.arange(3)})
+    key = manifest_key(files)
+    content = sealed_content(files[key])
+    [shard] = content["shards"]
+    path = f"../spread-0e/version_7/{shard['path']}"
+    shard["path"] = path
+    assert decode_manifest(seal(content), "f")[0].shards[0].path == path
+    shard["path"] = change(path)
+    with pytest.raises(ManifestInvalid):
+        decode_manifest(seal(content), "f")
+
+
+def test_a_local_tier_keeps_shards_in_the_folder_and_promotes_them_to_the_spread_ones(
+    tmp_path: Path,
+) -> None:
+    store = MemoryStore()
+    tiers = [limpet.LocalTier(tmp_path / "disk")]
+    run = save_steps(store, 2, spread=4, tiers=tiers)
+    assert all(key.startswith("spread-") for key in shards_in(store))
+    assert not [*(tmp_path / "disk").rglob("spread-*")]
+    assert [s.verify().ok for s in run.snapshots()] == [True] * 2
+
+
+@pytest.mark.parametrize("count", [1, -1, 257, 16.0, "16", True])
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "az://container/run"])
+def test_an_invalid_number_of_folders_is_refused(url: str, count: object) -> None:
+    with pytest.raises(StoreError, match=r"Invalid value for spread=.*2 to 256"):
+        limpet.open_store(url, spread=count)
+
+
+def test_the_folders_are_known_before_the_first_version() -> None:
+    """For those who ask AWS to prepare the prefixes."""
+    folders = Run(spread_over(MemoryStore("s"), 16)).spread_folders()
+    assert (len(folders), folders[0], folders[15]) == (
+        16, "memory://s/spread-00", "memory://s/spread-0f"
+    )  # fmt: skip
+    assert Run(MemoryStore()).spread_folders() == []

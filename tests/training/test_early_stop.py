@@ -435,7 +435,7 @@ def test_a_poll_that_fails_is_reported_once_and_repeated() -> None:
 def test_a_resume_that_cannot_read_the_records_raises() -> None:
     with training() as (state, ckpt, run):
         save_next(state, ckpt, 2)
-    store = HookedStore(run.store.unspread)
+    store = HookedStore(run.store)
 
     def fail(method: str, key: str) -> None:
         if method == "list" and key.startswith("version_"):

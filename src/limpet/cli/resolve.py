@@ -23,7 +23,6 @@ from limpet.snapshot.location import (
     versions_in,
 )
 from limpet.snapshot.reader import SnapshotReader, open_snapshot
-from limpet.snapshot.spread import SpreadStore, unspread
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import open_store
 from limpet.storage.store import Store, list_level
@@ -32,7 +31,7 @@ from limpet.text import format_count
 _MAX_NAMES = 1000
 """The number of names in a folder of a server that are looked at: what S3 lists by one request."""
 
-_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES, names.SPREAD)
+_FILES = (names.WRITER_LOCK, names.SAVE_REQUEST, names.RUN_ID, names.NOTICES)
 """The files and folders of a run whose names are fixed."""
 
 
@@ -246,7 +245,7 @@ def _normalize_path(url: str) -> str:
 
 def _local_path(url: Url) -> str | None:
     """Return the path of a location in a local store; None for other stores."""
-    store = unspread(open_store(url))
+    store = open_store(url)
     return store.url if isinstance(store, LocalStore) else None
 
 
@@ -258,7 +257,7 @@ def _names_in(url: Url) -> list[str] | None:
     path = _local_path(url)
     if path is not None:
         return sorted(os.listdir(path)) if os.path.isdir(path) else None
-    entries = list_level(unspread(open_store(url)), "")
+    entries = list_level(open_store(url), "")
     return sorted(entry.name for entry in islice(entries, _MAX_NAMES)) or None
 
 
@@ -266,7 +265,7 @@ def _has_run_files(url: Url) -> bool:
     """Return True if a file or folder of a run is directly in a folder."""
     found = _names_in(url) or []
     if len(found) >= _MAX_NAMES and _local_path(url) is None:
-        store = unspread(open_store(url))
+        store = open_store(url)
         for prefix in ("version_", "branch-", "pin-", "spread-", *_FILES):
             found += (entry.name for entry in islice(list_level(store, "", prefix), _MAX_NAMES))
     return any(map(_is_run_member, found))
@@ -278,7 +277,7 @@ def _is_run_member(name: str) -> bool:
     return is_known or any(parse(name) is not None for parse in parsers)
 
 
-def _has_partials(store: SpreadStore) -> bool:
+def _has_partials(store: Store) -> bool:
     """Return True if there are unfinished uploads: in a local folder, directly in it, because what
     is below it may be a whole disk."""
     path = _local_path(store)

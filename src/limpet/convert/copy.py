@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from limpet import events
 from limpet.errors import AlreadyExists, CommitError, DigestMismatch, FormatError, NotFound
 from limpet.format import names
@@ -43,7 +45,6 @@ from limpet.snapshot.index_files import parse_index
 from limpet.snapshot.location import Location
 from limpet.snapshot.read import group_items, read_group
 from limpet.snapshot.reader import SnapshotReader
-from limpet.snapshot.spread import spread_store
 from limpet.storage.store import upload_memory
 from limpet.threads import Workers, no_op
 from limpet.types import MIB
@@ -83,17 +84,16 @@ def _copy(snapshot: SnapshotReader, location: Location, advance: Advance) -> Sna
             todo="Open the snapshot again",
         )
     if manifest.chain:
-        copies = [_plan_full(snapshot, n, index) for n, index in enumerate(indexes)]
-        shards = [shard_copy.shard for shard_copy in copies]
-        manifest = full_manifest(snapshot, attempt=attempt_of_copy(snapshot), shards=shards)
-        raw, manifest_digest = encode_manifest(manifest)
+        copies = [_plan_full(snapshot, location, n, index) for n, index in enumerate(indexes)]
     else:
         copies = [
-            _ShardCopy(
-                shard, index, source.store.get(source.key(shard.index.name), MAX_MANIFEST), None
-            )
+            _plan_same(source, location, shard, index)
             for shard, index in zip(manifest.shards, indexes, strict=True)
         ]
+    shards = [shard_copy.shard for shard_copy in copies]
+    if shards != manifest.shards:
+        manifest = full_manifest(snapshot, attempt=attempt_of_copy(snapshot), shards=shards)
+        raw, manifest_digest = encode_manifest(manifest)
     version = parse_version(location.folder.rpartition("/")[2])
     with snapshot.pin_while_reading(), pins.hold_pin(location, manifest.attempt, version):
         if version is not None:
@@ -120,7 +120,7 @@ def copy_shards(
     ``FormatError`` if a shard is damaged, ``AlreadyExists``, and ``StoreError``.
     """
     for shard in shards:
-        raw = source.store.get(source.key(shard.index.name), MAX_MANIFEST)
+        raw = source.store.get(source.file_key(shard.index_path), MAX_MANIFEST)
         index = parse_index(source, shard, raw)
         shard_copy = _ShardCopy(shard, index, raw, None)
         _copy_shard(source, location, index, shard_copy, advance)
@@ -128,7 +128,7 @@ def copy_shards(
 
 
 def _put_index(location: Location, shard_copy: _ShardCopy) -> None:
-    key = location.key(shard_copy.shard.index.name)
+    key = location.file_key(shard_copy.shard.index_path)
     try:
         location.store.put_if_absent(key, shard_copy.index_bytes)
     except AlreadyExists as e:
@@ -171,7 +171,16 @@ def attempt_of_copy(snapshot: SnapshotReader) -> str:
     return snapshot.digest[:12] if snapshot.bases else snapshot.manifest.attempt
 
 
-def _plan_full(snapshot: SnapshotReader, number: int, index: ShardIndex) -> _ShardCopy:
+def _plan_same(source: Location, location: Location, shard: Shard, index: ShardIndex) -> _ShardCopy:
+    """Return the same shard, where the destination has its shards."""
+    raw = source.store.get(source.file_key(shard.index_path), MAX_MANIFEST)
+    path = location.shard_path(shard.name)
+    return _ShardCopy(structs.replace(shard, path=path), replace(index, path=path), raw, None)
+
+
+def _plan_full(
+    snapshot: SnapshotReader, location: Location, number: int, index: ShardIndex
+) -> _ShardCopy:
     """Return the full shard with the same image as an incremental one."""
     count, attempt = len(snapshot.manifest.shards), attempt_of_copy(snapshot)
     header = build_header(full_shard_entries(leaf_boxes_from_index(index)[0]))
@@ -196,8 +205,9 @@ def _plan_full(snapshot: SnapshotReader, number: int, index: ShardIndex) -> _Sha
     raw = encode_index(full_index)
     name = names.index_name(number, count, attempt)
     check_length(name, raw, MAX_MANIFEST, FEWER_LEAVES)
-    shard = Shard(full_index.shard, full_index.length, FileEntry(name, len(raw), digest(raw)), [])
-    return _ShardCopy(shard, decode_index(raw, name), raw, header)
+    path = location.shard_path(full_index.shard)
+    shard = Shard(path, full_index.length, FileEntry(name, len(raw), digest(raw)), [])
+    return _ShardCopy(shard, decode_index(raw, name, path=path), raw, header)
 
 
 def full_manifest(snapshot: SnapshotReader, **changes: Any) -> Manifest:
@@ -233,7 +243,7 @@ def _is_copied(location: Location, index: ShardIndex, advance: Advance) -> bool:
 
     Raises ``AlreadyExists`` if the file is not the shard of ``index``.
     """
-    key = location.key(index.shard)
+    key = location.file_key(index.path)
     try:
         length = location.store.stat(key).length
     except NotFound:
@@ -260,7 +270,7 @@ def _write_shard(
     traits = location.store.traits
     memory = 0 if traits.ordered else upload_memory(traits, copy_index.length)
     most_threads = max(1, MAX_UPLOAD_BYTES // memory) if memory else None
-    with location.store.put(location.key(copy_index.shard), copy_index.length) as upload:
+    with location.store.put(location.file_key(copy_index.path), copy_index.length) as upload:
 
         def write(item: ReadItem, data: memoryview) -> None:
             start, body = item.start, data
@@ -278,9 +288,8 @@ def _write_shard(
 def _not_a_copy_error(
     location: Location, key: str, expected: object, found: object
 ) -> AlreadyExists:
-    place = spread_store(location.store).place(key)  # where to delete it
     return AlreadyExists(
-        f"{place} already exists in {location.store.url} and is not a copy of this snapshot's file",
+        f"{key} already exists in {location.store.url} and is not a copy of this snapshot's file",
         expected=expected,
         found=found,
         todo="Copy to another location, or delete that file first",

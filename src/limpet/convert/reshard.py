@@ -52,7 +52,7 @@ from limpet.layout.read_plan import ReadRequest, make_read_plan
 from limpet.ragged import sorted_unique
 from limpet.saving.commit import Receipt, check_receipts, put_manifest, raise_if_exists
 from limpet.saving.image import Image
-from limpet.saving.write import write_index
+from limpet.saving.write import shard_key, write_index
 from limpet.settings import read_settings
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
@@ -225,7 +225,7 @@ def _write_shards(
         uploads: list[Upload] = []
         for name, image in zip(shard_names, images, strict=True):
             uploads.append(
-                stack.enter_context(location.store.put(location.key(name), image.length))
+                stack.enter_context(location.store.put(shard_key(location, name), image.length))
             )
             uploads[-1].write_at(0, memoryview(image.header))
         chunks = heapq.merge(

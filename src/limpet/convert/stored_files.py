@@ -22,7 +22,6 @@ from limpet.convert.mmap_files import Advance, MappedFile, format_error
 from limpet.errors import FormatError, NoSpace, NotFound, StoreError
 from limpet.format.safetensors import MAX_HEADER
 from limpet.snapshot.location import Location, locate
-from limpet.snapshot.spread import unspread
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import expand_home
@@ -286,7 +285,7 @@ def locate_foreign(path: str | Location) -> tuple[str, Location | None]:
         if "://" not in path:
             return path.rstrip("/") or path, None
         path = locate(path)
-    if isinstance(unspread(path.store), LocalStore):
+    if isinstance(path.store, LocalStore):
         return os.path.join(expand_home(path.store.url), path.folder), None
     return path.url, path
 

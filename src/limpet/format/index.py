@@ -66,9 +66,10 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ShardIndex:
     """A checked index, ready for planning.
 
-    ``cuts`` is an int64 array. ``digests`` contains 16 bytes per chunk. ``chunk_refs`` holds the
-    locations of the chunks, or None if all are in the shard. ``refers`` lists the files of earlier
-    versions that the shard refers to.
+    ``shard`` is the shard's name, and ``path`` its path from the snapshot's folder. ``cuts`` is an
+    int64 array. ``digests`` contains 16 bytes per chunk. ``chunk_refs`` holds the locations of the
+    chunks, or None if all are in the shard. ``refers`` lists the files of earlier versions that the
+    shard refers to.
     """
 
     shard: str
@@ -79,6 +80,7 @@ class ShardIndex:
     digests: bytes
     chunk_refs: ChunkRefs | None = None
     refers: tuple[ShardReference, ...] = ()
+    path: str = ""
 
     def chunk_digest(self, chunk: int) -> str:
         return self.digests[16 * chunk : 16 * chunk + 16].hex()
@@ -86,11 +88,10 @@ class ShardIndex:
     def locate_chunk(self, chunk: int) -> tuple[str, int]:
         """Return the file of a chunk, as a path from the snapshot's folder, and its offset."""
         if self.chunk_refs is None:
-            return self.shard, int(self.cuts[chunk - 1]) if chunk else 0
+            return self.path, int(self.cuts[chunk - 1]) if chunk else 0
         file = int(self.chunk_refs.files[chunk])
-        return self.refers[file - 1].path if file else self.shard, int(
-            self.chunk_refs.offsets[chunk]
-        )
+        path = self.refers[file - 1].path if file else self.path
+        return path, int(self.chunk_refs.offsets[chunk])
 
 
 _INDEX: StrictDecoder[Index] = StrictDecoder(msgspec.json.Decoder(Index))
@@ -102,12 +103,14 @@ def decode_index(
     file: str,
     refers: Sequence[ShardReference] = (),
     schema_cache: SchemaCache | None = None,
+    path: str = "",
 ) -> ShardIndex:
     """Decode and fully check an index.
 
     The boxes lie within their leaves and cover the data without gaps, and the chunks cover the
     file without gaps. ``refers``: the files that the shard refers to, as listed in the manifest.
-    ``schema_cache``: shared by the indexes of one snapshot.
+    ``schema_cache``: shared by the indexes of one snapshot. ``path``: the path of the shard, if it
+    is not only its name.
 
     Raises ``ManifestInvalid``, which names ``file`` and, if one leaf is at fault, the leaf.
     """
@@ -131,7 +134,15 @@ def decode_index(
     if index.runs or refers:
         chunk_refs = expand_runs(index.runs, cuts, index.length, refers, make_error)
     return ShardIndex(
-        index.shard, index.length, index.header, columns, cuts, digests, chunk_refs, tuple(refers)
+        shard=index.shard,
+        length=index.length,
+        header=index.header,
+        leaves=columns,
+        cuts=cuts,
+        digests=digests,
+        chunk_refs=chunk_refs,
+        refers=tuple(refers),
+        path=path or index.shard,
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from limpet.format.digest import Digest
-from limpet.format.names import MAX_STEP, Attempt, ShardName, VersionName, parse_reference
+from limpet.format.names import MAX_STEP, Attempt, ShardPath, VersionName, parse_reference
 from limpet.format.sealed import is_utc_time, require, seal, unseal
 from limpet.format.strict_json import StrictDecoder
 
@@ -46,15 +46,26 @@ class ShardReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The name and length in bytes of a shard, and its index, whose digests cover the shard.
+    """The path and length in bytes of a shard, and its index, whose digests cover the shard.
 
-    ``refers``: the files of earlier versions with the data that the shard does not contain.
+    ``path``: its path from the version's folder, or only its name if it is there. The index is in
+    the same folder. ``refers``: the files of earlier versions with the data that the shard does not
+    contain.
     """
 
-    name: ShardName
+    path: ShardPath
     length: Annotated[int, Meta(ge=0, lt=1 << 62)]
     index: FileEntry
     refers: Sequence[ShardReference]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def index_path(self) -> str:
+        """The path of the index from the version's folder."""
+        return self.path.removesuffix(self.name) + self.index.name
 
 
 class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,13 +107,14 @@ def decode_manifest(raw: bytes, file: str) -> tuple[Manifest, str]:
     Raises ``ManifestInvalid``, ``DigestMismatch``, or ``FormatTooNew``, which name ``file``.
     """
     manifest, manifest_digest = unseal(raw, _MANIFEST, file)
-    _check(manifest, file)
+    check_manifest(manifest, file)
     return manifest, manifest_digest
 
 
-def _check(manifest: Manifest, file: str) -> None:
-    """Check what the types of the fields do not."""
+def check_manifest(manifest: Manifest, file: str) -> None:
+    """Check what the types of the fields do not. Raises ``ManifestInvalid``."""
     require(file, is_utc_time(manifest.created), "a time in UTC in `created`", manifest.created)
+    own = manifest.step, manifest.branch
     shard_names = [shard.name for shard in manifest.shards]
     require(file, len({*shard_names}) == len(shard_names), "each shard only once", shard_names)
     for shard in manifest.shards:
@@ -110,12 +122,12 @@ def _check(manifest: Manifest, file: str) -> None:
         require(
             file, shard.index.name == index_name, f"an index named {index_name}", shard.index.name
         )
+        target = parse_reference(shard.path)  # None if it is in the version's folder
+        is_own = target is None or (target[0].step, target[0].branch) == own
+        require(file, is_own, "a path of a shard of this version", shard.path)
         for r in shard.refers:
             target = parse_reference(r.path)
-            valid = target is not None and (target[0].step, target[0].branch) != (
-                manifest.step,
-                manifest.branch,
-            )
+            valid = target is not None and (target[0].step, target[0].branch) != own
             require(file, valid, "a path to another version, like ../version_1/shard-...", r.path)
             require(file, r.bytes <= r.length, "at most the file's length in bytes", r.bytes)
         paths = [r.path for r in shard.refers]

@@ -9,18 +9,18 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
+from limpet.format.digest import digest
+
 MANIFEST = "manifest.json"
 MAX_STEP = 10**18 - 1  # 18 digits
 SAVE_REQUEST = "request-save.json"
 WRITER_LOCK = "writer.json"
-SPREAD = "spread.json"
 RUN_ID = "run-id.json"
 NOTICES = "deleting"
 
 _VERSION = re.compile(r"version_(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,8}))?")
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.safetensors")
 _INDEX = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})\.([0-9a-f]{12})\.index\.json")
-_SPREADABLE = re.compile(rf"{_VERSION.pattern}/(?:{_SHARD.pattern}|{_INDEX.pattern})")
 _SPREAD_FOLDER = re.compile(r"spread-[0-9a-f]{2}")
 _BRANCH = re.compile(r"branch-([1-9][0-9]{0,8})\.json")
 _PIN = re.compile(r"pin-([0-9a-f]{12})\.json")
@@ -39,7 +39,9 @@ _BEST_ADDRESS = re.compile(r"(.+)@(best:.+)", re.DOTALL)
 # The types of fields that msgspec checks. \Z, because $ also matches before a last newline.
 Attempt = Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}\Z")]
 VersionName = Annotated[str, Meta(pattern=rf"\A{_VERSION.pattern}\Z")]
-ShardName = Annotated[str, Meta(pattern=rf"\A{_SHARD.pattern}\Z")]
+ShardPath = Annotated[
+    str, Meta(pattern=rf"\A(\.\./{_SPREAD_FOLDER.pattern}/{_VERSION.pattern}/)?{_SHARD.pattern}\Z")
+]
 EvaluationName = Annotated[str, Meta(pattern=rf"\A{_EVALUATION_NAME}\Z")]
 
 
@@ -101,11 +103,6 @@ def is_shard_name(name: str) -> bool:
     return _SHARD.fullmatch(name) is not None
 
 
-def is_spreadable(key: str) -> bool:
-    """Return True for the key, relative to the run, of a shard or an index of a version."""
-    return _SPREADABLE.fullmatch(key) is not None
-
-
 def spread_folder(number: int) -> str:
     """Return the name of a folder over which a run spreads its shards and indexes."""
     return f"spread-{number:02x}"
@@ -115,18 +112,38 @@ def is_spread_folder(name: str) -> bool:
     return _SPREAD_FOLDER.fullmatch(name) is not None
 
 
-def reference_path(folder: str, shard: str) -> str:
-    """Return the path from the folder of one version to a shard of another version."""
-    return f"../{folder}/{shard}"
+def spread_path(folder: str, name: str, count: int) -> str:
+    """Return the path, from a version's folder, of a shard or an index in one of ``count`` folders.
+
+    The ranks of a version are spread evenly, beginning with a folder that depends on a hash.
+    """
+    number = int(digest(folder.encode()), 16) + (parse_rank(name) or 0)
+    return f"../{spread_folder(number % count)}/{folder}/{name}"
+
+
+def version_of_key(key: str) -> Version | None:
+    """Return the version that has a file with this key in the run: ``version_1/manifest.json`` or
+    ``spread-0e/version_1/shard-...``. Return None for any other key."""
+    first, _, rest = key.partition("/")
+    return parse_version(rest.partition("/")[0] if is_spread_folder(first) else first)
+
+
+def reference_path(folder: str, path: str) -> str:
+    """Return the path from the folder of one version to a shard of the version ``folder``, whose
+    path from the folder of that version is ``path``."""
+    return path if path.startswith("../") else f"../{folder}/{path}"
 
 
 def parse_reference(path: str) -> tuple[Version, str] | None:
-    """Return the version and the shard name in a path like ``../version_100/shard-...``.
+    """Return the version and the shard name in a path like ``../version_100/shard-...`` or
+    ``../spread-0e/version_100/shard-...``.
 
     Return None for any other path, so that no path leaves the run.
     """
     up, _, rest = path.partition("/")
     folder, _, shard = rest.partition("/")
+    if is_spread_folder(folder):
+        folder, _, shard = shard.partition("/")
     version = parse_version(folder)
     return (version, shard) if up == ".." and version is not None and is_shard_name(shard) else None
 

@@ -1,5 +1,4 @@
-"""The small records of a run, with complete validation: branches, pins, evaluations, and how shards
-are spread.
+"""The small records of a run, with complete validation: branches, pins, and evaluations.
 
 See ``docs/format.md``.
 """
@@ -13,14 +12,12 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from limpet.format.digest import Digest, digest
+from limpet.format.digest import Digest
 from limpet.format.names import (
     Attempt,
     EvaluationFile,
     EvaluationName,
     VersionName,
-    parse_rank,
-    spread_folder,
 )
 from limpet.format.sealed import Int64, is_utc_time, require, seal, unseal
 from limpet.format.strict_json import StrictDecoder
@@ -33,9 +30,6 @@ MAX_TEXT = 16_384
 
 MAX_LEASE_SECONDS = 86_400
 """The longest time for which a lease protects versions without a renewal."""
-
-MAX_PREFIXES = 256
-"""The largest number of folders over which a run is spread."""
 
 Metric = (
     Int64
@@ -180,29 +174,6 @@ class Objective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["min", "max"]
 
 
-class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a run spreads its shards and indexes over ``prefixes`` folders.
-
-    The record has no other field, so that all who create it with one value write the same bytes.
-    """
-
-    hash: Literal["xxh3-128+rank"]
-    prefixes: Annotated[int, Meta(ge=2, le=MAX_PREFIXES)]
-
-    def place(self, key: str) -> str:
-        """Return where the run stores the object that has ``key`` in a run that is not spread.
-
-        The ranks of a version are spread evenly, beginning with a folder that depends on a hash.
-        """
-        version, _, name = key.rpartition("/")
-        number = int(digest(version.encode()), 16) + (parse_rank(name) or 0)
-        return f"{spread_folder(number % self.prefixes)}/{key}"
-
-    @property
-    def folders(self) -> list[str]:
-        return [*map(spread_folder, range(self.prefixes))]
-
-
 _Record = TypeVar("_Record", Branch, Pin, LastingPin, Lease, AboutVersion)
 
 
@@ -215,7 +186,6 @@ _ABOUT_VERSION: Mapping[str, StrictDecoder[AboutVersion]] = {
     kind.kind: StrictDecoder(msgspec.json.Decoder(kind))
     for kind in (Evaluation, FailedEvaluation, Ended, InexactEvaluation)
 }
-_SPREAD = StrictDecoder(msgspec.json.Decoder(Spread))
 
 
 def _decode(raw: bytes, decoder: StrictDecoder[_Record], file: str) -> _Record:
@@ -280,12 +250,3 @@ def encode_objective(objective: Objective) -> bytes:
 def decode_objective(raw: bytes, file: str) -> Objective:
     """Return a checked record. Raises the same errors as ``decode_manifest``."""
     return unseal(raw, _OBJECTIVE, file)[0]
-
-
-def encode_spread(spread: Spread) -> bytes:
-    return seal(spread)[0]
-
-
-def decode_spread(raw: bytes, file: str) -> Spread:
-    """Return a checked record. Raises the same errors as ``decode_manifest``."""
-    return unseal(raw, _SPREAD, file)[0]

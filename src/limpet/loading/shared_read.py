@@ -98,9 +98,8 @@ class SharedReader:
             i, first, _ = blocks[group[0]]
             parts = [blocks[number] for number in group]
             raw = memoryview(bytearray(sum(size for _, _, size in parts)))
-            snapshot.location.store.get_range(
-                snapshot.location.key(shards[i].index.name), first, len(raw), raw
-            )
+            key = snapshot.location.file_key(shards[i].index_path)
+            snapshot.location.store.get_range(key, first, len(raw), raw)
             views = [raw[at - first : at - first + size] for _, at, size in parts]
             return nullcontext([MemorySlice(view, address_of(view)) for view in views])
 

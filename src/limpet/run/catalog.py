@@ -32,6 +32,7 @@ from limpet.run.evaluations.reader import EvaluationReader
 from limpet.run.listing import (
     FolderFiles,
     Listing,
+    find_link_targets,
     find_links,
     list_all_files,
     list_entries,
@@ -40,8 +41,7 @@ from limpet.run.listing import (
 from limpet.run.policy import Record
 from limpet.snapshot.location import Location, get_bounded, is_snapshot
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.snapshot.spread import SpreadStore
-from limpet.storage.store import Stat
+from limpet.storage.store import Stat, Store, list_level
 from limpet.types import MIB
 
 _PART = 4 * MIB
@@ -77,7 +77,7 @@ class Catalog:
     content of a manifest is then unknown, and nothing may be deleted.
     """
 
-    def __init__(self, store: SpreadStore) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self._versions: dict[str, Version] = {}
         self._folders: list[Version] = []
@@ -122,7 +122,7 @@ class Catalog:
         """List the folder of the run, once and not below it."""
         found, linked, branches, pins, lasting, leases = [], [], [], [], [], []
         known = self._versions
-        for entry in self.store.list_unspread(""):
+        for entry in list_level(self.store, ""):
             name, kind = entry.name, entry.kind
             version = known.get(name)
             if version is None and name.startswith("version_"):
@@ -169,14 +169,14 @@ class Catalog:
     def files(self, version: Version, listing: Listing) -> FolderFiles:
         """List the folder of a version, and nothing below it.
 
-        Of the files that are spread, the result has those that the manifest names, as far as it is
-        known, unless the store has links.
+        Of the files in other folders, the result has those that the manifest names, as far as it is
+        known.
         """
         record = self._version_records.get(version, VersionRecord())
         return list_files(self.store, version, listing, record.files)
 
     def all_files(self, listing: Listing) -> dict[Version, FolderFiles]:
-        """List the folders of all versions, and all files of versions that are spread."""
+        """List the folders of all versions, and the folders over which shards are spread."""
         return list_all_files(self.store, listing)
 
     def read_branch(self, number: int) -> Branch:
@@ -234,8 +234,8 @@ class Catalog:
             self._report(str(version), e)
             older = (v for v in listing.folders if v.step < version.step)
             return VersionRecord(bases=frozenset(older))
-        if links := find_links(self.store, version, listing):
-            targets = {names.parse_version(self._target_folder(link)) for link in links}
+        if links := find_links(self.store, version, listing, record.files):
+            targets = find_link_targets(self.store, links)
             needed = frozenset(v for v in targets if v not in (None, version))
             record = replace(record, bases=record.bases | needed)
         self._version_records[version] = record
@@ -257,11 +257,6 @@ class Catalog:
             mentioned = map(names.parse_version, self._find_version_names(manifest))
             record = VersionRecord(bases=frozenset(v for v in mentioned if v is not None))
         return replace(record, manifest=manifest)
-
-    def _target_folder(self, link: str) -> str:
-        """Return the first level of the key that a link leads to; empty if it leaves the store."""
-        target = self.store.link_target(link)
-        return (target or "").partition("/")[0]
 
     def is_intact(self, record: VersionRecord) -> bool:
         """Return True if a manifest is valid and every file exists with its full length."""
@@ -318,10 +313,10 @@ def make_version_record(snapshot: SnapshotReader) -> VersionRecord:
     """Return the record of an open snapshot."""
     files = {}
     for shard in snapshot.manifest.shards:
-        files[snapshot.location.key(shard.name)] = shard.length
-        files[snapshot.location.key(shard.index.name)] = shard.index.length
+        files[snapshot.location.file_key(shard.path)] = shard.length
+        files[snapshot.location.file_key(shard.index_path)] = shard.index.length
         for reference in shard.refers:
-            files[snapshot.location.run_key(reference.path.removeprefix("../"))] = reference.length
+            files[snapshot.location.file_key(reference.path)] = reference.length
     seconds = read_training_metadata(snapshot).get("trained_seconds")
     is_time = isinstance(seconds, int | float) and 0 <= seconds < inf
     return VersionRecord(

@@ -228,8 +228,6 @@ def find_newest(
             except (FormatTooNew, Denied, Unavailable):
                 raise
             except (FormatError, StoreError) as e:
-                if e.fields.get("file") == names.SPREAD:  # the version is intact
-                    raise
                 if isinstance(e, NotFound) and not catalog.listing().exists(version):
                     deleted[version] = e
                     break  # deleted, not damaged: list again, since its writer saved a newer one

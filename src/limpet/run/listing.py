@@ -5,15 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 from limpet.errors import BrokenLink, LimpetError, NotFound
-from limpet.format.names import Version, is_spreadable, parse_version
-from limpet.snapshot.spread import SpreadStore
-from limpet.storage.store import Entry, Stat, list_level
+from limpet.format.names import Version, is_spread_folder, parse_attempt, version_of_key
+from limpet.storage.store import Entry, Stat, Store, list_level
 from limpet.text import to_repr
 
 STEP, BRANCH = "a step, a whole number", "a branch, a whole number"
@@ -62,83 +61,93 @@ class FolderFiles:
     links: Sequence[str] = ()
 
 
-def list_entries(store: SpreadStore, version: Version, prefix: str = "") -> Iterable[Entry]:
-    """Return what is directly in the folder of a version and has a name with ``prefix``.
-
-    Shards and indexes that are spread are only included if the store has links, so that the links
-    among them are found. Elsewhere, each folder over which they are spread costs a request.
-    """
+def list_entries(store: Store, version: Version, prefix: str = "") -> Iterable[Entry]:
+    """Return what is directly in the folder of a version and has a name with ``prefix``."""
     try:
-        if hasattr(store, "link_target"):
-            return list_level(store, str(version), prefix)
-        return store.list_unspread(str(version), prefix)
+        return list_level(store, str(version), prefix)
     except BrokenLink:
         return ()
 
 
+def list_spread_folders(store: Store) -> list[str]:
+    """Return the folders of a run, other than those of its versions, that have shards."""
+    found = (e.name for e in list_level(store, "", "spread-") if e.kind != "object")
+    return sorted(filter(is_spread_folder, found))
+
+
 def list_files(
-    store: SpreadStore, version: Version, listing: Listing, named: Mapping[str, int]
+    store: Store, version: Version, listing: Listing, named: Mapping[str, int]
 ) -> FolderFiles:
-    """List the folder of a version. ``named``: see ``VersionRecord.files``."""
-    stats, entries = dict[str, Stat](), [*list_entries(store, version)]
-    if named and store.spread is not None:
-        own = (key for key in named if key.startswith(f"{version}/"))
-        stats = {key: Stat(key, named[key], 0.0) for key in own}
+    """List the folder of a version. ``named``: see ``VersionRecord.files``; those of them that are
+    in other folders are part of the result."""
+    folder, entries = str(version), [*list_entries(store, version)]
+    stats = {
+        key: Stat(key, length, 0.0)
+        for key, length in named.items()
+        if version_of_key(key) == version and not key.startswith(f"{folder}/")
+    }
     for entry in entries:
         if entry.kind != "folder":
-            key = f"{version}/{entry.name}"
+            key = f"{folder}/{entry.name}"
             with suppress(NotFound, BrokenLink):  # deleted meanwhile, or a broken link
                 stats[key] = entry.stat or store.stat(key)
-    links = find_links(store, version, listing, entries)
+    links = find_links(store, version, listing, named, entries)
     return FolderFiles(sorted(stats.values(), key=attrgetter("key")), links)
 
 
-def list_all_files(store: SpreadStore, listing: Listing) -> dict[Version, FolderFiles]:
-    """List the folders of all versions, and the folders over which the run spreads its files.
+def list_all_files(store: Store, listing: Listing) -> dict[Version, FolderFiles]:
+    """List the folders of all versions, and the folders over which shards are spread.
 
     A version has no folder of its own if its save ended before it wrote the manifest.
     """
-    spread: dict[Version, dict[str, Stat]] = {}
-    for stat in store.list_spread():
-        version = parse_version(stat.key.partition("/")[0])
-        if version is not None and is_spreadable(stat.key):
-            spread.setdefault(version, {})[stat.key] = stat
+    spread: dict[Version, dict[str, int]] = {}
+    stats: dict[str, Stat] = {}
+    for folder in list_spread_folders(store):
+        for stat in store.list(folder):
+            version = version_of_key(stat.key)
+            if version is not None and parse_attempt(stat.key.rpartition("/")[2]) is not None:
+                spread.setdefault(version, {})[stat.key] = stat.length
+                stats[stat.key] = stat
     found = {}
     for version in sorted({*listing.folders, *spread}):
-        folder = list_files(store, version, listing, {})
-        stats = {**spread.get(version, {}), **{stat.key: stat for stat in folder.stats}}
-        found[version] = FolderFiles(sorted(stats.values(), key=attrgetter("key")), folder.links)
+        files = list_files(store, version, listing, spread.get(version, {}))
+        found[version] = replace(files, stats=[stats.get(s.key, s) for s in files.stats])
     return found
 
 
 def find_links(
-    store: SpreadStore,
+    store: Store,
     version: Version,
     listing: Listing,
+    named: Mapping[str, int],
     entries: Iterable[Entry] | None = None,
 ) -> list[str]:
     """Return the keys of the symbolic links that a version consists of.
 
-    ``entries``: those of its folder, if they are known.
+    ``named``: see ``VersionRecord.files``. ``entries``: those of its folder, if they are known.
     """
     if not hasattr(store, "link_target"):  # most stores have no links
         return []
     entries = list_entries(store, version) if entries is None else entries
-    inner = (f"{version}/{e.name}" for e in entries if e.kind == "link")
-    outer = [str(version)] if version in listing.linked else []
-    return [*inner, *outer, *_find_linked_folders(store, version)]
+    links = [f"{version}/{e.name}" for e in entries if e.kind == "link"]
+    links += [str(version)] if version in listing.linked else []
+    folders = {key.rpartition("/")[0] for key in named if version_of_key(key) == version}
+    for folder in sorted(folders - {str(version)}):  # spread-0e/version_1
+        above, _, name = folder.partition("/")
+        if Entry(above, "link") in list_level(store, "", above):
+            links.append(above)
+        with suppress(BrokenLink):
+            if Entry(name, "link") in list_level(store, above, name):
+                links.append(folder)
+            links += [f"{folder}/{e.name}" for e in list_level(store, folder) if e.kind == "link"]
+    return links
 
 
-def _find_linked_folders(store: SpreadStore, version: Version) -> list[str]:
-    """Return the keys of the folders with files of a version that are spread and that are links."""
-    if (spread := store.spread) is None:
-        return []
-    found = [e.name for e in list_level(store.unspread, "", "spread-") if e.kind == "link"]
-    for folder in spread.folders:
-        for entry in list_level(store.unspread, folder, str(version)):
-            if entry.kind == "link" and entry.name == str(version):
-                found.append(f"{folder}/{version}")
-    return found
+def find_link_targets(store: Store, links: Iterable[str]) -> set[Version | None]:
+    """Return the versions to whose files links lead, and None for what is not in the run."""
+    if not hasattr(store, "link_target"):
+        return set()
+    return {version_of_key(store.link_target(link) or "") for link in links}
 
 
 def to_int(number: Any, expected: str) -> int:

@@ -31,7 +31,7 @@ from limpet.run.evaluations.metrics import (
     to_numbers,
 )
 from limpet.run.evaluations.status import EvaluationStatus, find_statuses
-from limpet.run.listing import BRANCH, STEP, Listing, to_int
+from limpet.run.listing import BRANCH, STEP, Listing, list_spread_folders, to_int
 from limpet.run.policy import KeepPolicy, Mode, Record
 from limpet.run.policy.checks import check_metric
 from limpet.run.sweep import GRACE, SweepResult
@@ -39,7 +39,6 @@ from limpet.run.writer import VersionWriter
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location, Url
 from limpet.snapshot.snapshot import Snapshot, reader_of, snapshot_of
-from limpet.snapshot.spread import create_spread, spread_store
 from limpet.storage.open import open_store
 from limpet.threads import gc_paused
 
@@ -53,7 +52,7 @@ class Run:
     """
 
     def __init__(self, url: Url) -> None:
-        self.store = spread_store(open_store(url))
+        self.store = open_store(url)
         self.catalog = Catalog(self.store)
 
     def __repr__(self) -> str:
@@ -355,21 +354,14 @@ class Run:
         """Return the versions that have a lasting pin, oldest first."""
         return sorted(self.listing().lasting_pins)
 
-    # -- prefixes ------------------------------------------------------------------------------
-
-    def set_spread(self, prefixes: int) -> None:
-        """Spread the shards and indexes of a new run over 2 to 256 hashed prefixes of keys.
-
-        This suits object stores, which limit the rate of requests per prefix. It cannot be changed.
-        If the record of the number was lost, this restores it. Raises ``LimpetError`` if the run
-        has another number, or has versions and no files that the number fits.
-        """
-        create_spread(self.store, prefixes, lambda: self.listing().versions)
+    # -- folders of shards ---------------------------------------------------------------------
 
     def spread_folders(self) -> list[str]:
-        """Return the URLs of the folders over which the run is spread, none if it is not."""
-        spread = self.store.spread
-        return [f"{self.url}/{folder}" for folder in (spread.folders if spread else ())]
+        """Return the URLs of the folders over which the shards of the run are spread: those that
+        exist, and those of the store's option ``spread``. There are none if it is not spread."""
+        planned = map(names.spread_folder, range(self.store.traits.spread))
+        folders = {*planned, *list_spread_folders(self.store)}
+        return [f"{self.url}/{folder}" for folder in sorted(folders)]
 
     # -- deleting ------------------------------------------------------------------------------
 

@@ -198,7 +198,7 @@ def sweep(
     state = _Sweep(catalog, listing, files, partials, grace, now)
     removed = state.select(roots := find_roots(catalog, now))
     if removed and not dry_run:
-        folders = (names.parse_version(stat.key.partition("/")[0]) for stat in removed)
+        folders = (names.version_of_key(stat.key) for stat in removed)
         oldest = min((v.step for v in folders if v is not None), default=MAX_STEP)
         keys = {stat.key for stat in removed}
 

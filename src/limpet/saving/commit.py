@@ -25,33 +25,29 @@ from limpet.format.manifest import (
     MAX_MANIFEST,
     Manifest,
     Shard,
+    check_manifest,
     encode_manifest,
 )
-from limpet.format.names import MANIFEST, parse_version
-from limpet.format.records import Spread
+from limpet.format.names import MANIFEST
 from limpet.format.sealed import check_length
 from limpet.format.validate import check_tree
 from limpet.layout.global_plan import GlobalPlan
 from limpet.ranks.collective import Collective
 from limpet.saving.incremental import as_sibling
 from limpet.snapshot import pins
-from limpet.snapshot.index_files import file_key
 from limpet.snapshot.location import Location, describe_run, versions_in
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.snapshot.spread import SpreadStore
 from limpet.threads import look_up_each
 
 
 class BasePin(msgspec.Struct, frozen=True):
     """Rank 0's message to the other ranks before any rank writes.
 
-    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created;
-    ``spread``: how the run spreads its shards.
+    ``usable``: True if the base is intact; ``key``: the key of a pin that rank 0 created.
     """
 
     usable: bool
     key: str
-    spread: Spread | None
 
 
 @contextmanager
@@ -100,14 +96,9 @@ def pinned_base(
                 except (FormatError, NotFound) as e:
                     events.emit("skipped", version=str(snapshot.version), error=e)
                     snapshot = None
-            spread = None
-            if isinstance(location.store, SpreadStore) and parse_version(location.folder):
-                spread = location.store.spread
-            base_pin = BasePin(snapshot is not None, keys[0], spread)
+            base_pin = BasePin(snapshot is not None, keys[0])
         base_pin = collective.broadcast(base_pin, BasePin)
         if collective.rank:
-            if isinstance(location.store, SpreadStore):
-                location.store.learn(base_pin.spread)
             _check_visible(location, base_pin.key, collective)
             if base_pin.usable and base is not None:
                 snapshot = as_sibling(location, base)  # only after rank 0 has found it there
@@ -191,19 +182,22 @@ def check_receipts(
     if location.is_per_host:
         return [shard for _, shard in rank_shards]
     for path, length in sorted({(f.path, f.length) for _, s in rank_shards for f in s.refers}):
-        key, what = file_key(location, path), f"{path}, which this version refers to,"
+        key, what = location.file_key(path), f"{path}, which this version refers to,"
         todo = "Save again, and find out what deletes versions that a running save has pinned"
         _require_length(location, key, length, what, {"todo": todo, "file": key})
     todo = "Check that all ranks write to the same folder"
     files = [
         (
-            location.key(file.name),
-            file.length,
-            f"{file.name} of rank {rank}",
-            {"todo": todo, "rank": rank, "file": file.name},
+            location.file_key(path),
+            length,
+            f"{path} of rank {rank}",
+            {"todo": todo, "rank": rank, "file": path},
         )
         for rank, shard in rank_shards
-        for file in (shard, shard.index)
+        for path, length in (
+            (shard.path, shard.length),
+            (shard.index_path, shard.index.length),
+        )
     ]
     look_up_each(files, lambda file: _require_length(location, *file))
     return [shard for _, shard in rank_shards]
@@ -237,6 +231,7 @@ def put_manifest(
     error's field ``outcome`` is "unknown" if the store cannot say whether the manifest exists.
     """
     # do not commit a manifest that a reader would reject
+    check_manifest(manifest, MANIFEST)
     leaves = check_tree(manifest.tree, MANIFEST)
     raw, manifest_digest = encode_manifest(manifest)
     check_length(location.key(MANIFEST), raw, MAX_MANIFEST, FEWER_LEAVES)

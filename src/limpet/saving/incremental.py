@@ -252,7 +252,7 @@ def _find_in_base(
             for b in f.boxes
         ]
         files = {r.path: (r.path, r.length) for r in shard.refers}
-        files[shard.name] = names.reference_path(base.folder, shard.name), shard.length
+        files[shard.path] = names.reference_path(base.folder, shard.path), shard.length
         for c, layout_hash in enumerate(_chunk_layout_hashes(rows, index.cuts), 1):
             path, at = index.locate_chunk(c)
             base_chunks[layout_hash, index.chunk_digest(c)] = (*files[path], at)

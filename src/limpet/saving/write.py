@@ -40,7 +40,12 @@ def put_local_shard(job: SaveJob) -> MappedUpload | None:
     if job.base is not None or (rank and not job.image.leaf_boxes):
         return None
     shard_name = names.shard_name(rank, size, job.partition.attempt)
-    return put_mapped(job.location.store, job.location.key(shard_name), job.image.length)
+    return put_mapped(job.location.store, shard_key(job.location, shard_name), job.image.length)
+
+
+def shard_key(location: Location, name: str) -> str:
+    """Return the key of a shard or an index that is written now."""
+    return location.file_key(location.shard_path(name))
 
 
 def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
@@ -96,7 +101,7 @@ def write_shard(
     """
     cuts = image.cuts.tolist()
     digests = [digest(image.header)] + [""] * (len(cuts) - 1)
-    key, head, length = location.key(name), len(image.header), pieces[-1].stop
+    key, head, length = shard_key(location, name), len(image.header), pieces[-1].stop
     traits = location.store.traits
 
     def fill(piece: Piece, buffer: Buffer, is_staged: bool) -> memoryview:
@@ -168,12 +173,14 @@ def write_index(
     """Write the index of a shard durably, and return the shard as the manifest lists it. Raises
     ``StoreError``, and ``Unsupported`` if the index is too long."""
     raw = _encode_image_index(shard_name, image, digests, layout)
-    check_length(location.key(name), raw, MAX_MANIFEST, FEWER_LEAVES)
-    location.store.put_if_absent(location.key(name), raw)
+    key = shard_key(location, name)
+    check_length(key, raw, MAX_MANIFEST, FEWER_LEAVES)
+    location.store.put_if_absent(key, raw)
     entry = FileEntry(name, len(raw), digest(raw))
+    path = location.shard_path(shard_name)
     if layout is None:
-        return Shard(shard_name, image.length, entry, refers=[])
-    return Shard(shard_name, layout.length, entry, layout.refers)
+        return Shard(path, image.length, entry, refers=[])
+    return Shard(path, layout.length, entry, layout.refers)
 
 
 @gc_paused  # it creates several objects per box

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import accumulate, groupby
 from math import prod
 
 import numpy as np
 
-from limpet.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound, StoreError
+from limpet.errors import DigestMismatch, FormatError, ManifestInvalid, NotFound
 from limpet.format.digest import digest
 from limpet.format.index import ShardIndex, decode_index
 from limpet.format.index_columns import LeafSchema, SchemaCache
 from limpet.format.manifest import MAX_MANIFEST, Shard
-from limpet.format.names import SPREAD
 from limpet.format.validate import LeafSpecs
 from limpet.ragged import Ints
 from limpet.snapshot.location import Location
-from limpet.snapshot.spread import RESTORE_SPREAD, SpreadStore
-from limpet.storage.store import Store
 from limpet.text import VERIFY_ADVICE
 from limpet.threads import look_up_each
 from limpet.types import MIB
@@ -38,7 +34,7 @@ def read_index(location: Location, shard: Shard) -> ShardIndex:
 
     Raises ``FormatError`` or ``StoreError``.
     """
-    check_length(location, shard.index.name, shard.index.length)
+    check_length(location, shard.index_path, shard.index.length)
     return parse_index(location, shard, _get_index(location, shard))
 
 
@@ -59,7 +55,7 @@ def read_indexes(location: Location, shards: Sequence[Shard]) -> list[ShardIndex
 
 
 def _get_index(location: Location, shard: Shard) -> bytes:
-    return location.store.get(location.key(shard.index.name), MAX_MANIFEST)
+    return location.store.get(location.file_key(shard.index_path), MAX_MANIFEST)
 
 
 def parse_index(
@@ -69,18 +65,18 @@ def parse_index(
 
     ``schema_cache``: shared by all indexes of the snapshot.
     """
-    file = location.key(shard.index.name)
+    file = location.file_key(shard.index_path)
     actual = digest(raw)
     if actual != shard.index.digest:
         raise DigestMismatch(
-            f"{location.url}/{shard.index.name} is damaged",
+            f"{location.url}/{shard.index_path} is damaged",
             expected=f"digest {shard.index.digest}",
             found=actual,
             todo=VERIFY_ADVICE,
             file=file,
             offset=0,
         )
-    index = decode_index(raw, file, shard.refers, schema_cache)
+    index = decode_index(raw, file, shard.refers, schema_cache, shard.path)
     if (index.shard, index.length) != (shard.name, shard.length):
         raise ManifestInvalid(
             f"{file} is the index of another shard",
@@ -91,21 +87,16 @@ def parse_index(
     return index
 
 
-def file_key(location: Location, path: str) -> str:
-    """Return the key of a file whose path is relative to the snapshot's folder."""
-    return location.run_key(path[3:]) if path.startswith("../") else location.key(path)
-
-
-def check_length(location: Location, name: str, length: int) -> None:
+def check_length(location: Location, path: str, length: int) -> None:
     """Check that a file exists and has the expected length, in bytes.
 
-    ``name``: the path of the file relative to the snapshot's folder. Raises ``FormatError`` if the
+    ``path``: relative to the snapshot's folder. Raises ``FormatError`` if the
     file is missing, has another length, or is outside of the store, and ``StoreError``.
     """
-    file = file_key(location, name)
-    if not location.folder and file != name:
+    file = location.file_key(path)
+    if not location.folder and file != path:
         raise FormatError(
-            f"{location.url} refers to {name}, which is outside of the store",
+            f"{location.url} refers to {path}, which is outside of the store",
             expected="a snapshot that is opened as part of its run",
             found="a store whose root is the snapshot's folder",
             todo=_OPEN_IN_RUN,
@@ -115,33 +106,23 @@ def check_length(location: Location, name: str, length: int) -> None:
     try:
         actual = location.store.stat(file).length
     except NotFound as e:
-        is_lost = _has_lost_record(location.store)
-        todo = RESTORE_SPREAD.format(location.store.url) if is_lost else VERIFY_ADVICE
         raise FormatError(
-            f"{location.url} is damaged: {name} is missing"
-            + (f", and so is {SPREAD}, which says where it is" if is_lost else ""),
+            f"{location.url} is damaged: {path} is missing",
             expected=f"{length} bytes",
             found=e.found or "no such file",
-            todo=todo if location.folder else _OPEN_IN_RUN,
+            todo=VERIFY_ADVICE if location.folder else _OPEN_IN_RUN,
             file=file,
             offset=0,
         ) from e
     if actual != length:
         raise FormatError(
-            f"{location.url} is damaged: {name} has the wrong length",
+            f"{location.url} is damaged: {path} has the wrong length",
             expected=f"{length} bytes",
             found=f"{actual} bytes",
             todo=VERIFY_ADVICE,
             file=file,
             offset=min(actual, length),
         )
-
-
-def _has_lost_record(store: Store) -> bool:
-    """Return True if a run has folders over which it is spread, but has lost the record of it."""
-    with suppress(StoreError):
-        return isinstance(store, SpreadStore) and store.has_lost_record()
-    return False  # it is only advice
 
 
 def check_indexes(url: str, file: str, leaves: LeafSpecs, indexes: Sequence[ShardIndex]) -> None:

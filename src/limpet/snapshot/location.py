@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 from limpet.deadline import Deadline
 from limpet.errors import BrokenLink, ManifestInvalid, NotFound, StoreError
-from limpet.format.names import MANIFEST, Version, parse_version
-from limpet.snapshot.spread import spread_store, unspread
+from limpet.format.names import MANIFEST, Version, parse_version, spread_path
 from limpet.storage.local.store import LocalStore
 from limpet.storage.open import check_url, has_authority, open_store
 from limpet.storage.store import Store, list_level, within
@@ -26,7 +25,9 @@ class Location:
 
     ``deadline``: the time by which the calls of the store end; ``unlimited``: the store without it.
     ``is_per_host``: True if each host has a store of its own here, such as its memory, which the
-    ranks of other hosts do not see.
+    ranks of other hosts do not see. All files are then in the snapshot's folder, wherever the
+    manifest says that a shared store has them. ``spread``: over how many folders the shards of a
+    snapshot that is saved here are spread; None: as the store says.
     """
 
     store: Store
@@ -34,6 +35,7 @@ class Location:
     deadline: Deadline | None = None
     unlimited: Store | None = None
     is_per_host: bool = False
+    spread: int | None = None
 
     def limit(
         self, operation: str, timeout: float | None, deadline: Deadline | None = None
@@ -48,13 +50,13 @@ class Location:
                 return self
             deadline = Deadline.after(timeout, f"the {operation} of {self.url}: {timeout} s")
         limited = within(self.store, deadline)
-        return Location(limited, self.folder, deadline, self.store, self.is_per_host)
+        return replace(self, store=limited, deadline=deadline, unlimited=self.store)
 
     def without_limit(self) -> Location:
         """Return the same location without the deadline."""
         if self.unlimited is None:
             return self
-        return Location(self.unlimited, self.folder, is_per_host=self.is_per_host)
+        return replace(self, store=self.unlimited, deadline=None, unlimited=None)
 
     def for_cleanup(self) -> Location:
         """Return the same location for the removal of what an operation has left.
@@ -68,7 +70,7 @@ class Location:
         cleanup = deadline.for_cleanup()
         if not cleanup.seconds_left:
             cleanup = replace(cleanup, at=cleanup.clock() + cleanup.cleanup_seconds)
-        return Location(within(store, cleanup), self.folder, cleanup, store, self.is_per_host)
+        return replace(self, store=within(store, cleanup), deadline=cleanup)
 
     def check_time(self) -> None:
         """Raise ``Unavailable`` once the deadline has passed."""
@@ -78,6 +80,19 @@ class Location:
     def key(self, name: str) -> str:
         """Return the key of a file of the snapshot."""
         return f"{self.folder}/{name}" if self.folder else name
+
+    def shard_path(self, name: str) -> str:
+        """Return the path, from the snapshot's folder, of a shard or an index that is saved here:
+        its name, or the path to a folder over which the run spreads its files."""
+        folder = self.folder.rpartition("/")[2]
+        spread = self.store.traits.spread if self.spread is None else self.spread
+        return spread_path(folder, name, spread) if spread and parse_version(folder) else name
+
+    def file_key(self, path: str) -> str:
+        """Return the key of a file whose path is relative to the snapshot's folder."""
+        if self.is_per_host:
+            path = path.rpartition("/")[2]
+        return self.run_key(path[3:]) if path.startswith("../") else self.key(path)
 
     def run_key(self, name: str) -> str:
         """Return the key of a file in the run's folder, which contains the snapshot's folder."""
@@ -116,7 +131,7 @@ def locate(url: Url) -> Location:
         )
     if not scheme:
         root = root or ("/" if path.startswith("/") else ".")
-    return Location(spread_store(open_store(f"{scheme}{separator}{root}")), folder)
+    return Location(open_store(f"{scheme}{separator}{root}"), folder)
 
 
 def get_bounded(store: Store, key: str, limit: int) -> bytes:
@@ -150,7 +165,7 @@ def versions_in(location: Location) -> list[Version]:
     """
     if parse_version(location.folder.rpartition("/")[2]) is not None:
         return []
-    entries = list_level(unspread(location.store), location.folder, "version_")
+    entries = list_level(location.store, location.folder, "version_")
     versions = [parse_version(entry.name) for entry in entries if entry.kind != "object"]
     return sorted(
         v
@@ -172,7 +187,7 @@ def is_snapshot(location: Location) -> bool:
 def describe_missing(location: Location) -> tuple[str, str]:
     """Return ``found`` and ``todo`` for the error that there is no manifest at a location."""
     url = location.url
-    if isinstance(unspread(location.store), LocalStore) and not os.path.isdir(url):
+    if isinstance(location.store, LocalStore) and not os.path.isdir(url):
         if os.path.lexists(url):
             return "a file", "Name the folder of a snapshot"
         return "no such file or folder", path_advice(suggest_similar_path(url))

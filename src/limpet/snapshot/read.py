@@ -24,7 +24,6 @@ from limpet.layout.boxes import contiguous_boxes
 from limpet.layout.read_plan import ReadItem, ReadPlan, StridedCopy
 from limpet.lazy_torch import dtype_name
 from limpet.machine import count_processors
-from limpet.snapshot.index_files import file_key
 from limpet.snapshot.location import Location
 from limpet.text import VERIFY_ADVICE, format_list
 from limpet.threads import Workers, no_op
@@ -306,7 +305,7 @@ def _naming_leaves(
     """Yield where ranges of a shard begin, which are consecutive in the file of a chunk: the key of
     the file, and an offset. The chunk begins in the first range. An error names the leaves."""
     path, offset = index.locate_chunk(chunk)
-    key, chunk_start = file_key(location, path), int(index.cuts[chunk - 1]) if chunk else 0
+    key, chunk_start = location.file_key(path), int(index.cuts[chunk - 1]) if chunk else 0
     try:
         yield key, offset + ranges[0][0] - chunk_start
     except StoreError as e:
@@ -329,7 +328,7 @@ def make_damage_error(
     leaves = leaves_between(index, start, stop)
     names = format_list(leaves, 5) or "its header"
     where = f"between bytes {offset} and {offset + stop - start} ({names})"
-    reference = parse_reference(path)
+    reference = None if path == index.path else parse_reference(path)
     return DigestMismatch(
         f"{location.url}/{path} is damaged {where}"
         if reference is None
@@ -337,7 +336,7 @@ def make_damage_error(
         expected=f"digest {index.chunk_digest(chunk)}",
         found=found,
         todo=VERIFY_ADVICE,
-        file=file_key(location, path),
+        file=location.file_key(path),
         offset=offset,
         leaf=leaves[0] if leaves else None,
         leaves=tuple(leaves),

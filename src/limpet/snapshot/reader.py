@@ -232,8 +232,8 @@ class SnapshotReader:
             (file, length)
             for shard in shards
             for file, length in (
-                (shard.name, shard.length),
-                (shard.index.name, shard.index.length),
+                (shard.path, shard.length),
+                (shard.index_path, shard.index.length),
                 *((f.path, f.length) for f in shard.refers),
             )
         )

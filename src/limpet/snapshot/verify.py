@@ -26,7 +26,7 @@ from limpet.layout.shard_layout import (
     own_spans,
     partial_shard_entries,
 )
-from limpet.snapshot.index_files import check_length, file_key, read_index
+from limpet.snapshot.index_files import check_length, read_index
 from limpet.snapshot.location import Location
 from limpet.snapshot.read import group_items, make_damage_error, read_group
 from limpet.threads import Workers, gc_paused
@@ -106,11 +106,11 @@ def _verify_shard(
     checked_chunks: CheckedChunks,
 ) -> None:
     """Add all problems of one shard, its index, and the files it refers to, to ``problems``."""
-    file = location.key(shard.name)
+    file = location.file_key(shard.path)
     try:
         index = gc_paused(read_index)(location, shard)
         advance(shard.index.length)
-        check_length(location, shard.name, shard.length)
+        check_length(location, shard.path, shard.length)
     except (FormatError, StoreError) as e:
         problems.append(_as_problem(e, file))
         return
@@ -146,7 +146,7 @@ def _verify_shard(
 
 def _identify(location: Location, index: ShardIndex, chunk: int) -> tuple[str, int, str]:
     path, offset = index.locate_chunk(chunk)
-    return file_key(location, path), offset, index.chunk_digest(chunk)
+    return location.file_key(path), offset, index.chunk_digest(chunk)
 
 
 def _check_chunks(
@@ -199,7 +199,7 @@ def _check_header(location: Location, index: ShardIndex) -> None:
 
     Other programs read only the header. Raises ``FormatError`` or ``StoreError``.
     """
-    file = location.key(index.shard)
+    file = location.file_key(index.path)
     raw = bytearray(index.header)
     location.store.get_range(file, 0, index.header, memoryview(raw))
     header_length(bytes(raw[:8]), index.length, file)

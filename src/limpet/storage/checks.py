@@ -91,6 +91,7 @@ def is_web_url(url: str | None) -> bool:
     return url is None or (url.startswith(("http://", "https://")) and "@" not in url)
 
 
+SPREAD: Rule = ("spread", int, lambda n: n == 0 or 2 <= n <= 256, "2 to 256, or 0")
 ENDPOINT: Rule = ("endpoint", OPTIONAL_TEXT, is_web_url, WEB_URL)
 
 

@@ -43,7 +43,8 @@ class Traits:
     ``upload_memory``: how many bytes an unfinished upload keeps in memory: about so many in all if
     the store is ``ordered``, else for each thread that writes to it in other pieces than parts. An
     operation with several uploads or threads limits their number accordingly (``upload_memory``).
-    ``in_memory``: a read is a copy within this machine's memory, so that it waits for nothing.
+    ``spread``: over how many folders a save spreads its shards; 0: it does not. ``in_memory``: a
+    read is a copy within this machine's memory, so that it waits for nothing.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Traits:
     retry_after: bool = False
     hidden_uploads: str = ""
     upload_memory: int = 0
+    spread: int = 0
     in_memory: bool = False
 
 

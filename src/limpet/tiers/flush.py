@@ -169,7 +169,8 @@ def _find_newer(folder: str, line: CurrentLine) -> list[SnapshotReader]:
     store, found = LocalStore(folder, direct=False), []
     for candidate in find_candidates(take_inventory(store, 0), "memory"):
         if candidate.digest and line.is_newer(candidate.version):
-            captured = SnapshotReader(Location(store, candidate.folder), None, candidate.digest)
+            location = Location(store, candidate.folder, is_per_host=True)
+            captured = SnapshotReader(location, None, candidate.digest)
             if line.is_continued_by(candidate, captured):
                 found.append(captured)
     return found[::-1]
@@ -220,12 +221,13 @@ def _copy(captured: SnapshotReader, location: Location) -> Iterator[_Copy]:
 
 def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> None:
     """Wait until all files are in the store in full length, as this process sees it."""
-    missing = {f.name: f.length for s in manifest.shards for f in (s, s.index)}
+    missing = {s.path: s.length for s in manifest.shards}
+    missing |= {s.index_path: s.index.length for s in manifest.shards}
     while missing:
-        for name, length in list(missing.items()):
+        for path, length in list(missing.items()):
             with suppress(NotFound):
-                if location.store.stat(location.key(name)).length == length:
-                    del missing[name]
+                if location.store.stat(location.file_key(path)).length == length:
+                    del missing[path]
         if missing and not deadline.seconds_left:
             raise DeadlinePassed(
                 f"A captured state was not saved to {location.url}",

@@ -155,9 +155,11 @@ class LocalVersions(HostTier):
 
     # -- during the training -----------------------------------------------------------------------
 
-    def location(self, version: Version, deadline: Deadline | None) -> Location:
-        """Return where a version is saved first."""
-        return Location(self.store, str(version), is_per_host=True).limit("save", None, deadline)
+    def location(self, durable: Location) -> Location:
+        """Return where a version is saved first. ``durable``: where it is promoted to."""
+        spread = durable.store.traits.spread  # the manifest is that of the promoted version
+        first = Location(self.store, durable.folder, is_per_host=True, spread=spread)
+        return first.limit("save", None, durable.deadline)
 
     def begin_promotion(self, location: Location, previous: Pending | None) -> Promotion:
         """Prepare the promotion of a save to ``location``. All ranks call this in the training

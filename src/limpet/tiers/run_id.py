@@ -16,7 +16,6 @@ from limpet.format.records import MAX_RECORD
 from limpet.format.sealed import seal, unseal
 from limpet.format.strict_json import StrictDecoder
 from limpet.snapshot.location import get_bounded
-from limpet.snapshot.spread import unspread
 from limpet.storage.checks import MAX_PUTS, contended_error
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store
@@ -35,8 +34,7 @@ _RUN_ID = StrictDecoder(msgspec.json.Decoder(RunId))
 
 def local_folder(store: Store) -> str:
     """Return the absolute path of the folder of a store, or an empty string if it has none."""
-    inner = unspread(store)
-    return inner.root if isinstance(inner, LocalStore) else ""
+    return store.root if isinstance(store, LocalStore) else ""
 
 
 def read_or_create_run_id(store: Store) -> str:

@@ -10,13 +10,11 @@ from typing import Any, Literal
 from limpet.data.progress import Progress
 from limpet.errors import LimpetError, NothingSaved, PlanError
 from limpet.format.names import parse_version
-from limpet.format.records import MAX_PREFIXES
 from limpet.format.tree import MAX_DEPTH, child_keys
 from limpet.ranks.group import Group, all_reduce
 from limpet.run.address import resolve_address
 from limpet.run.policy import KeepPolicy, SavePolicy, StopWhen
 from limpet.run.run import Run
-from limpet.run.writer_lock import WriterLock
 from limpet.snapshot.location import Location, describe_run, is_snapshot
 from limpet.state.loadable import find_unsaved_modules, find_unwritable
 from limpet.text import MAX_SHOWN, format_list, warn_user, with_article
@@ -41,7 +39,6 @@ class Options:
     full_every: int | None
     incremental: bool
     overlap: bool
-    spread: int | None
     tiers: Sequence[Tier]
     preemption: Preemption | None
     quiet: bool
@@ -57,8 +54,6 @@ def check_arguments(options: Options) -> dict[str, str]:
     full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
     timeout = values["save_timeout"]
     timeout_valid = timeout is None or (type(timeout) in (int, float) and timeout > 0)
-    spread = values["spread"]
-    spread_valid = spread is None or (type(spread) is int and 2 <= spread <= MAX_PREFIXES)
     expected_values = {
         "save": (isinstance(values["save"], SavePolicy), "a save policy such as EverySteps(500)"),
         "keep": (isinstance(values["keep"], KeepPolicy), "a keep policy such as KeepLast(3)"),
@@ -71,7 +66,6 @@ def check_arguments(options: Options) -> dict[str, str]:
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
         "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
         "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
-        "spread": (spread_valid, f"a number of prefixes from 2 to {MAX_PREFIXES}, or None"),
     }
     for name in ("on_error", "on_unchanged"):
         expected_values[name] = values[name] in ("raise", "warn"), '"raise" or "warn"'
@@ -93,13 +87,6 @@ def check_arguments(options: Options) -> dict[str, str]:
         # only rank 0 uses the first three, and each host may have its own notices and memory
         if name not in ("keep", "stop", "quiet", "preemption", "tiers")
     }
-
-
-def acquire_lock(run: Run, writer_lock: WriterLock, spread: int | None) -> None:
-    """Become the writer of a run. ``spread``: over how many prefixes it is spread."""
-    if spread is not None:
-        run.set_spread(spread)
-    writer_lock.acquire()
 
 
 def _are_tiers(tiers: Any) -> bool:

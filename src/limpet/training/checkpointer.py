@@ -49,7 +49,7 @@ class Checkpointer(CheckpointerBase):
     default, all ranks save at one step and exit with code 75. None: nothing.
 
     ``tiers``: a ``MemoryTier`` also keeps the newest states in memory, and a ``LocalTier`` saves to
-    a fast local disk first. ``spread=16`` spreads the shards over 16 prefixes (``Run.set_spread``).
+    a fast local disk first.
 
     A save that is due waits for the one in flight (``busy="wait"``), or is skipped (``"skip"``). If
     a save fails in the background, or takes more than ``save_timeout`` seconds, the next call of
@@ -85,7 +85,6 @@ class Checkpointer(CheckpointerBase):
         incremental: bool = False,
         full_every: int | None = 20,
         overlap: bool = False,
-        spread: int | None = None,
         tiers: Sequence[Tier] = (),
         preemption: Preemption | None = DEFAULT,
         busy: Literal["wait", "skip"] = "wait",
@@ -103,7 +102,6 @@ class Checkpointer(CheckpointerBase):
             incremental=incremental,
             full_every=full_every,
             overlap=overlap,
-            spread=spread,
             tiers=tiers,
             preemption=preemption,
             busy=busy,

@@ -20,7 +20,6 @@ from limpet.snapshot.location import Url
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import (
     Options,
-    acquire_lock,
     acquire_run,
     check_arguments,
     check_loadable,
@@ -61,9 +60,7 @@ class CheckpointerBase:
         self._tiers = Tiers(options.tiers, self._group)
         self._saver = self._make_saver(options)
         self._raise_or_warn = partial(raise_or_warn, on_error=options.on_error, saver=self._saver)
-        self._acquire_lock = partial(
-            acquire_lock, self.run, self._saver.writer_lock, options.spread
-        )
+        self._acquire_lock = self._saver.writer_lock.acquire
         self._cadence = Cadence(options.save, options.busy, self._group, self._step_counter)
         self._agreement = make_agreement(LocalGroup(), "training")
         self._note: Mapping[str, Any] = {}

@@ -20,7 +20,6 @@ from limpet.errors import FormatTooNew, LimpetError, SaveFailed, StoreError, Uns
 from limpet.machine import after_fork
 from limpet.run.policy import Never
 from limpet.run.writer_lock import find_writer
-from limpet.snapshot.spread import unspread
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
 from limpet.text import user_line, warn_user
@@ -126,7 +125,7 @@ def _await_call(lifecycle: Lifecycle, run: str) -> None:
 
 def _is_same_run(earlier: Saver, newer: Saver) -> bool:
     """Return True if two trainings have the same run, however it is spelled."""
-    first, second = unspread(earlier.run.store), unspread(newer.run.store)
+    first, second = earlier.run.store, newer.run.store
     if first is second:
         return True
     if isinstance(first, LocalStore) and isinstance(second, LocalStore):

@@ -223,10 +223,9 @@ def _damage_warning(run: Run, newest: VerifyResult | None) -> str | None:
     shards = sorted(f for f in damaged if is_shard_name(f.rpartition("/")[2]))
     if newest is None or not shards:
         return None
-    files = map(run.store.place, shards)
     return (
         f"If training is running, its next save will refer to the damaged data in {newest.name}."
-        f" Move {', '.join(files)} out of the run now; the next save is then a full one"
+        f" Move {', '.join(shards)} out of the run now; the next save is then a full one"
     )
 
 

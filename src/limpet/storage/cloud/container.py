@@ -57,6 +57,7 @@ class CloudContainer(BucketStore):
             ordered=True,
             hidden_uploads=options.hidden_uploads,
             upload_memory=6 * options.part_size + 8 * MIB,  # see StreamAppender
+            spread=options.spread,
         )
 
     def object_name(self, key: str) -> str:

@@ -16,6 +16,7 @@ from limpet.settings import cloud_variables
 from limpet.storage.checks import (
     ENDPOINT,
     OPTIONAL_TEXT,
+    SPREAD,
     WEB_URL,
     Rule,
     is_web_url,
@@ -47,6 +48,7 @@ class CloudOptions:
     keeps up to six of them in memory. ``concurrency``: the largest number of requests of this
     process in progress, other than the parts of uploads, of which each upload sends up to four at
     once. ``timeout``: seconds for which a call is repeated while the server is unreachable or busy.
+    ``spread``: save the shards of a version in so many folders, 2 to 256; 0: in its own folder.
     """
 
     endpoint: str | None = None
@@ -54,6 +56,7 @@ class CloudOptions:
     part_size: int = 16 * MIB
     concurrency: int = 32
     timeout: float = 300.0
+    spread: int = 0
 
     scheme: ClassVar[str] = ""
     hidden_uploads: ClassVar[str] = ""
@@ -66,6 +69,7 @@ class CloudOptions:
             ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
             switch("anonymous"),
             ENDPOINT,
+            SPREAD,
         )
         kind = with_article(f"{cls.scheme}:// store")
         return make_options(cls, kind, options, (*rules, *cls.rules))

@@ -81,6 +81,7 @@ class S3Bucket(BucketStore):
             read_size=READ_SIZE,
             retry_after=True,
             upload_memory=2 * (part_size or 16 * MIB),  # see COLLECTED_PART
+            spread=self.options.spread,
         )
 
     # -- writing -------------------------------------------------------------------------------

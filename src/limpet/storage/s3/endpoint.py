@@ -18,6 +18,7 @@ from limpet.settings import aws_variables
 from limpet.storage.checks import (
     ENDPOINT,
     OPTIONAL_TEXT,
+    SPREAD,
     WEB_URL,
     Rule,
     is_web_url,
@@ -74,7 +75,8 @@ class S3Options:
     once; by default, 32, and as many parts as have ``IN_FLIGHT`` bytes, but at least 2.
     ``timeout``: seconds for which a call is repeated while the server is unreachable or busy.
     ``checksum``: what the server checks on arrival: "crc32c"; "md5"; "auto": CRC-32C, and also MD5
-    if the server ignores it and the connection is not encrypted; "none".
+    if the server ignores it and the connection is not encrypted; "none". ``spread``: save the
+    shards of a version in so many folders, 2 to 256; 0: in its own folder.
     """
 
     endpoint: str | None = None
@@ -90,6 +92,7 @@ class S3Options:
     concurrency: int | None = None
     timeout: float = 300.0
     checksum: str = "auto"
+    spread: int = 0
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> S3Options:
@@ -101,6 +104,7 @@ class S3Options:
             ("checksum", str, CHECKSUMS.__contains__, " or ".join(CHECKSUMS)),
             ("addressing", OPTIONAL_TEXT, _ADDRESSING.__contains__, "'path' or 'virtual'"),
             ENDPOINT,
+            SPREAD,
             *((name, OPTIONAL_TEXT, lambda value: True, "text") for name in _TEXTS),
             *map(switch, _SWITCHES),
         )

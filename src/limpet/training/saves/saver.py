@@ -142,7 +142,7 @@ class Saver:
         location = self.writer.locate(spec.version, spec.deadline)
         previous, promotion, first = self.in_flight.newest, None, location
         if is_local:
-            first = self._local.location(spec.version, location.deadline)
+            first = self._local.location(location)
             promotion = self._local.begin_promotion(location, previous)
         try:
             metadata = self.make_metadata(spec)

@@ -18,6 +18,7 @@ from limpet.saving.job import SaveJob
 from limpet.saving.stale_state import Observation, StepCount, TrainableBoxes
 from limpet.snapshot.reader import SnapshotReader
 from limpet.state.flatten import FlatState
+from limpet.storage.store import list_level
 from limpet.text import format_list, warn_user
 from limpet.training.saves.early_stop import EarlyStop
 
@@ -91,7 +92,7 @@ def find_missing_metrics(run: Run, needed: frozenset[str]) -> str:
             results = evaluations.of(Evaluation) + evaluations.of(InexactEvaluation)
             given.update(record.metrics, *(result.metrics for result in results))
         missing = needed - given
-        if not missing or any(parse_lease(e.name) for e in run.store.list_unspread("", "lease-")):
+        if not missing or any(parse_lease(e.name) for e in list_level(run.store, "", "lease-")):
             return ""
     except LimpetError:
         return ""  # retention reports the failure of the store
