@@ -86,7 +86,8 @@ def newest_version(catalog: Catalog, listing: Listing) -> Version | None:
 
 def last_written(listing: Listing) -> Version | None:
     """Return the version that was written last: a branch begins after all versions before it."""
-    return max(listing.versions, key=lambda v: (v.branch, v.step), default=None)
+    newest_first = sorted(listing.folders, key=lambda v: (-v.branch, -v.step))
+    return next(filter(listing.exists, newest_first), None)  # not a request for each version
 
 
 def find_sessions(catalog: Catalog, listing: Listing, snapshot: SnapshotReader) -> list[str]:
