@@ -62,6 +62,11 @@ class LimpetError(Exception):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @property
+    def brief(self) -> str:
+        """The message without the advice: what happened, what was expected, and what was found."""
+        return str(LimpetError(self.what, expected=self.expected, found=self.found))
+
+    @property
     def is_outcome_unknown(self) -> bool:
         """True if it is not known whether the operation had its effect (``outcome``)."""
         return self.fields.get("outcome") == "unknown"

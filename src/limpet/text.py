@@ -1,4 +1,4 @@
-"""The text of messages, and warnings at the user's own line."""
+"""Values as text, for messages, events, and commands; and warnings at the user's own line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import re
 import reprlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from math import isfinite, prod
 from types import FrameType
+from typing import Any
 
 MAX_SHOWN = 20
 """The number of leaves that a message lists."""
+
+_MAX_NAME = 24
+_MAX_TEXT = 200
+_MAX_DEPTH = 8
 
 VERIFY_ADVICE = "Load another version; `limpet verify` lists the intact ones"
 PIN_ADVICE = "Load another version; `limpet pin RUN STEP` protects a version"
@@ -102,14 +109,96 @@ def to_printable(text: object) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in text)
 
 
-def format_size(nbytes: int) -> str:
-    """Format a number of bytes for people, such as ``4.2 MiB``."""
-    number, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if number < 999.95:
-            break
-        number, unit = number / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{number:.1f} {unit}"
+def format_size(nbytes: float) -> str:
+    """Format bytes with three digits, such as ``1.31 GiB``. Up to PiB, at most 8 characters."""
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        nbytes /= 1024
+        if nbytes < 999.5:
+            return f"{_three_digits(nbytes)} {unit}"
+    return f"{_three_digits(nbytes / 1024)} PiB"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds with three digits in a suitable unit, such as ``12.3 ms``."""
+    if seconds < 999.5e-6:
+        return f"{seconds * 1e6:.0f} us"
+    for limit, unit, length in ((0.9995, "ms", 1e-3), (119.5, "s", 1), (119.5 * 60, "min", 60)):
+        if seconds < limit:
+            return f"{_three_digits(seconds / length)} {unit}"
+    return f"{_three_digits(seconds / 3600)} h"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
+
+
+def format_metrics(metrics: object, limit: int | None = None) -> str:
+    """Format metrics on one line, such as ``loss 0.25, accuracy 0.9``.
+
+    With a ``limit``, only so many are shown, with short names and values.
+    """
+    if not isinstance(metrics, Mapping):
+        return ""
+    width = None if limit is None else _MAX_NAME
+    shown = [
+        f"{truncate(str(name), width)} {format_value(value, width)}"
+        for name, value in islice(metrics.items(), limit)
+    ]
+    more = len(metrics) - len(shown)
+    return to_printable(", ".join(shown) + (f", {more} more" if more else ""))
+
+
+def format_value(value: object, width: int | None = None) -> str:
+    """Format a number or another value, in at most ``width`` characters."""
+    plain = to_json_value(value)
+    return f"{plain:.4g}" if isinstance(plain, float) else truncate(str(plain), width)
+
+
+def truncate(text: str, width: int | None) -> str:
+    """Return a text that is cut to ``width`` characters. None: it may have any length."""
+    return text if width is None or len(text) <= width else text[: width - 2] + ".."
+
+
+def to_json_value(value: Any, limit: int | None = _MAX_TEXT, depth: int = 0) -> Any:
+    """Convert any value to one that JSON can represent. Never raises.
+
+    Tensors and arrays of one element become numbers, and errors become text. Values that JSON
+    cannot represent become text: ``"nan"``, ``"inf"``, integers of more than 64 bits in
+    hexadecimal, and the ``repr`` of other objects, in at most ``limit`` characters. Deeply nested
+    values are cut, unless ``limit`` is None.
+    """
+    try:
+        return _to_plain(value, limit, depth)
+    except Exception:  # noqa: BLE001  (one odd value must not lose the line)
+        return f"<{type(value).__qualname__}>"
+
+
+def _to_plain(value: Any, limit: int | None, depth: int) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= 64 else hex(value)
+    if isinstance(value, float):
+        return float(value) if isfinite(value) else repr(float(value))
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}".removesuffix(": ")
+    if limit is not None and depth > _MAX_DEPTH:
+        return "..."
+    if isinstance(value, Mapping):
+        return {
+            k if isinstance(k, str) else to_repr(k): to_json_value(v, limit, depth + 1)
+            for k, v in value.items()
+        }
+    if isinstance(value, list | tuple | set | frozenset):
+        return [to_json_value(v, limit, depth + 1) for v in value]
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple):
+        if prod(shape) == 1:
+            return to_json_value(value.item(), limit, depth + 1)
+        return f"<{type(value).__qualname__} of shape {tuple(shape)}>"
+    return truncate(to_repr(value), limit)
 
 
 def user_frame() -> FrameType:

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 import limpet
-from limpet.cli.output import to_json_value
 from limpet.errors import LimpetError, NotFound, PlanError, Unsupported
 from limpet.format.records import Evaluation, encode_about_version
 from limpet.run.policy import EverySteps, KeepBest
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
-from limpet.text import to_repr
+from limpet.text import to_json_value, to_repr
 from tests.cli.invoke import run_cli
 from tests.forging import files_of
 from tests.trainings import initial_state, trained_run

@@ -20,14 +20,6 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "shown"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 KiB"), (4 << 20, "4.0 MiB"), (1 << 60, "1024.0 PiB")],
-)
-def test_sizes(nbytes: int, shown: str) -> None:
-    assert console.format_size(nbytes) == shown
-
-
-@pytest.mark.parametrize(
     ("seconds", "shown"), [(-60, "0 s"), (5, "5 s"), (180, "3 min"), (7300, "2 h"), (1e6, "12 d")]
 )
 def test_ages(seconds: float, shown: str) -> None:

@@ -46,7 +46,7 @@ def test_a_file_becomes_a_version(folder: Path) -> None:
     assert result.code == 0
     assert result.out.splitlines() == [
         "a file of torch.save  step_7.pt",
-        "runs/a/version_7  2 leaves, 4.0 KiB",
+        "runs/a/version_7  2 leaves, 4.03 KiB",
     ]
     model = nn.Linear(3, 2)
     into = {"model": model, "epoch": 0}

@@ -13,7 +13,6 @@ import pytest
 import limpet as hf
 from limpet import events
 from limpet.cli import VERBS, exit_codes
-from limpet.cli.output import to_json_value
 from limpet.errors import (
     AlreadyExists,
     CommitError,
@@ -30,9 +29,8 @@ from limpet.errors import (
 )
 from limpet.run.evaluations.metrics import check_metrics
 from limpet.run.run import Run
-from limpet.sinks.wording import to_printable
 from limpet.storage.open import open_store
-from limpet.text import with_article
+from limpet.text import to_json_value, to_printable, with_article
 from tests.cli.invoke import CommandResult, run_cli
 
 ON_RUN = ("ls", "verify", "sweep")
@@ -345,7 +343,7 @@ def test_every_command_has_help_and_json(verb: str) -> None:
     ],
 )
 def test_json_values(value: Any, expected: Any) -> None:
-    assert to_json_value(value) == expected
+    assert to_json_value(value, limit=None) == expected
 
 
 def test_sanitized_text_is_one_printable_line() -> None:

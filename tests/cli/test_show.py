@@ -30,7 +30,7 @@ def test_header_and_tree(run: str) -> None:
     for part in ("step     40", "version_20", "cadence", "1 shard", "not checked"):
         assert part in result.out
     assert "array float32 [1000]" in result.out
-    assert "3.9 KiB" in result.out
+    assert "3.91 KiB" in result.out
     assert "  bias" in result.out
 
 

@@ -154,7 +154,6 @@ def test_each_problem_is_reported_exactly_once() -> None:
 
 
 def test_brief_errors_omit_the_advice() -> None:
-    from limpet.sinks.wording import format_error_brief
 
-    report = format_error_brief(LimpetError("A is bad", expected=1, found=2, todo="Do this"))
+    report = LimpetError("A is bad", expected=1, found=2, todo="Do this").brief
     assert report == "A is bad. Expected 1, found 2."

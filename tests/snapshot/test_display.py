@@ -181,7 +181,7 @@ def test_a_snapshot_without_leaves_is_not_false() -> None:
     snapshot, _ = save({})
     assert snapshot
     assert len(snapshot) == 0
-    assert repr(snapshot) == "<Snapshot memory://memory: 4.0 KiB: empty>"
+    assert repr(snapshot) == "<Snapshot memory://memory: 4.00 KiB: empty>"
     check_html(snapshot._repr_html_())
 
 

@@ -1,4 +1,4 @@
-"""Output for people: tables, sizes, ages, and a progress bar.
+"""Output for people: tables, ages, and a progress bar.
 
 Only this module imports rich, and only when it prints something.
 """
@@ -13,9 +13,7 @@ from datetime import UTC, datetime
 from threading import Lock, Timer
 from typing import TYPE_CHECKING, Any
 
-from limpet.sinks.wording import to_printable
-from limpet.text import format_size as format_size  # noqa: PLC0414  (for the verbs)
-from limpet.text import to_repr
+from limpet.text import format_size, to_printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,33 +125,16 @@ def _align(table: Table, max_width: int) -> list[str]:
 
 def format_speed(nbytes: int, seconds: float) -> str:
     """Format a speed as the end of a summary, such as ``, 1.2 GiB/s``; empty up to a second."""
-    return f", {format_size(int(nbytes / seconds))}/s" if seconds > 1 else ""
+    return f", {format_size(nbytes / seconds)}/s" if seconds > 1 else ""
 
 
 def format_age(created: str) -> str:
     """Format the age of an ISO 8601 timestamp, such as ``3 min``; a future time has age 0."""
-    age = datetime.now(UTC) - datetime.fromisoformat(created)
-    return format_duration(max(0.0, age.total_seconds()))
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration in seconds in its largest unit."""
+    seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds())
     for limit, unit, length in ((90, "s", 1), (5400, "min", 60), (48 * 3600, "h", 3600)):
         if seconds < limit:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds / 86400:.0f} d"
-
-
-def format_metrics(metrics: Any) -> str:
-    """Format metrics on one line, such as ``loss 0.25, accuracy 0.9``."""
-    if not isinstance(metrics, dict):
-        return ""
-    return ", ".join(
-        f"{name} {value:.4g}"
-        if isinstance(value, float)
-        else f"{name} {value if isinstance(value, str) else to_repr(value)}"
-        for name, value in metrics.items()
-    )
 
 
 @contextmanager

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any, ParamSpec, TypeVar
 
 import click
 
 from limpet.errors import Denied, LimpetError
-from limpet.sinks.wording import format_error_brief, number_field, text_field, to_printable
-from limpet.text import to_repr
+from limpet.sinks.wording import number_field, text_field
+from limpet.text import to_json_value, to_printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
@@ -79,31 +77,7 @@ def print_result(
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    click.echo(json.dumps(to_json_value(document), indent=2))
-
-
-def to_json_value(value: Any) -> Any:
-    """Convert a value to one that JSON can represent.
-
-    Other values become text: ``"nan"`` and ``"inf"``, integers of more than 64 bits in hexadecimal,
-    and the ``repr`` of anything else.
-    """
-    # Not imported: it starts a thread, in which the signals of ``limpet run`` are not blocked.
-    # A value that comes from it shows that it is imported.
-    np = sys.modules.get("numpy")
-    if np is not None and isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        value = value.item()
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return value if value.bit_length() <= 64 else hex(value)
-    if isinstance(value, float):
-        return value if isfinite(value) else repr(value)
-    if isinstance(value, Mapping):
-        return {k if isinstance(k, str) else to_repr(k): to_json_value(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json_value(v) for v in value]
-    return to_repr(value)
+    click.echo(json.dumps(to_json_value(document, limit=None), indent=2))
 
 
 def format_error_line(error: BaseException) -> str:
@@ -127,7 +101,7 @@ def add_advice(error: BaseException) -> BaseException:
 def describe_wait(fields: Mapping[str, Any]) -> str:
     """Return the line for the event ``waiting``."""
     error, seconds = fields.get("error"), number_field(fields, "seconds")
-    cause = format_error_brief(error) if isinstance(error, LimpetError) else str(error)
+    cause = to_printable(error.brief) if isinstance(error, LimpetError) else str(error)
     longest = "" if seconds is None else f"up to {seconds:.0f} s; "
     return f"waiting for {text_field(fields, 'store')}: {cause} ({longest}Ctrl-C stops it)"
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from limpet.machine import OPEN_FLAGS
-from limpet.sinks.wording import to_json_value
+from limpet.text import to_json_value
 
 
 class JsonLines:

@@ -1,21 +1,25 @@
-"""Formats events as text, with sizes, durations, and metrics, and converts values to JSON."""
+"""Events as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
-from math import isfinite, prod
+from math import isfinite
 from numbers import Real
 from typing import Any
 
 from limpet.errors import LimpetError
 from limpet.format.names import parse_version
-from limpet.text import to_printable as to_printable  # noqa: PLC0414  (for the sinks)
+from limpet.text import (
+    format_duration,
+    format_metrics,
+    format_size,
+    format_value,
+    to_json_value,
+    to_printable,
+    truncate,
+)
 
-_MAX_DEPTH = 8
-_MAX_TEXT = 200
 _MAX_METRICS = 4
-_MAX_NAME = 24
 _MAX_KEYS = 5
 
 
@@ -37,57 +41,6 @@ def bytes_per_second(fields: Mapping[str, Any]) -> float | None:
     return nbytes / seconds if nbytes and seconds else None
 
 
-def format_size(nbytes: float) -> str:
-    """Format bytes with three digits, such as ``1.31 GiB``. Up to PiB, at most 8 characters."""
-    if nbytes < 999.5:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        nbytes /= 1024
-        if nbytes < 999.5:
-            return f"{_three_digits(nbytes)} {unit}"
-    return f"{_three_digits(nbytes / 1024)} PiB"
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds with three digits in a suitable unit, such as ``12.3 ms``."""
-    if seconds < 999.5e-6:
-        return f"{seconds * 1e6:.0f} us"
-    for limit, unit, length in ((0.9995, "ms", 1e-3), (119.5, "s", 1), (119.5 * 60, "min", 60)):
-        if seconds < limit:
-            return f"{_three_digits(seconds / length)} {unit}"
-    return f"{_three_digits(seconds / 3600)} h"
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
-
-
-def format_metrics(metrics: object) -> str:
-    """Format the first metrics on one line, such as ``loss 0.25, accuracy 0.9``."""
-    if not isinstance(metrics, Mapping):
-        return ""
-    shown = [
-        f"{_truncate(str(n), _MAX_NAME)} {_format_value(v)}"
-        for n, v in islice(metrics.items(), _MAX_METRICS)
-    ]
-    more = len(metrics) - len(shown)
-    return to_printable(", ".join(shown) + (f", {more} more" if more else ""))
-
-
-def _format_value(value: object) -> str:
-    plain = to_json_value(value)
-    return f"{plain:.4g}" if isinstance(plain, float) else _truncate(str(plain), _MAX_NAME)
-
-
-def _truncate(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 2] + ".."
-
-
-def format_error_brief(error: LimpetError) -> str:
-    """Format what happened, what was expected, and what was found, without the advice."""
-    return to_printable(LimpetError(error.what, expected=error.expected, found=error.found))
-
-
 def text_field(fields: Mapping[str, Any], name: str, missing: str = "?") -> str:
     """Return a field as one line of printable text."""
     return to_printable(to_json_value(fields.get(name, missing)))
@@ -106,7 +59,7 @@ def describe_saved(fields: Mapping[str, Any]) -> dict[str, str]:
         "blocked": "" if blocked is None else format_duration(blocked),
         "referred": f"+ {format_size(referred)} referred" if referred else "",
         "reason": "" if reason == "cadence" else reason,
-        "metrics": format_metrics(fields.get("metrics")),
+        "metrics": format_metrics(fields.get("metrics"), _MAX_METRICS),
     }
 
 
@@ -143,7 +96,7 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
         best, metric = fields.get("best"), text_field(fields, "metric")
         if best is None:
             return f"stopped at step {step}: {metric} was never a number"
-        value = to_printable(_format_value(best))
+        value = to_printable(format_value(best))
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
     if name in ("resume_checked", "resume_differs", "finished"):
         return _describe_end(fields) if name == "finished" else _describe_check(name, fields)
@@ -203,7 +156,7 @@ def _describe_end(fields: Mapping[str, Any]) -> str:
     end = "no step is saved" if newest == "0" else f"the newest version is of step {newest}"
     if fields.get("error") is None:
         return f"finished at step {step}: {end}"
-    return f"ended after step {step}: {end}. The cause is {_truncate(error, 100)}"
+    return f"ended after step {step}: {end}. The cause is {truncate(error, 100)}"
 
 
 def _describe_preemption(name: str, fields: Mapping[str, Any]) -> str | None:
@@ -242,43 +195,4 @@ def _error_without_todo(fields: Mapping[str, Any]) -> str:
     error = fields.get("error")
     if not isinstance(error, LimpetError):
         return text_field(fields, "error")
-    return f"{type(error).__name__}: {format_error_brief(error)}"
-
-
-def to_json_value(value: Any, depth: int = 0) -> Any:
-    """Convert any value to one that JSON can represent. Never raises.
-
-    Tensors and arrays of one element become numbers, and errors become text. Values that JSON
-    cannot represent become text: ``"nan"``, ``"inf"``, integers of more than 64 bits in
-    hexadecimal, and the truncated ``repr`` of other objects.
-    """
-    try:
-        return _plain(value, depth)
-    except Exception:  # noqa: BLE001  (one odd value must not lose the line)
-        return f"<{type(value).__qualname__}>"
-
-
-def _plain(value: Any, depth: int) -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value) if value.bit_length() <= 64 else hex(value)
-    if isinstance(value, float):
-        return float(value) if isfinite(value) else repr(float(value))
-    if isinstance(value, BaseException):
-        return f"{type(value).__name__}: {value}".removesuffix(": ")
-    if depth > _MAX_DEPTH:
-        return "..."
-    if isinstance(value, Mapping):
-        return {
-            k if isinstance(k, str) else repr(k): to_json_value(v, depth + 1)
-            for k, v in value.items()
-        }
-    if isinstance(value, list | tuple | set | frozenset):
-        return [to_json_value(v, depth + 1) for v in value]
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple):
-        if prod(shape) == 1:
-            return to_json_value(value.item(), depth + 1)
-        return f"<{type(value).__qualname__} of shape {tuple(shape)}>"
-    return _truncate(repr(value), _MAX_TEXT)
+    return f"{type(error).__name__}: {to_printable(error.brief)}"

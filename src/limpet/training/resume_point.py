@@ -52,8 +52,7 @@ def describe_skipped(skipped: Sequence[Skipped]) -> list[str]:
     """Return a message for each reason, without its advice."""
     by_reason: dict[str, list[str]] = {}
     for name, e in skipped:
-        reason = str(LimpetError(e.what, expected=e.expected, found=e.found))
-        by_reason.setdefault(reason, []).append(name)
+        by_reason.setdefault(e.brief, []).append(name)
     return [
         f"{format_list(found, _MAX_NAMES)} {'is' if len(found) == 1 else 'are'} skipped. {reason}"
         for reason, found in by_reason.items()

@@ -10,14 +10,7 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from limpet.cli.console import (
-    format_size,
-    format_speed,
-    make_console,
-    print_line,
-    progress_bar,
-    styled_text,
-)
+from limpet.cli.console import format_speed, make_console, print_line, progress_bar, styled_text
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, format_error_line, json_option, print_result
 from limpet.cli.resolve import (
@@ -51,7 +44,7 @@ from limpet.run.run import Run
 from limpet.saving.commit import raise_if_exists
 from limpet.snapshot.location import Location, get_bounded, is_snapshot, locate
 from limpet.snapshot.reader import SnapshotReader, open_location
-from limpet.text import format_count
+from limpet.text import format_count, format_size
 
 
 @dataclass(frozen=True, slots=True)

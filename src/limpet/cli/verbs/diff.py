@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from limpet.cli.console import (
-    format_size,
     make_console,
     make_table,
     print_line,
@@ -27,7 +26,7 @@ from limpet.format import tree
 from limpet.format.names import join_key
 from limpet.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import format_count
+from limpet.text import format_count, format_size
 from limpet.types import DTYPES
 
 

@@ -20,8 +20,7 @@ from limpet.evaluation.evaluation import Evaluation, Outcome
 from limpet.evaluation.pool import Limits
 from limpet.format.names import Version, parse_version
 from limpet.run.run import Run
-from limpet.sinks.wording import format_error_brief
-from limpet.text import format_list
+from limpet.text import format_list, to_printable
 from limpet.threads import no_op
 
 _LONG_SECONDS = 3.0
@@ -167,7 +166,7 @@ def _printed_events() -> Iterator[None]:
         if name == "evaluation_waits":
             _print_note(f"waiting for a new version of {fields['run']} (Ctrl-C stops it)")
         elif name == "skipped" and parse_version(fields["version"]) is None:  # that has an outcome
-            _print_note(f"skipped {fields['version']}: {format_error_brief(fields['error'])}")
+            _print_note(f"skipped {fields['version']}: {to_printable(fields['error'].brief)}")
         elif name == "evaluation_started" and sys.stderr.isatty():
             timer = Timer(_LONG_SECONDS, _print_note, (f"evaluating {fields['url']}",))
             timer.daemon = True

@@ -9,17 +9,11 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import (
-    format_size,
-    format_speed,
-    make_console,
-    print_line,
-    progress_bar,
-)
+from limpet.cli.console import format_speed, make_console, print_line, progress_bar
 from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import refuse_address, resolve_newest
 from limpet.convert.export import SUFFIXES, ExportResult, PreparedExport, prepare_export
-from limpet.text import format_count
+from limpet.text import format_count, format_size
 
 _SIZE_PREFIXES = ("", "K", "M", "G", "T")
 

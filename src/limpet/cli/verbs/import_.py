@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import format_size, make_console, print_line, progress_bar
+from limpet.cli.console import make_console, print_line, progress_bar
 from limpet.cli.output import json_option, print_result
 from limpet.cli.resolve import check_run_target
 from limpet.convert.arrange import ArrangedState, arrange_state
@@ -23,7 +23,7 @@ from limpet.format.names import MAX_STEP, Version
 from limpet.run.run import Run
 from limpet.saving.commit import raise_if_exists
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import format_count, format_list
+from limpet.text import format_count, format_list, format_size
 
 _KIND_NAMES = {
     "torch": "a file of torch.save",

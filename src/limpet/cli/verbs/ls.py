@@ -12,8 +12,6 @@ import click
 
 from limpet.cli.console import (
     format_age,
-    format_metrics,
-    format_size,
     make_console,
     make_table,
     print_line,
@@ -32,9 +30,8 @@ from limpet.run.evaluations.status import find_statuses
 from limpet.run.listing import Listing
 from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
-from limpet.sinks.wording import format_error_brief
 from limpet.storage.store import Stat
-from limpet.text import format_count
+from limpet.text import format_count, format_metrics, format_size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -288,7 +285,7 @@ def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
     """Yield the lines below the table, each with its style."""
     for entry in result.entries:
         if entry.problem is not None:
-            yield f"{entry.version}: {format_error_brief(entry.problem)}", "red"
+            yield f"{entry.version}: {entry.problem.brief}", "red"
         statuses = find_statuses(entry.version, entry.evaluations, result.leases)
         for name, status in statuses.items():
             if status.state == "FAILED":
@@ -297,7 +294,7 @@ def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
                 yield f"{entry.version}: evaluation {name} is pending ({status.cause})", "dim"
     for number, branch in result.branches.items():
         if isinstance(branch, LimpetError):
-            yield f"branch {number}: {format_error_brief(branch)}", "red"
+            yield f"branch {number}: {branch.brief}", "red"
         else:
             yield f"branch {number} starts at {branch.from_version} ({branch.reason})", "dim"
     if result.latest is None:

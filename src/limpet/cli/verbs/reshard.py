@@ -10,20 +10,14 @@ from typing import Any
 
 import click
 
-from limpet.cli.console import (
-    format_size,
-    format_speed,
-    make_console,
-    print_line,
-    progress_bar,
-)
+from limpet.cli.console import format_speed, make_console, print_line, progress_bar
 from limpet.cli.output import json_option, print_result
 from limpet.cli.resolve import check_version_name, remove_folder_if_empty, resolve_snapshot
 from limpet.convert.reshard import SPLITS, reshard
 from limpet.format.names import Version
 from limpet.snapshot.location import Location, locate, versions_in
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import format_count
+from limpet.text import format_count, format_size
 from limpet.types import DTYPES
 
 

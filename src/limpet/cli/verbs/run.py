@@ -33,8 +33,7 @@ from limpet.notices.exit_status import (
 from limpet.notices.final_code import STOP_SIGNALS, Decision, Ended, decide, last_attempt
 from limpet.notices.supervise import supervise
 from limpet.settings import MEMORY_SUFFIX, command_environment, read_settings
-from limpet.sinks.wording import to_printable
-from limpet.text import hide_secrets
+from limpet.text import hide_secrets, to_printable
 
 _STDERR = 2
 

@@ -10,8 +10,6 @@ import click
 
 from limpet.cli.console import (
     format_age,
-    format_metrics,
-    format_size,
     make_console,
     make_table,
     print_line,
@@ -36,7 +34,7 @@ from limpet.run.evaluations.reader import VersionEvaluations
 from limpet.run.evaluations.status import EvaluationStatus, find_statuses
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import format_count, to_repr
+from limpet.text import format_count, format_metrics, format_size, to_repr
 
 MAX_TREE_LINES = 40
 """Maximum number of rows of the tree on a terminal, unless an option selects the rows."""

@@ -6,12 +6,12 @@ from collections import Counter
 
 import click
 
-from limpet.cli.console import format_size, make_console, print_line, styled_text
+from limpet.cli.console import make_console, print_line, styled_text
 from limpet.cli.output import json_option, parse_duration, print_json
 from limpet.cli.resolve import resolve_run
 from limpet.format.names import MANIFEST, parse_version
 from limpet.run.sweep import ALL_ABANDONED, SweepResult
-from limpet.text import format_count
+from limpet.text import format_count, format_size
 
 
 @click.command("sweep", short_help="Remove files of saves that were never committed.")

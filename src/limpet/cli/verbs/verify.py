@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from limpet.cli.console import (
-    format_size,
     format_speed,
     make_console,
     make_table,
@@ -51,11 +50,10 @@ from limpet.format.records import (
 )
 from limpet.run.listing import Listing
 from limpet.run.run import Run
-from limpet.sinks.wording import format_error_brief
 from limpet.snapshot.location import get_bounded
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.verify import CheckedChunks, Problem
-from limpet.text import format_count, format_list
+from limpet.text import format_count, format_list, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,7 @@ def _find_target(
             raise
         checks = []
         with (
-            suppress(NotFound, Unsupported),
+            suppress(NotFound, Unsupported, FileNotFoundError),
             progress_bar("verifying", size_of_foreign(url, all_files=True), quiet=quiet) as advance,
         ):
             checks = check_export(url, advance)
@@ -309,7 +307,7 @@ def render(
     for p, others in _group_problems(results):
         console.print()
         print_line(console, p.file if p.offset is None else f"{p.file}, byte {p.offset}", "red")
-        print_line(console, format_error_brief(p.error), "dim")
+        print_line(console, p.error.brief, "dim")
         if p.leaves and not isinstance(p.error, DigestMismatch):  # its message names them
             print_line(console, f"leaves: {format_list(p.leaves, 8)}", "dim")
         if others:

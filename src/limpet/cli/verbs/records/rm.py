@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import click
 
-from limpet.cli.console import format_size, make_console, print_line
+from limpet.cli.console import make_console, print_line
 from limpet.cli.output import json_option, print_json
 from limpet.cli.verbs.records.targets import resolve_targets
+from limpet.text import format_size
 
 
 @click.command("rm", short_help="Delete versions.")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from limpet.sinks import wording
+from limpet import text
 from tests.sinks.sample_events import BrokenRepr, nested_odd_values
 
 
@@ -30,7 +30,7 @@ from tests.sinks.sample_events import BrokenRepr, nested_odd_values
     ],
 )
 def test_sizes(nbytes: int, shown: str) -> None:
-    assert wording.format_size(nbytes) == shown
+    assert text.format_size(nbytes) == shown
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_sizes(nbytes: int, shown: str) -> None:
     ],
 )
 def test_durations(seconds: float, shown: str) -> None:
-    assert wording.format_duration(seconds) == shown
+    assert text.format_duration(seconds) == shown
 
 
 @given(st.floats(0, 2.0**59), st.floats(0, 3.5e6))
@@ -56,8 +56,8 @@ def test_sizes_and_durations_are_short_and_accurate(nbytes: float, seconds: floa
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
     units |= {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
     for value, shown, tolerance in (
-        (nbytes, wording.format_size(nbytes), 0.5),
-        (seconds, wording.format_duration(seconds), 0.5e-6),
+        (nbytes, text.format_size(nbytes), 0.5),
+        (seconds, text.format_duration(seconds), 0.5e-6),
     ):
         assert len(shown) <= 8
         number, unit = shown.split()
@@ -66,7 +66,7 @@ def test_sizes_and_durations_are_short_and_accurate(nbytes: float, seconds: floa
 
 @given(nested_odd_values)
 def test_every_value_can_be_encoded_as_json(value: Any) -> None:
-    json.loads(json.dumps(wording.to_json_value(value), allow_nan=False))
+    json.loads(json.dumps(text.to_json_value(value), allow_nan=False))
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_every_value_can_be_encoded_as_json(value: Any) -> None:
     ],
 )
 def test_json_values(value: Any, expected: Any) -> None:
-    assert wording.to_json_value(value) == expected
-    assert type(wording.to_json_value(value)) is type(expected)
+    assert text.to_json_value(value) == expected
+    assert type(text.to_json_value(value)) is type(expected)
 
 
 def test_a_recursive_value_is_cut() -> None:
     recursive: Any = []
     recursive.append(recursive)
-    assert str(wording.to_json_value({"x": recursive})).count("[") < 10
+    assert str(text.to_json_value({"x": recursive})).count("[") < 10
