@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -71,26 +70,6 @@ def memory() -> Iterator[str]:
     path = tempfile.mkdtemp(prefix="limpet-test-", dir="/dev/shm")
     yield path
     shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _live_objects_are_not_searched() -> Iterator[Any]:
-    """Find no DataLoaders and schedulers for the warning about inexact resumes, except where a test
-    asks for it (``find_live``). A search takes 0.1 to 0.4 s among the objects of pytest's process,
-    and every training of the tests would make one."""
-    from limpet.training.resuming import gaps
-
-    find_live = gaps._find_live
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gaps, "_find_live", lambda: ([], []))
-        yield find_live
-
-
-@pytest.fixture
-def find_live(_live_objects_are_not_searched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from limpet.training.resuming import gaps
-
-    monkeypatch.setattr(gaps, "_find_live", _live_objects_are_not_searched)
 
 
 @pytest.fixture(scope="session", autouse=True)

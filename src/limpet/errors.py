@@ -269,37 +269,11 @@ class MetricMissing(UserWarning):
     """A policy uses a metric that no version has; the message lists the available metrics."""
 
 
-class NothingSaved(UserWarning):
-    """A module in the state has state of its own, but its ``state_dict()`` is empty.
-
-    The message names the modules. A resumed training starts with their initial states.
-    """
-
-
 class InexactResume(UserWarning):
     """The state lacks something that changes during the training, such as the random generators.
 
     The message lists what it is, and what to add. A resumed training would continue differently.
     """
-
-
-class KeptValues(UserWarning):
-    """A resume with ``missing="keep"`` kept live values that the version lacks; the message names
-    each key, or the module of which a start has loaded nothing."""
-
-
-class ReplacedOptions(UserWarning):
-    """A resume replaced options of an optimizer, which the script has changed, by those of the
-    version; the message names them."""
-
-
-class ReplacedSchedule(UserWarning):
-    """A resume replaced arguments of a scheduler, such as its length, by those of the version; the
-    message names them."""
-
-
-class UnconsumedSamples(UserWarning):
-    """A resumed training ended without a step, although samples of its epoch were left."""
 
 
 class SinkFailed(UserWarning):

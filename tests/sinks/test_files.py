@@ -32,6 +32,7 @@ def test_logging_records(caplog: pytest.LogCaptureFixture) -> None:
         "finished": "INFO",
         "resume_checked": "INFO",
         "resume_differs": "WARNING",
+        "options_replaced": "WARNING",
         "left_unsaved": "WARNING",
         "taken_over": "INFO",
         "resumed": "INFO",

@@ -91,7 +91,9 @@ def test_the_first_rank_that_has_arrived_shows_the_wait(
         ("left_unsaved", "left the steps after 1500 up to 1512 unsaved: the policy AtEnd() saves "
                          "them"),
         ("taken_over", "closed an earlier Checkpointer of runs/a"),
-        ("resumed", "resumed step 1200 from runs/a/version_1200"),
+        ("resumed", "resumed step 1200 from runs/a/version_1200: next batch equal"),
+        ("options_replaced", "resumed the options of runs/a/version_1200. lr: the script has "
+                             "0.0001, had 0.001; the version's 0.00042 is in use"),
         ("pin_left", "could not remove the pin pin-1.json: timeout"),
         ("structure_changed", "detected changed leaves of the state in version_9: 2 added, "
                               "1 changed"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn, optim
 
 import limpet
-from limpet.errors import DTypeMismatch, KeptValues, LimpetError, PlanError, ShapeMismatch
+from limpet.errors import DTypeMismatch, LimpetError, PlanError, ShapeMismatch
 from limpet.training.checkpointer import Checkpointer
 
 
@@ -247,44 +246,6 @@ def test_a_model_without_a_counterpart_gets_no_advice_that_keeps_it_random(
     assert "No name that the version has in model is a live one" in str(e.value)
     assert "keep" not in str(e.value)
     assert "ignore" not in str(e.value)
-
-
-def test_a_start_warns_of_a_model_of_which_it_loads_nothing(
-    pretrained: tuple[str, dict[str, Any]], tmp_path: Any
-) -> None:
-    model = training(1000)["model"]
-    options: dict[str, Any] = {"missing": "keep", "unexpected": "ignore"}
-    message = r'no value of model, .* 4 live values.*rename=\{"model/0": "model/net\.0", '
-    with (
-        Checkpointer(tmp_path / "run", {"model": Wrap(model), "n": 0}) as ckpt,
-        pytest.warns(KeptValues, match=message),
-    ):
-        ckpt.resume(start=pretrained[0], **options)
-
-
-def test_a_start_warns_of_a_model_in_a_dict_of_models(tmp_path: Any) -> None:
-    with Checkpointer(tmp_path / "a", {"nets": {"g": nn.Linear(2, 2), "n": 0}}) as ckpt:
-        ckpt.resume()
-        ckpt.step()
-    with (
-        Checkpointer(tmp_path / "b", {"nets": {"g": Wrap(nn.Linear(2, 2)), "n": 0}}) as ckpt,
-        pytest.warns(KeptValues, match="no value of nets/g, which keeps all of its 2 live values"),
-    ):
-        ckpt.resume(start=f"{tmp_path / 'a'}@latest", missing="keep", unexpected="ignore")
-
-
-@pytest.mark.parametrize("keys", [["model", "critic"], None])
-def test_a_start_that_loads_the_model_does_not_warn(
-    pretrained: tuple[str, dict[str, Any]], tmp_path: Any, keys: list[str] | None
-) -> None:
-    model = training(1000)["model"].append(nn.Linear(1000, 2))
-    options: dict[str, Any] = {"keys": keys, "missing": "keep"}
-    with (
-        Checkpointer(tmp_path / "run", {"model": model, "critic": nn.Linear(2, 2)}) as ckpt,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("error")
-        ckpt.resume(start=pretrained[0], unexpected="ignore", **options)
 
 
 def test_the_advice_for_another_optimizer_says_that_the_schedule_begins_anew(

@@ -3,14 +3,12 @@ first step, and not when it is too late."""
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn, optim
 
 import limpet
-from limpet.errors import NothingSaved, PlanError
+from limpet.errors import PlanError
 from limpet.state.loadable import shares_elements
 
 
@@ -130,38 +128,6 @@ def test_views_of_one_buffer_are_saved_and_loaded(tmp_path):
     with limpet.Checkpointer(tmp_path / "run", {"m": m}) as ckpt:
         ckpt.resume()
     assert base.tolist() == list(range(10))
-
-
-def only_attributes():
-    m = nn.Module()
-    m.running = torch.zeros(3)
-    return m
-
-
-@pytest.mark.parametrize(
-    ("state", "named"),
-    [
-        ({"metric": Metric()}, ["metric"]),
-        ({"metrics": [nn.ModuleDict({"a": Metric(), "b": Metric()})]}, ["metrics.0"]),
-        ({"m": nn.ModuleDict({"l": nn.Linear(1, 1), "acc": Metric()})}, ["m.acc"]),
-        ({"m": only_attributes()}, ["m"]),
-        ({"m": nn.Sequential(nn.Flatten(), only_attributes())}, ["m"]),
-        ({"m": with_buffer(torch.ones(2), persistent=False).requires_grad_(False)}, []),
-        ({"m": nn.BatchNorm1d(2, affine=False, track_running_stats=False)}, []),
-        ({"m": nn.Identity(), "d": [nn.Dropout(), nn.Sequential(nn.ReLU())]}, []),
-        ({"metric": Metric(persistent=True)}, []),
-    ],
-    ids=lambda v: ",".join(v) if isinstance(v, list | dict) else None,
-)
-def test_a_module_that_saves_nothing_is_reported_once_at_the_first_step(state, named, tmp_path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(state, tmp_path)
-    texts = [str(w.message) for w in caught if w.category is NothingSaved]
-    assert len(texts) == bool(named)
-    if named:
-        assert texts[0].startswith(f"{', '.join(named)} in the state saves nothing")
-        assert caught[0].filename == __file__
 
 
 def test_a_persistent_metric_is_restored(tmp_path):

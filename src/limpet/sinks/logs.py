@@ -15,6 +15,7 @@ _LEVELS = {
     "resumed": logging.INFO,
     "resume_checked": logging.INFO,
     "resume_differs": logging.WARNING,
+    "options_replaced": logging.WARNING,
     "stopped": logging.INFO,
     "finished": logging.INFO,
     "taken_over": logging.INFO,

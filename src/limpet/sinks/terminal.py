@@ -24,6 +24,7 @@ _STYLES = {
     "resumed": "cyan",
     "resume_checked": "cyan",
     "resume_differs": "yellow",
+    "options_replaced": "yellow",
     "stopped": "cyan",
     "finished": "cyan",
     "taken_over": "cyan",

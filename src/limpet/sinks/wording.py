@@ -98,8 +98,10 @@ def describe_event(name: str, fields: Mapping[str, Any]) -> str | None:
             return f"stopped at step {step}: {metric} was never a number"
         value = to_printable(format_value(best))
         return f"stopped at step {step}: {metric} no longer improved, its best value was {value}"
-    if name in ("resume_checked", "resume_differs", "finished"):
-        return _describe_end(fields) if name == "finished" else _describe_check(name, fields)
+    if name == "finished":
+        return _describe_end(fields)
+    if name in ("resume_checked", "resume_differs", "options_replaced"):
+        return _describe_check(name, fields)
     if name in ("notice", "preempted", "platform_detected"):
         return _describe_preemption(name, fields)
     return {
@@ -135,20 +137,22 @@ def _describe_resume(fields: Mapping[str, Any]) -> str:
     saved = parse_version(url.rpartition("/")[2])
     if saved is None or str(saved.step) != step:  # a part of a version of another run
         return f"started at step {step} with state from {url}{suffix}"
-    return f"resumed step {step} from {url}{suffix}"
+    checked = ": next batch equal" if fields.get("next_batch_equal") is True else ""
+    return f"resumed step {step} from {url}{suffix}{checked}"
 
 
 def _describe_check(name: str, fields: Mapping[str, Any]) -> str:
     url, seconds = text_field(fields, "url"), number_field(fields, "seconds")
+    if name == "options_replaced":
+        return f"resumed the options of {url}. {', '.join(_list_field(fields, 'options'))}"
     if name == "resume_differs":
         keys = _list_field(fields, "differing")
         more = f", and {len(keys) - _MAX_KEYS} more" if len(keys) > _MAX_KEYS else ""
         return f"resumed with differences from {url}: {', '.join(keys[:_MAX_KEYS])}{more}"
-    nbytes, total = number_field(fields, "bytes") or 0, number_field(fields, "total") or 0
-    of_total = "" if nbytes == total else f" of {format_size(total)}"
-    what = f"{format_size(nbytes)}{of_total}" if total else "all values"
+    nbytes = number_field(fields, "bytes")
+    what = f"{format_size(nbytes)} as in" if nbytes else "all values as in"
     took = "" if seconds is None else f", compared in {format_duration(seconds)}"
-    return f"resumed exactly: {what} as in {url}{took}"
+    return f"resumed exactly: {what} {url}{took}"
 
 
 def _describe_end(fields: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from limpet import lazy_torch
 from limpet.ragged import sorted_unique
-from limpet.state.walk import find_instances, find_named_instances
+from limpet.state.walk import find_named_instances
 
 if TYPE_CHECKING:
     import torch
@@ -60,46 +60,9 @@ def find_unwritable(state: Any) -> list[str]:
     ]
 
 
-def find_unsaved_modules(state: Any) -> list[str]:
-    """Return the names of the modules that have state, but save nothing of it.
-
-    These are modules in the containers of the state, and, anywhere in a model, metrics of
-    torchmetrics, whose states are not persistent by default. Other submodules do not count, because
-    what they do not save is usually a constant.
-    """
-    torch = lazy_torch.torch_or_none()
-    if torch is None:
-        return []
-    unsaved = []
-    for path, module in find_named_instances(state, torch.nn.Module):
-        is_empty = next(_saved_tensors(module), None) is None and _holds_tensors(module)
-        if is_empty and not module.state_dict():
-            unsaved.append(path)
-        else:
-            names = (name for name, sub in module.named_modules() if _is_unsaved(sub))
-            unsaved += [f"{path}.{name}" if name else path for name in names]
-    return unsaved
-
-
 def _saved_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and persistent buffers of a module and its submodules, by name."""
     for path, sub in module.named_modules():
         for name, t in (*sub._parameters.items(), *sub._buffers.items()):
             if t is not None and name not in sub._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, t
-
-
-def _holds_tensors(module: torch.nn.Module) -> bool:
-    """Return True if a module or submodule has tensors, as buffers or as attributes."""
-    torch = lazy_torch.torch_or_none()
-    return any(
-        next(find_instances(list(vars(sub).values()), torch.Tensor), None) is not None
-        or _is_unsaved(sub)
-        for sub in module.modules()
-    )
-
-
-def _is_unsaved(sub: torch.nn.Module) -> bool:
-    """Return True for a metric of torchmetrics that saves none of its states."""
-    persistent = getattr(sub, "_persistent", None)
-    return isinstance(persistent, dict) and bool(persistent) and not any(persistent.values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from limpet.data.progress import Progress
-from limpet.errors import LimpetError, NothingSaved, PlanError
+from limpet.errors import LimpetError, PlanError
 from limpet.format.names import parse_version
 from limpet.format.tree import MAX_DEPTH, child_keys
 from limpet.ranks.group import Group, all_reduce
@@ -16,8 +16,8 @@ from limpet.run.address import resolve_address
 from limpet.run.policy import KeepPolicy, SavePolicy, StopWhen
 from limpet.run.run import Run
 from limpet.snapshot.location import Location, describe_run, is_snapshot
-from limpet.state.loadable import find_unsaved_modules, find_unwritable
-from limpet.text import MAX_SHOWN, format_list, warn_user, with_article
+from limpet.state.loadable import find_unwritable
+from limpet.text import MAX_SHOWN, format_list, with_article
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
 from limpet.training.preemption import Preemption
@@ -148,11 +148,8 @@ def check_state(state: dict[str, Any]) -> None:
                 )
 
 
-def check_loadable(state: dict[str, Any], rank: int) -> None:
-    """Raise ``PlanError`` if the state has tensors that a save accepts, but no load can fill.
-
-    On rank 0, emits a ``NothingSaved`` warning for modules that save none of their state.
-    """
+def check_loadable(state: dict[str, Any]) -> None:
+    """Raise ``PlanError`` if the state has tensors that a save accepts, but no load can fill."""
     unwritable = find_unwritable(state)
     if unwritable:
         raise PlanError(
@@ -163,16 +160,6 @@ def check_loadable(state: dict[str, Any], rank: int) -> None:
             todo="Use tensor.clone(memory_format=torch.contiguous_format), also for a buffer, or"
             " register the buffer with persistent=False if it is a constant",
             leaves=tuple(unwritable),
-        )
-    unsaved = find_unsaved_modules(state) if rank == 0 else ()
-    if unsaved:
-        warn_user(
-            f"{format_list(unsaved, MAX_SHOWN)} in the state saves nothing: its state_dict() is"
-            " empty, although it has state. After a resume, it starts with its initial state. Call"
-            " persistent(True) of a metric of torchmetrics, and register buffers with"
-            " persistent=True. If it need not be saved, remove it from the state, or ignore this"
-            " warning.",
-            NothingSaved,
         )
 
 

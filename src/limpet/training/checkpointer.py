@@ -21,8 +21,8 @@ from limpet.training.checkpointer_base import CheckpointerBase
 from limpet.training.lifecycle import exclusive
 from limpet.training.preemption import DEFAULT, Preemption
 from limpet.training.resume import resume_run
+from limpet.training.resume_check import check_whole_state
 from limpet.training.resume_point import ResumeRequest, left_state_invalid
-from limpet.training.resuming.receipt import check_resume
 from limpet.training.saves.run_end import ended_epochs
 from limpet.training.start import check_start, start_from
 
@@ -141,7 +141,7 @@ class Checkpointer(CheckpointerBase):
         rename: Mapping[str, str] | None = None,
         mismatched: Literal["error", "keep"] = "error",
         cast: bool = False,
-        check: bool = True,
+        check: bool = False,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
@@ -156,10 +156,11 @@ class Checkpointer(CheckpointerBase):
         A run that has versions ignores these arguments and loads its own completely.
 
         ``missing="keep"`` without ``start`` keeps the live values that the version of the run
-        lacks. A ``KeptValues`` warning names each key, and later versions record them.
+        lacks. An event names them.
 
-        Unless ``check=False``, the live state is then compared with the digests of the version, and
-        the next batch of an ``ElasticSampler`` with the recorded one, and an event reports that.
+        The next batch of an ``ElasticSampler`` is compared with the recorded one. With
+        ``check=True``, all of the version is read again and compared with the live state, which
+        finds objects that do not restore what they saved. Events report both.
 
         Raises ``NoSnapshot`` if there are versions but none of them is usable, ``PlanError`` with
         all differences if the version does not match the state, and ``LimpetError`` for invalid
@@ -172,7 +173,6 @@ class Checkpointer(CheckpointerBase):
         check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
         self._savepoint.discard()
         own, request = leniency if start is None else STRICT, ResumeRequest(at, branch)
-        schedules = self._read_script()
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
             point = resume_run(self.run, self.state, self._group, request, *parts, own)
@@ -189,9 +189,9 @@ class Checkpointer(CheckpointerBase):
         if point is None:
             events.emit("began", run=self.run.url)
             return None
-        self._continue_from(point, schedules)
-        if check and (point.from_own_run or (keys is None and point.is_exact_start)):
-            check_resume(self.run.url, point.snapshot, self.state, self._group)
+        self._continue_from(point)
+        if check and point.is_exact:
+            check_whole_state(self.run.url, point.snapshot, self.state, self._group)
         return Snapshot(point.snapshot)
 
     # -- training ------------------------------------------------------------------------------
@@ -277,6 +277,7 @@ class Checkpointer(CheckpointerBase):
                 self._calls.steps += 1
                 agreed = self._agree()
             self._act(agreed)
+            self._state_check.after_step()
 
     @exclusive
     def end_epoch(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -360,8 +361,6 @@ class Checkpointer(CheckpointerBase):
     @exclusive
     def _close(self, error: BaseException | None) -> None:
         try:
-            if error is None and self._group.rank == 0 and not self._is_stopping:
-                self._consumption.check(self._step_counter.step)
             unsaved = self._ending.finish(error, self._calls.is_leaving)
         finally:
             self._release()

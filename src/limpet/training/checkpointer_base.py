@@ -13,7 +13,9 @@ from limpet.format.names import Version
 from limpet.loading.report import LoadReport
 from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import GroupSpec, LocalGroup, saving_group
+from limpet.run.catalog import read_training_metadata
 from limpet.run.evaluations.metrics import ADDED_METRICS
+from limpet.run.policy import Never
 from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
 from limpet.snapshot.location import Url
@@ -30,16 +32,15 @@ from limpet.training.ending import Ending, make_savepoint
 from limpet.training.guarded_calls import GuardedCalls
 from limpet.training.lifecycle import Lifecycle, exclusive, show_lines
 from limpet.training.response import PreemptionResponse
+from limpet.training.resume_check import compare_next_batches, record_next_batches
 from limpet.training.resume_point import ResumePoint
-from limpet.training.resuming.gaps import GapCheck
-from limpet.training.resuming.options import OptionCheck
-from limpet.training.resuming.receipt import Consumption, record_next_batches
-from limpet.training.resuming.schedules import Arguments, read_arguments, warn_replaced
 from limpet.training.saves.early_stop import STOP_PROPOSAL, EarlyStop
 from limpet.training.saves.goodput import Goodput
 from limpet.training.saves.save_spec import SaveSpec
 from limpet.training.saves.saver import Saver
 from limpet.training.saves.version_checks import VersionChecks
+from limpet.training.script_options import OPTIONS, describe_changes, read_options
+from limpet.training.state_check import StateCheck
 from limpet.training.step_counter import StepCounter
 from limpet.training.step_savepoint import SavepointLabel, StepSavepoint
 from limpet.training.takeover import take_over
@@ -78,11 +79,9 @@ class CheckpointerBase:
             savepoint=self._savepoint,
         )
         self._calls = GuardedCalls(self._preemption, self._goodput)
-        self._consumption = Consumption(self.run)
-        self._gaps = GapCheck(
-            self.run.url, state, options.save, self._group.rank, self._step_counter
-        )
-        self._options = OptionCheck(self.run.url, state, self._group.rank)
+        is_checked = self._group.rank == 0 and not isinstance(options.save, Never)
+        self._state_check = StateCheck(self.run.url, state, is_checked)
+        self._script_options = read_options(state)
         self._end_lines = show_lines(self, self.run.url, options.quiet)
         take_over(self)
 
@@ -99,33 +98,38 @@ class CheckpointerBase:
             options.save, options.on_error, *parts, self._start_save, savepoint
         )
 
-    def _read_script(self) -> Arguments:
-        """Read what the script has passed to its optimizers and schedulers, before a resume."""
-        self._options.begin()
-        return read_arguments(self.state)
-
-    def _continue_from(self, point: ResumePoint, schedules: Arguments) -> None:
+    def _continue_from(self, point: ResumePoint) -> None:
         self._metrics, self._branch, self._note = {}, point.branch, point.note
         self.start_report = point.start_report
         self._step_counter.resume_at(point.step, point.from_own_run, point.training_metadata)
-        self._gaps.restart()
-        if self._group.rank == 0:
-            warn_replaced(schedules, self.state, point.snapshot.url)
-            self._options.check(point.snapshot, point.from_own_run)
-        self._consumption.restart(point.snapshot, point.step)
         if point.from_own_run:
             self._saver.resume_from(point.durable, point.sessions)
         self._goodput.resume_from(point.training_metadata)
         self._cadence.restart(is_saving=self._saver.saved_step == self._step_counter.step)
         self._tiers.memory.restart(self._step_counter.step, self._step_counter.epoch)
         self._early_stop.resume_from(point.training_metadata, point.step)
+        self._report_resume(point)
+
+    def _report_resume(self, point: ResumePoint) -> None:
+        """Say where training continues, and, on rank 0, whether with the recorded next batch, and
+        which options of the script the version has replaced."""
+        run, url, is_first = self.run.url, point.snapshot.url, self._group.rank == 0
+        is_compared = is_first and point.is_exact
+        batches = compare_next_batches(point.snapshot, self.state) if is_compared else {}
         events.emit(
             "resumed",
-            run=self.run.url,
-            url=point.snapshot.url,
+            run=run,
+            url=url,
             step=self._step_counter.step,
             branch=self._branch,
+            next_batch_equal=all(batches.values()) if batches else None,
         )
+        if differing := [f"the next batch of {path}" for path in batches if not batches[path]]:
+            events.emit("resume_differs", run=run, url=url, differing=differing)
+        earlier = read_training_metadata(point.snapshot).get(OPTIONS)
+        changes = describe_changes(self._script_options, earlier, read_options(self.state))
+        if is_first and changes:
+            events.emit("options_replaced", run=run, url=url, options=changes)
 
     @property
     def _is_stopping(self) -> bool:
@@ -149,7 +153,6 @@ class CheckpointerBase:
     def _act(self, agreed: frozenset[str]) -> None:
         """Leave if the ranks have agreed on that, and save if a save is due."""
         self._ensure_started()
-        self._gaps.check()
         if self._calls.is_running:  # its end does the rest, so that versions hold complete calls
             return
         self._calls.respond(agreed)
@@ -170,8 +173,8 @@ class CheckpointerBase:
 
     def _make_label(self) -> SavepointLabel:
         version = Version(self._step_counter.step, self._branch)
-        parts = self._early_stop, self._options, self._step_counter
-        training = {name: value for part in parts for name, value in part.to_metadata().items()}
+        training = {**self._early_stop.to_metadata(), **self._step_counter.to_metadata()}
+        training[OPTIONS] = self._script_options
         return SavepointLabel(version, self._note, self._metrics, training)
 
     def _save_if_due(self, agreed: frozenset[str]) -> None:
@@ -231,7 +234,7 @@ class CheckpointerBase:
         self._ending.warn_if_collected(self)
 
     def _rank_arguments(self) -> dict[str, str]:
-        check_loadable(self.state, self._group.rank)
+        check_loadable(self.state)
         self._saver.reservation.measure(self.state, self._group)
         return {**self._arguments, "current_step": str(self._step_counter.step)}
 

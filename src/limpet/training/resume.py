@@ -46,7 +46,6 @@ from limpet.training.resume_point import (
     describe_skipped,
     make_resume_point,
 )
-from limpet.training.resuming.kept import note_kept
 
 
 def resume_run(
@@ -86,8 +85,6 @@ def resume_run(
                 point = _follow_coordinator(run, loader, collective)
             if point is None and loader.error is not None:
                 _require_valid_state(loader, collective, ladder)
-            if isinstance(point, ResumePoint) and leniency.missing == "keep":
-                point = note_kept(point, state, collective)
             if tiers.local.is_open and not isinstance(point, str):
                 own = loader.leftovers if collective.rank == 0 else None
                 loader.leftovers = collective.broadcast(own, list[Candidate])

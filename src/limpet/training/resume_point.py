@@ -74,7 +74,7 @@ class ResumePoint:
     loaded. ``durable`` is the newest version of the run. ``tier`` is the name of the tier from
     which the version was loaded, or None if it is a version of the run. ``start_report``: what was
     loaded from a version of another run. ``sessions``: those whose work continues, also in versions
-    that are left behind.
+    that are left behind. ``is_exact``: the whole version was loaded as it is.
     """
 
     snapshot: SnapshotReader
@@ -88,11 +88,7 @@ class ResumePoint:
     tier: TierName | None = None
     start_report: LoadReport | None = None
     sessions: Sequence[str] = ()
-
-    @property
-    def is_exact_start(self) -> bool:
-        """True if everything that was selected from another run was loaded as it is there."""
-        return self.start_report is not None and self.start_report.is_exact
+    is_exact: bool = True
 
 
 class ResumeInstruction(msgspec.Struct, frozen=True):

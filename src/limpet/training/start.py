@@ -15,7 +15,6 @@ from limpet.run.address import open_on_all_ranks
 from limpet.run.catalog import read_training_metadata
 from limpet.snapshot.location import Url
 from limpet.training.resume_point import ResumePoint
-from limpet.training.resuming.kept import warn_of_unloaded
 
 KEEP_MISSING = Leniency(missing="keep")
 """What may be tolerated in versions of the run itself."""
@@ -66,7 +65,6 @@ def start_from(
 
     If the state has no ``Progress``, steps continue from those of the version only if all of it is
     loaded. Otherwise they begin at 0. Raises the errors of ``open_version`` and ``limpet.load``.
-    Warns of the modules of which nothing was loaded (``KeptValues``).
     """
     snapshot = open_on_all_ranks(start, group)
     try:
@@ -77,8 +75,6 @@ def start_from(
         # the error of a load, whose into= is the state of a Checkpointer
         todo = (e.todo or "").replace("into={", "the state {")
         raise type(e)(e.what, todo=todo, **e.fields) from e.__cause__
-    if group.rank == 0:
-        warn_of_unloaded(report, state)
     # a conversion of dtypes leaves nothing out
     is_complete = keys is None and replace(leniency, cast=False) == STRICT
     metadata = read_training_metadata(snapshot) if is_complete else {}
@@ -90,4 +86,5 @@ def start_from(
         # the position and the state of early stopping belong to the model, but goodput to the run
         training_metadata={n: metadata[n] for n in ("stop", "progress") if n in metadata},
         start_report=report,
+        is_exact=keys is None and report.is_exact,
     )

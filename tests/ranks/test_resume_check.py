@@ -6,14 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 import limpet
-from limpet.errors import KeptValues
 from limpet.run.policy import EverySteps
-from limpet.run.run import Run
-from tests.ranks.trainings import TrainingJob, TrainingRank, initial_state
+from tests.ranks.trainings import TrainingJob, TrainingRank
 
 
 @contextmanager
@@ -28,33 +25,39 @@ def reports() -> Iterator[list[tuple[str, dict[str, Any]]]]:
         yield found
 
 
+def resume(trainer: TrainingRank) -> None:
+    with trainer.make_checkpointer() as ckpt:
+        ckpt.resume(check=True)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_ranks_together_compare_all_bytes(size: int) -> None:
     with TrainingJob(size) as job:
         job.train(5, save=EverySteps(5))
         with reports() as found:
-            job.train(7, save=EverySteps(5))
+            job.run(resume)
         ((name, fields),) = found
         assert name == "resume_checked"
-        assert fields["bytes"] == fields["total"] > 0
+        assert fields["bytes"] > 0
         assert job.leftover_keys() == []
 
 
 def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    from limpet.training.resuming import receipt
+    from limpet.training import resume_check
 
-    compare = receipt._compare_on_this_rank
+    compare = resume_check._compare
 
-    def changed(snapshot: Any, state: dict[str, Any], rank: int, advance: Any) -> Any:
+    def changed(snapshot: Any, flat: Any, rank: int, advance: Any) -> Any:
         if rank == 1:
-            state["mine"].value[0] = 77
-        return compare(snapshot, state, rank, advance)
+            (leaf,) = (leaf for leaf in flat.leaves if leaf.key == "mine/1")
+            leaf.source[0] = 77
+        return compare(snapshot, flat, rank, advance)
 
     with TrainingJob(2) as job:
         job.train(5, save=EverySteps(5))
-        monkeypatch.setattr(receipt, "_compare_on_this_rank", changed)
+        monkeypatch.setattr(resume_check, "_compare", changed)
         with reports() as found:
-            job.train(6, save=EverySteps(5))
+            job.run(resume)
         ((name, fields),) = found
         assert (name, fields["differing"]) == ("resume_differs", ["mine/1"])
 
@@ -62,20 +65,20 @@ def test_a_rank_that_differs_is_reported_by_rank_0(monkeypatch: pytest.MonkeyPat
 def test_an_error_of_one_rank_is_reported_and_ends_no_resume(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from limpet.training.resuming import receipt
+    from limpet.training import resume_check
 
-    compare = receipt._compare_on_this_rank
+    compare = resume_check._compare
 
-    def fail(snapshot: Any, state: dict[str, Any], rank: int, advance: Any) -> Any:
+    def fail(snapshot: Any, flat: Any, rank: int, advance: Any) -> Any:
         if rank == 1:
             raise OSError("boom")
-        return compare(snapshot, state, rank, advance)
+        return compare(snapshot, flat, rank, advance)
 
     with TrainingJob(2) as job:
         job.train(5, save=EverySteps(5))
-        monkeypatch.setattr(receipt, "_compare_on_this_rank", fail)
+        monkeypatch.setattr(resume_check, "_compare", fail)
         with reports() as found:
-            job.train(6, save=EverySteps(5))
+            job.run(resume)
     ((name, fields),) = found
     assert name == "resume_differs"
     assert fields["differing"] == ["the state of rank 1, which cannot be compared: OSError: boom"]
@@ -88,25 +91,7 @@ def test_other_ranks_compare_what_they_can() -> None:
         job.train(5, save=EverySteps(5))
         store = job.inner
     with TrainingJob(2, store) as job, reports() as found:
-        job.train(6, save=EverySteps(5))
+        job.run(resume)
     ((name, fields),) = found
     assert name == "resume_checked"
-    assert 0 <= fields["bytes"] <= fields["total"]
-
-
-def test_kept_values_of_any_rank_are_recorded() -> None:
-    with TrainingJob(2) as job:
-        job.train(5, save=EverySteps(5))
-
-        def resume(trainer: TrainingRank) -> None:
-            state = initial_state(trainer.rank, 2)
-            state["new"] = limpet.PerRank(np.zeros(trainer.rank + 1))
-            with trainer.make_checkpointer(state=state) as ckpt:
-                ckpt.resume(missing="keep")
-                ckpt.step()
-
-        with pytest.warns(KeptValues, match="new"):
-            job.run(resume)
-        newest = Run(job.inner).latest()
-        assert newest is not None
-        assert newest.metadata["note"]["kept"] == {"version": "version_5", "keys": ["new"]}
+    assert fields["bytes"] > 0

@@ -1,0 +1,243 @@
+"""The warning about what the state lacks for an exact resume."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import limpet
+from limpet.errors import InexactResume
+from limpet.preemption import PreemptionGuard
+
+
+def adam(*modules: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for module in modules for p in module.parameters()])
+
+
+def model(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1), *layers)
+
+
+def warnings_of(
+    folder: Path,
+    state: dict[str, Any],
+    trained: nn.Module | None = None,
+    before_step: Callable[[int], object] = lambda step: None,
+    optimizers: tuple[torch.optim.Optimizer, ...] = (),
+    **options: Any,
+) -> list[str]:
+    """Make three steps of the modules and optimizers of a state, and return the warnings."""
+    own = [v for v in state.values() if isinstance(v, nn.Module)]
+    modules = own if trained is None else [trained]
+    found = (*optimizers, *(v for v in state.values() if isinstance(v, torch.optim.Optimizer)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with limpet.Checkpointer(folder / "run", state, **options) as ckpt:
+            ckpt.resume()
+            for step in range(3):
+                before_step(step)
+                for module in modules:
+                    output = module(torch.ones(4, 2))
+                    if output.requires_grad:
+                        output.sum().backward()
+                for optimizer in found:
+                    optimizer.step()
+                ckpt.step()
+    return [str(w.message) for w in caught if w.category is InexactResume]
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.1), nn.Dropout2d(0.1), nn.AlphaDropout(0.1), nn.RReLU(-1.0, 1.0)]
+)
+def test_a_module_that_draws_without_an_rng_is_reported_once(
+    layer: nn.Module, tmp_path: Path
+) -> None:
+    with torch.no_grad():
+        net = model(layer)
+        net[2].bias.fill_(-100.0)  # RReLU draws for negative values only
+    (warning,) = warnings_of(tmp_path, {"model": net, "optimizer": adam(net)})
+    assert f"no RNG, but {type(layer).__name__} draws random numbers" in warning
+    assert 'resume(missing="keep")' in warning
+
+
+class Own:
+    """An object of the user, which may save whatever seems to be missing."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def without_gaps() -> dict[str, tuple[nn.Sequential, dict[str, Any]]]:
+    dropout = nn.Dropout(0.5)
+    return {
+        "an RNG": (model(dropout), {"rng": limpet.RNG()}),
+        "an RNG per rank": (model(dropout), {"own": {"rng": limpet.PerRank(limpet.RNG())}}),
+        "the generator": (model(dropout), {"torch_rng": torch.get_rng_state()}),
+        "an own object": (model(dropout), {"own": Own()}),
+        "evaluation mode": (model(nn.Dropout(0.5).eval()), {}),
+        "no probability": (model(nn.Dropout(0.0)), {}),
+        "no draws": (model(nn.ReLU()), {}),
+    }
+
+
+@pytest.mark.parametrize("name", without_gaps())
+def test_a_state_without_a_gap_of_random_numbers(name: str, tmp_path: Path) -> None:
+    net, more = without_gaps()[name]
+    assert warnings_of(tmp_path, {"model": net, "optimizer": adam(net), **more}) == []
+
+
+def test_a_dropout_that_is_not_called_is_no_gap(tmp_path: Path) -> None:
+    net = nn.ModuleDict({"used": model(), "unused": nn.Dropout(0.5)})
+    state = {"net": net, "optimizer": adam(net)}
+    assert warnings_of(tmp_path, state, trained=net["used"]) == []
+
+
+def test_a_loop_that_seeds_each_step_needs_no_rng(tmp_path: Path) -> None:
+    net = model(nn.Dropout(0.5))
+    state = {"model": net, "optimizer": adam(net)}
+    assert warnings_of(tmp_path, state, before_step=torch.manual_seed) == []
+
+
+def test_a_loop_that_seeds_each_step_in_a_block_needs_no_rng(tmp_path: Path) -> None:
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.calls = model(nn.Dropout(0.5)), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.random.fork_rng():
+                torch.manual_seed(self.calls)
+                self.calls += 1
+                return self.net(x)  # type: ignore[no-any-return]
+
+    net = Forked()
+    assert warnings_of(tmp_path, {"model": net, "optimizer": adam(net)}) == []
+
+
+def test_the_steps_of_a_guarded_call_are_checked(tmp_path: Path) -> None:
+    net = model(nn.Dropout(0.5))
+    with (
+        limpet.Checkpointer(tmp_path, {"model": net}) as ckpt,
+        pytest.warns(InexactResume, match="Dropout"),
+    ):
+        guard = PreemptionGuard(ckpt)
+        for _ in range(2):
+            guard.run(lambda: (net(torch.ones(4, 2)), ckpt.step()))
+
+
+def test_a_training_that_saves_nothing_is_not_checked(tmp_path: Path) -> None:
+    net = model(nn.Dropout(0.5))
+    state = {"model": net, "optimizer": adam(model())}
+    assert warnings_of(tmp_path, state, save=limpet.Never()) == []
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+def test_a_head_that_was_replaced_is_reported_once(tmp_path: Path) -> None:
+    net = model()
+    optimizer = adam(net)
+    net(torch.ones(4, 2)).sum().backward()
+    net[2] = nn.Linear(3, 5)
+    (warning,) = warnings_of(tmp_path, {"model": net, "optimizer": optimizer})
+    assert "2 parameters of optimizer ([1, 3], [1]): no module in the state has them" in warning
+
+
+def test_a_copy_of_the_model_is_reported(tmp_path: Path) -> None:
+    net = model()
+    state = {"model": copy.deepcopy(net), "own": limpet.PerRank(adam(net))}
+    (warning,) = warnings_of(tmp_path, state, net, optimizers=(state["own"].value,))
+    assert "6 parameters of own" in warning
+    assert "Add their module, not a copy of it" in warning
+
+
+class WithExtraState(nn.Linear):
+    """Saves a parameter of another object."""
+
+    def __init__(self, other: torch.Tensor) -> None:
+        super().__init__(2, 1)
+        self.others = [other]
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.others[0].detach()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.others[0].data.copy_(state)
+
+
+def complete_states() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    net, other = model(), model()
+    free = nn.Parameter(torch.ones(3))
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return net(x) * free
+
+    scaled, sgd = Scaled(), torch.optim.SGD([free], lr=0.1)
+    both = nn.Sequential(nn.Linear(2, 2), model())
+    return {
+        "one": (net, {"model": net, "optimizer": adam(net)}),
+        "two": (net, {"models": [net, other], "optimizer": adam(net, other)}),
+        "a part": (net, {"model": net, "optimizer": adam(net[0])}),
+        "a tensor": (scaled, {"model": net, "scale": free, "optimizer": sgd}),
+        "detached": (scaled, {"model": net, "scale": free.detach(), "optimizer": sgd}),
+        "an array": (scaled, {"model": net, "scale": free.detach().numpy(), "optimizer": sgd}),
+        "per rank": (scaled, {"model": net, "own": limpet.PerRank([free]), "optimizer": sgd}),
+        "extra state": (scaled, {"model": WithExtraState(free), "optimizer": sgd}),
+        "an own object": (scaled, {"model": net, "own": Own(), "optimizer": sgd}),
+        "a state_dict": (net, {"m": other, "part": dict(net.state_dict()), "optimizer": adam(net)}),
+        "no module": (net, {"optimizer": adam(net)}),
+        # what is not trained need not be saved
+        "a frozen backbone": (both, {"head": both[1], "optimizer": adam(both)}),
+        "unused": (net, {"model": net, "optimizer": adam(net, other)}),
+    }
+
+
+@pytest.mark.parametrize("name", complete_states())
+def test_a_complete_state_is_not_reported(name: str, tmp_path: Path) -> None:
+    trained, state = complete_states()[name]
+    if name == "a frozen backbone":
+        trained[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+    assert warnings_of(tmp_path, state, trained) == []
+
+
+# -- modules that save nothing ---------------------------------------------------------------------
+
+
+class Mean(nn.Module):
+    def __init__(self, is_constant: bool = False, persistent: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(float("nan")), persistent=persistent)
+        self.register_buffer("flag", torch.zeros(2, 3, dtype=torch.bool).T, persistent=persistent)
+        self.is_constant = is_constant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_constant:
+            self.count = torch.nan_to_num(self.count) + 1
+        return x
+
+
+def test_a_module_that_changes_and_saves_nothing_is_reported(tmp_path: Path) -> None:
+    (warning,) = warnings_of(tmp_path, {"metrics": [Mean()], "one": Mean(), "own": Own()})
+    assert "one saves nothing, but its buffers change" in warning
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Mean(is_constant=True), Mean(persistent=True), nn.Sequential(nn.Linear(2, 2), Mean())],
+)
+def test_modules_that_lose_nothing(module: nn.Module, tmp_path: Path) -> None:
+    assert warnings_of(tmp_path, {"one": module}) == []
