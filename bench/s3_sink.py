@@ -125,7 +125,9 @@ def _write(objects: Objects, request: Request) -> None:
         with objects.lock:
             upload_id = str(next(objects.ids))
             objects.uploads[upload_id] = path, {}
-        request.answer("200 OK", _xml("InitiateMultipartUploadResult", UploadId=upload_id))
+        algorithm = request.headers.get("x-amz-checksum-algorithm", "")
+        reply = _xml("InitiateMultipartUploadResult", UploadId=upload_id)
+        request.answer("200 OK", reply, x_amz_checksum_algorithm=algorithm)
     elif "partNumber" in query:
         is_discarded = path.split("/")[1] == DISCARD
         part = request.discard() if is_discarded else [request.receive()]

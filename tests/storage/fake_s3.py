@@ -101,7 +101,9 @@ class _Handler(BaseHTTPRequestHandler):
         if upload_id is None and self.command == "POST":
             upload_id = f"id-{time.time_ns()}"
             uploads[upload_id] = (name, {})
-            self.answer(200, f"<R><UploadId>{upload_id}</UploadId></R>".encode())
+            algorithm = self.headers.get("x-amz-checksum-algorithm", "")
+            body = f"<R><UploadId>{upload_id}</UploadId></R>".encode()
+            self.answer(200, body, x_amz_checksum_algorithm=algorithm)
         elif upload_id is None:
             found = "".join(
                 f"<Upload><Key>{key}</Key><UploadId>{i}</UploadId>"

@@ -9,10 +9,9 @@ import pytest
 import limpet
 from limpet.errors import Denied, NotFound, StoreError, Unavailable
 from limpet.snapshot.location import locate
-from limpet.storage.cloud import endpoint
-from limpet.storage.cloud.failures import translate
-from limpet.storage.cloud.upload import StreamAppender
-from limpet.storage.sequential_upload import SequentialUpload
+from limpet.storage.cloud import server
+from limpet.storage.cloud.errors import translate
+from limpet.storage.uploads import SequentialUpload
 from tests.cli.invoke import run_cli
 
 KEY = "c2VjcmV0LWtleQ=="
@@ -117,7 +116,7 @@ def test_no_message_shows_credentials():
     shown = []
     for secret in ({"account_key": KEY}, {"sas_token": "sv=1&sig=SECRETSIG"}):
         store = limpet.open_store("az://bucket/run", account="a", **secret)
-        shown += [repr(store), repr(store.options), store.url]
+        shown += [repr(store), repr(store.remote.options), store.url]
         for options in ({"part_size": 1}, {"endpoint": "ftp://a:hunter2@host"}):
             with pytest.raises(StoreError) as caught:
                 limpet.open_store("az://bucket/run", **secret, **options)
@@ -161,7 +160,7 @@ def test_a_forked_process_is_refused(monkeypatch):
     """The threads of obstore are those of the parent: each call of the child would hang."""
     store = limpet.open_store("az://bucket/run")
     process = os.getpid()
-    monkeypatch.setattr(endpoint.os, "getpid", lambda: process + 1)
+    monkeypatch.setattr(server.os, "getpid", lambda: process + 1)
     for call in (lambda: store.stat("a"), lambda: limpet.open_store("gs://other")):
         with pytest.raises(StoreError, match=r"forked.*'spawn' or 'forkserver'"):
             call()
@@ -170,17 +169,17 @@ def test_a_forked_process_is_refused(monkeypatch):
 def test_views_share_the_requests():
     store = limpet.open_store("az://bucket/run")
     assert store.at("a/b").url == "az://bucket/run/a/b"
-    assert store.at("a").endpoint is store.endpoint
-    assert limpet.open_store("az://other").endpoint is store.endpoint
-    assert limpet.open_store("az://other", concurrency=3).endpoint is not store.endpoint
-    assert limpet.open_store("gs://bucket").endpoint is not store.endpoint
+    assert store.at("a").remote.server is store.remote.server
+    assert limpet.open_store("az://other").remote.server is store.remote.server
+    assert limpet.open_store("az://other", concurrency=3).remote.server is not store.remote.server
+    assert limpet.open_store("gs://bucket").remote.server is not store.remote.server
 
 
 def test_other_variables_are_another_endpoint(monkeypatch):
     store = limpet.open_store("az://bucket/run")
-    before = store.endpoint
+    before = store.remote.server
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
-    assert store.endpoint is not before
+    assert store.remote.server is not before
 
 
 @pytest.mark.parametrize(
@@ -200,10 +199,10 @@ def test_the_folder_that_makes_a_name_invalid_is_shown():
 def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch):
     options = {"account": "a", "account_key": KEY}
     store = limpet.open_store("az://bucket/run", part_size=5 << 20, **options)
-    monkeypatch.setattr("limpet.storage.cloud.upload.start_thread", lambda _: False)
-    upload = store.put("a", 6 << 20)
-    with pytest.raises(StoreError, match=r"Cannot write a to az://bucket/run: no thread.*ulimit"):
-        upload.write_at(0, memoryview(bytes(1 << 20)))
+    monkeypatch.setattr("limpet.deadline.start_thread", lambda _: False)
+    upload = store.put("a", 12 << 20)
+    with pytest.raises(StoreError, match=r"Cannot write a in az://bucket/run: .*thread.*ulimit"):
+        upload.write_at(0, memoryview(bytes(12 << 20)))
     upload.abort()
 
 
@@ -216,7 +215,7 @@ def test_a_large_object_is_a_stream_whose_parts_suffice():
     store = limpet.open_store("gs://bucket/run", part_size=5 << 20)
     assert isinstance(store.put("a", (5 << 20) + 1), SequentialUpload)
     for length in (1 << 30, 1 << 40):
-        part = StreamAppender(store, "a", length)._part
+        part = store.put("a", length)._target.upload._part
         assert part >= 5 << 20
         assert -(-length // part) <= 10_000
 

@@ -5,15 +5,15 @@ import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
 import limpet
 from limpet.deadline import Deadline
 from limpet.errors import NotFound, StoreError, Unavailable
-from limpet.storage.cloud.failures import translate
-from limpet.storage.cloud.store import CloudStore
-from limpet.storage.cloud.upload import StreamAppender
+from limpet.storage.cloud.errors import translate
+from limpet.storage.cloud.store import CloudFolder, CloudStream
 from limpet.storage.store import Stat
 from tests.cli.invoke import run_cli
 
@@ -178,20 +178,19 @@ def test_a_completion_that_was_refused_and_cannot_be_looked_up(
     server, monkeypatch, error, is_unknown
 ):
     """Azure refuses the second one, which obstore sends when the reply to the first is lost."""
-    appender = StreamAppender(open_azure(server, account_key=KEY), "a", 3)
+    stream = CloudStream("a", 3, 16 << 20)
     replies = [NotFound("a"), error("a")]
 
-    def wait(action):
-        raise StoreError("400: InvalidBlockList")
+    def close():
+        raise OSError("status code: 400, body: <Code>InvalidBlockList</Code>")
 
     def stat(*_):
         raise replies.pop(0)
 
-    monkeypatch.setattr(appender, "_send", lambda piece: None)
-    monkeypatch.setattr(appender, "_wait", wait)
-    monkeypatch.setattr(CloudStore, "stat", stat)
+    stream._writer = SimpleNamespace(close=close)
+    monkeypatch.setattr(CloudFolder, "stat", stat)
     with pytest.raises(StoreError, match="InvalidBlockList") as caught:
-        appender.commit()
+        open_azure(server, account_key=KEY).repeat("complete", "a", stream.commit)
     assert caught.value.is_outcome_unknown == is_unknown
 
 
@@ -287,7 +286,7 @@ def test_a_listing_ends_by_its_deadline(slow_pages, how, limit):
     began = time.monotonic()
     with pytest.raises(Unavailable, match="too slow"):
         if how == "missing":
-            store._list_any(store.endpoint.client("bucket", 60, 15))
+            store.repeat("look up", "a", lambda remote: remote._require_container())
             raise AssertionError
         list(store.list("") if how == "list" else store.list_level(""))
     assert time.monotonic() - began < 2
@@ -308,17 +307,18 @@ def test_a_listing_goes_on_with_another_client(server):
     names = [f"run/{n:04}" for n in range(1500)]
     server.reply = lambda path: listing(names)
     store = open_azure(server, account_key=KEY).within(Deadline.after(10, "the test"))
-    clients, read = [], type(store)._send
+    clients, read = [], CloudFolder._send
 
-    def send(self, action, key, request, deadline, longest):
+    def send(self, operation, action, key, request):
         def on(client):
             clients.append(client)
             return request(client)
 
-        return read(self, action, key, on, Deadline.after(10 if not clients else 2, "t"), longest)
+        self.deadline = Deadline.after(10 if not clients else 2, "t")
+        return read(self, operation, action, key, on)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store), "_send", send)
+        patch.setattr(CloudFolder, "_send", send)
         assert [stat.key for stat in store.list("")] == [name[4:] for name in names]
     assert len({id(client) for client in clients}) == len(server.requests) == 2
 
@@ -329,7 +329,7 @@ def test_empty_objects_of_others_with_any_name_are_listed(server):
     server.reply = lambda path: blobs.replace(b"<Content-Length>1<", b"<Content-Length>0<")
     store = open_azure(server, account_key=KEY)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store), "_head", lambda self, client, name, key: Stat(key, 0, 0))
+        patch.setattr(CloudFolder, "stat", lambda self, key: Stat(key, 0, 0))
         assert [stat.key for stat in store.list("")] == ["a", "b.", "c\\d", "e?f=g"]
         assert len([*store.list_level("")]) == 4
 

@@ -14,7 +14,7 @@ from botocore.credentials import RefreshableCredentials
 
 from limpet.errors import Denied, StoreError, Unavailable
 from limpet.settings import aws_variables, cloud_variables
-from limpet.storage.s3 import endpoint as endpoints
+from limpet.storage.s3 import server as servers
 from tests.storage.fake_s3 import open_run
 
 
@@ -42,7 +42,7 @@ def test_a_program_for_credentials_that_hangs(s3, monkeypatch, tmp_path):
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_renewal_of_credentials_that_hangs(s3, monkeypatch, tmp_path, is_used):
     """Requests go on as long as the credentials are valid for some minutes."""
-    monkeypatch.setattr(endpoints, "CREDENTIALS_TIMEOUT", 1)
+    monkeypatch.setattr(servers, "CREDENTIALS_TIMEOUT", 1)
     end = (datetime.now(UTC) + timedelta(hours=2)).isoformat()
     found = {"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "s", "Expiration": end}
     (tmp_path / "found").write_text(json.dumps(found))
@@ -52,7 +52,7 @@ def test_a_renewal_of_credentials_that_hangs(s3, monkeypatch, tmp_path, is_used)
     assert store.get("a", 9) == b"1"
     monkeypatch.setattr(RefreshableCredentials, "_advisory_refresh_timeout", 3 * 3600)
     if not is_used:
-        monkeypatch.setattr(endpoints, "_LAST_MINUTES", 3 * 3600)
+        monkeypatch.setattr(servers, "_LAST_MINUTES", 3 * 3600)
     start = time.monotonic()
     for _ in range(3):
         if is_used:
@@ -116,18 +116,47 @@ def test_credentials_that_change_in_the_environment_leave_nothing_behind(s3, mon
     s3.objects["run/a"] = b"1"
     store = open_run(s3)
     store.get("a", 9)
-    before, clients = len(endpoints._endpoints), []
-    learned = store.endpoint
+    before, found = len(servers._servers), []
     for number in range(5):
         monkeypatch.setenv("AWS_SESSION_TOKEN", f"token{number}")
         assert store.get("a", 9) == b"1"
-        clients.append(weakref.ref(store.endpoint.clients))
-    assert len(endpoints._endpoints) == before
-    assert store.endpoint is learned  # the pauses and limits that the server asked for
+        found.append(weakref.ref(store.remote.server))
+    assert len(servers._servers) == before
     end = time.monotonic() + 10  # the threads that fetched the credentials are about to end
-    while sum(c() is not None for c in clients) > 1 and time.monotonic() < end:
+    while sum(s() is not None for s in found) > 1 and time.monotonic() < end:
         gc.collect()
-    assert [c() is None for c in clients] == [True, True, True, True, False]
+    assert [s() is None for s in found] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize("are_renewed", [True, False])
+def test_refused_credentials_are_looked_for_again(s3, monkeypatch, tmp_path, are_renewed):
+    """As with a program that writes new credentials to the file when the old ones expire."""
+    file = tmp_path / "credentials"
+    file.write_text("[default]\naws_access_key_id=old\naws_secret_access_key=x\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    s3.objects["run/a"], store, refused = b"1", open_run(s3), []
+    assert store.get("a", 9) == b"1"
+
+    def expired(method, path, handler):
+        if "=old/" not in handler.headers["Authorization"]:
+            return False
+        refused.append(path)
+        handler.fail(403, "ExpiredToken")
+        return True
+
+    s3.hook = expired
+    if are_renewed:
+        file.write_text("[default]\naws_access_key_id=new\naws_secret_access_key=x\n")
+        assert store.get("a", 9) == b"1"
+        assert len(refused) == 1
+    else:
+        with pytest.raises(Denied, match="ExpiredToken"):
+            store.get("a", 9)
+        assert len(refused) == 2
+        file.write_text("[default]\naws_access_key_id=new\naws_secret_access_key=x\n")
+        assert store.get("a", 9) == b"1"
 
 
 class Changing(Mapping):

@@ -123,35 +123,35 @@ def test_a_proxy_that_passes_a_write_on_and_reports_that_it_is_busy(s3):
     assert "run/version_1/y" in s3.objects
 
 
-def test_a_lost_creation_does_not_abort_the_upload_of_another_process(s3):
-    """Copies of one version have the same names. The other one was begun an hour before."""
-    data, other = bytes(20 * MIB), open_run(s3, timeout=6).put("version_1/x", 20 * MIB)
-    (other_id,) = s3.uploads
+def test_a_missing_bucket_is_not_a_missing_object(s3):
+    def missing(method, path, handler):
+        handler.fail(404, "NoSuchBucket" if method == "GET" else "NoSuchKey")
+        return True
 
-    def initiated(method, path, handler):
-        if method == "GET" and "uploads" in path:
-            own = [i for i in s3.uploads if i != other_id]
-            rows = [(other_id, "02"), *((i, "03") for i in own)]
-            found = "".join(
-                f"<Upload><Key>run/version_1/x</Key><UploadId>{i}</UploadId>"
-                f"<Initiated>2026-11-25T{hour}:00:00.000Z</Initiated></Upload>"
-                for i, hour in rows
-            )
-            handler.answer(200, f"<R><IsTruncated>false</IsTruncated>{found}</R>".encode())
-            return True
-        return lost(method, path, handler)
+    s3.hook = missing
+    with pytest.raises(StoreError, match="NoSuchBucket") as caught:
+        open_run(s3).stat("a")
+    assert not isinstance(caught.value, NotFound)
+    s3.hook = lambda method, path, handler: method == "GET" and missing_permission(handler)
+    for _ in range(2):
+        with pytest.raises(NotFound):  # it may be there
+            open_run(s3).stat("a")
+    assert len([1 for method, path in s3.log if method == "GET"]) == 2  # asked once for each
 
-    lost = lose_first("POST", "uploads", lambda handler: handler.serve())
-    s3.hook = initiated
-    with open_run(s3).put("version_1/x", len(data)) as upload:
-        assert len(s3.uploads) == 2  # the one whose reply was lost is aborted
-        assert other_id in s3.uploads
-        s3.hook = None
-        upload.write_at(0, memoryview(data))
-        upload.commit()
-    with other, pytest.raises(LimpetError, match="is already in"):
-        other.write_at(0, memoryview(data))
-        other.commit()
+
+def missing_permission(handler):
+    handler.fail(403, "AccessDenied")
+    return True
+
+
+def test_the_reason_of_a_denied_head_is_that_of_a_get(s3):
+    def denied(method, path, handler):
+        handler.fail(403, "SignatureDoesNotMatch" if method == "GET" else "403")
+        return True
+
+    s3.hook = denied
+    with pytest.raises(Denied, match="SignatureDoesNotMatch"):
+        open_run(s3, timeout=60).stat("a")
 
 
 def test_an_upload_that_was_aborted_by_another_process_says_so(s3):
@@ -182,10 +182,11 @@ def test_a_list_ends_by_the_deadline(s3):
         handler.answer(200, page_of(number, f"page {number}"))
         return True
 
-    s3.hook = slow
-    start = time.monotonic()
+    store = open_run(s3)
+    assert list(store.list("")) == []  # the first request also looks for credentials
+    s3.hook, start = slow, time.monotonic()
     with pytest.raises(Unavailable, match="The time is over"):
-        list(open_run(s3).within(Deadline.after(1, "the test")).list(""))
+        list(store.within(Deadline.after(1, "the test")).list(""))
     assert time.monotonic() - start < 4
 
 

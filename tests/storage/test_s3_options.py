@@ -10,14 +10,11 @@ from botocore.exceptions import ClientError
 import limpet
 from limpet.errors import StoreError, Unavailable
 from limpet.snapshot.location import locate
-from limpet.storage.s3 import endpoint
-from limpet.storage.s3.endpoint import S3Options
-from limpet.storage.s3.pace import MEASURED, STEPS
-from limpet.storage.s3.store import S3Store
-from limpet.storage.s3.upload import S3Upload
+from limpet.storage.s3 import server
 from limpet.storage.store import part_length
 from limpet.types import MIB
 from tests.cli.invoke import run_cli
+from tests.storage.fake_s3 import open_run
 
 
 @pytest.mark.parametrize(
@@ -61,7 +58,6 @@ def test_a_mistyped_url_is_refused(url, message):
         ({"part_size": "16M"}, "part_size=. Expected at least 5242880 bytes, found '16M'"),
         ({"concurrency": 0}, "concurrency=. Expected 1 to 1024"),
         ({"timeout": 0}, "timeout="),
-        ({"checksum": "crc"}, "Expected auto or crc32c or md5 or none, found 'crc'"),
         ({"addressing": "dns"}, "Expected 'path' or 'virtual'"),
     ],
 )
@@ -73,7 +69,7 @@ def test_an_invalid_option_is_refused(options, message):
 def test_no_message_shows_credentials():
     options = {"access_key_id": "AKIAKEY", "secret_access_key": "SECRET", "session_token": "TOKEN"}
     store = limpet.open_store("s3://bucket/run", **options)
-    shown = [repr(store), repr(store.options), store.url]
+    shown = [repr(store), repr(store.remote.options), store.url]
     with pytest.raises(StoreError) as caught:
         limpet.open_store("s3://bucket/run", part_size=1, **options)
     shown += [str(caught.value), repr(caught.value.fields)]
@@ -89,10 +85,9 @@ def test_the_missing_package_is_named(monkeypatch):
 def test_views_share_the_requests():
     store = limpet.open_store("s3://bucket/run")
     assert store.at("a/b").url == "s3://bucket/run/a/b"
-    assert store.at("a").endpoint is store.endpoint
-    assert limpet.open_store("s3://other").endpoint is store.endpoint
-    assert limpet.open_store("s3://other", concurrency=3).endpoint is not store.endpoint
-    assert store.options == S3Options()
+    assert store.at("a").remote.server is store.remote.server
+    assert limpet.open_store("s3://other").remote.server is store.remote.server
+    assert limpet.open_store("s3://other", concurrency=3).remote.server is not store.remote.server
 
 
 def test_a_name_that_s3_does_not_allow_is_refused():
@@ -109,7 +104,7 @@ def test_an_object_that_was_replaced_while_it_was_read_is_named():
     reply = {"Error": {"Code": "PreconditionFailed"}, "ResponseMetadata": {"HTTPStatusCode": 412}}
     store = limpet.open_store("s3://bucket/run")
     for operation, action in (("GetObject", "read"), ("PutObject", "write")):
-        with pytest.raises(StoreError) as caught, store.translated(action, "v/a"):
+        with pytest.raises(StoreError) as caught, store.remote.translated(action, "v/a"):
             raise ClientError(reply, operation)
         error = caught.value
         assert ("was replaced while it was read" in str(error)) == (action == "read")
@@ -117,84 +112,30 @@ def test_an_object_that_was_replaced_while_it_was_read_is_named():
     assert error.status == 412  # of which the commit takes care
 
 
-def test_a_reply_that_is_not_that_of_s3_names_the_key():
-    with pytest.raises(StoreError, match="does not answer as S3 does") as caught:
-        limpet.open_store("s3://bucket/run").require_field({}, "ETag", "v/a")
-    assert (caught.value.key, caught.value.store) == ("v/a", "s3://bucket/run")
-
-
-def test_a_server_may_answer_404_to_the_deletion_of_what_is_gone():
-    class Client:
-        def delete_object(self, **arguments):
-            metadata = {"HTTPStatusCode": 404}
-            reply = {"Error": {"Code": self.code}, "ResponseMetadata": metadata}
-            raise ClientError(reply, "DeleteObject")
-
-    client = Client()
-    store = limpet.open_store("s3://bucket/run", endpoint="https://example.org", region="x")
-    store._send = lambda action, key, request, deadline, longest: call(store, request, client)
-    client.code = "NoSuchKey"
+def test_a_server_may_answer_404_to_the_deletion_of_what_is_gone(s3):
+    store = open_run(s3)
+    s3.hook = lambda method, path, handler: handler.fail(404, "NoSuchKey") or True
     store.delete("a")
-    client.code = "NoSuchBucket"
+    s3.hook = lambda method, path, handler: handler.fail(404, "NoSuchBucket") or True
     with pytest.raises(StoreError, match="NoSuchBucket"):
         store.delete("a")
 
 
-def call(store, request, client):
-    with store.translated("delete", "a"):
-        return request(client)
-
-
-def endpoint_at(step, name):
-    """Return a store whose endpoint has found that ``STEPS[step]`` is best."""
-    store = S3Store("bucket", "", S3Options(region=f"{name}-{step}"))
-    for size in [size for _, size in STEPS][:step]:
-        store.endpoint.pace.note(size, MEASURED, 1)
-    return store
-
-
 @pytest.mark.parametrize(
-    ("mib", "step", "part", "parts"),
+    ("options", "part", "connections"),
     [
-        (6, 2, 8, 1),
-        (20, 2, 12, 2),
-        (20, 0, 8, 3),
-        (30, 2, 16, 2),
-        (1000, 2, 28, 36),
-        (1000, 1, 16, 63),
-        (1000, 0, 8, 125),
-        (10**6, 2, 104, 9616),
+        ({}, 16, 3),
+        ({"part_size": 8 * MIB}, 8, 7),
+        ({"part_size": 40 * MIB}, 40, 2),
+        ({"part_size": 9 * MIB, "concurrency": 5}, 12, 5),
     ],
 )
-def test_parts_adapt_to_the_length_of_the_object(mib, step, part, parts):
-    store = endpoint_at(step, f"length-{mib}")
-    found = part_length(store.traits, mib * MIB)
-    assert (found, -(-mib * MIB // found)) == (part * MIB, parts)
-    shown = store.statistics()
-    assert (shown.connections, shown.part_size) == STEPS[step]
-    assert (store.traits.connections, store.traits.max_part) == STEPS[step]
-
-
-def test_a_setting_fixes_parts_and_concurrency():
-    store = S3Store("bucket", "", S3Options(part_size=40 * MIB, concurrency=5))
-    for seconds in (0.1, 100):
-        store.endpoint.pace.note(8 * MIB, MEASURED, seconds)
-        assert {part_length(store.traits, n) for n in (1, 10**9, 10**11)} == {40 * MIB}
-        assert store.traits.connections == 5
-    assert S3Store("bucket", "", S3Options(part_size=40 * MIB)).traits.connections == 2
-    assert S3Store("bucket", "", S3Options(part_size=8 * MIB)).traits.connections == 7
-
-
-@pytest.mark.parametrize(("options", "part"), [({}, 16 * MIB), ({"part_size": 9 * MIB}, 12 * MIB)])
-def test_parts_that_are_collected_do_not_grow(monkeypatch, options, part):
-    """A copy or an export has them in memory once per thread, whatever ``connections`` says."""
-    store = S3Store("bucket", "", S3Options(region="test-collected", **options))
-    monkeypatch.setattr(S3Upload, "_create", lambda self: "id")
-    monkeypatch.setattr(S3Upload, "abort", lambda self: None)
-    for size in (8 * MIB, 16 * MIB, 28 * MIB):
-        store.endpoint.pace.note(size, MEASURED, 1)
-        assert store.put("a", 10**9)._part == part
-        assert store.put("a", 10**9, 100)._part == part_length(store.traits, 10**9)
+def test_parts_are_as_long_as_configured(options, part, connections):
+    """Rounded up to blocks, and longer only if 10,000 of them do not suffice."""
+    traits = limpet.open_store("s3://bucket", **options).traits
+    assert {part_length(traits, length) for length in (1, 10**9)} == {part * MIB}
+    assert -(-(10**12) // part_length(traits, 10**12)) <= 10_000
+    assert traits.connections == connections
 
 
 ROLE = """
@@ -209,7 +150,7 @@ aws_secret_access_key = wrong-secret-key
 
 @pytest.mark.slow
 def test_a_service_for_credentials_that_never_answers(monkeypatch, tmp_path):
-    monkeypatch.setattr(endpoint, "CREDENTIALS_TIMEOUT", 1)
+    monkeypatch.setattr(server, "CREDENTIALS_TIMEOUT", 1)
     (tmp_path / "config").write_text(ROLE)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     with socket.create_server(("127.0.0.1", 0)) as silent:

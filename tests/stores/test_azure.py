@@ -12,6 +12,7 @@ import pytest
 import limpet
 from limpet.deadline import Deadline
 from limpet.errors import AlreadyExists, DigestMismatch, LimpetError, StoreError, Unavailable
+from limpet.storage.cloud.store import _CloudReply
 from limpet.testing import StoreContract, contract
 from limpet.testing.contract import keys
 from limpet.types import MIB
@@ -171,20 +172,20 @@ def test_a_read_goes_on_behind_what_has_arrived(store, proxy, monkeypatch):
     assert 3 + MIB <= ranges[1][0] <= 3 + 2 * MIB + 5
 
 
-def test_a_replaced_object_is_an_error(store, proxy, azurite):
+def test_a_replaced_object_is_an_error(store, proxy, azurite, monkeypatch):
     data = bytes(4 * MIB)
     store.put_if_absent("a", data)
     proxy.inject(Fault("cut", "GET", after=2 * MIB + 5))
-    chunks = store._read_body
+    read_into = _CloudReply.read_into
 
     def replace(*arguments):
         try:
-            chunks(*arguments)
+            yield from read_into(*arguments)
         finally:
             store.delete("a")
             store.put_if_absent("a", data[1:] + b"1")
 
-    store._read_body = replace
+    monkeypatch.setattr(_CloudReply, "read_into", replace)
     with pytest.raises(StoreError, match="was replaced while it was read"):
         contract.read(store, "a", 0, len(data))
 
@@ -292,7 +293,7 @@ def test_an_upload_obeys_the_deadline_of_its_view(az, proxy):
     began = time.monotonic()
     view = store.within(Deadline.after(1, "the save"))
     upload = view.put("a", 90 * MIB)
-    with pytest.raises(Unavailable, match=r"Gave up after the save"):
+    with pytest.raises(Unavailable, match=r"Gave up after .*\(the save\)"):
         upload.write_at(0, memoryview(bytes(90 * MIB)))
     upload.abort()
     assert time.monotonic() - began < 2.5

@@ -87,7 +87,7 @@ def test_credentials_that_are_set_later_are_found(az, monkeypatch):
     store = limpet.open_store(f"{az}/run")
     with pytest.raises(limpet.errors.Denied):
         limpet.load(store.at("version_1"))
-    assert not store.endpoint._clients  # a client keeps credentials, and that a file had none
+    assert not store.remote.server._clients  # a client keeps credentials, and that a file had none
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", key)
     assert limpet.load(store.at("version_1")) == {"n": 1}
 

@@ -19,7 +19,7 @@ class TestCephBucket(StoreContract):
 
     @pytest.fixture
     def store(self, s3):
-        return limpet.open_store(s3, equal_parts=True, checksum="md5", part_size=5 << 20)
+        return limpet.open_store(s3, equal_parts=True, part_size=5 << 20)
 
 
 class TestLocalStack(StoreContract):

@@ -11,9 +11,8 @@ import pytest
 from hdfs_native import WriteOptions
 
 import limpet
-from limpet.storage.hdfs import connection
-from limpet.storage.hdfs.closing import close_file
-from limpet.storage.hdfs.connection import Connection
+from limpet.storage.hdfs import server as hdfs_server
+from limpet.storage.hdfs.server import HdfsServer, close_file
 from limpet.types import MIB
 
 
@@ -61,15 +60,15 @@ def use(hdfs, monkeypatch):
     """Return a function that opens a store with a wrapped client, and returns both."""
 
     def open_store(pause, **options):
-        create = Connection._create_client
+        create = HdfsServer._create_client
         clients = []
 
         def wrap(owner):
             clients.append(Client(create(owner), pause))
             return clients[-1]
 
-        monkeypatch.setattr(connection, "_connections", {})
-        monkeypatch.setattr(Connection, "_create_client", wrap)
+        monkeypatch.setattr(hdfs_server, "_servers", {})
+        monkeypatch.setattr(HdfsServer, "_create_client", wrap)
         store = limpet.open_store(f"{hdfs.url}/{uuid.uuid4().hex}", **options)
         assert [*store.list("")] == []
         return store, clients[0]
@@ -101,7 +100,7 @@ def test_a_lease_is_not_recovered_before_the_last_block_was_reported(use):
     """That would begin a recovery, which takes seconds."""
     store, client = use(0, block_size=MIB)
     for size in (MIB - 1, MIB, 2 * MIB + 1):
-        path = store.path(f"a{size}")
+        path = store.remote.path(f"a{size}")
         writer = client.create(path, WriteOptions(block_size=MIB, create_parent=True))
         writer.write(bytes(size))
         writer.hsync()
@@ -128,15 +127,15 @@ def test_a_writer_that_is_collected_is_not_closed(hdfs, monkeypatch, append):
     upload = store.put("a", 2)
     upload.write_at(0, memoryview(b"1"))
     if append:
-        upload._appender._writer.hsync()
-        upload._appender._tail.clear()  # as if they were further back than what is kept
-        upload._appender._go_on(memoryview(b"2"))
-    path, closed = upload._appender._files.paths[0], []
+        upload._target.upload._writer.hsync()
+        upload._target.upload._tail.clear()  # as if they were further back than what is kept
+        upload._target.upload._go_on(store.remote, b"2")
+    path, closed = upload._target.upload.paths[0], []
     monkeypatch.setattr(hdfs_native.FileWriter, "close", lambda writer: closed.append(path))
-    upload._appender._writer = None
+    upload._target.upload._writer = None
     gc.collect()
     assert closed == []
-    assert store.look_up(path, "a") is not None
+    assert store.remote.look_up(path, "a") is not None
     upload.abort()
 
 

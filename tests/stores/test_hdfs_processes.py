@@ -86,24 +86,24 @@ def test_a_failed_create_deletes_no_folder(run_url):
     store = limpet.open_store(run_url, replication=600)  # more than the NameNode allows
     other = other_process(run_url)
     other.put_if_absent("v/a", b"1")
-    client = other.connection._client
-    client.delete(other.path("v/a"), recursive=False)
+    client = other.remote.server._client
+    client.delete(other.remote.path("v/a"), recursive=False)
     with pytest.raises(StoreError, match="Cannot write v/b"):
         store.put_if_absent("v/b", b"1")
-    assert other.look_up(other.path("v"), "v").isdir
+    assert other.remote.look_up(other.remote.path("v"), "v").isdir
 
 
 def test_a_file_is_deleted_although_its_folder_is_not(run_url, monkeypatch):
     store = limpet.open_store(run_url)
     store.put_if_absent("v/a", b"1")
-    delete = store.connection._client.delete
+    delete = store.remote.server._client.delete
 
     def refuse_folders(client, path, recursive):
         if path.endswith("/v"):
             raise RuntimeError('RPCError("AccessControlException", "Permission denied")')
         return delete(path, recursive)
 
-    monkeypatch.setattr(type(store.connection._client), "delete", refuse_folders)
+    monkeypatch.setattr(type(store.remote.server._client), "delete", refuse_folders)
     store.delete("v/a")
     assert [*store.list("")] == []
 
@@ -111,9 +111,9 @@ def test_a_file_is_deleted_although_its_folder_is_not(run_url, monkeypatch):
 def test_an_empty_folder_is_not_an_object(run_url):
     store = limpet.open_store(run_url)
     store.put_if_absent("v/a", b"1")
-    store.connection._client.delete(store.path("v/a"), recursive=False)
+    store.remote.server._client.delete(store.remote.path("v/a"), recursive=False)
     store.delete("v")
-    assert store.look_up(store.path("v"), "v").isdir
+    assert store.remote.look_up(store.remote.path("v"), "v").isdir
 
 
 @pytest.mark.parametrize("name", [shard_name, index_name])

@@ -14,6 +14,7 @@ import limpet
 from limpet import sinks
 from limpet.deadline import Deadline
 from limpet.errors import Denied, DigestMismatch, LimpetError, StoreError, Unavailable
+from limpet.storage.s3.store import _S3Reply
 from limpet.testing.contract import keys, partial_keys, read
 from limpet.types import MIB
 from tests.stores.fault_proxy import Fault, FaultProxy
@@ -97,6 +98,8 @@ def test_a_save_survives_a_fault(store, proxy, request_name, action):
     save(store)
     assert proxy.faults[0].hits >= 1
     proxy.inject()
+    if request_name == "create":  # an upload without parts may remain
+        limpet.Run(store).sweep(grace=0, now=time.time() + 8 * 24 * 3600)
     check_intact(store)
     leftover = [key for key in keys(store) if key.startswith("pin-")]
     assert leftover == []
@@ -138,20 +141,20 @@ def test_a_read_in_steps_goes_on_behind_what_has_arrived(store, proxy, action, a
     assert len(proxy.targets("GET")) == 3
 
 
-def test_a_replaced_object_is_an_error(store, proxy):
+def test_a_replaced_object_is_an_error(store, proxy, monkeypatch):
     data = bytes(4 * MIB)
     store.put_if_absent("a", data)
     proxy.inject(Fault("cut", "GET", after=2 * MIB + 5))
-    read_body = store.read_body
+    read_into = _S3Reply.read_into
 
     def replace(*arguments):
         try:
-            read_body(*arguments)
+            yield from read_into(*arguments)
         finally:
             store.delete("a")
             store.put_if_absent("a", data[1:] + b"1")
 
-    store.read_body = replace
+    monkeypatch.setattr(_S3Reply, "read_into", replace)
     with pytest.raises(StoreError, match="was replaced while it was read"):
         read(store, "a", 0, len(data))
 
@@ -335,7 +338,8 @@ def test_credentials_that_expire_during_a_save(store, proxy):
     proxy.inject(replace(EXPIRED, count=-1))
     with pytest.raises(Denied, match=r"ExpiredToken.*renew them"):
         save(store)
-    assert len([t for t in proxy.targets("PUT") if "partNumber=2" in t]) == 1
+    # the second one has the credentials that were found anew
+    assert len([t for t in proxy.targets("PUT") if "partNumber=2" in t]) == 2
     proxy.inject()
     check_nothing(store)
 
@@ -349,13 +353,11 @@ def test_credentials_that_are_renewed_during_a_save(s3, proxy, monkeypatch, tmp_
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     store = open_run(s3, proxy)
-    clients = store.endpoint.clients
     assert list(store.list("")) == []
     file.write_text(f"{lines}aws_account_id=123456789012\n")  # it counts as other credentials
     proxy.inject(replace(EXPIRED))
     save(store)
     assert proxy.faults[0].hits == 1
-    assert store.endpoint.clients is not clients
     check_intact(store)
 
 

@@ -68,9 +68,8 @@ def check_values(url, step):
 KILLED = """
 import os, sys
 import numpy as np, limpet
-from limpet.storage.s3.upload import S3Upload
-from limpet.storage.sequential_upload import SequentialUpload
-S3Upload.commit = SequentialUpload.commit = lambda upload: os.kill(os.getpid(), 9)
+from limpet.storage.uploads import PartUpload, SequentialUpload
+PartUpload.commit = SequentialUpload.commit = lambda upload: os.kill(os.getpid(), 9)
 limpet.save(sys.argv[1], {"w": np.zeros(3 << 20)}, step=9)
 """
 

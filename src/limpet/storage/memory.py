@@ -10,7 +10,6 @@ from threading import Lock
 
 from limpet.buffers import as_byte_view
 from limpet.errors import NotFound, StoreError
-from limpet.storage.buffered_upload import BufferedUpload
 from limpet.storage.checks import (
     check_range,
     exists_error,
@@ -18,6 +17,7 @@ from limpet.storage.checks import (
     too_long_error,
 )
 from limpet.storage.store import Entry, Stat, Traits, Upload, check_key
+from limpet.storage.uploads import BufferedUpload
 
 Objects = dict[str, tuple[bytes, float]]
 

@@ -28,7 +28,7 @@ _BUILT_IN = {
     "az": "limpet.storage.cloud.store:open_azure",
     "gs": "limpet.storage.cloud.store:open_google",
     "s3": "limpet.storage.s3.store:open_s3",
-    _FSSPEC: "limpet.storage.fsspec.store:open_fsspec",
+    _FSSPEC: "limpet.storage.fsspec:open_fsspec",
 }
 _memory_stores: dict[str, MemoryStore] = {}
 

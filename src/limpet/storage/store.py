@@ -30,8 +30,8 @@ class Traits:
     ``durable``: the objects survive a crash of the machine, not only the end of the process.
     ``part_size``: the store sends an upload in parts of at least so many bytes, and a ``write_at``
     of one whole part needs no copy (see ``part_length``). 0: writes of any size are equal.
-    ``max_part``: parts of a long object grow up to so many bytes. ``connections``: the largest
-    number of threads of a save; with that of the parts, it bounds what is in memory. 0: no limit.
+    ``connections``: the largest number of threads of a save; with the length of the parts, it
+    bounds what is in memory. 0: no limit.
     ``read_size``: the largest range to read with one request. A store with it has the method
     ``open_range``. ``ordered``: the store only appends. A ``write_at`` behind what
     was written before it needs no copy; other bytes wait in memory or in a temporary file (see
@@ -51,7 +51,6 @@ class Traits:
     alignment: int
     durable: bool
     part_size: int = 0
-    max_part: int = 0
     connections: int = 0
     read_size: int = 0
     ordered: bool = False
@@ -283,10 +282,8 @@ def part_length(traits: Traits, length: int) -> int:
     """Return the length of the parts in which a store uploads an object of ``length`` bytes.
 
     It is a multiple of ``BLOCK_SIZE``, at least ``part_size``, and such that ``MAX_PARTS`` suffice.
-    Up to ``max_part``, it is so large that each of the ``connections`` gets one part.
     """
-    wanted = min(traits.max_part, length // max(1, traits.connections))
-    least = max(traits.part_size, wanted, -(-length // (MAX_PARTS - 1)))
+    least = max(traits.part_size, -(-length // (MAX_PARTS - 1)))
     return -(-least // BLOCK_SIZE) * BLOCK_SIZE
 
 

@@ -60,11 +60,9 @@ class Statistics:
     """What a process has requested from one server.
 
     ``requests``: the number of requests by operation, also of those that failed; ``retries``: the
-    repeated ones; ``throttled``: the refusals for their rate; ``waited_seconds``: the sum of the
-    pauses of all threads; ``running``: the requests in progress; ``concurrency``: the largest
-    number that may be in progress now. For a store that adapts them, ``part_size`` is the largest
-    length of the parts of the next upload, in bytes, and ``connections`` the number of parts that a
-    save sends at once.
+    repeated calls; ``throttled``: the refusals for their rate; ``waited_seconds``: the sum of the
+    pauses of all threads; ``running``: the calls in progress; ``concurrency``: the largest number
+    that may be in progress now.
     """
 
     requests: dict[str, int]
@@ -73,8 +71,6 @@ class Statistics:
     waited_seconds: float
     running: int
     concurrency: int
-    part_size: int = 0
-    connections: int = 0
 
 
 def store_statistics(store: object) -> dict[str, float]:
@@ -126,13 +122,13 @@ class Throttle:
             self._limit,
         )
 
-    def call(self, operation: str, deadline: Deadline, request: Callable[[], T]) -> T:
-        """Return what ``request`` returns. While it raises ``Unavailable``, repeat it. If
-        ``operation`` is empty, ``request`` counts itself (see ``count``).
+    def call(self, action: str, deadline: Deadline, request: Callable[[], T]) -> T:
+        """Return what ``request`` returns. While it raises ``Unavailable``, repeat it.
 
-        Fields of the error: ``throttled``, if the server refused the request for its rate;
-        ``retry_after``, the pause that the server asked for, in seconds; ``outcome``, "unknown" if
-        the request may have had an effect.
+        ``action``: "write manifest.json", for the event ``waiting``. Fields of the error:
+        ``throttled``, if the server refused the request for its rate; ``retry_after``, the pause
+        that the server asked for, in seconds; ``outcome``, "unknown" if the request may have had an
+        effect; ``is_final``, if it cannot be repeated.
 
         Raises the last error, with the number of tries, when the deadline, or the patience with a
         server that has not done anything since, does not leave the time for another one. Its
@@ -141,12 +137,15 @@ class Throttle:
         began, tries, is_unknown = self._clock(), 0, False
         while True:
             tries += 1
-            with self._slot(operation, deadline):
+            with self._slot(deadline):
                 try:
                     result = request()
                     self._recover()
                     return result
                 except Unavailable as e:
+                    if e.fields.get("is_final"):
+                        self._note_failure(began)
+                        raise
                     error = e
                 except StoreError as e:
                     if e.fields.get("status"):  # the server has answered
@@ -154,7 +153,7 @@ class Throttle:
                     if is_unknown and not e.is_outcome_unknown:
                         raise e.with_advice(outcome="unknown") from e
                     raise
-            since = self.note_failure(self._clock())
+            since = self._note_failure(self._clock())
             is_unknown |= error.is_outcome_unknown
             pause = self._uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(tries, 20)))
             if error.fields.get("throttled"):
@@ -163,12 +162,12 @@ class Throttle:
                 self._slow_down(min(pause, _LONGEST_HOLD))
             left = min(deadline.seconds_left, since + self._patience - self._clock())
             if left > pause and not is_canceled():
-                self._report(operation, error, self._clock() - began, left)
+                self._report(action, error, self._clock() - began, left)
                 self._pause(pause, is_retry=True)
             if left <= pause or is_canceled():
                 raise _gave_up(error, tries, self._clock() - began, deadline, is_unknown) from error
 
-    def _report(self, operation: str, error: StoreError, seconds: float, left: float) -> None:
+    def _report(self, action: str, error: StoreError, seconds: float, left: float) -> None:
         """Report a call that has been repeated for a while, unless one was reported lately."""
         first, next_one = _REPORTED
         with self._lock:
@@ -177,35 +176,30 @@ class Throttle:
                 return
             self._reported_at = now
         store = error.fields.get("store", "")
-        events.emit("waiting", store=store, action=operation, error=error, seconds=left)
+        events.emit("waiting", store=store, action=action, error=error, seconds=left)
 
     @contextmanager
-    def _slot(self, operation: str, deadline: Deadline) -> Iterator[None]:
-        """Count a request as running, as soon as the limit allows it or the deadline passes."""
+    def _slot(self, deadline: Deadline) -> Iterator[None]:
+        """Count a call as running, as soon as the limit allows it or the deadline passes."""
         token = object()
         try:
-            while not self._start(token, operation, deadline):
+            while not self._start(token, deadline):
                 self._pause(_POLL)
             yield
         finally:
             self._running.discard(token)
 
-    def _start(self, token: object, operation: str, deadline: Deadline) -> bool:
+    def _start(self, token: object, deadline: Deadline) -> bool:
         with self._lock:
             may_start = len(self._running) < self._limit and self._clock() >= self._resume_at
             if may_start or not deadline.seconds_left or is_canceled():
                 self._running.add(token)
-                self._count(operation)
                 return True
         return False
 
     def count(self, operation: str) -> None:
-        """Count a request that a call without an ``operation`` sends."""
+        """Count a request of a call."""
         with self._lock:
-            self._count(operation)
-
-    def _count(self, operation: str) -> None:
-        if operation:
             self._requests[operation] = self._requests.get(operation, 0) + 1
 
     def _pause(self, seconds: float, *, is_retry: bool = False) -> None:
@@ -228,9 +222,9 @@ class Throttle:
                 self._limit = max(1, self._limit // 2)
                 self._changed_at = now
 
-    def note_failure(self, since: float) -> float:
+    def _note_failure(self, since: float) -> float:
         """Note that the server has failed since a time of the clock. Return the time of its first
-        failure since the last success. (``call`` notes those of its own requests.)"""
+        failure since the last success."""
         with self._lock:
             now = self._clock()
             if self._failing_since is None or now - self._failed_at > _FORGOTTEN:

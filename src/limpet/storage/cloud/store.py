@@ -1,93 +1,171 @@
-"""A store in a container of Azure or a bucket of Google.
+"""The tries of a store in a container of Azure or a bucket of Google: requests and streams.
 
-The commit is one conditional PUT, which never replaces an object. Large objects are streams.
+A small object is created by one PUT that never replaces another (``If-None-Match: *``; for Google,
+``x-goog-if-generation-match: 0``). A large one is a stream.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
-from limpet.errors import NotFound, StoreError
-from limpet.storage.buffered_upload import BufferedUpload
-from limpet.storage.checks import refuse_partial
-from limpet.storage.cloud.container import CloudContainer, to_stat
-from limpet.storage.cloud.endpoint import AzureOptions, CloudOptions, GoogleOptions
-from limpet.storage.cloud.upload import StreamAppender
-from limpet.storage.sequential_upload import SequentialUpload
-from limpet.storage.store import Entry, Stat, Upload
+from limpet.deadline import Deadline, call_within
+from limpet.errors import Denied, NotFound, StoreError, Unavailable
+from limpet.storage.checks import exists_error, replaced_error, short_read_error
+from limpet.storage.cloud.errors import translated
+from limpet.storage.cloud.server import (
+    TIMEOUTS,
+    AzureOptions,
+    CloudOptions,
+    CloudServer,
+    GoogleOptions,
+    shared_server,
+)
+from limpet.storage.retry import Remote, RemoteUpload, Reply, RetryStore
+from limpet.storage.store import Entry, Stat, Traits, part_length
 from limpet.text import hide_secrets
+from limpet.types import BLOCK_SIZE, MIB
+
+T = TypeVar("T")
+
+PARALLEL_PARTS = 4
+"""How many parts of one upload are sent at once."""
 
 _CONTAINER = re.compile(r"[a-z0-9$][a-z0-9._-]{1,221}")
 
 
-class CloudStore(CloudContainer):
-    """A store in a folder of a container, or in a whole container. Creating it sends no request."""
+class CloudFolder(Remote):
+    """A folder of a container, or a whole container. ``statistics`` does not count the parts of
+    uploads."""
 
-    def put(self, key: str, length: int, head: int = 0) -> Upload:
-        refuse_partial(key, self.url)
-        self.object_name(key)
-        self.require_credentials("write", key)
-        if length > self.options.part_size:
-            return SequentialUpload(self.url, key, length, StreamAppender(self, key, length))
+    def __init__(self, container: str, folder: str, options: CloudOptions) -> None:
+        super().__init__(f"{options.scheme}://{container}", folder)
+        self.container = container
+        self.options = options
+        shared_server(options)  # raises if obstore is missing
 
-        def create(data: bytes) -> Stat:
-            self.create_object(key, data, accept_equal=False)
-            return self.require_stat(key, length)
+    @property
+    def server(self) -> CloudServer:
+        return shared_server(self.options)
 
-        return BufferedUpload(self.url, key, length, create)
+    @property
+    def traits(self) -> Traits:
+        options = self.options
+        return Traits(
+            options.scheme,
+            1,
+            durable=True,
+            ordered=True,
+            hidden_uploads=options.hidden_uploads,
+            upload_memory=6 * options.part_size + 8 * MIB,  # see CloudStream
+            spread=options.spread,
+        )
 
-    def put_if_absent(self, key: str, data: bytes) -> Stat:
-        self.require_credentials("write", key)
-        return super().put_if_absent(key, data)
+    def object_name(self, key: str) -> str:
+        """Also refuse a key that Azure or Google would refuse or change, and one with a query: it
+        may be a SAS, in a part of a URL that ``open_azure`` does not see."""
+        name = super().object_name(key)
+        shown = hide_secrets(name)
+        is_changed = "\\" in name or any(s.endswith(".") for s in name.split("/"))
+        if is_changed or shown != name or any(ord(c) < 32 or c == "\x7f" for c in name):
+            raise StoreError(
+                f"Invalid key {hide_secrets(key[:200])!r} for {self.url}",
+                expected="no control characters, backslashes, queries (?a=b), or"
+                " names that end with a dot",
+                found=repr(shown),  # the folder of the store may be what is invalid
+                key=hide_secrets(key),
+                store=self.url,
+            )
+        return name
 
-    def delete(self, key: str) -> None:
+    # -- reading -------------------------------------------------------------------------------
+
+    def stat(self, key: str) -> Stat:
         import obstore
 
         name = self.object_name(key)
-        self.require_credentials("delete", key)
         try:
-            self.for_cleanup().call(
-                "DeleteObject", "delete", key, lambda c: obstore.delete(c, name)
-            )
-        except NotFound:
-            return
+            return _to_stat(self._send("HeadObject", "look up", key, obstore.head, name), key)
+        except NotFound:  # the reply to a HEAD has no reason
+            self._require_container()
+            raise
+        except StoreError as e:
+            if isinstance(e, Denied) or e.fields.get("status") == 400:
+                first = {"range": (0, 1)}
+                self._send("GetObject", "look up", key, obstore.get, name, options=first)
+            raise
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        pages = _Pages(self._folder_name(prefix))
-        while (page := self.call_list(prefix, pages.read)) is not None:
-            yield from self._stats(page)
-
-    def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
-        """See the function."""
+    def _require_container(self) -> None:
+        """Raise ``StoreError`` if the container is missing."""
         import obstore
 
-        start = self._folder_name(folder)
-        if "/" in prefix:
+        if self.root in self.server.known:
             return
-        reply = self.call_list(folder, lambda c: obstore.list_with_delimiter(c, start))
-        for common in reply["common_prefixes"]:
-            name = common.rstrip("/").rpartition("/")[2]
-            if name.startswith(prefix):
-                yield Entry(name, "folder")
-        for stat in self._stats(reply["objects"]):
-            name = stat.key.rpartition("/")[2]
-            if name.startswith(prefix):
-                yield Entry(name, "object", stat)
 
-    def partials(self, prefix: str) -> Iterator[Stat]:
-        """Yield nothing: obstore cannot list what an unfinished upload has sent. Azure removes it
+        def list_any(client: Any) -> None:
+            next(iter(obstore.list(client, "limpet-looks-for-the-container")), None)
+
+        with suppress(Denied):  # it may be there
+            self._list("", list_any)
+        self.server.known.add(self.root)
+
+    def open(self, key: str, offset: int, length: int | None, tag: str) -> Reply:
+        import obstore
+
+        wanted: Any = {} if length is None else {"range": (offset, offset + length)}
+        if tag:
+            wanted["if_match"] = tag
+        name = self.object_name(key)
+        try:
+            return _CloudReply(
+                self, key, self._send("GetObject", "read", key, obstore.get, name, options=wanted)
+            )
+        except StoreError as e:
+            if e.fields.get("status") == 416:
+                raise short_read_error(key, self.url, offset, length or 0, 0) from None
+            if e.fields.get("status") == 412:
+                raise replaced_error(key, self.url) from None
+            raise
+
+    def page(
+        self, folder: str, prefix: str, marker: Any, *, deep: bool, partial: bool
+    ) -> tuple[Sequence[Entry], Any]:
+        """See ``Remote``. obstore cannot list what an unfinished upload has sent. Azure removes it
         after 7 days; a bucket of Google needs a lifecycle rule (``docs/stores.md``)."""
-        if prefix:
-            self.object_name(prefix)
-        return iter(())
+        import obstore
 
-    def _folder_name(self, folder: str) -> str | None:
-        """Return the name of a folder in the container, as obstore wants it."""
-        name = self.object_name(folder) if folder else self.prefix.rstrip("/")
-        return name or None
+        if partial:
+            return [], None
+        name = (self.object_name(folder) if folder else self.prefix.rstrip("/")) or None
+        start = f"{folder}/" if folder else ""
+        if deep:
+            pages = marker or _Pages(name)
+            read = pages.read
+        else:
+
+            def read(client: Any) -> Any:
+                return obstore.list_with_delimiter(client, name)
+
+        page = self._list(folder, read)
+        if page is None:
+            return [], None
+        found: list[Entry] = []
+        if not deep:
+            names = (common.rstrip("/").rpartition("/")[2] for common in page["common_prefixes"])
+            found += [Entry(name, "folder") for name in names]
+            pages, page = None, page["objects"]
+        for stat in self._stats(page):
+            found.append(Entry(stat.key.removeprefix(start), "object", stat))
+        return found, pages
+
+    def _list(self, folder: str, request: Callable[[Any], T]) -> T:
+        """Return ``request(client)``, a call of obstore that sends any number of requests."""
+        with translated("list", folder, self.url):
+            return call_within(
+                self.deadline, lambda: self._send("ListObjects", "list", folder, request)
+            )
 
     def _stats(self, page: Any) -> Iterator[Stat]:
         """Yield the objects of a page.
@@ -98,7 +176,7 @@ class CloudStore(CloudContainer):
         for found in page:
             path = found["path"]
             if path.startswith(self.prefix):
-                stat = to_stat(found, path.removeprefix(self.prefix))
+                stat = _to_stat(found, path.removeprefix(self.prefix))
                 with suppress(NotFound):
                     yield stat if stat.length or self._refuses(stat.key) else self.stat(stat.key)
 
@@ -109,6 +187,126 @@ class CloudStore(CloudContainer):
         except StoreError:
             return True
         return False
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def create(self, key: str, data: bytes) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        self._require_credentials("write", key)
+        name = self.object_name(key)
+
+        def put(client: Any) -> bool:
+            try:
+                obstore.put(client, name, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+            return True
+
+        # a timeout is for the whole request
+        return self._send("PutObject", "write", key, put, longest=TIMEOUTS[-1])
+
+    def begin(self, key: str, length: int, head: int) -> RemoteUpload | None:
+        self._require_credentials("write", key)
+        part_size = self.options.part_size
+        if length <= part_size:
+            return None
+        return CloudStream(key, length, max(part_size, part_length(self.traits, length)))
+
+    def delete(self, key: str) -> None:
+        import obstore
+
+        self._require_credentials("delete", key)
+        self._send("DeleteObject", "delete", key, obstore.delete, self.object_name(key))
+
+    def _require_credentials(self, action: str, key: str) -> None:
+        """Raise ``Denied`` if the store was opened without credentials, which suffice to read only.
+
+        For a write to Google, obstore would look for credentials all the same.
+        """
+        if self.options.anonymous:
+            raise Denied(
+                f"Cannot {action} {key} in {self.url}: it was opened with anonymous=True",
+                expected="a store with credentials",
+                todo="Open it without this option",
+                key=key,
+                store=self.url,
+            )
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        operation: str,
+        action: str,
+        key: str,
+        request: Callable[..., T],
+        *arguments: Any,
+        longest: int = 15,
+        **options: Any,
+    ) -> T:
+        """Return ``request(client, ...)``, which sends one request. Raises ``StoreError``.
+
+        ``longest``: the longest timeout of the client, in seconds.
+        """
+        server = self.server
+        try:
+            with translated(action, key, self.url):
+                client = server.client(self.container, self.deadline.seconds_left, longest)
+                server.throttle.count(operation)
+                result = request(client, *arguments, **options)
+        except Denied:
+            server.forget_clients()  # they keep credentials, and that there were none
+            raise
+        except Unavailable as e:
+            if "foreign" in e.fields and self.root not in server.known:
+                if self.root in server.suspect:
+                    raise self._foreign_server_error(e) from None
+                server.suspect.add(self.root)  # one reply may be damaged
+            raise
+        server.known.add(self.root)
+        return result
+
+    def _foreign_server_error(self, error: Unavailable) -> StoreError:
+        """Return the error for a server none of whose replies has been valid: a web server."""
+        name = {"az": "Azure", "gs": "Google Cloud Storage"}[self.options.scheme]
+        return StoreError(
+            f"The server of {self.root} does not answer as {name} does",
+            todo="Check the endpoint",
+            **error.fields,
+        )
+
+
+def _to_stat(found: Any, key: str) -> Stat:
+    return Stat(key, int(found["size"]), int(found["last_modified"].timestamp()))
+
+
+class _CloudReply(Reply):
+    """The chunks of a reply. All of it is read into one view."""
+
+    def __init__(self, folder: CloudFolder, key: str, reply: Any) -> None:
+        self._folder, self._key, self._reply = folder, key, reply
+        self.length = reply.range[1] - reply.range[0]
+        self.tag = reply.meta["e_tag"] or ""
+
+    def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
+        done, place = 0, f"{self._key} in {self._folder.url}"
+        fields = {"key": self._key, "store": self._folder.url}
+        chunks = iter(self._reply.stream(min_chunk_size=MIB)) if len(view) else iter(())
+        while True:
+            with translated("read", self._key, self._folder.url):
+                chunk = next(chunks, None)
+            if chunk is None:
+                break
+            if not deadline.seconds_left:
+                raise Unavailable(f"Reading {place} is too slow", **fields)
+            count = min(len(chunk), len(view) - done)
+            view[done : done + count] = memoryview(chunk)[:count]
+            done += count
+            yield count
+        if done < len(view):
+            raise Unavailable(f"The reply for {place} is incomplete", **fields)
 
 
 class _Pages:
@@ -145,7 +343,110 @@ class _Pages:
         return page
 
 
-def open_azure(url: str, **options: Any) -> CloudStore:
+class CloudStream:
+    """Writes a large object by obstore's writer, which sends the bytes in parts of ``part`` bytes.
+
+    Each call of the writer runs in a thread, so that it ends by the deadline. (obstore waits
+    without regard to signals, and its own limits of time are those of one request.) The writer
+    repeats a part that fails, because nobody else has the bytes. It ignores ``Retry-After`` and the
+    throttle, and doubles its pauses, up to 5 s. So its failures are final.
+
+    An upload that fails leaves parts that nobody sees. obstore cannot delete them.
+    """
+
+    def __init__(self, key: str, length: int, part: int) -> None:
+        self._key, self._length, self._part = key, length, part
+        self._first: list[bytes] = []  # until the server has begun the upload
+        self._position = 0  # the end of these
+        self._writer: Any = None
+        self._seconds = 0.0  # for which a part is repeated
+        self._is_checked = False
+
+    def write(self, folder: CloudFolder, offset: int, views: Sequence[memoryview]) -> None:
+        """Copy the bytes, because the writer refers to them until they are sent."""
+        pieces = [
+            bytes(view[start : start + BLOCK_SIZE])
+            for view in views
+            for start in range(0, len(view), BLOCK_SIZE)
+        ]
+        if self._writer is not None:
+            for piece in pieces:
+                self._final(folder, "write", lambda piece=piece: self._writer.write(piece))  # type: ignore[misc]
+            return
+        if offset == self._position:  # otherwise, this is another try to begin
+            self._first += pieces
+            self._position += sum(map(len, pieces))
+        if self._position > self._part:
+            self._begin(folder)
+
+    def _begin(self, folder: CloudFolder) -> None:
+        """Get a writer that has more than one part, so that the upload has begun.
+
+        obstore does not repeat the request of Google that begins one if the connection breaks.
+        """
+        import obstore
+
+        self._seconds = folder.deadline.seconds_left
+        name = folder.object_name(self._key)
+
+        def begin() -> Any:
+            client = folder.server.streaming_client(folder.container, self._seconds)
+            writer = obstore.open_writer(
+                client, name, buffer_size=self._part, max_concurrency=PARALLEL_PARTS
+            )
+            for piece in self._first:
+                writer.write(piece)
+            return writer
+
+        self._writer = self._bounded(folder, "write", begin)
+        self._first = []
+
+    def commit(self, folder: CloudFolder) -> None:
+        """Complete the object, unless the key is taken: the parts themselves have no condition.
+
+        Azure accepts the completion of a stream only once. If its reply is lost, obstore repeats it
+        and gets an error. So the object is looked up after each failure. The key has no
+        object before, so one of the right length is this one.
+        """
+        if self._writer is None:
+            self._begin(folder)
+        if not self._is_checked:
+            if self._length_found(folder) is not None:
+                raise exists_error(self._key, folder.url)
+            self._is_checked = True
+        try:
+            self._final(folder, "complete", self._writer.close)
+        except StoreError as e:
+            is_unknown = isinstance(e, Unavailable)
+            try:
+                is_visible = self._length_found(folder) == self._length
+            except StoreError:  # that of the completion counts
+                is_visible, is_unknown = False, True
+            if not is_visible:
+                raise e.with_advice(**({"outcome": "unknown"} if is_unknown else {})) from None
+
+    def abort(self, folder: CloudFolder) -> None:
+        self._writer, self._first = None, []
+
+    def _length_found(self, folder: CloudFolder) -> int | None:
+        with suppress(NotFound):
+            return folder.stat(self._key).length
+        return None
+
+    def _final(self, folder: CloudFolder, action: str, function: Callable[[], object]) -> None:
+        """Call the writer, which repeats its requests itself."""
+        try:
+            self._bounded(folder, action, function)
+        except Unavailable as e:
+            advice = f"Gave up after repeating it for up to {self._seconds:g} s. Check the network"
+            raise e.with_advice(f"{advice} and the server, then try again", is_final=True) from None
+
+    def _bounded(self, folder: CloudFolder, action: str, function: Callable[[], T]) -> T:
+        with translated(action, self._key, folder.url):
+            return call_within(folder.deadline, function)
+
+
+def open_azure(url: str, **options: Any) -> RetryStore:
     """Return the store at ``az://CONTAINER/folder``. For the options, see ``AzureOptions``.
 
     Characters such as ``%`` and ``+`` stand for themselves. Raises ``StoreError`` if the URL or an
@@ -154,7 +455,7 @@ def open_azure(url: str, **options: Any) -> CloudStore:
     return _open(url, AzureOptions.from_mapping(options))
 
 
-def open_google(url: str, **options: Any) -> CloudStore:
+def open_google(url: str, **options: Any) -> RetryStore:
     """Return the store at ``gs://BUCKET/folder``. For the options, see ``GoogleOptions``.
 
     Experimental: it is tested on Ceph, not on Google. Otherwise, see ``open_azure``.
@@ -162,7 +463,7 @@ def open_google(url: str, **options: Any) -> CloudStore:
     return _open(url, GoogleOptions.from_mapping(options))
 
 
-def _open(url: str, options: CloudOptions) -> CloudStore:
+def _open(url: str, options: CloudOptions) -> RetryStore:
     container, _, folder = url.removeprefix(f"{options.scheme}://").partition("/")
     has_credentials = hide_secrets(url) != url  # a SAS, or a user
     if has_credentials or not _CONTAINER.fullmatch(container):
@@ -174,4 +475,4 @@ def _open(url: str, options: CloudOptions) -> CloudStore:
             todo="The account, credentials, and other options are not part of the URL: see"
             " docs/stores.md",
         )
-    return CloudStore(container, folder.rstrip("/"), options)
+    return RetryStore(CloudFolder(container, folder.rstrip("/"), options), options.timeout)

@@ -1,89 +1,467 @@
-"""A store in a folder of HDFS. The commit is a rename, which never replaces a file."""
+"""The tries of a store in a folder of HDFS. The commit is a rename, which never replaces a file.
+
+A file is written under a temporary name, made durable, and renamed. That a file exists proves
+nothing: a file whose writer died is visible, with the length that it had last, and can be renamed.
+So the length is compared before the rename.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from copy import copy
+from typing import Any, ClassVar, TypeVar
 
-from limpet.errors import AlreadyExists, NotFound, StoreError
-from limpet.storage.checks import is_partial, refuse_partial
-from limpet.storage.hdfs.connection import HdfsOptions
-from limpet.storage.hdfs.files import HdfsFiles, to_stat
-from limpet.storage.hdfs.upload import HdfsAppender, put_small
-from limpet.storage.sequential_upload import SequentialUpload
-from limpet.storage.store import Entry, Stat, Upload
+from limpet.deadline import CLEANUP_SECONDS, Deadline
+from limpet.errors import AlreadyExists, NotFound, StoreError, Unavailable
+from limpet.storage.checks import check_written_length, short_read_error, weak_store_error
+from limpet.storage.hdfs.errors import translate
+from limpet.storage.hdfs.server import HdfsOptions, HdfsServer, close_file, shared_server
+from limpet.storage.retry import BlockReply, Remote, RemoteUpload, Reply, RetryStore
+from limpet.storage.store import Entry, Stat, Traits
 from limpet.text import hide_secrets
+from limpet.types import BLOCK_SIZE, MIB
+
+T = TypeVar("T")
 
 _URL = re.compile(r"(hdfs://[^/?#@]*)((?:/.*)?)", re.DOTALL)
 
+LONGEST_CALL = 60.0
+"""Seconds after which a call is abandoned, and repeated where this is possible."""
 
-class HdfsStore(HdfsFiles):
-    """A store in a folder of HDFS. Creating it sends no request."""
+FIRST_STEP = 10.0
+"""Seconds after which a step of a write is abandoned, and the bytes are written in another way.
+When a DataNode is gone that is not the first one of a new block, hdfs-native waits for ever."""
 
-    def put(self, key: str, length: int) -> Upload:
-        self.path(key)
-        refuse_partial(key, self.url)
-        return SequentialUpload(self.url, key, length, HdfsAppender(self, key, length))
+_PROMISE = "a file whose bytes are on disk when its upload is committed (hsync)"
 
-    def put_if_absent(self, key: str, data: bytes) -> Stat:
-        self.path(key)
-        refuse_partial(key, self.url)
+_IN_FLIGHT = 16 * MIB
+"""A little more than what hdfs-native accepts before a DataNode confirms it, in bytes."""
+
+_RECOVERY_PAUSES = (1, 2, 4, 8, 16, 24, 0)
+"""Seconds after each question whether the NameNode has closed a file. Less than a heartbeat of the
+DataNodes (3 s by default) may be too short for them to do it."""
+
+
+class HdfsFolder(Remote):
+    """A folder of HDFS."""
+
+    longest_name: ClassVar[int] = 8000  # the NameNode counts characters
+    has_conditional_put: ClassVar[bool] = False
+
+    def __init__(self, server: str, folder: str, options: HdfsOptions) -> None:
+        super().__init__(server, folder.strip("/"))
+        self.options = options
+        self._top = self.folder
+        shared_server(server, options)  # raises if hdfs-native is missing
+
+    @property
+    def server(self) -> HdfsServer:
+        return shared_server(self.root, self.options)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            "hdfs",
+            1,
+            durable=not self.options.allow_weak,
+            ordered=True,
+            upload_memory=40 * MIB,  # of HdfsFile and of hdfs-native
+        )
+
+    @property
+    def folder(self) -> str:
+        """The absolute path of the folder; "" for the root."""
+        return f"/{self.prefix}"[:-1]
+
+    def path(self, key: str) -> str:
+        """Return the absolute path of a key. Raises ``StoreError`` for an invalid key."""
+        return f"/{self.object_name(key)}"
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def stat(self, key: str) -> Stat:
+        status = self.look_up(self.path(key), key)
+        if status is None or status.isdir:
+            raise NotFound(f"There is no {key} in {self.url}", key=key, store=self.url)
+        return _to_stat(key, status)
+
+    def look_up(self, path: str, key: str) -> Any:
+        """Return the status of a file or folder as hdfs-native has it; None if there is none."""
         try:
-            return put_small(self, key, bytes(data))
-        except AlreadyExists as e:
-            return self.require_equal(key, data, e)
+            return self.call("get_file_info", "look up", key, lambda c: c.get_file_info(path))
+        except NotFound:
+            return None
+
+    def open(self, key: str, offset: int, length: int | None, tag: str) -> Reply:
+        path = self.path(key)
+        if length is None:
+            # another file may have taken the name since the last reader was made
+            self.server.readers.forget(path)
+            length = self.call("open", "read", key, self.server.readers.length, path)
+
+        def read(deadline: Deadline, at: int, size: int) -> bytes:
+            self.deadline = deadline
+            data, found = self.call("read", "read", key, self.server.readers.read, path, at, size)
+            if data is None:
+                raise short_read_error(key, self.url, at, size, max(0, found - at))
+            return data
+
+        return BlockReply(read, offset, length)
+
+    def page(
+        self, folder: str, prefix: str, marker: Any, *, deep: bool, partial: bool
+    ) -> tuple[Sequence[Entry], Any]:
+        # Each folder is a request of its own: one that is deleted meanwhile must not end the list.
+        path = self.path(folder) if folder else self.folder or "/"
+        found = self.call("list_status", "list", folder, lambda c: [*c.list_status(path)])
+        entries: list[Entry] = []
+        for status in found:
+            if status.path == path:
+                continue  # the path is that of a file
+            key = str(status.path[len(self.folder) + 1 :])
+            name = key.rpartition("/")[2]
+            kind_of_file = Entry(name, "object", _to_stat(key, status))
+            entries.append(Entry(name, "folder") if status.isdir else kind_of_file)
+        return entries, None
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def begin(self, key: str, length: int, head: int) -> RemoteUpload:
+        self.path(key)
+        return HdfsFile(key, length)
 
     def delete(self, key: str) -> None:
         path = self.path(key)
-        self.connection.readers.forget(path)
+        self.server.readers.forget(path)
         # first a question: of a server that does not answer, nothing is left that deletes it later
-        view = self.for_cleanup()
-        status = view.look_up(path, key)
+        status = self.look_up(path, key)
         if status is not None and not status.isdir:
-            view.delete_file(path, key)
+            self.delete_file(path, key)
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        return self._list_files(prefix, partial=False)
+    def delete_file(self, path: str, key: str) -> None:
+        """Delete a file if it exists, and then the folders that are empty.
 
-    def partials(self, prefix: str) -> Iterator[Stat]:
-        return self._list_files(prefix, partial=True)
+        An error of a folder is of no importance: the file is deleted.
+        """
+        if self.call("delete", "delete", key, lambda c: c.delete(path, recursive=False)):
+            with suppress(StoreError):
+                self.for_cleanup(key)._delete_empty_folders(path.rpartition("/")[0], key)
 
-    def _list_files(self, prefix: str, *, partial: bool) -> Iterator[Stat]:
-        # Each folder is a request of its own: one that is deleted meanwhile must not end the list.
-        found = self._list(prefix)
-        for status in sorted(found, key=lambda s: s.path + "/" if s.isdir else s.path):
-            key = self._key(status)
-            if status.isdir:
-                yield from self._list_files(key, partial=partial)
-            elif is_partial(key.rpartition("/")[2]) == partial:
-                yield to_stat(key, status)
+    def for_cleanup(self, key: str) -> HdfsFolder:
+        """Return a view whose calls end within ``CLEANUP_SECONDS``."""
+        view = copy(self)
+        purpose = f"{CLEANUP_SECONDS:g} s for the cleanup of {key}"
+        view.deadline = Deadline.after(CLEANUP_SECONDS, purpose).earlier(self.deadline)
+        return view
 
-    def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
-        """See the function."""
-        for status in self._list(folder):
-            key = self._key(status)
-            name = key.rpartition("/")[2]
-            if name.startswith(prefix) and not is_partial(name):
-                if status.isdir:
-                    yield Entry(name, "folder")
-                else:
-                    yield Entry(name, "object", to_stat(key, status))
+    def _delete_empty_folders(self, path: str, key: str) -> None:
+        """Delete a folder and those above it, up to the first one that is not empty.
 
-    def _list(self, folder: str) -> Sequence[Any]:
-        """Return the statuses of what is directly in a folder; nothing if it does not exist."""
-        path = self.path(folder) if folder else self.folder or "/"
+        The NameNode has no request that deletes only a folder: one for an empty folder also deletes
+        a file of that name. So each path must be that of a folder.
+        """
+        if len(path) <= len(self._top):
+            return
+        status = self.look_up(path, key)
+        if status is not None and status.isdir:
+            self.call("delete", "delete", key, lambda c: c.delete(path, recursive=False))
+            self._delete_empty_folders(path.rpartition("/")[0], key)
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def call(
+        self,
+        operation: str,
+        action: str,
+        key: str,
+        request: Callable[..., T],
+        *arguments: Any,
+        seconds: float = LONGEST_CALL,
+    ) -> T:
+        """Return ``request(client, *arguments)``, one call of hdfs-native.
+
+        ``seconds``: when it is abandoned, if not at the deadline. Raises ``StoreError``.
+        """
+        server = self.server
+        limit = Deadline.after(seconds, self.deadline.purpose).earlier(self.deadline)
+        server.throttle.count(operation)
         try:
-            found = self.call("list_status", "list", folder, lambda c: [*c.list_status(path)])
-        except NotFound:
-            return []
-        return [status for status in found if status.path != path]  # the path may be a file
-
-    def _key(self, status: Any) -> str:
-        return str(status.path[len(self.folder) + 1 :])
+            return server.call(lambda client: request(client, *arguments), limit)
+        except StoreError:
+            raise
+        except Exception as e:
+            raise translate(e, action, key, self.url) from e
 
 
-def open_hdfs(url: str, **options: Any) -> HdfsStore:
+def _to_stat(key: str, status: Any) -> Stat:
+    return Stat(key, status.length, status.modification_time / 1000)
+
+
+class HdfsFile:
+    """A file that is being written under a temporary name, and then renamed to its key.
+
+    Each call of hdfs-native is a step of its own, so nothing follows one that was abandoned. A step
+    is abandoned early enough for a few more tries. If one took too long, the next ones get more
+    time: HDFS may be slow.
+    """
+
+    def __init__(self, key: str, length: int) -> None:
+        self._key, self._length = key, length
+        self.paths: list[str] = []  # of all files that may exist
+        self._path = ""
+        self._writer: Any = None
+        self._position = 0
+        self._tail: deque[bytes] = deque()  # the last bytes, which no DataNode may have yet
+        self._is_broken = False  # the writer has failed
+        self._is_closing = False  # the file is synced, and an attempt to close it has failed
+        self._status: Any = None  # of the file, once it is closed
+
+    def write(self, folder: HdfsFolder, offset: int, views: Sequence[memoryview]) -> None:
+        block = b"".join(views)  # hdfs-native copies other buffers one element at a time
+        self._require_file(folder)
+        if self._is_broken:
+            self._go_on(folder, block)
+        else:
+            self._try(folder, "write", self._writer.write, block)
+        self._position += len(block)
+        self._tail.append(block)
+        while sum(map(len, self._tail)) - len(self._tail[0]) >= _IN_FLIGHT:
+            self._tail.popleft()
+
+    def commit(self, folder: HdfsFolder) -> None:
+        if self._status is None:
+            self._require_file(folder)
+            try:
+                self._status = self._finish(folder)
+            except NotFound as e:
+                raise self._deleted_error(folder) from e
+            if self._status is None:
+                raise self._deleted_error(folder)
+            check_written_length(self._key, folder.url, self._length, self._status.length)
+        self._rename(folder)
+
+    def abort(self, folder: HdfsFolder) -> None:
+        """Delete the files, which also ends their leases. ``sweep`` deletes those that remain."""
+        self._writer = None
+        folder = folder.for_cleanup(self._key)
+        while self.paths:
+            folder.delete_file(self.paths[-1], self._key)
+            self.paths.pop()
+
+    def _finish(self, folder: HdfsFolder) -> Any:
+        """Make the bytes durable, close the file, and return its status."""
+        path, writer = self._path, self._writer
+        if self._is_closing:
+            self._recover_lease(folder)
+        else:
+            if self._is_broken:
+                self._go_on(folder, b"")
+                path, writer = self._path, self._writer
+            elif self._length:
+                self._try(folder, "write", _sync, folder, self._key, writer)
+            self._is_closing = True
+            self._step(folder, "close", lambda client: close_file(client, path, writer))
+        return folder.look_up(path, self._key)
+
+    def _require_file(self, folder: HdfsFolder) -> None:
+        if self._writer is None:
+            self._path, self._writer = self._step(folder, "write", self._create, folder)
+
+    def _create(self, client: Any, folder: HdfsFolder) -> tuple[str, Any]:
+        """Create a file with a new name: an earlier try, whose reply was lost, may have created
+        one. Return its path and its writer. Raises the errors of hdfs-native."""
+        from hdfs_native import WriteOptions
+
+        parent, _, name = folder.path(self._key).rpartition("/")
+        path = f"{parent}/.{name[:48]}.{secrets.token_hex(8)}.partial"
+        self.paths.append(path)
+        options = WriteOptions(
+            block_size=folder.options.block_size,
+            replication=folder.options.replication,
+            create_parent=True,
+        )
+        return path, client.create(path, options)
+
+    def _try(
+        self, folder: HdfsFolder, action: str, request: Callable[..., object], *arguments: Any
+    ) -> None:
+        """Let the writer do something. If it fails, the next try goes on with another one."""
+        try:
+            self._step(folder, action, lambda _: request(*arguments))
+        except Unavailable:
+            self._is_broken = True
+            raise
+
+    def _step(
+        self, folder: HdfsFolder, action: str, request: Callable[..., T], *arguments: Any
+    ) -> T:
+        seconds, began = self._step_seconds(folder), time.monotonic()
+        try:
+            return folder.call(action, action, self._key, request, *arguments, seconds=seconds)
+        except Unavailable:
+            if time.monotonic() - began >= seconds:
+                folder.server.step_seconds = min(1.5 * seconds, LONGEST_CALL)
+            raise
+
+    def _step_seconds(self, folder: HdfsFolder) -> float:
+        """Return the seconds after which the next step is abandoned."""
+        longest = max(FIRST_STEP, folder.server.step_seconds)
+        return min(longest, max(1.0, folder.deadline.seconds_left / 4))
+
+    def _go_on(self, folder: HdfsFolder, data: bytes) -> None:
+        """Write ``data``, of which DataNodes may have a part, after an error of the writer.
+
+        The client replaces a DataNode that fails within a block, but not one that is gone when it
+        begins a block. Then, the file is closed with the bytes that the DataNodes have, and opened
+        again. If all bytes are known, they go to a new file instead, which takes less time. In
+        either case, they are synced, because a failure may appear only then.
+
+        A sync has an effect only on a block that gets bytes. If the last block gets no more of
+        them, and its DataNodes may have them only in memory, the file is copied.
+        """
+        rest = b"".join([*self._tail, data])
+        begin = self._position + len(data) - len(rest)
+        path, missing, goes_on = self._path, rest, False
+        if begin:
+            found = self._recover(folder, begin, rest)
+            goes_on = found.length < begin + len(rest) and found.length % found.blocksize > 0
+            missing = rest[found.length - begin :] if goes_on else rest
+        if goes_on:
+            limit = Deadline.after(self._step_seconds(folder), folder.deadline.purpose)
+            writer = self._step(folder, "write", _append, path, limit)
+        else:
+            path, writer = self._step(folder, "write", self._create, folder)
+            self._copy(folder, begin, writer)
+        if missing:
+            self._step(folder, "write", lambda _: writer.write(missing))
+            self._step(folder, "write", lambda _: _sync(folder, self._key, writer))
+        self._path, self._writer, self._is_broken = path, writer, False
+
+    def _copy(self, folder: HdfsFolder, length: int, writer: Any) -> None:
+        """Write the first bytes of the closed file to another one."""
+        source = self._path
+        for start in range(0, length, BLOCK_SIZE):
+
+            def copy(client: Any, start: int = start) -> None:
+                size = min(BLOCK_SIZE, length - start)
+                writer.write(bytes(client.read(source).read_range(start, size)))
+
+            self._step(folder, "write", copy)
+
+    def _recover(self, folder: HdfsFolder, begin: int, rest: bytes) -> Any:
+        """Let the NameNode close the file, and return its status. ``rest`` has what it lacks.
+
+        ``begin``: where ``rest`` begins in the file. Raises ``StoreError``.
+        """
+        self._recover_lease(folder)
+        found = folder.look_up(self._path, self._key)
+        if found is None:
+            raise self._deleted_error(folder)
+        if not begin <= found.length <= begin + len(rest):
+            raise StoreError(
+                f"{folder.url} has lost bytes of {self._key} with the DataNodes that had them",
+                expected=f"{begin} to {begin + len(rest)} bytes",
+                found=f"{found.length} bytes",
+                todo="Save again; more copies of each block (replication=) make this rare",
+                key=self._key,
+                store=folder.url,
+            )
+        return found
+
+    def _recover_lease(self, folder: HdfsFolder) -> None:
+        """Let the NameNode close the file with the bytes that the DataNodes have.
+
+        Raises ``Unavailable`` if it does not in time, and other kinds of ``StoreError``. Each
+        question whether the file is closed makes the DataNodes begin anew, so the pauses grow.
+        """
+        path = self._path
+        for pause in _RECOVERY_PAUSES:
+            if folder.call("recover_lease", "close", self._key, lambda c: c.recover_lease(path)):
+                return
+            time.sleep(min(pause, folder.deadline.seconds_left))
+        raise Unavailable(
+            f"Cannot close {self._key} in {folder.url}: the NameNode does not get its last block",
+            todo="Check that the DataNodes run that have it",
+            key=self._key,
+            store=folder.url,
+        )
+
+    def _rename(self, folder: HdfsFolder) -> None:
+        """Rename the file to its key, and delete the others. Raises ``AlreadyExists``.
+
+        A rename keeps the time of the last change.
+        """
+        path, target, key = self._path, folder.path(self._key), self._key
+        status = self._status
+        try:
+            folder.call("rename", "commit", key, lambda c: c.rename(path, target, overwrite=False))
+        except NotFound as e:  # an earlier try has renamed it, or ``sweep`` has deleted it
+            try:
+                found = folder.look_up(target, key)
+            except StoreError as error:
+                raise error.with_advice(outcome="unknown") from error
+            if found is None or (found.length, found.modification_time) != (
+                status.length,
+                status.modification_time,
+            ):
+                raise self._deleted_error(folder) from e
+        except AlreadyExists:
+            self._refuse_folder(folder, target)
+            raise
+        self.paths.remove(path)
+        with suppress(StoreError):
+            self.abort(folder)
+
+    def _refuse_folder(self, folder: HdfsFolder, target: str) -> None:
+        """Raise ``StoreError`` if a folder has the name of an object: it is in the way for ever."""
+        status = folder.look_up(target, self._key)
+        if status is not None and status.isdir:
+            raise StoreError(
+                f"Cannot create {self._key} in {folder.url}: a folder has this name",
+                todo="Move the folder away, then try again. Nothing was changed",
+                key=self._key,
+                store=folder.url,
+            )
+
+    def _deleted_error(self, folder: HdfsFolder) -> StoreError:
+        return StoreError(
+            f"The upload of {self._key} to {folder.url} was deleted before its commit",
+            todo="Raise the minimum age of `limpet sweep`, then save again",
+            key=self._key,
+            store=folder.url,
+        )
+
+
+def _append(client: Any, path: str, limit: Deadline) -> Any:
+    """Open a closed file again, and return its writer. Raises the errors of hdfs-native."""
+    writer = client.append(path)
+    if not limit.seconds_left:
+        writer.close()  # this call was abandoned, and nobody else would end the lease
+    return writer
+
+
+def _sync(folder: HdfsFolder, key: str, writer: Any) -> None:
+    """Make all bytes durable; the client has done that for each completed block.
+
+    Raises ``StoreError`` if HDFS cannot do it, and the errors of hdfs-native.
+    """
+    found = "an hdfs-native without it: install 0.14.7 or a later version"
+    if hasattr(writer, "hsync"):
+        try:
+            writer.hsync()
+            return
+        except NotImplementedError:
+            found = "a file without it, such as one in an erasure-coded folder"
+    if not folder.options.allow_weak:
+        raise weak_store_error(key, folder.url, _PROMISE, found)
+
+
+def open_hdfs(url: str, **options: Any) -> RetryStore:
     """Return the store at ``hdfs://NAMENODE:PORT/folder`` or ``hdfs://NAMESERVICE/folder``.
 
     ``hdfs:///folder`` is in the file system that ``fs.defaultFS`` names. For the options, see
@@ -97,4 +475,5 @@ def open_hdfs(url: str, **options: Any) -> HdfsStore:
             expected="hdfs://NAMENODE:PORT/folder",
             todo="Users and other options are not part of the URL",
         )
-    return HdfsStore(match[1], match[2], HdfsOptions.from_mapping(options))
+    found = HdfsOptions.from_mapping(options)
+    return RetryStore(HdfsFolder(match[1], match[2], found), found.timeout)

@@ -12,10 +12,11 @@ from typing import TypeVar
 
 from limpet.buffers import address_of, as_byte_view, direct_io_length
 from limpet.errors import StoreError
-from limpet.storage.checks import WrittenRanges, check_written_length, refuse_partial
+from limpet.storage.checks import check_written_length, refuse_partial
 from limpet.storage.local.files import LocalFiles
 from limpet.storage.local.os_calls import INVALID_OR_UNSUPPORTED, O_DIRECT, UNSUPPORTED
 from limpet.storage.store import Stat, Upload
+from limpet.storage.uploads import WrittenRanges
 from limpet.types import ALIGNMENT
 
 T = TypeVar("T")

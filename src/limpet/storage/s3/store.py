@@ -1,110 +1,496 @@
-"""A store in an S3 bucket. The commit is one conditional PUT, which never replaces an object."""
+"""The tries of a store in an S3 bucket: requests, replies, and uploads in parts.
+
+The server is asked to create an object only if the key does not exist (``If-None-Match: *``).
+(AWS announced the condition in August 2024; Ceph, MinIO, and R2 have it, too.)
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import reduce
+from threading import Lock
 from typing import Any
 
-from limpet.buffers import as_byte_view
-from limpet.errors import NotFound, StoreError
-from limpet.storage.checks import check_range, is_partial, refuse_partial
-from limpet.storage.s3.bucket import S3Bucket
-from limpet.storage.s3.endpoint import S3Options
-from limpet.storage.s3.ranges import S3Range
-from limpet.storage.s3.upload import S3Upload, object_of_partial, partial_key
-from limpet.storage.store import Entry, RangeReader, Stat, Upload
+from limpet.deadline import Deadline
+from limpet.errors import Denied, NotFound, StoreError, Unavailable
+from limpet.storage.checks import exists_error, is_partial, short_read_error
+from limpet.storage.retry import Remote, RemoteUpload, Reply, RetryStore
+from limpet.storage.s3.errors import no_tag_error, shows_credentials, stated_md5, translate
+from limpet.storage.s3.server import (
+    INSTALL,
+    TIMEOUTS,
+    S3Options,
+    S3Server,
+    shared_server,
+)
+from limpet.storage.store import Entry, Stat, Traits, part_length
 from limpet.text import hide_secrets
+from limpet.types import BLOCK_SIZE, MIB
+
+READ_SIZE = 64 * MIB
+"""The largest range to read with one request, in bytes. Its bytes need no memory at once."""
+
+FIRST_BLOCK, _FAST = 64 << 10, 0.1
+"""The length of the first block of a reply, in bytes, and the seconds in which a block is fast."""
+
+_SLOWEST = 20_000
+"""Bytes per second from which on a block that has become slow still ends by the deadline."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_PERMISSION = ("AccessDenied", "403")
+"""The codes of a server that has accepted the credentials."""
 
 
-class S3Store(S3Bucket):
-    """A store in a folder of a bucket, or in a whole bucket. Creating it sends no request."""
+class S3Folder(Remote):
+    """A folder of a bucket, or a whole bucket."""
 
-    def put(self, key: str, length: int, head: int = 0) -> Upload:
-        refuse_partial(key, self.url)
-        self.object_name(key)
-        return S3Upload(self, key, length, 0 if self.options.equal_parts else head)
+    def __init__(self, bucket: str, folder: str, options: S3Options) -> None:
+        super().__init__(f"s3://{bucket}", folder)
+        self.bucket = bucket
+        self.options = options
+        shared_server(options)  # raises if boto3 is missing
 
-    def get_range(self, key: str, offset: int, length: int, into: memoryview) -> None:
-        view = as_byte_view(into)
-        check_range(key, self.url, offset, length, len(view))
-        if not length:
-            self.stat(key)
-            return
-        with self.open_range(key, offset, length) as reader:
-            reader.read_into(view[:length])
+    @property
+    def server(self) -> S3Server:
+        return shared_server(self.options)
 
-    def open_range(self, key: str, offset: int, length: int) -> RangeReader:
-        """Return a reader of a range. It sends no request yet."""
-        check_range(key, self.url, offset, length, length)
-        return S3Range(self, key, offset, length)
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            "s3",
+            1,
+            durable=True,
+            part_size=self.options.part_size,
+            connections=self.options.connections,
+            read_size=READ_SIZE,
+            retry_after=True,
+            upload_memory=2 * self.options.part_size,
+            spread=self.options.spread,
+        )
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def stat(self, key: str) -> Stat:
+        name = self.object_name(key)
+        try:
+            reply = self.send("head_object", "look up", key, Key=name)
+        except NotFound:  # the reply to a HEAD has no reason
+            self._require_bucket()
+            raise
+        except StoreError as e:
+            if isinstance(e, Denied) or e.fields.get("status") == 400:
+                self.send("get_object", "look up", key, Key=name, Range="bytes=0-0")["Body"].close()
+            raise
+        for field in ("ContentLength", "LastModified"):
+            if field not in reply:
+                with suppress(Denied):
+                    self._list_any()  # raises if this is a web server, not a lost header
+                raise Unavailable(
+                    f"The reply for {key} in {self.url} lacks {field}", key=key, store=self.url
+                )
+        return Stat(key, int(reply["ContentLength"]), int(reply["LastModified"].timestamp()))
+
+    def _require_bucket(self) -> None:
+        """Raise ``StoreError`` if the bucket is missing."""
+        if self.root not in self.server.known:
+            with suppress(Denied):  # it may be there
+                self._list_any()
+            self.server.known.add(self.root)
+
+    def _list_any(self) -> None:
+        page = self.send("list_objects_v2", "look up", "", Prefix=self.prefix, MaxKeys=1)
+        self._require_field(page, "IsTruncated")
+
+    def open(self, key: str, offset: int, length: int | None, tag: str) -> Reply:
+        fields: dict[str, Any] = {"IfMatch": tag} if tag else {}
+        if length is not None:
+            fields["Range"] = f"bytes={offset}-{offset + length - 1}"
+        try:
+            reply = self.send("get_object", "read", key, Key=self.object_name(key), **fields)
+        except StoreError as e:
+            if e.fields.get("status") == 416:
+                raise short_read_error(key, self.url, offset, length or 0, 0) from e
+            raise
+        if length is None:
+            self._require_field(reply, "ETag", key)
+        where = reply.get("ContentRange", "the whole object")
+        if length is not None and not where.startswith(f"bytes {offset}-"):
+            raise StoreError(
+                f"{self.server.url} does not answer requests for a part of an object",
+                expected=f"bytes {offset}- of {key}",
+                found=where,
+                todo="Check the endpoint",
+                key=key,
+                store=self.url,
+            )
+        return _S3Reply(self, key, reply)
+
+    def page(
+        self, folder: str, prefix: str, marker: Any, *, deep: bool, partial: bool
+    ) -> tuple[Sequence[Entry], Any]:
+        start = self.object_name(folder) + "/" if folder else self.prefix
+        if partial:
+            uploads, marker = self._upload_page(start, marker)
+            return [self._partial_entry(*upload, start) for upload in uploads], marker
+        fields = {} if deep else {"Delimiter": "/"}
+        if marker is not None:
+            fields["ContinuationToken"] = marker
+        page = self._list("list_objects_v2", Prefix=start + prefix, **fields)
+        found: list[Entry] = [
+            Entry(common["Prefix"][len(start) : -1], "folder")
+            for common in page.get("CommonPrefixes", ())
+        ]
+        for item in page.get("Contents", ()):
+            name, modified = item["Key"][len(start) :], int(item["LastModified"].timestamp())
+            if name and not name.endswith("/"):  # the console creates "folders" as empty objects
+                stat = Stat(item["Key"][len(self.prefix) :], int(item["Size"]), modified)
+                found.append(Entry(name, "object", stat))
+        after = page["NextContinuationToken"] if page["IsTruncated"] else None
+        return found, self._next(after, marker)
+
+    def _upload_page(self, start: str, marker: Any) -> tuple[list[tuple[str, str, Any]], Any]:
+        """Return the name, the id, and the time of some uploads whose names begin so."""
+        fields = {} if marker is None else dict(zip(_MARKERS, marker, strict=True))
+        page = self._list("list_multipart_uploads", Prefix=start, **fields)
+        after = tuple(page[f"Next{name}"] for name in _MARKERS) if page["IsTruncated"] else None
+        found = [(u["Key"], u["UploadId"], u["Initiated"]) for u in page.get("Uploads", ())]
+        return found, self._next(after, marker)
+
+    def _partial_entry(self, name: str, upload_id: str, initiated: Any, start: str) -> Entry:
+        """Return the entry that stands for an unfinished upload."""
+        folder, slash, last = name.rpartition("/")
+        partial = f"{folder}{slash}.{_tag(upload_id)}.{last}.partial"
+        stat = Stat(partial[len(self.prefix) :], 0, int(initiated.timestamp()))
+        return Entry(partial[len(start) :], "object", stat)
+
+    def uploads(self, name: str) -> Iterator[str]:
+        """Yield the ids of the uploads of an object. All pages are one try."""
+        marker = None
+        while True:
+            found, marker = self._upload_page(name, marker)
+            yield from (upload_id for found_name, upload_id, _ in found if found_name == name)
+            if marker is None:
+                return
+
+    def _list(self, method: str, **fields: Any) -> Any:
+        try:
+            page = self.send(method, "list", "", **fields)
+        except NotFound as e:
+            raise self._no_list_error() from e
+        self._require_field(page, "IsTruncated")
+        names = ["ContinuationToken"] if method == "list_objects_v2" else _MARKERS
+        for name in names if page["IsTruncated"] else ():
+            self._require_field(page, f"Next{name}")
+        self.server.known.add(self.root)
+        return page
+
+    def _next(self, marker: Any, before: Any) -> Any:
+        if marker is not None and marker == before:
+            raise self._no_list_error()
+        return marker
+
+    def _no_list_error(self) -> StoreError:
+        """Return the error for a server that has no list, or one that does not end."""
+        return StoreError(
+            f"Cannot list {self.url}: {self.server.url} does not answer as S3 does",
+            todo="Check the endpoint, which must not contain the name of the bucket",
+            store=self.url,
+        )
+
+    def _require_field(self, reply: Any, name: str, key: str = "") -> None:
+        """Raise ``StoreError`` if a reply lacks what every server with the API of S3 sends.
+
+        A web server answers any request, and an empty list of objects would be an empty run.
+        """
+        if name not in reply:
+            raise StoreError(
+                f"Cannot use {self.url}: {self.server.url} does not answer as S3 does",
+                expected=f"a reply with {name}",
+                todo="Check the endpoint",
+                key=key,
+                store=self.url,
+            )
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def create(self, key: str, data: bytes) -> bool:
+        fields: dict[str, Any] = {
+            "Key": self.object_name(key),
+            "Body": data,
+            "ContentMD5": md5([data]),
+        }
+        try:
+            reply = self.send("put_object", "write", key, IfNoneMatch="*", **fields)
+        except StoreError as e:
+            if e.fields.get("status") == 412:
+                return False
+            raise
+        if not reply.get("ETag"):
+            raise no_tag_error(key, self.url)
+        return True
+
+    def begin(self, key: str, length: int, head: int) -> RemoteUpload | None:
+        head = 0 if self.options.equal_parts else head
+        part = part_length(self.traits, length)
+        if length <= head + part:
+            return None
+        name = self.object_name(key)
+        reply = self.send(
+            "create_multipart_upload", "write", key, Key=name, ChecksumAlgorithm="CRC32C"
+        )
+        if not reply.get("UploadId"):
+            raise no_tag_error(key, self.url)
+        # a server that does not know this checksum gets another one, unless TLS protects the bytes
+        has_crc = "ChecksumAlgorithm" in reply or self.server.url.startswith("https:")
+        return S3Parts(key, name, str(reply["UploadId"]), head, part, length, has_crc)
 
     def delete(self, key: str) -> None:
-        if is_partial(key.rpartition("/")[2]):
-            self._abort_partial(key)
+        folder, slash, name = key.rpartition("/")
+        if not is_partial(name):
+            self.send("delete_object", "delete", key, Key=self.object_name(key))
             return
-        name = self.object_name(key)
+        object_name = self.object_name(folder + slash + name.removesuffix(".partial")[18:])
+        for upload_id in [*self.uploads(object_name)]:
+            if name.startswith(f".{_tag(upload_id)}."):
+                self.abort_upload(key, object_name, upload_id)
 
-        def delete(client: Any) -> None:
-            client.delete_object(Bucket=self.bucket, Key=name)
+    def abort_upload(self, key: str, name: str, upload_id: str) -> None:
+        """Abort a multipart upload, and delete its parts. It may be gone already."""
+        with suppress(NotFound):
+            action = "abort the upload of"
+            self.send("abort_multipart_upload", action, key, Key=name, UploadId=upload_id)
 
-        with suppress(NotFound):  # S3 reports success, and some servers that there was none
-            self.for_cleanup().call("DeleteObject", "delete", key, delete)
+    # -- requests ------------------------------------------------------------------------------
 
-    def _abort_partial(self, key: str) -> None:
-        object_key = object_of_partial(key)
-        for found_key, upload_id, _ in list(self.uploads(self.object_name(object_key))):
-            if partial_key(found_key, upload_id) == key:
-                self.abort_upload(object_key, upload_id)
+    def send(self, method: str, action: str, key: str, longest: int = 15, **fields: Any) -> Any:
+        """Send one request, and return the reply.
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        for page in self._pages(self._folder_name(prefix), ""):
-            yield from self._stats(page)
+        ``method``: that of the client; ``longest``: its longest timeout, in seconds. Raises
+        ``StoreError``; it is ``Unavailable`` if other credentials may help.
+        """
+        server, client = self.server, None
+        try:
+            with self.translated(action, key):
+                client = server.client(self.deadline, longest)
+                server.throttle.count(method.title().replace("_", ""))
+                return getattr(client, method)(Bucket=self.bucket, **fields)
+        except Denied as e:
+            code = e.fields.get("code")
+            if code not in _PERMISSION and server.look_for_credentials(client) and code:
+                raise Unavailable(f"{e} (trying again with other credentials)", **e.fields) from e
+            raise
 
-    def list_level(self, folder: str, prefix: str = "") -> Iterator[Entry]:
-        """See the function."""
-        start = self._folder_name(folder) + prefix
-        if "/" in prefix:
-            return
-        for page in self._pages(start, "/"):
-            for common in page.get("CommonPrefixes", ()):
-                yield Entry(common["Prefix"][:-1].rpartition("/")[2], "folder")
-            for stat in self._stats(page):
-                yield Entry(stat.key.rpartition("/")[2], "object", stat)
+    @contextmanager
+    def translated(self, action: str, key: str) -> Iterator[None]:
+        """Raise an error of boto3 in the block as that of this store."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except Exception as e:  # noqa: BLE001  (raised as an error of the store)
+            error = translate(e, action, key, self.url, self.server.url)
+            raise error from (None if shows_credentials(e) else e)
 
-    def partials(self, prefix: str) -> Iterator[Stat]:
-        found = [
-            Stat(partial_key(key, upload_id), 0, int(initiated.timestamp()))
-            for key, upload_id, initiated in self.uploads(self._folder_name(prefix))
-        ]
-        return iter(sorted(found, key=lambda stat: stat.key))
 
-    def _folder_name(self, folder: str) -> str:
-        return self.object_name(folder) + "/" if folder else self.prefix
+_MARKERS = ("KeyMarker", "UploadIdMarker")
 
-    def _stats(self, page: Any) -> Iterator[Stat]:
-        for found in page.get("Contents", ()):
-            key = found["Key"][len(self.prefix) :]
-            if key and not key.endswith("/"):  # the console creates "folders" as empty objects
-                modified = int(found["LastModified"].timestamp())
-                yield Stat(key, int(found["Size"]), modified)
 
-    def _pages(self, start: str, delimiter: str) -> Iterator[Any]:
-        """Yield the replies that list the objects whose names begin with ``start``."""
-        return self.pages(
-            "ListObjectsV2",
-            start,
-            {"ContinuationToken": "NextContinuationToken"},
-            lambda client, at: client.list_objects_v2(
-                Bucket=self.bucket, Prefix=start, Delimiter=delimiter, **at
-            ),
+def _tag(upload_id: str) -> str:
+    return hashlib.sha256(upload_id.encode()).hexdigest()[:16]
+
+
+class _S3Reply(Reply):
+    def __init__(self, folder: S3Folder, key: str, reply: Any) -> None:
+        self._folder, self._key = folder, key
+        self._body = reply["Body"]
+        self._block = FIRST_BLOCK
+        self.length = int(reply["ContentLength"])
+        self.tag, self.md5 = reply.get("ETag", ""), stated_md5(reply)
+
+    def read_into(self, view: memoryview, deadline: Deadline) -> Iterator[int]:
+        """See ``Reply``.
+
+        boto3 returns when a block is full. The blocks begin small and grow as long as they arrive
+        fast, so that the deadline is checked in time. Near the deadline, they are small: a reply
+        may become slow.
+        """
+        done, place = 0, f"{self._key} in {self._folder.url}"
+        fields = {"key": self._key, "store": self._folder.url}
+        while done < len(view):
+            before = deadline.clock()
+            least = FIRST_BLOCK // 16
+            block = max(least, int(min(self._block, _SLOWEST * deadline.seconds_left)))
+            with self._folder.translated("read", self._key):
+                count = self._body.readinto(view[done : done + block])
+            if not count:
+                raise Unavailable(f"The reply for {place} is incomplete", **fields)
+            done += count
+            yield count
+            if done < len(view) and not deadline.seconds_left:
+                raise Unavailable(f"Reading {place} is too slow", **fields)
+            is_fast = deadline.clock() - before < _FAST
+            self._block = min(2 * self._block, MIB) if is_fast else max(self._block // 2, least)
+
+    def close(self) -> None:
+        self._body.close()
+
+
+class S3Parts:
+    """A multipart upload. Part ``n`` is a fixed range of the object.
+
+    ``has_crc``: the parts have a CRC-32C, otherwise an MD5. The server checks them on arrival.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        name: str,
+        upload_id: str,
+        head: int,
+        part: int,
+        length: int,
+        has_crc: bool,
+    ) -> None:
+        self._key, self._name, self._id = key, name, upload_id
+        self._head, self._part, self._length = head, part, length
+        self.has_crc = has_crc
+        self._lock = Lock()
+        self._parts: dict[int, dict[str, Any]] = {}
+        self._condition = {"IfNoneMatch": "*"}
+        self._may_be_complete = False
+
+    def write(self, folder: S3Folder, offset: int, views: Sequence[memoryview]) -> None:
+        number = max(0, offset - self._head) // self._part + 1
+        sums: dict[str, Any] = (
+            {"ChecksumCRC32C": crc32c(views)} if self.has_crc else {"ContentMD5": md5(views)}
+        )
+        body = PartBody(views, folder.deadline)
+        fields: dict[str, Any] = {
+            "Key": self._name,
+            "UploadId": self._id,
+            "PartNumber": number,
+            "Body": body,
+        }
+        try:
+            reply = folder.send("upload_part", "write", self._key, **fields, **sums)
+        except NotFound as e:
+            raise self._aborted_error(folder) from e
+        finally:
+            body.release()
+        if not reply.get("ETag"):
+            raise no_tag_error(self._key, folder.url)
+        part = {"PartNumber": number, "ETag": reply["ETag"]}
+        if self.has_crc and "ChecksumCRC32C" in reply:
+            part |= sums
+        with self._lock:
+            self._parts[number] = part
+
+    def commit(self, folder: S3Folder) -> None:
+        parts = [self._parts[number] for number in sorted(self._parts)]
+        fields = {"Key": self._name, "UploadId": self._id, "MultipartUpload": {"Parts": parts}}
+        method, longest = "complete_multipart_upload", TIMEOUTS[-1]
+        try:
+            folder.send(method, "complete", self._key, longest, **fields, **self._condition)
+        except StoreError as e:
+            status = e.fields.get("status")
+            if status == 501 and self._condition:
+                self._condition = {}  # the key is unique, so the condition is not essential
+                self.commit(folder)
+            elif status not in (404, 412):
+                self._may_be_complete |= isinstance(e, Unavailable)
+                raise
+            elif not (self._may_be_complete and self._is_complete(folder)):
+                error = exists_error(self._key, folder.url)
+                raise (error if status == 412 else self._aborted_error(folder)) from e
+
+    def _is_complete(self, folder: S3Folder) -> bool:
+        """Return True if the object is this one: the reply to an earlier try was lost.
+
+        Then, the upload is gone. If it is still there, another writer has created the object.
+        """
+        try:
+            if self._id in folder.uploads(self._name):
+                return False
+            return folder.stat(self._key).length == self._length
+        except NotFound:
+            return False
+        except StoreError as e:
+            raise e.with_advice(outcome="unknown") from e
+
+    def abort(self, folder: S3Folder) -> None:
+        folder.abort_upload(self._key, self._name, self._id)
+
+    def _aborted_error(self, folder: S3Folder) -> StoreError:
+        return StoreError(
+            f"The upload of {self._key} to {folder.url} was aborted by another process",
+            todo="Check the lifecycle rules of the bucket, and who runs `limpet sweep`",
+            key=self._key,
+            store=folder.url,
         )
 
 
-def open_s3(url: str, **options: Any) -> S3Store:
+class PartBody:
+    """The bytes of a part, as the file that boto3 wants. Blocks are views of the caller's memory.
+
+    urllib3 asks for blocks of 16 KiB; a loop over so many would hold the interpreter's lock. It
+    sends what it gets. A block must be sent before a timeout ends, so the shorter parts of a slow
+    network have shorter blocks: 1 MiB of 8, and 4 MiB of 28.
+    """
+
+    def __init__(self, views: Sequence[memoryview], deadline: Deadline) -> None:
+        self._views = views
+        self._length = sum(map(len, views))
+        self._block = min(BLOCK_SIZE, max(MIB, self._length // 7))
+        self._deadline = deadline
+        self._at = 0
+
+    def read(self, size: int = -1) -> memoryview | bytes:
+        if not self._deadline.seconds_left:
+            raise TimeoutError("the deadline has passed")
+        start = self._at
+        for view in self._views:
+            if start < len(view):
+                block = view[start : start + self._block]
+                self._at += len(block)
+                return block
+            start -= len(view)
+        return b""
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def release(self) -> None:
+        """Drop the memory: reference cycles of botocore keep this object for a while."""
+        self._views = ()
+
+
+def crc32c(views: Sequence[memoryview]) -> str:
+    """Return the CRC-32C of bytes in several places, as S3 writes it."""
+    try:
+        from awscrt.checksums import crc32c as update
+    except ImportError as e:
+        raise StoreError("An s3:// store needs the package awscrt", todo=INSTALL) from e
+    value = reduce(lambda crc, view: update(view, crc), views, 0)
+    return base64.b64encode(value.to_bytes(4, "big")).decode()
+
+
+def md5(views: Sequence[memoryview | bytes]) -> str:
+    """Return the MD5 of bytes in several places, as S3 writes it."""
+    value = hashlib.md5(usedforsecurity=False)
+    for view in views:
+        value.update(view)
+    return base64.b64encode(value.digest()).decode()
+
+
+def open_s3(url: str, **options: Any) -> RetryStore:
     """Return the store at ``s3://BUCKET/folder``. For the options, see ``S3Options``.
 
     Characters such as ``%`` and ``+`` stand for themselves. Raises ``StoreError`` if the URL or an
@@ -118,4 +504,5 @@ def open_s3(url: str, **options: Any) -> S3Store:
             found=None if "@" in bucket or "=" in bucket else repr(bucket),
             todo="Credentials and other options are not part of the URL",
         )
-    return S3Store(bucket, folder.rstrip("/"), S3Options.from_mapping(options))
+    found = S3Options.from_mapping(options)
+    return RetryStore(S3Folder(bucket, folder.rstrip("/"), found), found.timeout)

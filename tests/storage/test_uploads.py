@@ -10,11 +10,11 @@ import pytest
 
 import limpet
 from limpet.errors import NoSpace, StoreError
-from limpet.storage import sequential_upload
+from limpet.storage import uploads
 from limpet.storage.checks import refuse_partial
 from limpet.storage.memory import MemoryStore
-from limpet.storage.sequential_upload import SequentialUpload
 from limpet.storage.store import Traits, check_key
+from limpet.storage.uploads import SequentialUpload
 from limpet.testing import StoreContract
 
 MIB = 1 << 20
@@ -27,7 +27,9 @@ class ListAppender:
         self.data, self.calls, self.is_aborted = bytearray(), [], False
         self.create, self.fail_at = create, fail_at
 
-    def append(self, data):
+    def write_at(self, offset, *views):
+        (data,) = views
+        assert offset == len(self.data)
         if len(self.calls) == self.fail_at:
             raise StoreError("the server is gone")
         self.calls.append(data.obj)
@@ -83,8 +85,8 @@ def temporary_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("window", [0, 100_000, 1 << 30])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_gives_the_same_bytes(window, seed, monkeypatch, temporary_files):
-    monkeypatch.setattr(sequential_upload, "WINDOW", window)
-    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
+    monkeypatch.setattr(uploads, "WINDOW", window)
+    monkeypatch.setattr(uploads, "_memory", uploads._Memory())
     rng = random.Random(seed)
     data = rng.randbytes(500_000)
     cuts = sorted({0, len(data), *(rng.randrange(len(data)) for _ in range(40))})
@@ -97,7 +99,7 @@ def test_any_order_gives_the_same_bytes(window, seed, monkeypatch, temporary_fil
         buffer[:] = bytes(len(buffer))  # the caller uses its buffer again
     assert upload.commit() == data
     assert not appender.is_aborted
-    assert sequential_upload._memory._left == window
+    assert uploads._memory._left == window
     assert all(file.closed for file in temporary_files)
     assert len(temporary_files) == (1 if window < 1 << 30 else 0)
 
@@ -116,8 +118,8 @@ def test_bytes_in_order_are_not_copied(temporary_files):
 
 def test_the_temporary_file_is_as_large_as_what_waits(monkeypatch, temporary_files):
     """As in an export for PyTorch, in which each tensor waits for its header."""
-    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
-    sequential_upload._memory.take(sequential_upload.WINDOW)
+    monkeypatch.setattr(uploads, "_memory", uploads._Memory())
+    uploads._memory.take(uploads.WINDOW)
     data = random.Random(0).randbytes(8 * MIB)
     upload, _ = begin(len(data))
     most = 0
@@ -130,15 +132,15 @@ def test_the_temporary_file_is_as_large_as_what_waits(monkeypatch, temporary_fil
 
 
 def test_many_uploads_share_the_memory(temporary_files):
-    uploads = [begin(64 * MIB)[0] for _ in range(4)]
-    for upload in uploads:
+    begun = [begin(64 * MIB)[0] for _ in range(4)]
+    for upload in begun:
         upload.write_at(MIB, memoryview(bytes(30 * MIB)))
-    assert sequential_upload._memory._left == 4 * MIB
+    assert uploads._memory._left == 4 * MIB
     assert len(temporary_files) == 2
     assert sum(os.fstat(file.fileno()).st_blocks for file in temporary_files) * 512 >= 60 * MIB
-    for upload in uploads:
+    for upload in begun:
         upload.abort()
-    assert sequential_upload._memory._left == 64 * MIB
+    assert uploads._memory._left == 64 * MIB
     assert all(file.closed for file in temporary_files)
 
 
@@ -153,7 +155,7 @@ def test_a_failed_append_ends_the_upload():
     upload.abort()
     upload.abort()
     assert appender.is_aborted
-    assert sequential_upload._memory._left == 64 * MIB
+    assert uploads._memory._left == 64 * MIB
 
 
 @pytest.mark.parametrize("twice", [(0, 10), (5, 10), (15, 2), (20, 10)])
@@ -172,8 +174,8 @@ def test_bytes_that_are_written_twice_are_refused(twice):
 
 
 def test_the_same_bytes_twice_in_memory_and_in_the_file(monkeypatch):
-    monkeypatch.setattr(sequential_upload, "WINDOW", 10)
-    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
+    monkeypatch.setattr(uploads, "WINDOW", 10)
+    monkeypatch.setattr(uploads, "_memory", uploads._Memory())
     upload, appender = begin(20)
     for _ in range(3):
         upload.write_at(10, memoryview(bytes(10)))
@@ -181,15 +183,15 @@ def test_the_same_bytes_twice_in_memory_and_in_the_file(monkeypatch):
     with pytest.raises(StoreError, match="twice"):
         upload.commit()
     assert appender.is_aborted
-    assert sequential_upload._memory._left == 10
+    assert uploads._memory._left == 10
 
 
 def test_bytes_that_cannot_be_copied_return_their_memory(monkeypatch):
     upload, _ = begin(20)
-    monkeypatch.setattr(sequential_upload, "as_byte_view", lambda data: Uncopyable())
+    monkeypatch.setattr(uploads, "as_byte_view", lambda data: Uncopyable())
     with pytest.raises(MemoryError):
         upload.write_at(10, memoryview(bytes(10)))
-    assert sequential_upload._memory._left == 64 * MIB
+    assert uploads._memory._left == 64 * MIB
 
 
 class Uncopyable:
@@ -201,8 +203,8 @@ class Uncopyable:
 
 
 def test_a_full_disk_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(sequential_upload, "WINDOW", 0)
-    monkeypatch.setattr(sequential_upload, "_memory", sequential_upload._Memory())
+    monkeypatch.setattr(uploads, "WINDOW", 0)
+    monkeypatch.setattr(uploads, "_memory", uploads._Memory())
 
     def fail(*_):
         raise OSError(28, "No space left on device")
@@ -217,10 +219,10 @@ def test_a_full_disk_says_what_to_do(monkeypatch):
 
 def test_a_save_appends_in_order(monkeypatch, temporary_files):
     kept, threads = [], set()
-    keep, append = SequentialUpload._keep, ListAppender.append
+    keep, append = SequentialUpload._keep, ListAppender.write_at
     monkeypatch.setattr(SequentialUpload, "_keep", lambda *a: (kept.append(1), keep(*a)))
     monkeypatch.setattr(
-        ListAppender, "append", lambda *a: (threads.add(threading.get_ident()), append(*a))
+        ListAppender, "write_at", lambda *a: (threads.add(threading.get_ident()), append(*a))
     )
     torch = pytest.importorskip("torch")
     state = {str(i): torch.randn(1 << 20) for i in range(10)}

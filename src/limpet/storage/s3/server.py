@@ -1,11 +1,10 @@
-"""The clients of one S3 endpoint, and what this process has learned about it."""
+"""The options of ``s3://``, and the clients of one server with its credentials."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
@@ -25,8 +24,7 @@ from limpet.storage.checks import (
     make_options,
     switch,
 )
-from limpet.storage.remote import Server
-from limpet.storage.s3.pace import IN_FLIGHT, Pace
+from limpet.storage.retry import Server
 from limpet.types import MIB
 from limpet.version import __version__
 
@@ -50,12 +48,9 @@ MAX_REQUESTS = 32
 MIN_PART = 5 * MIB
 """The least length of a part other than the last one."""
 
-READ_SIZE = 64 * MIB
-"""The largest range to read with one request, in bytes. Its bytes need no memory at once."""
+IN_FLIGHT = 56 * MIB
+"""The bytes of parts that a save keeps in memory at once, besides what is staged."""
 
-Variables = frozenset[tuple[str, str]]
-
-CHECKSUMS = ("auto", "crc32c", "md5", "none")
 _ADDRESSING = (None, "path", "virtual")
 _TEXTS = ("region", "profile", "access_key_id", "secret_access_key", "session_token")
 _SWITCHES = ("anonymous", "equal_parts")
@@ -69,14 +64,12 @@ class S3Options:
     URL of a server with the API of S3), ``region``, ``profile``, and the credentials.
     ``anonymous``: send no credentials. ``addressing``: "path" or "virtual"; by default "path" for
     an endpoint other than that of AWS. ``part_size``: the length of the parts of uploads, in
-    bytes; by default, it adapts (see ``Pace``). ``equal_parts``: make all parts but the last
-    equal in length, as Cloudflare R2 requires; this takes another copy in memory. ``concurrency``:
-    the largest number of requests of this process in progress, and of parts that a save sends at
-    once; by default, 32, and as many parts as have ``IN_FLIGHT`` bytes, but at least 2.
-    ``timeout``: seconds for which a call is repeated while the server is unreachable or busy.
-    ``checksum``: what the server checks on arrival: "crc32c"; "md5"; "auto": CRC-32C, and also MD5
-    if the server ignores it and the connection is not encrypted; "none". ``spread``: save the
-    shards of a version in so many folders, 2 to 256; 0: in its own folder.
+    bytes. ``equal_parts``: make all parts but the last equal in length, as Cloudflare R2 requires;
+    this takes another copy in memory. ``concurrency``: the largest number of requests of this
+    process in progress, and of parts that a save sends at once; by default, 32, and as many parts
+    as have ``IN_FLIGHT`` bytes, but at least 2. ``timeout``: seconds for which a call is repeated
+    while the server is unreachable or busy. ``spread``: save the shards of a version in so many
+    folders, 2 to 256; 0: in its own folder.
     """
 
     endpoint: str | None = None
@@ -87,11 +80,10 @@ class S3Options:
     session_token: str | None = field(default=None, repr=False)
     anonymous: bool = False
     addressing: str | None = None
-    part_size: int | None = None
+    part_size: int = 16 * MIB
     equal_parts: bool = False
     concurrency: int | None = None
     timeout: float = 300.0
-    checksum: str = "auto"
     spread: int = 0
 
     @classmethod
@@ -99,9 +91,8 @@ class S3Options:
         """Return the options. Raises ``StoreError`` for an unknown name or an invalid value."""
         whole = (int, type(None))
         rules: tuple[Rule, ...] = (
-            ("part_size", whole, lambda n: not n or n >= MIN_PART, f"at least {MIN_PART} bytes"),
+            ("part_size", int, lambda n: n >= MIN_PART, f"at least {MIN_PART} bytes"),
             ("concurrency", whole, lambda n: n is None or 1 <= n <= 1024, "1 to 1024"),
-            ("checksum", str, CHECKSUMS.__contains__, " or ".join(CHECKSUMS)),
             ("addressing", OPTIONAL_TEXT, _ADDRESSING.__contains__, "'path' or 'virtual'"),
             ENDPOINT,
             SPREAD,
@@ -116,26 +107,33 @@ class S3Options:
             )
         return found
 
+    @property
+    def connections(self) -> int:
+        """The number of parts that a save sends at once."""
+        return self.concurrency or max(2, IN_FLIGHT // self.part_size)
 
-class Clients:
-    """The clients of a server with the credentials that were found at one time.
+
+_AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")
+
+
+class S3Server(Server):
+    """The clients with certain options and environment variables in this process.
 
     A program or a service that issues credentials may never answer, and boto3 would wait for it in
-    the middle of a request. So they are fetched in a thread, for which each request waits until its
-    deadline.
+    the middle of a request. So one thread fetches them, for which each request waits until its
+    deadline. ``url``: that of the server; it is known from the first request on.
     """
 
-    def __init__(self, options: S3Options) -> None:
+    def __init__(self, options: S3Options, variables: frozenset[tuple[str, str]]) -> None:
+        super().__init__(options.concurrency or MAX_REQUESTS, options.timeout)
+        self.variables = variables
+        self.url = "the endpoint"
         self._options = options
-        self._clients: dict[int, Any] = {}
-        self._session: Any = None
-        self._credentials: Any = None
-        self._found: Any = None  # what they were when they were fetched
-        self.url = ""
         self._addresses = 1  # of the server: each may take the timeout of a connection
-        self._fetching: Call[None] | None = None
-        self._fetched_at = 0.0  # when the last thread began
         self._lock = Lock()
+        self._fetching: Call[None] | None = None
+        self._refused: Any = None  # the last credentials that the server has refused
+        self._forget_credentials()
 
     def client(self, deadline: Deadline, longest: int) -> Any:
         """Return a client whose timeouts are at most ``longest``, and end by the deadline.
@@ -152,19 +150,30 @@ class Clients:
                 self._clients[timeout] = client
         return client
 
-    def has_other_credentials(self, others: Clients, deadline: Deadline) -> bool:
-        """Return True if these clients have found other credentials than those of ``others``."""
-        try:
-            self._await_credentials(deadline)
-            return self._found is not None and self._found != others._found
-        except Exception:  # noqa: BLE001  (they cannot be found now)
-            return False
+    def look_for_credentials(self, client: Any) -> bool:
+        """Look for credentials again, because the server has refused those of a client.
+
+        Return True if that may help, because they were not refused before. boto3 keeps credentials
+        that have expired, unless it knows when they do.
+        """
+        with self._lock:
+            if client is not None and client not in self._clients.values():
+                return True  # another thread has done this
+            known, self._refused = self._refused, self._found
+            self._forget_credentials()
+            return bool(self._refused != known)
+
+    def _forget_credentials(self) -> None:
+        self._session: Any = None
+        self._credentials: Any = None
+        self._found: Any = None  # what they were when they were fetched
+        self._clients: dict[int, Any] = {}
 
     def _await_credentials(self, deadline: Deadline) -> None:
         """Wait until there are credentials that are valid for some minutes, or none at all.
 
-        boto3 renews credentials 15 minutes before they expire. If that takes long, requests go on
-        with those that are still valid.
+        boto3 renews credentials 15 minutes before they expire. Until ``_LAST_MINUTES``, requests do
+        not wait for that.
         """
         is_due = getattr(self._credentials, "refresh_needed", None)
         if self._session is not None and (is_due is None or not is_due()):
@@ -172,32 +181,28 @@ class Clients:
         with self._lock:
             if self._fetching is None or self._fetching.wait(0):
                 self._fetching = Call(self._fetch, "limpet-credentials")
-                self._fetched_at = time.monotonic()
             fetching = self._fetching
-        seconds = deadline.seconds_left
-        has_time = self._session is not None and is_due is not None and not is_due(_LAST_MINUTES)
-        if has_time:
-            seconds = min(seconds, self._fetched_at + CREDENTIALS_TIMEOUT - time.monotonic())
-        if fetching.wait(seconds):
-            fetching.result()
-        elif not has_time:
+        if self._session is not None and is_due is not None and not is_due(_LAST_MINUTES):
+            return
+        if not fetching.wait(deadline.seconds_left):
             raise Unavailable(
                 "The credentials did not arrive in time",
                 todo="Check credential_process, STS, or SSO in the configuration of AWS",
             )
+        fetching.result()
 
     def _fetch(self) -> None:
         """Find the credentials, or renew those that expire soon."""
         if self._session is None:
             session, options = self._create_session(), self._options
             credentials = None if options.anonymous else session.get_credentials()
-            self.url = session.client("s3", endpoint_url=options.endpoint).meta.endpoint_url
-            if not is_web_url(self.url):
+            url = session.client("s3", endpoint_url=options.endpoint).meta.endpoint_url
+            if not is_web_url(url):
                 raise StoreError(
                     "The endpoint in the environment variables or files of AWS is invalid",
                     expected=WEB_URL,
                 )
-            self._addresses = count_addresses(self.url)
+            self.url, self._addresses = url, count_addresses(url)
             self._credentials = credentials
             self._session = session  # it keeps the description of the service, which takes 0.3 s
         if self._credentials is not None:
@@ -256,9 +261,6 @@ class Clients:
         )
 
 
-_AWS = re.compile(r"\.amazonaws\.com(\.cn)?(:|/|$)")
-
-
 def count_addresses(url: str) -> int:
     """Return the number of IP addresses of a server; 1 if it is unknown."""
     parts = urlsplit(url)
@@ -269,91 +271,25 @@ def count_addresses(url: str) -> int:
     return max(1, len(found))
 
 
-class Endpoint(Server):
-    """The clients with certain options in this process, and what it has learned of the server.
-
-    ``variables``: those of the environment for which it was made. ``clients``: those with the
-    credentials that were found last. ``checks_crc``: whether the server checks CRC-32C, None if
-    that is not known yet. ``pace``: what the uploads have shown.
-    """
-
-    def __init__(self, options: S3Options, variables: Variables) -> None:
-        super().__init__(options.concurrency or MAX_REQUESTS, options.timeout)
-        self.options = options
-        self.variables = variables
-        self.pace = Pace()
-        self.checks_crc: bool | None = None
-        self.clients = Clients(options)
-        self._lock = Lock()
-
-    def adopt(self, variables: Variables) -> bool:
-        """Use other environment variables from now on. Return False if the server may differ."""
-        if {name for name, _ in variables ^ self.variables} - _CREDENTIALS:
-            return False
-        with self._lock:
-            if variables != self.variables:
-                self.clients, self.variables = Clients(self.options), variables
-        return True
-
-    def renew(self, refused: Clients) -> Clients:
-        """Return clients that look for credentials again, after those of some were refused.
-
-        Of several threads with the same clients, the first one creates the others.
-        """
-        with self._lock:
-            if self.clients is refused:
-                self.clients = Clients(self.options)
-            return self.clients
-
-    @property
-    def part_size(self) -> int:
-        """The largest length of the parts of the next upload, in bytes."""
-        return self.options.part_size or self.pace.part_size
-
-    @property
-    def connections(self) -> int:
-        """The number of parts that a save sends at once."""
-        options = self.options
-        if options.part_size and not options.concurrency:
-            return max(2, IN_FLIGHT // options.part_size)
-        return options.concurrency or self.pace.connections
-
-    @property
-    def url(self) -> str:
-        """The URL of the server, for messages. It is known from the first request on."""
-        return self.clients.url or "the endpoint"
-
-    @property
-    def is_encrypted(self) -> bool:
-        return self.url.startswith("https:")
+_servers: dict[tuple[int, S3Options], S3Server] = {}
+_lock = Lock()
 
 
-_CREDENTIALS = {
-    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"),
-    "AWS_CREDENTIAL_EXPIRATION",
-}
-_endpoints: dict[tuple[int, S3Options], Endpoint] = {}
-
-
-def shared_endpoint(options: S3Options) -> Endpoint:
-    """Return the endpoint with these options that all stores of this process share.
+def shared_server(options: S3Options) -> S3Server:
+    """Return the server with these options that all stores of this process share.
 
     A forked process gets its own: connections cannot be shared. So does a process that has changed
-    the environment variables of AWS; if only those of the credentials differ, it keeps what it has
-    learned of the server. Raises ``StoreError`` if boto3 is not installed.
+    the environment variables of AWS. Raises ``StoreError`` if boto3 is not installed.
     """
     try:
         import boto3  # noqa: F401
     except ImportError as e:
         raise StoreError("An s3:// store needs the package boto3", todo=INSTALL) from e
     key, variables = (os.getpid(), options), aws_variables()
-    found = _endpoints.get(key)  # each request asks for it
+    found = _servers.get(key)  # each request asks for it
     if found is None or found.variables != variables:
         with _lock:
-            found = _endpoints.get(key)
-            if found is None or not found.adopt(variables):
-                found = _endpoints[key] = Endpoint(options, variables)
+            found = _servers.get(key)
+            if found is None or found.variables != variables:
+                found = _servers[key] = S3Server(options, variables)
     return found
-
-
-_lock = Lock()

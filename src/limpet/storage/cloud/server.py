@@ -23,8 +23,8 @@ from limpet.storage.checks import (
     make_options,
     switch,
 )
-from limpet.storage.cloud.failures import translated
-from limpet.storage.remote import Server
+from limpet.storage.cloud.errors import translated
+from limpet.storage.retry import Server
 from limpet.text import with_article
 from limpet.types import MIB
 from limpet.version import __version__
@@ -169,7 +169,7 @@ class GoogleOptions(CloudOptions):
         }
 
 
-class Endpoint(Server):
+class CloudServer(Server):
     """The clients with certain options in this process, and what it has learned of the server.
 
     ``suspect``: the URLs of the containers one reply of which was not that of such a server.
@@ -259,12 +259,12 @@ def _is_base64(text: str) -> bool:
 
 
 _URL_VARIABLES = {"AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"}
-_endpoints: dict[tuple[CloudOptions, frozenset[tuple[str, str]]], Endpoint] = {}
+_servers: dict[tuple[CloudOptions, frozenset[tuple[str, str]]], CloudServer] = {}
 _process: list[int] = []  # the first one that used obstore
 
 
-def shared_endpoint(options: CloudOptions) -> Endpoint:
-    """Return the endpoint with these options that all stores of this process share.
+def shared_server(options: CloudOptions) -> CloudServer:
+    """Return the server with these options that all stores of this process share.
 
     A process that has changed its environment variables gets another one. Raises ``StoreError`` if
     obstore is not installed, or if the process was forked from one that has used it: the threads of
@@ -284,5 +284,5 @@ def shared_endpoint(options: CloudOptions) -> Endpoint:
         )
     variables = cloud_variables()
     key = (options, variables)
-    found = _endpoints.get(key)  # each request asks for it
-    return _endpoints.setdefault(key, Endpoint(options, variables)) if found is None else found
+    found = _servers.get(key)  # each request asks for it
+    return _servers.setdefault(key, CloudServer(options, variables)) if found is None else found

@@ -73,6 +73,10 @@ def translate(error: Exception, action: str, key: str, url: str) -> StoreError:
     status = int(found[1]) if found else 0
     what = f"Cannot {action} {key} in {url}" if key else f"Cannot {action} {url}"
     fields: dict[str, Any] = {"key": key, "store": url, "status": status}
+    if isinstance(error, TimeoutError) or "cannot start a thread" in text:  # of ``call_within``
+        kind_of_error = Unavailable if isinstance(error, TimeoutError) else StoreError
+        found_text = "the server is too slow" if isinstance(error, TimeoutError) else text
+        return kind_of_error(f"{what}: {found_text}", **fields)
     if "token request" in text or "azure cli" in text.lower():
         if status == 429 or status >= 500:
             return Unavailable(f"{what}: the credentials cannot be fetched: {status}", **fields)

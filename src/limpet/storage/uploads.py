@@ -1,0 +1,372 @@
+"""Uploads that take pieces in any order, for stores that take an object in another way.
+
+``BufferedUpload`` collects an object in memory, ``SequentialUpload`` passes it on from the first
+byte to the last, and ``PartUpload`` in parts. The last two write to another ``Upload``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import IO
+
+from limpet.buffers import as_byte_view
+from limpet.errors import NoSpace, StoreError
+from limpet.machine import after_fork
+from limpet.storage.store import Stat, Upload
+from limpet.types import BLOCK_SIZE, MIB
+
+WINDOW = 64 * MIB
+"""The largest amount of bytes that all sequential uploads of a process keep in memory, in bytes."""
+
+
+class WrittenRanges:
+    """The ranges of an object of ``length`` bytes that have been written.
+
+    Many threads may add ranges, because each does a single append to a list.
+    """
+
+    def __init__(self, key: str, store: str, length: int) -> None:
+        self._fields = {"key": key, "store": store}
+        self._length = length
+        self._ranges: list[tuple[int, int]] = []
+        if length < 0:
+            raise StoreError(f"Cannot write an object of {length} bytes", **self._fields)
+
+    @contextmanager
+    def adding(self, offset: int, size: int) -> Iterator[None]:
+        """Add a range when the block, which writes it, has succeeded.
+
+        Raises ``StoreError`` before the block if the range does not lie within the object.
+        """
+        self.check(offset, size)
+        yield
+        if size:
+            self._ranges.append((offset, size))
+
+    def check(self, offset: int, size: int) -> None:
+        """Raise ``StoreError`` if a range does not lie within the object."""
+        if offset < 0 or offset + size > self._length:
+            raise StoreError(
+                f"A write to {self._fields['key']} is outside the object",
+                expected=f"bytes between 0 and {self._length}",
+                found=f"bytes {offset} to {offset + size}",
+                offset=offset,
+                **self._fields,
+            )
+
+    def require_complete(self) -> None:
+        """Raise ``StoreError`` unless each byte was written exactly once.
+
+        The error names the first byte that was not written or was written twice.
+        """
+        end = 0
+        for offset, size in [*sorted(self._ranges), (self._length, 0)]:
+            if offset != end:
+                raise StoreError(
+                    f"Cannot commit {self._fields['key']}",
+                    expected=f"each of its {self._length} bytes written exactly once",
+                    found=f"byte {min(offset, end)} written {'twice' if offset < end else 'never'}",
+                    offset=min(offset, end),
+                    **self._fields,
+                )
+            end = offset + size
+
+
+class _CheckedUpload(Upload):
+    """What the uploads below share: what was written, and whether the upload is open."""
+
+    def __init__(self, url: str, key: str, length: int) -> None:
+        self._url, self._key, self._length = url, key, length
+        self._written = WrittenRanges(key, url, length)
+        self._lock = Lock()
+        self._is_open = True
+
+    def _require_open(self) -> None:
+        if not self._is_open:
+            raise StoreError(
+                f"The upload of {self._key} is finished: it was committed or aborted, or it failed",
+                key=self._key,
+                store=self._url,
+            )
+
+
+class BufferedUpload(_CheckedUpload):
+    """Collects the ``length`` bytes of an object, and passes them to ``create`` in ``commit``.
+
+    ``url``: the store, for messages. ``create`` must not replace an object, and returns the status
+    of the new one.
+    """
+
+    def __init__(self, url: str, key: str, length: int, create: Callable[[bytes], Stat]) -> None:
+        super().__init__(url, key, length)
+        self._create = create
+        self._data = bytearray(length)
+
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        for view in map(as_byte_view, data):
+            with self._lock:
+                self._require_open()
+                with self._written.adding(offset, len(view)):
+                    self._data[offset : offset + len(view)] = view
+            offset += len(view)
+
+    def commit(self) -> Stat:
+        try:
+            with self._lock:
+                self._require_open()
+                self._is_open = False
+            self._written.require_complete()
+            return self._create(bytes(self._data))
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        with self._lock:
+            self._is_open = False
+            self._data = bytearray()
+
+
+class SequentialUpload(_CheckedUpload):
+    """Writes the ``length`` bytes of an object in order; ``write_at`` gets them in any order.
+
+    A write at the end of what was written is passed on to ``target`` without a copy. One beyond it
+    is copied into memory while ``WINDOW`` allows it, and otherwise into a temporary file, whose
+    space is released when all that is in it has had its turn. ``url``: the store, for messages.
+    """
+
+    def __init__(self, url: str, key: str, length: int, target: Upload) -> None:
+        super().__init__(url, key, length)
+        self._target = target
+        self._position = 0
+        # a heap: offset, size, a number (bytes and None have no order), bytes
+        self._early: list[tuple[int, int, int, bytes | None]] = []
+        self._numbers = itertools.count()
+        self._file: IO[bytes] | None = None  # has the bytes that are None above
+        self._pieces_in_file = 0
+        self._is_released = False
+
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        for view in map(as_byte_view, data):
+            with self._lock:
+                self._require_open()
+                with self._written.adding(offset, len(view)):
+                    if offset == self._position:
+                        self._append(view)
+                        self._append_early()
+                    elif offset > self._position and len(view):
+                        self._keep(offset, view)
+                    # bytes that were appended before: ``commit`` says which were written twice
+            offset += len(view)
+
+    def commit(self) -> Stat:
+        with self._lock:
+            self._require_open()
+            self._is_open = False
+            try:
+                self._written.require_complete()
+                stat = self._target.commit()
+            except BaseException:
+                self._release(abort=True)
+                raise
+            self._release(abort=False)
+            return stat
+
+    def abort(self) -> None:
+        with self._lock:
+            self._is_open = False
+            self._release(abort=True)
+
+    def _append(self, view: memoryview) -> None:
+        try:
+            if view:
+                self._target.write_at(self._position, view)
+        except BaseException:
+            self._is_open = False  # how much of it was appended is unknown
+            raise
+        self._position += len(view)
+
+    def _keep(self, offset: int, view: memoryview) -> None:
+        """Copy bytes whose turn has not come."""
+        if _memory.take(len(view)):
+            try:
+                data = bytes(view)
+            except BaseException:
+                _memory.give(len(view))
+                raise
+            heapq.heappush(self._early, (offset, len(view), next(self._numbers), data))
+            return
+        try:
+            if self._file is None:
+                from tempfile import TemporaryFile
+
+                self._file = TemporaryFile(prefix="limpet-")  # noqa: SIM115
+            done = 0
+            while done < len(view):
+                done += os.pwrite(self._file.fileno(), view[done:], offset + done)
+        except OSError as e:
+            raise NoSpace(
+                f"Cannot keep bytes of {self._key} in a temporary file: {e.strerror}",
+                expected=f"up to {self._length} bytes, because {self._url} only appends, and some"
+                " bytes are known before those in front of them",
+                todo="Set TMPDIR to a folder with enough space",
+                key=self._key,
+                store=self._url,
+            ) from e
+        heapq.heappush(self._early, (offset, len(view), next(self._numbers), None))
+        self._pieces_in_file += 1
+
+    def _append_early(self) -> None:
+        """Append the kept bytes whose turn has come."""
+        while self._early and self._early[0][0] <= self._position:
+            offset, size, _, data = heapq.heappop(self._early)
+            is_new = offset == self._position  # otherwise, it was written twice
+            if data is not None:
+                _memory.give(size)
+                if is_new:
+                    self._append(memoryview(data))
+            elif self._file is not None:
+                for start in range(offset, offset + size, BLOCK_SIZE) if is_new else ():
+                    length = min(BLOCK_SIZE, offset + size - start)
+                    self._append(memoryview(os.pread(self._file.fileno(), length, start)))
+                self._pieces_in_file -= 1
+                if not self._pieces_in_file:  # an export waits for the header of each large tensor
+                    self._file.truncate(0)
+
+    def _release(self, *, abort: bool) -> None:
+        if self._is_released:
+            return
+        self._is_released = True
+        _memory.give(sum(size for _, size, _, data in self._early if data is not None))
+        self._early = []
+        if self._file is not None:
+            self._file.close()
+        if abort:
+            self._target.abort()
+
+
+class PartUpload(_CheckedUpload):
+    """Writes an object to ``target`` in whole parts, of which many threads may write one each.
+
+    The first part has ``head`` bytes more than the others, which have ``part`` bytes. A write of
+    exactly one part is passed on without a copy. Others are collected until they fill a part.
+    """
+
+    def __init__(
+        self, url: str, key: str, length: int, *, head: int, part: int, target: Upload
+    ) -> None:
+        super().__init__(url, key, length)
+        self._head, self._part, self._target = head, part, target
+        self._active = 0
+        self._collected: dict[int, tuple[memoryview, int]] = {}  # by first offset: bytes, filled
+
+    def write_at(self, offset: int, *data: memoryview) -> None:
+        views = [*map(as_byte_view, data)]
+        size = sum(map(len, views))
+        self._begin_call()
+        try:
+            with self._written.adding(offset, size):
+                if self._bounds(offset) == (offset, offset + size):
+                    self._target.write_at(offset, *views)
+                else:
+                    self._collect(offset, views)
+        finally:
+            with self._lock:
+                self._active -= 1
+
+    def commit(self) -> Stat:
+        self._begin_call(last=True)
+        try:
+            self._written.require_complete()
+            return self._target.commit()
+        finally:
+            self._release()
+
+    def abort(self) -> None:
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+        if was_open:
+            self._release()
+
+    def _release(self) -> None:
+        self._collected = {}
+        self._target.abort()
+
+    def _bounds(self, offset: int) -> tuple[int, int]:
+        """Return the first offset of the part that contains an offset, and its end."""
+        number = max(0, offset - self._head) // self._part
+        start = self._head + number * self._part if number else 0
+        return start, min(self._head + (number + 1) * self._part, self._length)
+
+    def _collect(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Copy bytes into the parts to which they belong, and write the parts that are complete."""
+        for view in views:
+            while view:
+                start, stop = self._bounds(offset)
+                count = min(len(view), stop - offset)
+                with self._lock:
+                    if start not in self._collected:
+                        # not a bytearray: the allocator would keep its memory, once per thread
+                        memory = mmap.mmap(-1, stop - start, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                        self._collected[start] = (memoryview(memory), 0)
+                    buffer = self._collected[start][0]
+                buffer[offset - start : offset - start + count] = view[:count]
+                with self._lock:
+                    filled = self._collected[start][1] + count
+                    self._collected[start] = (buffer, filled)
+                    is_complete = filled == stop - start
+                    if is_complete:
+                        del self._collected[start]
+                if is_complete:
+                    self._target.write_at(start, buffer)
+                offset, view = offset + count, view[count:]
+
+    def _begin_call(self, *, last: bool = False) -> None:
+        with self._lock:
+            if last and self._active:
+                raise StoreError(
+                    f"Cannot commit {self._key}: its upload is in use",
+                    expected="no active writes",
+                    found=f"active writes: {self._active}",
+                    key=self._key,
+                    store=self._url,
+                )
+            self._require_open()
+            self._is_open = not last
+            self._active += 1
+
+
+class _Memory:
+    """The bytes that all sequential uploads of this process may still keep in memory."""
+
+    def __init__(self) -> None:
+        self._left = WINDOW
+        self._lock = Lock()
+
+    def take(self, size: int) -> bool:
+        with self._lock:
+            if size > self._left:
+                return False
+            self._left -= size
+            return True
+
+    def give(self, size: int) -> None:
+        with self._lock:
+            self._left += size
+
+
+_memory = _Memory()
+
+
+def _forget_parent() -> None:
+    """The uploads of a forked process are not those of its parent."""
+    global _memory
+    _memory = _Memory()
+
+
+after_fork(_forget_parent)
