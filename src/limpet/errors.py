@@ -260,11 +260,6 @@ class UnsavedSteps(UserWarning):
     """Training has ended, and its last steps are in no version; the message lists them."""
 
 
-class StateUnchanged(UserWarning):
-    """An optimizer stepped, but two versions have the same trainable leaves; the message names
-    them."""
-
-
 class MetricMissing(UserWarning):
     """A policy uses a metric that no version has; the message lists the available metrics."""
 

@@ -344,7 +344,7 @@ def save_foreign_checkpoint(
     metadata = VersionMetadata(step=step, branch=branch, reason="import", note=note)
     monitored = Location(cast(Store, _ReportingStore(location.store, advance)), location.folder)
 
-    def check_source(_: object) -> None:
+    def check_source() -> None:
         Workers.create().each(checkpoint.stored, StoredFile.require_unchanged)
 
     job = begin_save(monitored, flat, metadata, shared_pool(), stage_now=False)

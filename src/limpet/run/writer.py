@@ -7,7 +7,7 @@ group of servers, uses it directly: see ``Run.writer``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -28,13 +28,11 @@ from limpet.run.listing import STEP, to_int
 from limpet.run.policy import KeepPolicy
 from limpet.run.retention import BeforeDeletion, TrainingRetention, undeleted_error
 from limpet.run.writer_lock import WriterLock
-from limpet.saving.commit import Receipt
 from limpet.saving.job import SaveJob, VersionMetadata
 from limpet.saving.save import begin_save, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, snapshot_of
-from limpet.threads import no_op
 
 _MAX_SESSIONS = 256
 """The sessions that a version names. A backup that lacks all versions since so many restarts is
@@ -266,16 +264,9 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         self.attempt = job.partition.attempt
         return job
 
-    def commit(
-        self, job: SaveJob, check: Callable[[Sequence[Receipt]], object] = no_op
-    ) -> SnapshotReader:
-        """Run the second half of a save, with the fence: the lock, and then ``check``."""
-
-        def fence(receipts: Sequence[Receipt]) -> None:
-            self.lock.check(job.location.store)
-            check(receipts)
-
-        return finish_save(job, fence)
+    def commit(self, job: SaveJob) -> SnapshotReader:
+        """Run the second half of a save, with the fence: the lock."""
+        return finish_save(job, lambda: self.lock.check(job.location.store))
 
     def emit_saved(self, job: SaveJob, *, blocked: float, seconds: float) -> None:
         """Emit the event ``saved``, with the seconds for which the save blocked the program."""

@@ -137,14 +137,13 @@ class Receipt(msgspec.Struct, frozen=True):
     """What a rank returns once its files are durable.
 
     ``shard``: the rank's shard, or None if the rank had nothing to write; ``data_bytes``: the bytes
-    of the boxes that the shard holds or refers to; ``unchanged``: what
-    ``Observation.on_written`` returned; ``devices``: the map of the devices of its tensors.
+    of the boxes that the shard holds or refers to; ``devices``: the map of the devices of its
+    tensors.
     """
 
     rank: int
     shard: Shard | None
     data_bytes: int = 0
-    unchanged: list[str] | None = []
     devices: Any = None
 
 

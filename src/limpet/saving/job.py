@@ -18,7 +18,6 @@ from limpet.saving.commit import NO_RESULT, CommitResult, Receipt
 from limpet.saving.image import Image, Piece, release_buffers
 from limpet.saving.overlap import DeferredStaging
 from limpet.saving.partition import Partition
-from limpet.saving.stale_state import Observation
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import MappedUpload
@@ -61,7 +60,6 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     ``upload``: this rank's shard, if it is staged into a store in memory; ``deferred``: the pieces
     that remain to be staged in the background; ``staging_error``: the
     error with which this rank failed to stage the save while other ranks may have succeeded;
-    ``observer``: compares the trainable leaves with those of the version before, if not None.
     ``devices``: those of this rank's tensors, by key (``FlatState.devices``).
     ``copy_to_peers``: called with the ``Receipt`` of this rank's files once they are written.
     """
@@ -80,7 +78,6 @@ class SaveJob(AbstractContextManager["SaveJob"]):
     upload: MappedUpload | None = None
     deferred: DeferredStaging | None = None
     staging_error: Exception | None = None
-    observer: Observation | None = None
     devices: Mapping[str, Any] = field(default_factory=dict)
     copy_to_peers: Callable[[Any], object] = no_op
     result: CommitResult = NO_RESULT

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from limpet import events
@@ -198,13 +198,10 @@ def begin_save(
     return job
 
 
-def finish_save(
-    job: SaveJob, fence: Callable[[Sequence[Receipt]], object] = no_op
-) -> SnapshotReader:
+def finish_save(job: SaveJob, fence: Callable[[], object] = no_op) -> SnapshotReader:
     """Run the second half of a save, which may run in the background: write, gather, and commit.
 
-    Rank 0 calls ``fence`` with the receipts right before the commit; ``fence`` raises to prevent
-    the commit.
+    Rank 0 calls ``fence`` right before the commit; ``fence`` raises to prevent the commit.
     """
     location, collective = job.location, job.collective
     with job, collective:
@@ -212,8 +209,6 @@ def finish_save(
             raise job.staging_error
         if job.deferred is not None:
             _stage_deferred(job, job.deferred)
-        if job.observer is not None:
-            job.observer.on_staged(job.pieces)
         with pinned_base(location, job.partition.attempt, job.base, collective) as base:
             with before_commit():
                 receipt = write_local_shard(job, base)
@@ -224,7 +219,7 @@ def finish_save(
                     shards = check_receipts(location, receipts, collective.size, job.partition.plan)
                     chain = 1 if base is None else base.manifest.chain + 1
                     manifest = job.build_manifest(shards, chain, receipts)
-                    fence(receipts)
+                    fence()
                 collective.advance()  # raises if the deadline has passed
                 collective.begin_commit()  # raises if another rank failed before
                 return put_manifest(location, manifest, job.partition.plan)

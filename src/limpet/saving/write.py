@@ -68,21 +68,16 @@ def write_local_shard(job: SaveJob, base: SnapshotReader | None) -> Receipt:
         aligned = align_chunks(image, base_version)
         digests = digest_chunks(aligned, pieces, workers)
         layout = make_incremental_layout(base_version, aligned, digests)
-    unchanged: list[str] | None = []
     if layout is None:
         digests = write_shard(location, shard_name, image, pieces, workers, job.upload)
         shard = write_index(location, index_name, shard_name, image, digests)
-        if job.observer is not None:
-            unchanged = job.observer.on_written(image, digests)
-        return Receipt(rank, shard, data_bytes, unchanged, devices)
+        return Receipt(rank, shard, data_bytes, devices)
     release_buffers(layout.unneeded_pieces(pieces), workers.pool)
     packed = PackedImage(location.url, layout, pieces)
     packed_pieces = split_into_pieces(len(layout.header), layout.length)
     digests = write_shard(location, shard_name, packed, packed_pieces, workers) + layout.digests[1:]
     shard = write_index(location, index_name, shard_name, layout.image, digests, layout)
-    if job.observer is not None:
-        unchanged = job.observer.on_written(layout.image, digests)
-    return Receipt(rank, shard, data_bytes, unchanged, devices)
+    return Receipt(rank, shard, data_bytes, devices)
 
 
 def write_shard(

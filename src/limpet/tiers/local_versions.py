@@ -203,18 +203,16 @@ class Promotion:
     def finish(
         self,
         job: SaveJob,
-        check_state: Callable[[Sequence[Receipt]], object],
         check_writer: Callable[[Store], object],
     ) -> SnapshotReader:
         """Finish a save, and return the version of the run. All ranks call this.
 
-        Rank 0 calls ``check_state`` before the version counts on the local disk, and
-        ``check_writer`` with the run's store before the commit. Raises the errors of
+        Rank 0 calls ``check_writer`` with the run's store before the commit. Raises the errors of
         ``finish_save``, and ``FormatError`` if the local copy is damaged.
         """
         try:
             with closing(self.collective), self.collective:
-                captured = self._finish_local(job, check_state)
+                captured = self._finish_local(job)
                 self.is_captured.set()
                 while self._previous is not None and not self._previous.wait_ended(1.0):
                     self.collective.advance()  # raises if the deadline has passed
@@ -227,14 +225,12 @@ class Promotion:
             self.is_captured.set()
             self.has_begun.set()
 
-    def _finish_local(
-        self, job: SaveJob, check_state: Callable[[Sequence[Receipt]], object]
-    ) -> SnapshotReader:
+    def _finish_local(self, job: SaveJob) -> SnapshotReader:
         version = names.parse_version(job.location.folder)
         if version is None:
             raise ValueError(f"{job.location.folder} is not a version")
         try:
-            captured = finish_save(job, check_state)
+            captured = finish_save(job)
         except BaseException:
             with suppress(LimpetError):  # the error of the save counts
                 self._tier.discard_captured(version, job.partition.attempt)

@@ -35,7 +35,6 @@ class Options:
     busy: Literal["wait", "skip"]
     save_timeout: float | None
     on_error: Literal["raise", "warn"]
-    on_unchanged: Literal["raise", "warn"]
     full_every: int | None
     incremental: bool
     overlap: bool
@@ -63,12 +62,11 @@ def check_arguments(options: Options) -> dict[str, str]:
             _are_tiers(values["tiers"]),
             '[MemoryTier(every=EverySteps(10)), LocalTier("/local/nvme")], one of these, or []',
         ),
+        "on_error": (values["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
         "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
         "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
     }
-    for name in ("on_error", "on_unchanged"):
-        expected_values[name] = values[name] in ("raise", "warn"), '"raise" or "warn"'
     for name in ("incremental", "overlap", "quiet"):
         expected_values[name] = type(values[name]) is bool, "True or False"
     for name, (is_valid, expected) in expected_values.items():

@@ -56,10 +56,6 @@ class Checkpointer(CheckpointerBase):
     ``step``, ``save``, ``wait``, or ``close`` raises the error. With ``on_error="warn"``, a store
     failure causes only a ``SaveFailed`` warning in ``step`` and ``close``.
 
-    If an optimizer stepped since the previous save, but no trainable parameter in the state has
-    changed, the state is probably a copy that nobody trains. A ``StateUnchanged`` warning names the
-    parameters, once. With ``on_unchanged="raise"``, the save raises and commits nothing.
-
     On a terminal, rank 0 prints a line for each resume and failure, and at most one per minute for
     saves, unless a sink is attached. ``quiet=True`` or ``LIMPET_QUIET=1`` turns this off.
 
@@ -90,7 +86,6 @@ class Checkpointer(CheckpointerBase):
         busy: Literal["wait", "skip"] = "wait",
         save_timeout: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
-        on_unchanged: Literal["raise", "warn"] = "warn",
         quiet: bool = False,
         group: GroupSpec = None,
     ) -> None:
@@ -107,7 +102,6 @@ class Checkpointer(CheckpointerBase):
             busy=busy,
             save_timeout=save_timeout,
             on_error=on_error,
-            on_unchanged=on_unchanged,
             quiet=quiet,
         )
         super().__init__(run, state, options, group)
@@ -366,10 +360,9 @@ class Checkpointer(CheckpointerBase):
             self._release()
         if unsaved:
             self._ending.warn_unsaved(error)
-        if not self._lifecycle.is_forked:
-            self._saver.checks.warn()
-            if error is None and self._group.rank == 0 and self._goodput.counts["saves"]:
-                self._saver.checks.warn_of_missing_metrics()
+        is_first = self._group.rank == 0 and not self._lifecycle.is_forked
+        if error is None and is_first and self._goodput.counts["saves"]:
+            self._saver.checks.warn_of_missing_metrics()
 
     def __enter__(self) -> Self:
         self._ending.enter()

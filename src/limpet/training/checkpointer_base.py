@@ -86,7 +86,7 @@ class CheckpointerBase:
         take_over(self)
 
     def _make_saver(self, options: Options) -> Saver:
-        checks = VersionChecks(self.run, options.keep, self._early_stop, options.on_unchanged)
+        checks = VersionChecks(self.run, options.keep, self._early_stop)
         parts = self.run, self._tiers, options.keep, self._goodput, checks
         full_every = options.full_every if options.incremental else 1
         return Saver(*parts, full_every, options.overlap, options.save_timeout)
@@ -158,7 +158,6 @@ class CheckpointerBase:
         self._calls.respond(agreed)
         if self._group.size == 1:  # several ranks raise together, when the next save is due
             self._raise_or_warn(self._saver.in_flight.raise_failure)
-        self._saver.checks.warn()  # of earlier saves: the one that starts now may end any time
         self._preemption.leave_on_failure(lambda: self._save_if_due(agreed))
 
     def _agree(self) -> frozenset[str]:

@@ -160,7 +160,6 @@ class Saver:
             self.begun_step = spec.version.step
             spec.on_finished(True)
             return
-        self.checks.stale.observe(job, state, spec.version)
         self._blocked_seconds = blocked_seconds = [time.perf_counter() - began]
         self._goodput.seconds["last_blocked"] = blocked_seconds[0]
 
@@ -216,7 +215,7 @@ class Saver:
             job = begin_save(location, flat, metadata, self._pool, group=group, stage_now=True)
             if reason := end_staging():
                 job.staging_error = CommitError(f"{version} was not saved: {reason}")
-            snapshot = finish_save(job, lambda receipts: self.writer_lock.check(location.store))
+            snapshot = finish_save(job, lambda: self.writer_lock.check(location.store))
             self.writer.emit_saved(job, blocked=0.0, seconds=time.perf_counter() - job.started_at)
         except LimpetError as e:
             events.emit("save_failed", run=self.run.url, step=version.step, error=e)
@@ -271,10 +270,9 @@ class Saver:
         began = time.perf_counter()
         try:
             if promotion is None:
-                snapshot = self.writer.commit(job, self.checks.stale.check)
+                snapshot = self.writer.commit(job)
             else:
-                snapshot = promotion.finish(job, self.checks.stale.check, self.writer_lock.check)
-            self.checks.stale.mark_committed(job)
+                snapshot = promotion.finish(job, self.writer_lock.check)
         except BaseException as e:
             self._record_failure(spec, e)
             raise
@@ -334,7 +332,6 @@ class Saver:
     def resume_from(self, snapshot: SnapshotReader | None, sessions: Sequence[str] = ()) -> None:
         """Continue from the version ``newest``, and from the work of earlier ``sessions``."""
         self.writer.continue_from(snapshot, sessions)
-        self.checks.stale.restart()
         self.begun_step = self.saved_step
 
     def close(self) -> None:
@@ -344,7 +341,6 @@ class Saver:
         releases the buffers.
         """
         self._closing = True
-        self.checks.stale.close()
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
