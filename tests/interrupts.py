@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -56,7 +57,8 @@ def raise_at_start(monkeypatch: pytest.MonkeyPatch, name: str, moment: str) -> N
 
         def wait_and_run(*arguments: Any) -> None:
             gate.wait(0.1 if begins_late else 0)
-            bootstrap(*arguments)
+            with suppress(KeyError):  # ``Thread.start`` has removed its entry
+                bootstrap(*arguments)
 
         started = start(wait_and_run, *args, **kwargs)
         while not begins_late and thread in threading._limbo:  # type: ignore[attr-defined]

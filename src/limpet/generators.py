@@ -17,13 +17,10 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from sys import _getframe
-from types import FrameType
 from typing import Any, Literal, Self, TypeVar
 
 from limpet.errors import LimpetError
 from limpet.lazy_torch import torch_or_none
-from limpet.machine import is_running
 
 States = dict[str, Any]
 """The states of generators by name: ``python``, ``numpy``, ``torch``, and devices as ``cuda:0``."""
@@ -54,17 +51,15 @@ def isolated_rng() -> Isolation:
     return Isolation("block")
 
 
-@dataclass(slots=True)
-class _Frame:
+@dataclass(slots=True, eq=False)
+class _Open:
     """One open isolation of a thread. ``states`` are the states that its end restores.
 
-    ``owner`` is the function call that began it and will end it, or None for a block of the user.
     ``restores`` is False if the random numbers of the training are drawn by another thread.
     """
 
     states: States
     kind: str
-    owner: FrameType | None
     restores: bool
     is_rng_loaded: bool = False
 
@@ -72,21 +67,17 @@ class _Frame:
 _thread = threading.local()
 
 
-def _open_frames() -> list[_Frame]:
+def _open_isolations() -> list[_Open]:
     """Return the open isolations of this thread, the outermost first.
 
-    A signal handler may raise before an isolation has ended. Its owner has ended nevertheless, and
-    with it all isolations that began later.
+    An exception of a signal handler, such as that of Ctrl-C, can come at the very beginning of
+    ``__exit__``. The isolation is then open until the end of one around it.
     """
     try:
-        frames: list[_Frame] = _thread.frames
+        found: list[_Open] = _thread.isolations
     except AttributeError:
-        frames = _thread.frames = []
-    for i, frame in enumerate(frames):
-        if frame.owner is not None and not is_running(frame.owner):
-            del frames[i:]
-            break
-    return frames
+        found = _thread.isolations = []
+    return found
 
 
 class Isolation:
@@ -97,18 +88,18 @@ class Isolation:
     call or load in a thread other than the main one restores the generators only if an ``RNG``
     takes part. Otherwise, another thread may be training, and its random numbers would repeat.
 
-    The object itself has no state and can be used any number of times.
+    The object can be used any number of times, one block in another.
     """
 
     def __init__(self, kind: Literal["block", "call", "load"]) -> None:
         self._kind = kind
+        self._open: list[_Open] = []
 
     def __enter__(self) -> None:
-        # a block of the user may be entered and left by any function, such as those of an ExitStack
-        _begin(self._kind, None if self._kind == "block" else _getframe(1))
+        _begin(self._kind, [] if self._kind == "block" else self._open)
 
     def __exit__(self, *error: object) -> None:
-        _end(None if self._kind == "block" else _getframe(1))
+        _end(self._kind, self._open)
 
     def __call__(self, function: Function) -> Function:
         """Return ``function`` with every call in a block of its own."""
@@ -126,7 +117,7 @@ class Isolation:
 
         @wraps(function)
         def isolated(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            with Isolation(self._kind):  # another thread may call the function, too
                 return function(*args, **kwargs)
 
         return isolated  # type: ignore[return-value]
@@ -138,50 +129,64 @@ class DeferredIsolation:
     Without code of the user in the block, it saves the time, a tenth of a millisecond.
     """
 
+    def __init__(self) -> None:
+        self._open: list[_Open] = []
+
     def __enter__(self) -> Self:
-        self._owner: FrameType | None = _getframe(1)
-        self._has_begun = False
         return self
 
     def begin(self) -> None:
         """Isolate the generators until the end of the block."""
-        if not self._has_begun:
-            _begin("call", self._owner)
-            self._has_begun = True
+        if not self._open:
+            _begin("call", self._open)
 
     def __exit__(self, *error: object) -> None:
-        owner, self._owner = self._owner, None  # whose variables refer to this object
-        if self._has_begun:
-            _end(owner)
+        if self._open:
+            _end("call", self._open)
 
 
-def _begin(kind: str, owner: FrameType | None) -> None:
-    """Begin an isolation."""
+def _begin(kind: Literal["block", "call", "load"], own: list[_Open]) -> None:
+    """Begin an isolation, which is appended to ``own``."""
     is_main = threading.current_thread() is threading.main_thread()
-    frame = _Frame(capture_states(), kind, owner, is_main or kind == "block")
-    _open_frames().append(frame)
+    begun, found = _Open(capture_states(), kind, is_main or kind == "block"), _open_isolations()
+    try:
+        own.append(begun)
+        found.append(begun)
+    except BaseException:  # of a signal handler: ``__exit__`` does not follow
+        own.remove(begun)
+        if begun in found:
+            found.remove(begun)
+        raise
 
 
-def _end(owner: FrameType | None) -> None:
-    """End the innermost isolation of ``owner``, and those that began in it and are still open."""
-    frames = _open_frames()
-    for i, frame in reversed(list(enumerate(frames))):
-        if frame.owner is owner:
-            del frames[i:]
-            if frame.restores:
-                _add_new_generators(frame.states)
-                restore_states(frame.states)
-            return
-    raise LimpetError(
-        "A block of isolated_rng() ended in another thread than it began in",
-        todo="Do not pass a generator that is inside such a block to another thread",
-    )
+def _end(kind: str, own: list[_Open]) -> None:
+    """End the innermost isolation of ``own``, and those that began in it and are still open.
+
+    Generators and coroutines may leave blocks of the user in another order than they entered them:
+    each end is that of the innermost block.
+    """
+    found = _open_isolations()
+    blocks = [at for at, isolation in enumerate(found) if isolation.kind == "block"]
+    if kind != "block":
+        at = found.index(own.pop())
+    elif blocks:
+        at = blocks[-1]
+    else:
+        raise LimpetError(
+            "A block of isolated_rng() ended in another thread than it began in",
+            todo="Do not pass a generator that is inside such a block to another thread",
+        )
+    ended = found[at]
+    del found[at:]
+    if ended.restores:
+        _add_new_generators(ended.states)
+        restore_states(ended.states)
 
 
 def open_block() -> object | None:
     """Return the outermost block of ``isolated_rng`` that this thread is in, or None."""
-    frames = _open_frames()
-    return frames[0] if frames and frames[0].kind == "block" else None
+    found = _open_isolations()
+    return found[0] if found and found[0].kind == "block" else None
 
 
 # -- the states that a training saves and loads --------------------------------------------------
@@ -193,7 +198,7 @@ def training_states() -> States:
     Those are the current ones or, while the generators are isolated, those at the beginning of the
     outermost isolation.
     """
-    frames = _open_frames()
+    frames = _open_isolations()
     if not frames:
         return capture_states()
     for frame in frames:
@@ -232,9 +237,9 @@ def keep_restored(loaded: Any) -> None:
                     frame.restores = True
 
 
-def _loads() -> Iterator[_Frame]:
-    """Yield the frames of the load in progress, the innermost first."""
-    for frame in reversed(_open_frames()):
+def _loads() -> Iterator[_Open]:
+    """Yield the isolations of the load in progress, the innermost first."""
+    for frame in reversed(_open_isolations()):
         if frame.kind != "load":
             return
         yield frame

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 IS_LINUX = sys.platform == "linux"
@@ -100,15 +99,3 @@ def _read_text(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-def is_running(frame: FrameType) -> bool:
-    """Return True if a function call, in any thread, has not ended. A generator must not ask this.
-
-    The variables of a call that has ended are cleared.
-    """
-    try:
-        frame.clear()
-    except RuntimeError:
-        return True
-    return False

@@ -234,12 +234,8 @@ class Latch:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._at_fork_reinit()
-
-    def _at_fork_reinit(self) -> None:  # ``Thread`` calls this in a forked process
         self._lock = Lock()
         self._lock.acquire()
-        self._release_if_set()
 
     def is_set(self) -> bool:
         """Return True if the event has happened."""
@@ -269,50 +265,22 @@ class Latch:
 def start_thread(thread: Thread) -> bool:
     """Start a thread. Return False if the system cannot start another thread.
 
-    If a signal handler raises an error meanwhile, that error is raised, and the thread may run or
-    not. ``Thread.start`` itself may raise ``KeyError`` or ``RuntimeError`` instead of the error of
-    the handler, because it undoes what the new thread has already undone.
+    An exception of a signal handler, such as that of Ctrl-C, can come at any point of
+    ``Thread.start``, and is raised here. The thread may then run or not, and
+    ``threading.enumerate`` may list it although it never runs.
     """
     outer = sys.exception()
-    begun = thread._started = _Begun(thread)  # type: ignore[attr-defined]  # ``start`` waits for it
     try:
         thread.start()
         return True
     except (KeyError, RuntimeError) as e:
         if str(e) == "can't start new thread":
             return False
+        # ``start`` raises these in place of the exception of the handler, when it undoes what the
+        # new thread has already undone
         inner = e.__context__
         error = e if inner is None or inner is outer else inner
-    finally:
-        begun.forget_unless_set()
     raise error
-
-
-class _Begun(Latch):
-    """The fact that a thread has begun: ``Thread._started``.
-
-    ``Thread.start`` adds the thread to a table, from which the thread removes itself when it
-    begins. After an interrupt, the entry of a thread that never begins would stay, listed by
-    ``threading.enumerate``, together with what the thread refers to. Or the entry is gone when a
-    late thread begins, which then ends with a ``KeyError``.
-    """
-
-    def __init__(self, thread: Thread) -> None:
-        self._thread = thread
-        super().__init__()
-
-    def set(self) -> None:
-        """Let ``start`` return. The new thread calls this before it removes its entry."""
-        with threading._active_limbo_lock:  # type: ignore[attr-defined]
-            threading._limbo[self._thread] = self._thread  # type: ignore[attr-defined]
-            del self._thread  # which refers to this object
-            super().set()
-
-    def forget_unless_set(self) -> None:
-        """Remove the entry of a thread that has not begun; if it begins, it adds the entry."""
-        with threading._active_limbo_lock:  # type: ignore[attr-defined]
-            if not self.is_set():
-                threading._limbo.pop(self._thread, None)  # type: ignore[attr-defined]
 
 
 class Claim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import socket
@@ -147,6 +148,7 @@ def test_many_workers_that_connect_at_once_displace_none() -> None:
                 end.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an open socket
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_error_of_a_signal_handler_while_a_worker_connects(
     monkeypatch: pytest.MonkeyPatch, moment: str
@@ -154,6 +156,7 @@ def test_an_error_of_a_signal_handler_while_a_worker_connects(
     raise_at_start(monkeypatch, "limpet-task", moment)
     with pytest.raises(SignalError), TaskServer(Queue()) as server:
         server.connect("w")
+    gc.collect()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "localhost"])

@@ -23,7 +23,6 @@ from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from limpet.training import lifecycle
 from limpet.training.checkpointer import Checkpointer
-from tests.interrupts import InterruptOpcode
 from tests.trainings import (
     initial_state,
     state_after,
@@ -73,8 +72,7 @@ class Handler:
         self.messages: list[str] = []
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        is_running = any(f.f_lasti >= 0 for f in self.ckpt._lifecycle.calls)
-        if not is_running or not frame.f_code.co_filename.startswith(SOURCE):
+        if not self.ckpt._lifecycle.running or not frame.f_code.co_filename.startswith(SOURCE):
             return
         if frame.f_code.co_name == "call" and event in ("call", "return", "c_call", "c_return"):
             return  # before the call has entered, or after it has left, a call is allowed
@@ -134,7 +132,7 @@ def test_a_real_signal_during_steps_changes_nothing(
         ckpt.step({"loss": train_step(state)})
 
         def handler(number: int, frame: FrameType | None) -> None:
-            if ckpt._lifecycle.calls:
+            if ckpt._lifecycle.running:
                 ckpt.save()
 
         previous = signal.signal(signal.SIGALRM, handler)
@@ -156,7 +154,7 @@ def test_a_real_signal_during_steps_changes_nothing(
             signal.signal(signal.SIGALRM, previous)
         assert errors
         assert all("SignalNotice" in str(e) for e in errors), errors
-        assert generators._open_frames() == [], "an isolation is still open"
+        assert generators._open_isolations() == [], "an isolation is still open"
         ckpt.save()
         last = ckpt.current_step
     deadline = time.monotonic() + 20
@@ -172,55 +170,6 @@ def test_a_real_signal_during_steps_changes_nothing(
         assert snapshot.verify().ok
         weights = limpet.load(store.at(f"version_{snapshot.step}"))["weights"]
         assert weights.tobytes() == expected["weights"].tobytes()
-
-
-# -- a handler that ends the call -----------------------------------------------------------------
-
-
-def is_guard(frame: FrameType) -> bool:
-    name, caller = frame.f_code.co_name, frame.f_back
-    assert caller is not None
-    return name in ("call", "check_exclusive") or (
-        name == "is_running" and caller.f_code.co_name == "check_exclusive"
-    )
-
-
-def ended_frame() -> FrameType:
-    return sys._getframe()
-
-
-@pytest.mark.parametrize("ends", ["continues", "raises"])
-def test_an_interrupt_at_any_opcode_of_the_guard_leaves_the_checkpointer_usable(ends: str) -> None:
-    at = 0
-    while True:
-        at += 1
-        store, state, interrupt = MemoryStore(), initial_state(), InterruptOpcode(at, is_guard)
-        try:
-            with Checkpointer(store, state, save=EverySteps(2) | OnException()) as ckpt:
-                train(state, ckpt, 3)
-                loss, before = train_step(state), sys.gettrace()
-                # as after an interrupt of an earlier call
-                ckpt._lifecycle.calls[ended_frame()] = None
-                sys.settrace(interrupt)
-                try:
-                    ckpt.step({"loss": loss})
-                except KeyboardInterrupt:
-                    sys.settrace(before)
-                    if ends == "raises":
-                        raise
-                    if state["progress"].step == 3:
-                        ckpt.step({"loss": loss})
-                finally:
-                    sys.settrace(before)
-                train(state, ckpt, 6)
-        except KeyboardInterrupt:
-            assert ends == "raises"
-            check_run(store, [2, 3] if state["progress"].step == 3 else [2, 4])
-        else:
-            check_run(store, [2, 4, 6])
-        if interrupt.seen < at:
-            break
-    assert at > 60
 
 
 def test_an_ended_call_is_not_kept_alive() -> None:
@@ -243,7 +192,7 @@ def test_an_ended_call_is_not_kept_alive() -> None:
         finally:
             gc.enable()
         assert state["progress"].step == 3
-        assert ckpt._lifecycle.calls == {}
+        assert ckpt._lifecycle.running == {}
 
 
 def test_a_step_costs_one_more_python_call() -> None:
@@ -307,7 +256,7 @@ def test_at_most_one_thread_is_in_an_exclusive_method() -> None:
         thread.join(60)
     assert plain.most_inside == 1
     assert plain.entries + len(errors) == 8 * 6000
-    assert plain._lifecycle.calls == {}
+    assert plain._lifecycle.running == {}
 
 
 @pytest.mark.usefixtures("tiny_switch_interval")

@@ -6,15 +6,12 @@ import os
 import sys
 from collections.abc import Callable
 from functools import wraps
-from sys import _getframe
-from threading import current_thread, main_thread
-from types import FrameType
+from threading import current_thread, get_ident, main_thread
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import finalize
 
 from limpet import events
 from limpet.errors import LimpetError, NoProgress, Preempted
-from limpet.machine import is_running
 from limpet.sinks.default_terminal import default_terminal
 from limpet.threads import no_op
 
@@ -31,25 +28,28 @@ R = TypeVar("R")
 def exclusive(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
     """Raise ``LimpetError``, before anything is changed, if a call of such a method is running.
 
-    The running call is known by its frame, not by a lock: an exception of a signal handler can end
-    a call at any point, also before it would release a lock, but it always ends the frame.
+    ``running`` is a lock that says who holds it. ``setdefault`` takes it in one operation, and
+    ``finally`` releases it wherever an exception of a signal handler comes. Python runs handlers
+    only at calls and jumps; ``finally`` has none, so that it is never interrupted itself.
     """
 
     name = method.__name__.lstrip("_")
 
     @wraps(method)
     def call(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        calls = self._lifecycle.calls
-        # no variable refers to the frame: it would keep itself alive until a garbage collection
-        calls[_getframe()] = name
-        if len(calls) > 1:
-            self._lifecycle.check_exclusive(_getframe())
+        running, own = self._lifecycle.running, (name, get_ident())
         try:
+            if running.setdefault(_CALL, own) is not own:
+                raise self._lifecycle.refusal(name)
             return method(self, *args, **kwargs)
         finally:
-            calls.pop(_getframe(), None)
+            if running and running[_CALL] is own:
+                del running[_CALL]
 
     return call
+
+
+_CALL = "call"
 
 
 def is_process_ending() -> bool:
@@ -80,29 +80,35 @@ class Lifecycle:
         self.is_resumed = self.is_started = self.is_closed = self.was_taken_over = False
         self._pid = os.getpid()
         self._outer_exception = id(None)
-        self.calls: dict[FrameType, str] = {}
-        """The frames and names of the calls in the order in which they began. The first one that
-        still runs is the running call. The others are about to be refused, or an exception ended
-        them before they could leave. Each call enters and leaves by one operation of the dict, on
-        its own key.
-        """
+        self.made_by = current_thread()
+        self.running: dict[str, tuple[str, int]] = {}
+        """The name of the running call, and the thread that made it. Empty if there is none."""
 
-    def check_exclusive(self, frame: FrameType) -> None:
-        """Raise ``LimpetError`` unless ``frame`` is the running call."""
-        for other, name in self.calls.copy().items():  # a list of items could see a change
-            if other is frame:
-                return
-            if not self.is_forked and is_running(other):
-                raise _refusal(self.calls.pop(frame), frame, name, other)
-            self.calls.pop(other, None)
+    def refusal(self, name: str) -> LimpetError:
+        """Return the error for a call of ``name`` during another one."""
+        self.check_not_forked()
+        callee, where = self.running_call() or ("another method", "another")
+        if current_thread().name == "limpet-save":
+            return LimpetError(
+                f"{name}() was called in the thread of a save, which cannot wait for itself",
+                expected="a call in the training thread",
+                found=f"a call by an event sink, while {callee}() was running",
+                todo="Call it after the step",
+            )
+        return LimpetError(
+            f"{name}() was called while {callee}() of the same Checkpointer was running",
+            expected="one call at a time",
+            found=f"a call of {callee}() in {where} thread that has not ended",
+            todo="To save on a signal, use SignalNotice(signal.SIGUSR1, stops=False); do not save"
+            " in a handler. Make all other calls in one thread, or one after the other",
+        )
 
-    def running_call(self) -> tuple[str, bool] | None:
-        """Return the name of the running call, and whether it is in this thread, or None."""
-        for frame, name in self.calls.copy().items():
-            if is_running(frame):
-                return name, _is_below(_getframe(), frame)
-            self.calls.pop(frame, None)
-        return None
+    def running_call(self) -> tuple[str, str] | None:
+        """Return the name of the running call, and in which thread it is, or None."""
+        found = self.running.get(_CALL)
+        if found is None:
+            return None
+        return found[0], "this" if found[1] == get_ident() else "another"
 
     @property
     def is_forked(self) -> bool:
@@ -160,33 +166,3 @@ class Lifecycle:
                 "The last resume() failed and may have left the live state invalid",
                 todo="Resume from an intact version before you continue the training",
             )
-
-
-def _refusal(name: str, frame: FrameType, callee: str, running: FrameType) -> LimpetError:
-    """Return the error for ``frame``, a call of ``name`` while ``running``, of ``callee``, runs."""
-    own = _is_below(frame, running)
-    if current_thread().name == "limpet-save":
-        return LimpetError(
-            f"{name}() was called in the thread of a save, which cannot wait for itself",
-            expected="a call in the training thread",
-            found=f"a call by an event sink, while {callee}() was running",
-            todo="Call it after the step",
-        )
-    return LimpetError(
-        f"{name}() was called while {callee}() of the same Checkpointer was running",
-        expected="one call at a time",
-        found=f"a call of {callee}() in {'this' if own else 'another'} thread that has not ended",
-        todo="To save on a signal, use SignalNotice(signal.SIGUSR1, stops=False); do not save in a"
-        " handler. Make all other calls in one thread, or one after the other",
-    )
-
-
-def _is_below(top: FrameType, frame: FrameType) -> bool:
-    """Return True if ``frame`` is on the stack of ``top``, a frame of this thread.
-
-    Only this thread's frames are safe to walk: those of another one may end in the meantime.
-    """
-    current: FrameType | None = top
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is frame

@@ -2,16 +2,16 @@
 
 In a notebook, the cell that creates the Checkpointer of a run is run again and again. The earlier
 Checkpointer is then closed as after an exception: its saves in flight complete, and nothing that
-may belong to no step is saved. The ranks of one job may share a process, in threads; a rank takes
-over only from an earlier Checkpointer of the same rank.
+may belong to no step is saved. Only a Checkpointer that the same thread has made is closed. The
+ranks of one job may share a process, in threads; a rank takes over only from itself.
 """
 
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from contextlib import suppress
+from threading import current_thread
 from typing import Protocol
 from weakref import ref
 
@@ -28,11 +28,6 @@ from limpet.training.lifecycle import Lifecycle
 from limpet.training.saves.saver import Saver
 from limpet.training.step_counter import StepCounter
 from limpet.training.warn import describe_unsaved_steps
-
-CALL_SECONDS = 10.0
-"""How long a takeover waits for a call of the earlier Checkpointer in another thread."""
-
-_POLL_SECONDS = 0.01
 
 
 class Trainer(Protocol):
@@ -63,7 +58,7 @@ def take_over(trainer: Trainer) -> None:
     """End the earlier trainings of this process that have the run and the rank of ``trainer``.
 
     A warning names the steps that no version holds. Raises ``LimpetError``, and changes nothing,
-    if a call of such a Checkpointer is running and does not end within ``CALL_SECONDS``.
+    if such a Checkpointer was made by another thread, or one of its calls is running.
     """
     saver = trainer._saver
     for known, owner in _trainers.copy().items():
@@ -87,12 +82,8 @@ def _end(saver: Saver, owner: Trainer | None) -> None:
         saver.writer_lock.release()
         return
     lifecycle, run = owner._lifecycle, saver.run.url
-    lifecycle.was_taken_over = True  # from now on, no call begins
-    try:
-        _await_call(lifecycle, run)
-    except BaseException:
-        lifecycle.was_taken_over = False
-        raise
+    _check_may_close(owner, lifecycle, run)
+    lifecycle.was_taken_over = True
     could_save = lifecycle.can_save
     error = LimpetError(f"A newer Checkpointer of this process has taken {run} over")
     owner._ending.finish_here(error, owner._release)
@@ -108,19 +99,22 @@ def _end(saver: Saver, owner: Trainer | None) -> None:
         warnings.warn_explicit(message, UnsavedSteps, *user_line())
 
 
-def _await_call(lifecycle: Lifecycle, run: str) -> None:
-    """Wait until no call of a Checkpointer runs. Raises ``LimpetError`` if one does not end."""
-    deadline = time.monotonic() + CALL_SECONDS
-    while (running := lifecycle.running_call()) is not None:
-        name, is_own = running
-        if is_own or time.monotonic() >= deadline:
-            raise LimpetError(
-                f"An earlier Checkpointer of this process is in use for {run}",
-                expected="no running call of it",
-                found=f"a call of {name}() in {'this' if is_own else 'another'} thread",
-                todo="End that training first, or give each training its own run",
-            )
-        time.sleep(_POLL_SECONDS)
+def _check_may_close(owner: Trainer, lifecycle: Lifecycle, run: str) -> None:
+    """Raise ``LimpetError`` if the Checkpointer ``owner`` is in use by another part of the program:
+    another thread made it, or a call of it is running."""
+    running = lifecycle.running_call()
+    if running is not None:
+        found = f"a call of {running[0]}() in {running[1]} thread"
+    elif lifecycle.made_by is not current_thread():
+        found = f"{owner!r}, which another thread has made"
+    else:
+        return
+    raise LimpetError(
+        f"An earlier Checkpointer of this process is in use for {run}",
+        expected="a run without an open Checkpointer, or one of this thread that is idle",
+        found=found,
+        todo="Close that Checkpointer first, or give each training its own run",
+    )
 
 
 def _is_same_run(earlier: Saver, newer: Saver) -> bool:
