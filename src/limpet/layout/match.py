@@ -1,37 +1,38 @@
-"""Match keys of a snapshot with keys of a live state that have other names, for advice."""
+"""Match keys of a snapshot with keys of a live state that have other names, for advice.
+
+Only names are compared: a wrapper that one side has in front of all names of a model, and names
+that ``difflib`` finds close.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from difflib import get_close_matches
+from itertools import accumulate
 from typing import Self
 
 from limpet.format.names import join_key
-from limpet.layout.select import (
-    KeyFilter,
-    is_renamed,
-    suggest_member_renames,
-    suggest_renames,
-)
-from limpet.layout.wrapped import Wrapped
+from limpet.layout.select import is_renamed, is_slot_key
 from limpet.text import to_printable
+
+_MAX_RENAMES = 4
+_MAX_COMPARED = 16
+"""With more parts of other names, or members, no close names are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """How keys of a snapshot match keys of a live state that have other names.
 
-    ``rename``: the renames, as an expression in Python, or an empty string; ``inner``: the live
-    state of a model without its wrapper, in the same form, and ``root``: the key of this model;
-    ``lacking``, ``surplus``: the missing and the unexpected keys that still have no counterpart;
-    ``unloaded``: the keys of the modules of which the snapshot would then load nothing, although it
-    has values below these keys.
+    ``rename``: the renames, as an expression in Python, or an empty string; ``lacking``,
+    ``surplus``: the missing and the unexpected keys that still have no counterpart; ``unloaded``:
+    the keys of the modules of which the snapshot would then load nothing, although it has values
+    below these keys.
     """
 
     rename: str = ""
-    inner: str = ""
-    root: str = ""
     lacking: Sequence[str] = ()
     surplus: Sequence[str] = ()
     unloaded: Sequence[str] = ()
@@ -42,100 +43,105 @@ class Match:
         lacking: Sequence[str],
         surplus: Sequence[str],
         saved: Sequence[str],
-        url: str,
         *,
         modules: Sequence[str] = (),
-        absent: Mapping[str, Sequence[str]] | None = None,
+        objects: Sequence[str] = (),
     ) -> Self:
         """Match the keys that the snapshot lacks with those that the live state lacks.
 
-        ``saved``: all keys of the snapshot; ``url``: its address; ``modules``: the keys of the live
-        modules; ``absent``: as for ``suggest_member_renames``.
+        ``saved``: all keys of the snapshot; ``modules``: the keys of the live modules; ``objects``:
+        the keys of optimizers and other objects that the snapshot lacks as a whole.
         """
-        common = {*saved}.difference(surplus)
-        renames: dict[str, str] = {}
-        rename, inner, root = "", "", ""
-        wrapped = Wrapped.find(lacking, surplus)
-        if wrapped is not None:
-            rename, inner = _unwrap(wrapped, url, modules)
-            if rename or inner:
-                renames, root = wrapped.renames(), wrapped.root
-                lacking, surplus = wrapped.lacking, wrapped.surplus
-        if renames or not rename:
-            others = suggest_renames(lacking, surplus)
-            others |= suggest_member_renames(absent or {}, surplus, common)
-            if others:
-                lacking = [key for key in lacking if not is_renamed(key, others.values())]
-                surplus = [key for key in surplus if not is_renamed(key, others)]
-                rename = _quote_renames(renames | others)
-        unmatched = _levels(lacking) & _levels(surplus) - _levels({*saved}.difference(surplus))
+        common = _levels({*saved}.difference(surplus))
+        live, old = ([k for k in keys if not is_slot_key(k)] for keys in (lacking, surplus))
+        renames = _unwrap(live, old) or _match_parts(live, old)
+        members = sorted(k for k in _levels(surplus) - common if not is_renamed(k, renames))
+        renames |= _match_names(objects, members)
+        if renames:
+            lacking = [key for key in lacking if not is_renamed(key, renames.values())]
+            surplus = [key for key in surplus if not is_renamed(key, renames)]
+        unmatched = _levels(lacking) & _levels(surplus) - common
         unloaded = tuple(key for key in modules if key in unmatched)
-        rename, inner = to_printable(rename), to_printable(inner)
-        return cls(rename, inner, root, tuple(lacking), tuple(surplus), unloaded)
-
-    def arguments(self, saved: Sequence[str]) -> str:
-        """Return the arguments of a load that apply the match, or an empty string."""
-        suggestions = [f"rename={self.rename}"] if self.rename else []
-        if self.inner:
-            is_whole = all(key.startswith(f"{self.root}/") for key in saved)
-            keys = "" if is_whole else f' with keys="{self.root}"'
-            suggestions.insert(0, f"into={self.inner}{keys}")
-        return " or ".join(suggestions)
+        return cls(_format(renames), tuple(lacking), tuple(surplus), unloaded)
 
 
-def suggest_submodule(requested: Sequence[str], selected: KeyFilter, modules: Sequence[str]) -> str:
-    """Return the argument that loads a part of a module into a live module that is this part, or an
-    empty string. ``requested``: the keys of the snapshot to load, of which ``selected`` has the
-    name of the part."""
-    roots = {key.rpartition("/")[0] for key in requested}
-    root = roots.pop() if len(roots) == 1 else ""
-    if root not in modules:
-        return ""
-    paths = [key[len(root) + 1 :].split(".")[:-1] for key in requested]
-    common = [p[0] for p in takewhile(lambda p: len({*p}) == 1, zip(*paths))]
-    parts = (common[: i + 1] for i in range(len(common)))
-    levels = next((p for p in parts if selected(f"{root}/{'.'.join(p)}")), None)
-    if levels is None:
-        return ""
-    module = root.rpartition("/")[2] if root.rpartition("/")[2].isidentifier() else "module"
-    value = module
-    for level in reversed(levels):
-        value = f'torch.nn.ModuleDict({{"{level}": {value}}})'
-    part = f"{root}/{'.'.join(levels)}"
-    return f"into={_nest(root, value)}, if {module} is the module {part} of the snapshot"
+def _unwrap(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
+    """Return the renames for a model of which one side has all names with a prefix, because it
+    wraps the model; an empty dict if there is no such model, or several."""
+    live_names, saved_names = _names_by_root(live), _names_by_root(saved)
+    found = []
+    for root in live_names.keys() & saved_names.keys():
+        sides = live_names[root], saved_names[root]
+        for is_live, (wrapper, inner) in ((True, sides), (False, sides[::-1])):
+            if prefix := _find_prefix(wrapper, inner):
+                parts = dict.fromkeys(name.partition(".")[0] for name in inner)
+                pairs = [(join_key(root, p), join_key(root, prefix + p)) for p in parts]
+                found.append(dict(pairs if is_live else [(outer, p) for p, outer in pairs]))
+    return found[0] if len(found) == 1 else {}
 
 
-def _unwrap(wrapped: Wrapped, url: str, modules: Sequence[str]) -> tuple[str, str]:
-    """Return the renames, and the live state, that load a model although one side has it in a
-    wrapper."""
-    renames = wrapped.renames()
-    rename = _quote_renames(renames) if renames else ""
-    root, prefix = wrapped.root, wrapped.prefix
-    inner, outer = join_key(root, ""), join_key(root, prefix)
-    old, new = (inner, outer) if wrapped.is_live else (outer, inner)
-    if old and not renames:
-        rename = (
-            f"{{k: k.replace({old!r}, {new!r}, 1) for k in limpet.open({url!r})"
-            f" if k.startswith({old!r})}}"
-        )
-    name = root.rpartition("/")[2]
-    if not (wrapped.is_live and root in modules and name.isidentifier()):
-        return rename, ""
-    levels = "".join(f"[{p}]" if p.isdecimal() else f".{p}" for p in prefix[:-1].split("."))
-    return rename, _nest(root, f"{name}{levels}")
+def _names_by_root(keys: Sequence[str]) -> dict[str, list[str]]:
+    """Return the last levels of keys by the levels above."""
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for key in keys:
+        root, _, name = key.rpartition("/")
+        names[root].append(name)
+    return names
+
+
+def _find_prefix(wrapper: Sequence[str], inner: Sequence[str]) -> str:
+    """Return the only prefix that gives every name of ``inner`` one of ``wrapper``, or an empty
+    string."""
+    outer, first = set(wrapper), inner[0]
+    prefixes = {name[: -len(first)] for name in wrapper if name.endswith(f".{first}")}
+    fitting = [p for p in prefixes if all(p + name in outer for name in inner)]
+    return fitting[0] if len(fitting) == 1 else ""
+
+
+def _match_parts(live: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
+    """Return the renames of parts with equal names below them, such as ``weight`` and ``bias``, if
+    both sides have as many such parts."""
+    new, old = _parts(live), _parts(saved)
+    renames: dict[str, str] = {}
+    if max(len(new), len(old)) > _MAX_COMPARED:
+        return renames
+    for members in {*map(frozenset, new.values())}:
+        names, fitting = ([p for p in s if s[p] == members] for s in (new, old))
+        if len(names) == len(fitting) == 1:
+            renames[fitting[0]] = names[0]
+        elif len(names) == len(fitting):
+            renames |= _match_names(names, fitting)
+    return renames
+
+
+def _parts(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return the last names of keys by what is in front of them: ``model/fc`` has ``weight``."""
+    parts: defaultdict[str, set[str]] = defaultdict(set)
+    for key in keys:
+        above, separator, name = key.rpartition("." if "." in key.rpartition("/")[2] else "/")
+        if separator and above:
+            parts[above].add(name)
+    return parts
+
+
+def _match_names(new: Sequence[str], old: Sequence[str]) -> dict[str, str]:
+    """Return the renames of old names to the new ones that are close to them, at the same depth."""
+    renames: dict[str, str] = {}
+    if max(len(new), len(old)) > _MAX_COMPARED:
+        return renames
+    for name in new:
+        same = [o for o in old if o.count("/") == name.count("/") and o not in renames]
+        renames |= dict.fromkeys(get_close_matches(name, same, n=1, cutoff=0.5), name)
+    return renames
 
 
 def _levels(keys: Iterable[str]) -> set[str]:
     return {level for key in keys for level in accumulate(key.split("/"), join_key)}
 
 
-def _nest(key: str, value: str) -> str:
-    """Return a live state that has a value under a key, as an expression in Python."""
-    for level in reversed(key.split("/")):
-        value = f'{{"{level}": {value}}}'
-    return value
-
-
-def _quote_renames(renames: Mapping[str, str]) -> str:
-    pairs = ", ".join(f'"{old}": "{new}"' for old, new in renames.items())
-    return f"{{{pairs}}}"
+def _format(renames: Mapping[str, str]) -> str:
+    """Return renames as an expression in Python, or an empty string."""
+    pairs = [f'"{old}": "{new}"' for old, new in renames.items()]
+    more = [", ..."] if len(pairs) > _MAX_RENAMES else []
+    text = ", ".join(pairs[:_MAX_RENAMES]) + "".join(more)
+    return to_printable(f"{{{text}}}") if pairs else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -162,77 +162,12 @@ def find_renames(name: Any, renames: NumberedRenames) -> list[tuple[int, str, st
     return sorted((number, old, new) for old, (number, new) in found)
 
 
-_MAX_RENAMES = 3
-_MAX_RENAMES_TRIED = 8
 _SLOT_KEY = re.compile("/(state|groups)/")
 
 
 def is_slot_key(key: str) -> bool:
     """Return True for a key within the state of an optimizer."""
     return _SLOT_KEY.search(key) is not None
-
-
-def suggest_renames(lacking: Sequence[str], surplus: Sequence[str]) -> dict[str, str]:
-    """Return the renames that give keys of the snapshot (``surplus``) the names that the live state
-    has (``lacking``), if each has only one plausible origin. Otherwise, return an empty dict.
-
-    A rename is plausible if both names end alike (``head.weight`` and ``fc.weight``), if there is
-    no more similar one, and if it gives every key below it a name that is lacking.
-    """
-    new_keys, old_keys = (  # slots follow their parameters
-        {key for key in keys if not is_slot_key(key)} for keys in (lacking, surplus)
-    )
-    renames: dict[str, str] = {}
-    # the side with fewer keys: adding many layers must not hide that one was renamed
-    fewer, ordered = (new_keys, lacking) if len(new_keys) <= len(old_keys) else (old_keys, surplus)
-    for key in [key for key in ordered if key in fewer][:_MAX_RENAMES_TRIED]:
-        if key not in fewer or len(renames) == _MAX_RENAMES:
-            continue
-        found = {
-            rename: covered
-            for rename in _most_similar(key, new_keys, old_keys)
-            if (covered := _keys_below(rename, new_keys, old_keys)) is not None
-        }
-        if len(found) == 1:
-            (((old, new), (old_below, new_below)),) = found.items()
-            renames[old] = new
-            old_keys -= old_below
-            new_keys -= new_below
-    return renames
-
-
-def suggest_member_renames(
-    absent: Mapping[str, Sequence[str]], surplus: Sequence[str], common: Collection[str]
-) -> dict[str, str]:
-    """Return the renames of whole objects: optimizers, schedulers, and the like.
-
-    ``absent``: the objects that the snapshot lacks, each with the names of its parameters or
-    attributes. A saved object fits if all of its names are among them, and if neither of the two
-    has another that fits. ``common``: the keys of the snapshot that the live state has.
-    """
-    if not 0 < len(absent) <= _MAX_RENAMES_TRIED:
-        return {}
-    saved: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
-    parents = {key.rpartition("/")[0] for key in absent}
-    for key in surplus:
-        levels = key.split("/")
-        for i in range(1, len(levels)):
-            if (parent := "/".join(levels[: i - 1])) in parents:
-                names = saved[parent, "/".join(levels[:i])]
-                if not is_slot_key(key):
-                    names.add(levels[i])
-                elif levels[i] == "state":
-                    names.add(levels[i + 1])
-    shared = {"/".join(key.split("/")[:i]) for key in common for i in range(1, key.count("/") + 2)}
-    pairs = [
-        (old, new)
-        for new, names in absent.items()
-        for (parent, old), saved_names in saved.items()
-        if parent == new.rpartition("/")[0] and old not in shared and saved_names
-        if saved_names.issubset(names)
-    ]
-    olds, news = ([pair[i] for pair in pairs] for i in (0, 1))
-    return {o: n for o, n in pairs if olds.count(o) == news.count(n) == 1}
 
 
 def is_renamed(key: str, names: Iterable[str]) -> bool:
@@ -244,51 +179,6 @@ def is_renamed(key: str, names: Iterable[str]) -> bool:
 def _is_at_or_below(key: str, name: str) -> bool:
     """Return True if a rename of ``name`` is one of ``key``, too."""
     return key == name or key.startswith((f"{name}.", f"{name}/"))
-
-
-def _most_similar(key: str, new_keys: set[str], old_keys: set[str]) -> list[tuple[str, str]]:
-    """Return the renames between a key of one side and the most similar keys of the other side, or
-    none if there are too many."""
-    is_new = key in new_keys
-    pairs = ((k, key) if is_new else (key, k) for k in (old_keys if is_new else new_keys))
-    scored = [found for pair in pairs if (found := _find_rename(*pair)) is not None]
-    best = max((score for score, _, _ in scored), default=None)
-    top = list({(old, new) for score, old, new in scored if score == best})
-    return top if len(top) <= _MAX_RENAMES_TRIED else []
-
-
-def _keys_below(
-    rename: tuple[str, str], new_keys: set[str], old_keys: set[str]
-) -> tuple[set[str], set[str]] | None:
-    """Return the old and new keys that a rename covers, or None unless they correspond."""
-    old, new = rename
-    old_below, new_below = (
-        {k for k in keys if _is_at_or_below(k, name)}
-        for name, keys in ((old, old_keys), (new, new_keys))
-    )
-    renamed = {new + key[len(old) :] for key in old_below}
-    return (old_below, new_below) if renamed == new_below else None
-
-
-def _find_rename(old_key: str, new_key: str) -> tuple[tuple[int, int], str, str] | None:
-    """Return the rename between two keys that differ in one level: how many names they have in
-    common behind and before what differs, and the two names of that level."""
-    old, new = old_key.split("/"), new_key.split("/")
-    differing = [i for i, (a, b) in enumerate(zip(old, new)) if a != b]
-    if len(old) != len(new) or len(differing) != 1:
-        return None
-    level = differing[0]
-    a, b = old[level].split("."), new[level].split(".")
-    limit = min(len(a), len(b)) - 1
-    before = next((i for i in range(limit) if a[i] != b[i]), limit)
-    behind = next((i for i in range(limit) if a[-1 - i] != b[-1 - i]), limit)
-    behind = min(behind, limit)
-    below = len(old) - level - 1
-    if behind + below == 0:
-        return None
-    old_name, new_name = (".".join(name[: len(name) - behind]) for name in (a, b))
-    parents = old[:level]
-    return (behind + below, before), "/".join([*parents, old_name]), "/".join([*parents, new_name])
 
 
 def _find_members(node: Any, keys: Sequence[str], key: str) -> set[str]:

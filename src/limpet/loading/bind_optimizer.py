@@ -37,7 +37,8 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
     """
     if node is ABSENT:
         if binding.selected(key) or binding.selected(f"{key}/state"):
-            _note_absent(binding, optimizer, key)
+            binding.differences.missing.append(key)
+            binding.differences.absent.append(key)
         return lambda: optimizer
     grouped = optimizers.group_parameter_names(optimizer, binding.parameter_names)
     members, numbered = _find_members(binding, optimizer, grouped, node, key)
@@ -91,13 +92,6 @@ def bind_optimizer(binding: Binding, optimizer: Any, node: Any, key: str) -> Fin
         return optimizer
 
     return finalize
-
-
-def _note_absent(binding: Binding, optimizer: Any, key: str) -> None:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    names = [binding.parameter_names.get(id(p), "") for p in parameters]
-    binding.differences.missing.append(key)
-    binding.differences.absent[key] = [name for name in names if name]
 
 
 def _find_members(

@@ -35,7 +35,7 @@ def bind_stateful(binding: Binding, value: Any, node: Any, key: str) -> Finalize
     if node is ABSENT:
         binding.note_missing(key)
         if binding.selected(key):
-            binding.differences.absent[key] = list(getattr(value, "__dict__", ()))
+            binding.differences.absent.append(key)
         return lambda: value
     if not binding.is_any_selected(node, key):
         return lambda: value

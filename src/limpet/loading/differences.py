@@ -14,11 +14,10 @@ import msgspec
 from limpet.errors import DTypeMismatch, MissingLeaf, PlanError, ShapeMismatch, UnexpectedLeaf
 from limpet.format import tree
 from limpet.format.names import join_key
-from limpet.layout.match import Match, suggest_submodule
+from limpet.layout.match import Match
 from limpet.layout.select import (
     KeyFilter,
     make_key_filter,
-    match_all,
 )
 from limpet.ranks.collective import Collective
 from limpet.snapshot.reader import SnapshotReader
@@ -46,8 +45,7 @@ class Differences:
     another shape or dtype. ``objects``: the keys of the objects with a ``load_state_dict`` of their
     own whose state has missing or unexpected keys; ``options``: those of the live optimizers that
     the snapshot lacks, which is not an error; ``modules``: the keys of the live modules;
-    ``absent``: the optimizers and other objects that the snapshot lacks as a whole, each with the
-    names of its parameters or attributes.
+    ``absent``: those of the optimizers and other objects that the snapshot lacks as a whole.
 
     ``saved_ranks`` and ``loaded_ranks``: the ranks that saved a per-rank value, and those that load
     it, by key. After ``combine_ranks``, they have only the keys for which the two differ. That is
@@ -64,7 +62,7 @@ class Differences:
     objects: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
-    absent: dict[str, list[str]] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     saved_ranks: dict[str, list[int]] = field(default_factory=dict)
     loaded_ranks: dict[str, list[int]] = field(default_factory=dict)
@@ -101,11 +99,11 @@ class Differences:
         combined._keep_reassigned(groups)
         on_all_ranks = set(self.unexpected).intersection(*(one.unexpected for one, _ in groups))
         combined.unexpected = [key for key in self.unexpected if key in on_all_ranks]
-        for name in ("missing", "objects", "options", "modules"):
+        for name in ("missing", "objects", "options", "modules", "absent"):
             keys = dict.fromkeys(key for one, _ in groups for key in getattr(one, name))
             setattr(combined, name, list(keys))
         for one, ranks in groups:
-            for name in ("shapes", "dtypes", "kinds", "resized", "casts", "absent"):
+            for name in ("shapes", "dtypes", "kinds", "resized", "casts"):
                 setattr(combined, name, getattr(one, name) | getattr(combined, name))
             if one.missing or one.shapes or one.dtypes or one.kinds:
                 combined.ranks += ranks
@@ -172,7 +170,11 @@ class Differences:
         present = [(n, *kind) for n, kind in zip(counts, kinds, strict=True) if n]
         error_class = present[0][1] if len(present) == 1 else PlanError
         match = Match.find(
-            self.missing, self.unexpected, saved, url, modules=self.modules, absent=self.absent
+            self.missing,
+            self.unexpected,
+            saved,
+            modules=self.modules,
+            objects=self.absent,
         )
         advice = self._advise(match, saved, selected, lacking, surplus, shapes)
         where = f" of {format_ranks(self.ranks)}" if self.ranks and (lacking or misfits) else ""
@@ -203,17 +205,13 @@ class Differences:
         below = [k for k in saved if not self.kinds.keys().isdisjoint(key_prefixes(k))]
         fitting = {*saved, *self.missing}.difference(self.unexpected, below, shapes, self.dtypes)
         requested = [*filter(selected, saved)]
-        matches = match.arguments(saved)
-        is_part = matches or self.missing or selected is match_all
-        submodule = "" if is_part else suggest_submodule(requested, selected, self.modules)
-        loads_some = bool(matches or self.dtypes) or not fitting.isdisjoint(requested)
+        loads_some = bool(match.rename or self.dtypes) or not fitting.isdisjoint(requested)
         loads_some = loads_some and not match.unloaded
         members = "" if lacking else _suggest_keys(requested, [*surplus, *below])
-        if matches:
+        if match.rename:
             lacking, surplus = lacking and match.lacking, surplus and match.surplus
         options = (
-            (matches, matches),
-            (submodule, submodule),
+            (f"rename={match.rename}", match.rename),
             (f"keys={members}", members),
             ('missing="keep"', lacking and loads_some),
             ('unexpected="ignore"', surplus and loads_some),

@@ -260,13 +260,6 @@ def not_entered_error() -> LimpetError:
     )
 
 
-def describe_structure(error: PlanError) -> str:
-    """Return the advice to restore the structure of the state that the error of a load refuses."""
-    inner = error.fields["match"].inner
-    without = f", without the wrapper: {inner} in the state" if inner else ""
-    return f"Restore the earlier structure of the state{without}"
-
-
 def suggest_new_run(url: str, state: dict[str, Any], error: PlanError) -> str:
     """Return the advice for a new run that begins with the version and a changed state."""
     if unloaded := error.fields["match"].unloaded:

@@ -30,7 +30,7 @@ from limpet.text import warn_user
 from limpet.tiers.inventory import Candidate, CurrentLine
 from limpet.tiers.ladder import Ladder, LadderExhausted
 from limpet.tiers.tiers import Tiers
-from limpet.training.arguments import check_not_snapshot, describe_structure, suggest_new_run
+from limpet.training.arguments import check_not_snapshot, suggest_new_run
 from limpet.training.resume_from_tier import (
     continue_from_tier,
     find_leftovers,
@@ -207,7 +207,8 @@ def _coordinate(
             e.what,
             expected=e.expected,
             found=e.found,
-            todo=f"{describe_structure(e)}.{keep} {suggest_new_run(run.url, loader.state, e)}",
+            todo=f"Restore the earlier structure of the state.{keep}"
+            f" {suggest_new_run(run.url, loader.state, e)}",
             **e.fields,
         ) from e.__cause__  # the error itself says the same, with advice for a load
     except NoSnapshot:
