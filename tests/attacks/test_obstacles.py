@@ -20,9 +20,8 @@ from limpet.errors import AlreadyExists, LimpetError, NotFound, StoreError
 from limpet.format.names import Version
 from limpet.run.lineage import MAX_SEARCHES
 from limpet.run.policy import EverySteps, KeepLast
-from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
-from limpet.run.save_request import put_request, request_and_wait
+from limpet.run.save_request import RequestWatcher, put_request, request_and_wait
 from limpet.run.writer_lock import WriterLock
 from limpet.storage.checks import MAX_PUTS
 from limpet.storage.local import files as local_files

@@ -14,9 +14,8 @@ from limpet.format.records import MAX_RECORD
 from limpet.run import catalog
 from limpet.run.catalog import Catalog
 from limpet.run.policy import EverySteps, KeepLast
-from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
-from limpet.run.save_request import put_request, read_request
+from limpet.run.save_request import RequestWatcher, put_request, read_request
 from limpet.run.writer_lock import WriterLock
 from limpet.snapshot.pins import REMOTE_PIN_TTL
 from limpet.storage.memory import MemoryStore

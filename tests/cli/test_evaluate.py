@@ -18,7 +18,7 @@ import limpet
 from limpet import events
 from limpet.cli.exit_codes import EVALUATION_FAILED, EXISTS, NOT_FOUND, OTHER, USAGE
 from limpet.cli.verbs import evaluate as verb
-from limpet.run.evaluations.lease import list_leases
+from limpet.run.lease import list_leases
 from limpet.run.run import Run
 
 SCORING = """

@@ -27,7 +27,7 @@ from limpet.errors import (
     StoreError,
     Unavailable,
 )
-from limpet.run.evaluations.metrics import check_metrics
+from limpet.run.metrics import check_metrics
 from limpet.run.run import Run
 from limpet.storage.open import open_store
 from limpet.text import to_json_value, to_printable, with_article

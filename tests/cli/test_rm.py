@@ -11,7 +11,7 @@ import limpet
 from limpet.cli.exit_codes import exit_code
 from limpet.errors import LimpetError, NotFound
 from limpet.format.names import Version
-from limpet.run.evaluations.lease import LeaseHolder
+from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.cli.invoke import run_cli, train_branch

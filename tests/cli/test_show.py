@@ -17,7 +17,7 @@ from limpet.cli.tree_rows import iter_tree_rows
 from limpet.cli.verbs.show import fitting_depth, render
 from limpet.format.names import Version
 from limpet.format.records import FailedEvaluation
-from limpet.run.evaluations.lease import LeaseHolder
+from limpet.run.lease import LeaseHolder
 from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from tests.cli.invoke import run_cli

@@ -48,7 +48,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> PoolTracker:
     monkeypatch.setattr("limpet.saving.save.BufferPool", tracker.make_pool)
     monkeypatch.setattr("limpet.training.saves.saver.BufferPool", tracker.make_pool)
     # the watcher polls at arbitrary times, so the number of store calls would vary
-    monkeypatch.setattr("limpet.run.request_watcher.RequestWatcher.start", lambda self: None)
+    monkeypatch.setattr("limpet.run.save_request.RequestWatcher.start", lambda self: None)
     monkeypatch.setattr(buffers, "_pool", tracker.make_pool(64 * PAGE))
     monkeypatch.setenv("LIMPET_THREADS", "3")
     monkeypatch.setattr("limpet.threads.BYTES_PER_THREAD", 1)

@@ -15,7 +15,7 @@ import pytest
 
 from limpet.errors import LimpetError
 from limpet.evaluation.pool import Limits
-from limpet.run.evaluations.lease import list_leases
+from limpet.run.lease import list_leases
 from limpet.run.run import Run
 from tests.evaluation import functions
 from tests.evaluation.test_evaluation import (

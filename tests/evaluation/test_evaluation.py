@@ -24,7 +24,7 @@ from limpet.evaluation.evaluation import Evaluation, Outcome
 from limpet.evaluation.pool import Limits
 from limpet.format.names import Version
 from limpet.format.records import FailedEvaluation
-from limpet.run.evaluations.lease import list_leases
+from limpet.run.lease import list_leases
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from limpet.snapshot.location import locate

@@ -275,7 +275,7 @@ def test_a_request_causes_one_save() -> None:
 
         job.before_step = before_step
         with mock.patch(
-            "limpet.run.request_watcher.RequestWatcher.__init__.__defaults__", (0.02, None)
+            "limpet.run.save_request.RequestWatcher.__init__.__defaults__", (0.02, None)
         ):
             job.train(150, save=EverySteps(1000))
         assert len(job.versions) == 1

@@ -20,10 +20,10 @@ from limpet import events
 from limpet.buffers import shared_pool
 from limpet.errors import DeadlinePassed, Denied, Unavailable
 from limpet.format.names import MANIFEST, SAVE_REQUEST, Version, is_attempt
-from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
 from limpet.run.save_request import (
     RequestedSave,
+    RequestWatcher,
     put_request,
     read_request,
     remove_request,

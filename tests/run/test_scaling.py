@@ -69,7 +69,7 @@ def no_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     So would the order of lookups in threads.
     """
     monkeypatch.setattr("limpet.threads.SLOW_LOOKUP", math.inf)
-    monkeypatch.setattr("limpet.run.request_watcher.RequestWatcher.start", lambda self: None)
+    monkeypatch.setattr("limpet.run.save_request.RequestWatcher.start", lambda self: None)
 
 
 def make_run(path: Path, count: int) -> Path:

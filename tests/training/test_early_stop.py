@@ -309,7 +309,7 @@ def test_the_newest_record_of_a_step_counts_whatever_the_clocks_say(
         def now(cls, tz: Any = None) -> Any:
             return datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=cls.hours)
 
-    monkeypatch.setattr("limpet.run.evaluations.metrics.datetime", Clock)
+    monkeypatch.setattr("limpet.run.records.datetime", Clock)
     with training(stop=StopWhen("val_loss", patience=9, mode="max")) as (state, ckpt, run):
         save_next(state, ckpt, 2)
         ckpt.step({"val_loss": 5.0})

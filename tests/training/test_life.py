@@ -46,9 +46,14 @@ from limpet.run.policy import (
     OnException,
     StopWhen,
 )
-from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
-from limpet.run.save_request import RequestedSave, put_request, read_request, request_and_wait
+from limpet.run.save_request import (
+    RequestedSave,
+    RequestWatcher,
+    put_request,
+    read_request,
+    request_and_wait,
+)
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Stat

@@ -1,4 +1,4 @@
-"""The command-line interface, ``limpet VERB ...``, with one module per verb in ``cli/verbs``.
+"""The command-line interface, ``limpet VERB ...``, with a module for each verb in ``cli/verbs``.
 
 This module finds the verb, and converts errors to a message and an exit code. It imports a verb
 only when the verb runs; rich is imported only to print for people. A script that uses ``--json``
@@ -47,6 +47,7 @@ VERBS = (
     "run",
 )
 _IN_RECORDS = ("pin", "rm")
+"""The verbs that share a module, in which each has its own name."""
 
 
 class UsageErrorLine(click.UsageError):
@@ -96,8 +97,8 @@ class VerbGroup(click.Group):
         if cmd_name not in VERBS:
             return None
         module = cmd_name.replace("-", "_") + "_" * iskeyword(cmd_name)
-        package = "limpet.cli.verbs" + ".records" * (cmd_name in _IN_RECORDS)
-        command: click.Command = import_module(f"{package}.{module}").command
+        module, name = ("records", cmd_name) if cmd_name in _IN_RECORDS else (module, "command")
+        command: click.Command = getattr(import_module(f"limpet.cli.verbs.{module}"), name)
         for param in command.params:
             if isinstance(param, click.Argument) and param.type is click.STRING:
                 param.type = param.type if param.callback else LocationType()

@@ -33,7 +33,7 @@ from limpet.format.numpy_dtypes import from_descr
 from limpet.layout.select import ABSENT, make_key_filter, match_all, prune
 from limpet.loading.load import load_snapshot
 from limpet.run.address import open_reader
-from limpet.run.evaluations.metrics import select_numbers
+from limpet.run.metrics import select_numbers
 from limpet.run.run import Run
 from limpet.snapshot.location import Location, Url, is_snapshot, locate, versions_in
 from limpet.snapshot.reader import SnapshotReader

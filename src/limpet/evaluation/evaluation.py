@@ -31,9 +31,8 @@ from limpet.evaluation.schedule import Selection
 from limpet.format.names import Version
 from limpet.format.records import MAX_LEASE_SECONDS, MAX_TEXT, FailedEvaluation
 from limpet.ranks.group import GroupSpec, saving_group
-from limpet.run.evaluations.lease import LEASE_SECONDS, LeaseHolder
-from limpet.run.evaluations.metrics import check_job_name
-from limpet.run.evaluations.objectives import make_objective, record_objective
+from limpet.run.lease import LEASE_SECONDS, LeaseHolder
+from limpet.run.records import check_job_name, make_objective, record_objective
 from limpet.run.run import Run
 from limpet.snapshot.location import Url
 from limpet.snapshot.pins import require_manifest

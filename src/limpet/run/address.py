@@ -27,8 +27,8 @@ from limpet.ranks.group import (
     current_group,
     failing_together,
 )
-from limpet.run.evaluations.objectives import read_recorded_objectives
 from limpet.run.lineage import find_best, find_latest
+from limpet.run.records import read_recorded_objectives
 from limpet.run.run import Run
 from limpet.sinks.default_terminal import default_terminal
 from limpet.snapshot.location import (

@@ -26,9 +26,7 @@ from limpet.format.records import (
     decode_branch,
 )
 from limpet.format.sealed import sealed_digest
-from limpet.run.evaluations.lease import LeaseObserver
-from limpet.run.evaluations.metrics import select_numbers
-from limpet.run.evaluations.reader import EvaluationReader
+from limpet.run.lease import LeaseObserver
 from limpet.run.listing import (
     FolderFiles,
     Listing,
@@ -38,7 +36,9 @@ from limpet.run.listing import (
     list_entries,
     list_files,
 )
+from limpet.run.metrics import select_numbers
 from limpet.run.policy import Record
+from limpet.run.records import EvaluationReader
 from limpet.snapshot.location import Location, get_bounded, is_snapshot
 from limpet.snapshot.reader import SnapshotReader, open_location
 from limpet.storage.store import Stat, Store, list_level

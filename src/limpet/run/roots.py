@@ -11,8 +11,8 @@ from limpet import events
 from limpet.errors import FormatError
 from limpet.format import names
 from limpet.format.names import Version
+from limpet.run import lease
 from limpet.run.catalog import Catalog, VersionRecord
-from limpet.run.evaluations import lease
 from limpet.run.listing import Listing
 from limpet.snapshot import pins
 from limpet.storage.store import Stat

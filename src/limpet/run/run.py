@@ -24,16 +24,10 @@ from limpet.format.records import (
 from limpet.ranks.group import GroupSpec, saving_group
 from limpet.run import lineage, retention, sweep
 from limpet.run.catalog import Catalog, VersionRecord
-from limpet.run.evaluations.metrics import (
-    ADDED_METRICS,
-    check_metrics,
-    put_about_version,
-    to_numbers,
-)
-from limpet.run.evaluations.status import EvaluationStatus, find_statuses
 from limpet.run.listing import BRANCH, STEP, Listing, list_spread_folders, to_int
-from limpet.run.policy import KeepPolicy, Mode, Record
-from limpet.run.policy.checks import check_metric
+from limpet.run.metrics import ADDED_METRICS, check_metrics, to_numbers
+from limpet.run.policy import KeepPolicy, Mode, Record, check_metric
+from limpet.run.records import EvaluationStatus, find_statuses, put_about_version
 from limpet.run.sweep import GRACE, SweepResult
 from limpet.run.writer import VersionWriter
 from limpet.snapshot import pins

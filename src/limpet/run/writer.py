@@ -23,8 +23,8 @@ from limpet.format.names import MAX_STEP, Version, parse_version, random_id
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run import lineage
 from limpet.run.catalog import Catalog
-from limpet.run.evaluations.metrics import check_metrics, to_numbers
 from limpet.run.listing import STEP, to_int
+from limpet.run.metrics import check_metrics, to_numbers
 from limpet.run.policy import KeepPolicy
 from limpet.run.retention import BeforeDeletion, TrainingRetention, undeleted_error
 from limpet.run.writer_lock import WriterLock

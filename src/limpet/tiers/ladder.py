@@ -21,8 +21,8 @@ from limpet.format.names import Version, parse_version, random_id, restart_name
 from limpet.machine import utc_now
 from limpet.notices.exit_status import GIVE_UP, SAVED, Status, leave_code, write_error
 from limpet.ranks.group import Group
-from limpet.run.evaluations.metrics import to_numbers
 from limpet.run.lineage import lineage_folders
+from limpet.run.metrics import to_numbers
 from limpet.run.run import Run
 from limpet.settings import status_folder
 from limpet.snapshot.reader import SnapshotReader

@@ -9,7 +9,7 @@ from limpet import events
 from limpet.errors import LimpetError
 from limpet.loading.binding import STRICT, Leniency
 from limpet.ranks.group import GroupSpec
-from limpet.run.evaluations.metrics import ADDED_METRICS, check_metrics
+from limpet.run.metrics import ADDED_METRICS, check_metrics
 from limpet.run.policy import AtEnd, EverySeconds, KeepPolicy, SavePolicy, StopWhen
 from limpet.snapshot.location import Url
 from limpet.snapshot.snapshot import Snapshot, snapshot_of

@@ -14,10 +14,10 @@ from limpet.loading.report import LoadReport
 from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import GroupSpec, LocalGroup, saving_group
 from limpet.run.catalog import read_training_metadata
-from limpet.run.evaluations.metrics import ADDED_METRICS
+from limpet.run.metrics import ADDED_METRICS
 from limpet.run.policy import Never
-from limpet.run.request_watcher import RequestWatcher
 from limpet.run.run import Run
+from limpet.run.save_request import RequestWatcher
 from limpet.snapshot.location import Url
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import (

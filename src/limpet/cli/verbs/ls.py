@@ -25,9 +25,8 @@ from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, Stor
 from limpet.format.names import Version
 from limpet.format.records import Branch, Lease
 from limpet.run.catalog import VersionRecord, make_version_record
-from limpet.run.evaluations.reader import VersionEvaluations
-from limpet.run.evaluations.status import find_statuses
 from limpet.run.listing import Listing
+from limpet.run.records import VersionEvaluations, find_statuses
 from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
 from limpet.storage.store import Stat

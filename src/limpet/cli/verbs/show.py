@@ -30,8 +30,7 @@ from limpet.format.index_columns import IndexBox
 from limpet.format.names import parse_version
 from limpet.format.records import InexactEvaluation
 from limpet.layout.select import make_key_filter
-from limpet.run.evaluations.reader import VersionEvaluations
-from limpet.run.evaluations.status import EvaluationStatus, find_statuses
+from limpet.run.records import EvaluationStatus, VersionEvaluations, find_statuses
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_count, format_metrics, format_size, to_repr

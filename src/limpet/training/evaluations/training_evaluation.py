@@ -13,8 +13,8 @@ from limpet.evaluation.arguments import check_argument
 from limpet.evaluation.worker import count_records
 from limpet.ranks.agreement import Agreement, LocalAgreement, make_agreement
 from limpet.ranks.group import all_reduce, broadcast_from_first
-from limpet.run.evaluations.metrics import check_job_name
 from limpet.run.policy import Never, SavePolicy
+from limpet.run.records import check_job_name
 from limpet.text import warn_user
 from limpet.training.cadence import Cadence
 from limpet.training.checkpointer import Checkpointer

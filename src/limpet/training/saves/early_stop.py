@@ -11,8 +11,8 @@ from limpet.format.names import Version
 from limpet.ranks.agreement import Agreement, LocalAgreement
 from limpet.ranks.group import Group, broadcast_from_first
 from limpet.run.catalog import VersionRecord, read_training_metadata
-from limpet.run.evaluations.metrics import to_number
 from limpet.run.lineage import find_end
+from limpet.run.metrics import to_number
 from limpet.run.policy import Mode, StopState, StopWhen
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader

@@ -7,7 +7,7 @@ from contextlib import suppress
 from limpet.errors import LimpetError, NotFound
 from limpet.format.records import Ended
 from limpet.ranks.group import broadcast_from_first
-from limpet.run.evaluations.metrics import put_about_version
+from limpet.run.records import put_about_version
 from limpet.run.retention import undeleted_error
 from limpet.snapshot import pins
 from limpet.training.saves.save_spec import version_of

@@ -18,8 +18,8 @@ from limpet import events
 from limpet.errors import FormatError, LimpetError, NotFound
 from limpet.format.names import MANIFEST, Version
 from limpet.format.records import Evaluation, decode_about_version
-from limpet.run.evaluations.metrics import put_about_version
 from limpet.run.policy import EverySteps, KeepBest, KeepLast
+from limpet.run.records import put_about_version
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore
 from tests.trainings import flip_bit, shard_of, state_after, train, trained_run, training

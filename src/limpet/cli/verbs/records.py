@@ -1,5 +1,6 @@
-"""The arguments of the verbs that change what is recorded of versions: ``RUN STEP...``, or versions
-by their addresses or folders."""
+"""``limpet pin RUN STEP`` and ``limpet rm RUN STEP...``: protect versions from deletion, or delete
+them. A version is named by ``RUN STEP``, its address, or its folder.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +9,61 @@ from collections.abc import Sequence
 
 import click
 
+from limpet.cli.console import make_console, print_line
+from limpet.cli.output import json_option, print_json
 from limpet.cli.resolve import is_same_run, resolve_run, split_version
 from limpet.errors import NotFound
 from limpet.format.names import Version
 from limpet.run.address import open_version
 from limpet.run.run import Run
+from limpet.text import format_size
+
+
+@click.command("pin", short_help="Protect a version from deletion.")
+@click.argument("version", metavar="RUN STEP|SNAPSHOT", nargs=-1, required=True)
+@click.option("--remove", is_flag=True, help="Unpin the version: it may be deleted again.")
+@json_option
+@click.pass_context
+def pin(ctx: click.Context, version: Sequence[str], remove: bool, as_json: bool) -> None:
+    """Protect the version of STEP in RUN, or SNAPSHOT, from deletion by retention and by "sweep
+    --abandoned".
+
+    STEP is a step on the current lineage, such as 120; 120.1 is step 120 on branch 1. It may
+    also be latest, best, or best:METRIC. SNAPSHOT is RUN@STEP or RUN/version_120. "ls" marks pinned
+    versions.
+    """
+    opened, targets = resolve_targets(version)
+    if len(targets) > 1:
+        raise click.UsageError("Name one version at a time", ctx)
+    found = opened.unpin(*targets[0]) if remove else opened.pin(*targets[0])
+    if as_json:
+        print_json({"run": opened.url, "version": str(found), "pinned": not remove})
+    else:
+        print_line(make_console(), f"{found} is {'no longer ' if remove else ''}pinned")
+
+
+@click.command("rm", short_help="Delete versions.")
+@click.argument("versions", metavar="RUN STEP...|SNAPSHOT...", nargs=-1, required=True)
+@json_option
+def rm(versions: Sequence[str], as_json: bool) -> None:
+    """Delete the versions of each STEP in RUN, or each SNAPSHOT: all of them, or none and an error.
+
+    A version is not deleted if it is pinned, if a process or an evaluation is using it, if another
+    version refers to it, or if it is the newest one, from which a training would continue.
+
+    STEP is a step on the current lineage, such as 120; 120.1 is step 120 on branch 1. SNAPSHOT is
+    RUN@STEP or RUN/version_120. The names latest and best are refused, because they may mean
+    another version by now.
+    """
+    opened, targets = resolve_targets(versions, by_name=False)
+    found = sorted({opened.find(*target) for target in targets})
+    nbytes = opened.delete(*found)
+    names = [str(version) for version in found]
+    if as_json:
+        print_json({"run": opened.url, "deleted": names, "bytes": nbytes})
+    else:
+        print_line(make_console(), f"deleted {', '.join(names)}: {format_size(nbytes)}", "bold")
+
 
 _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(?:\.([0-9]{1,9}))?")
 

@@ -15,8 +15,8 @@ from limpet import events
 from limpet.errors import LimpetError, Unavailable
 from limpet.format.names import Version, lease_name
 from limpet.format.records import encode_lease
-from limpet.run.evaluations import lease as leases
-from limpet.run.evaluations.lease import LeaseHolder, LeaseObserver, list_leases, read_lease
+from limpet.run import lease as leases
+from limpet.run.lease import LeaseHolder, LeaseObserver, list_leases, read_lease
 from limpet.run.policy import KeepLast
 from limpet.run.run import Run
 from limpet.storage.memory import MemoryStore

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime, timedelta
+from collections.abc import Mapping
 from typing import Any
 
-from limpet.errors import LimpetError, PlanError
-from limpet.format import names
-from limpet.format.names import Version
-from limpet.format.records import MAX_RECORD, AboutVersion, encode_about_version
-from limpet.format.sealed import check_length
-from limpet.storage.store import Store
+from limpet.errors import PlanError
 from limpet.text import to_repr, with_article
 
 ADDED_METRICS = "metrics"
@@ -97,66 +91,3 @@ def select_numbers(metrics: Any) -> dict[str, float]:
         for name, value in metrics.items()
         if isinstance(name, str) and isinstance(value, int | float) and type(value) is not bool
     }
-
-
-def _next_time(record: AboutVersion) -> datetime:
-    """Return a time after that of a record: a second later, or less in the year 9999.
-
-    Raises ``LimpetError`` if there is no later time.
-    """
-    time = datetime.fromisoformat(record.created)
-    remaining = datetime.max.replace(tzinfo=UTC) - time
-    if not remaining:
-        raise LimpetError(
-            f"No record can be newer than {record.version}/{record.file_name}",
-            found=f"the time {record.created}, the last one",
-            todo="Delete that file; the clock of the machine that wrote it was wrong",
-        )
-    return time + min(timedelta(seconds=1), remaining)
-
-
-def put_about_version(
-    kind: type[AboutVersion],
-    name: str,
-    snapshot: tuple[Version, str],
-    store: Store,
-    earlier: Iterable[AboutVersion],
-    **content: Any,
-) -> None:
-    """Store a record about a snapshot that is newer than every record in ``earlier``.
-
-    Only the creation time orders records. If the clock is behind, the new time is therefore after
-    the newest earlier one. ``snapshot``: its version, and the digest of its manifest. Raises
-    ``LimpetError`` for an invalid name or a content that is too long, and ``StoreError``.
-    """
-    check_name(name)
-    file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
-    created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)])
-    record = kind(name, file.attempt, str(version), digest, created.isoformat(), **content)
-    key, raw = f"{version}/{record.file_name}", encode_about_version(record)
-    check_length(key, raw, MAX_RECORD, "Store less in one record")
-    store.put_if_absent(key, raw)
-
-
-def check_name(name: object) -> str:
-    """Return the name of an evaluation or an author. Raises ``LimpetError`` if it is invalid."""
-    is_valid = isinstance(name, str) and names.parse_lease(names.lease_name(name, 1)) is not None
-    if not is_valid:
-        raise LimpetError(
-            f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
-            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
-            found=to_repr(name)[:80],
-        )
-    return str(name)
-
-
-def check_job_name(name: object) -> str:
-    """Return the name of an evaluation job, or one inside a training. Raises ``LimpetError`` if
-    it is invalid."""
-    if name == ADDED_METRICS:
-        raise LimpetError(
-            f"An evaluation cannot have the name {name}",
-            expected="another name, such as evaluation",
-            found=f"{name}, the name of metrics that the training or Run.add_metrics adds",
-        )
-    return check_name(name)

@@ -1,0 +1,490 @@
+"""Policies: when to save, what to keep, and when to stop.
+
+Policies are frozen and pure. A policy decides from its arguments alone and never reads a clock, a
+store, or a model. A table of inputs and results therefore tests it. Policies combine with ``|``.
+(The design follows Orbax's ``save_decision_policy`` and ``preservation_policy``.)
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf, isnan
+from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec import field as struct_field
+
+from limpet.errors import LimpetError
+from limpet.format.names import Version
+from limpet.text import to_repr
+
+Mode = Literal["min", "max"]
+"""Whether smaller or larger values of a metric are better."""
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: object, unit: str, example: str) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(name, valid, f"a whole number of {unit}, 1 or more", value, example)
+
+
+_LARGER_IS_BETTER = frozenset(
+    {"acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "ndcg", "psnr"}
+)
+"""Last words of names of metrics."""
+
+
+def check_metric(name: str, metric: object, mode: Mode | None, example: str) -> Mode:
+    """Return the mode: "min" if it is None, unless the metric says that larger is better."""
+    valid = isinstance(metric, str) and metric != ""
+    require(name, valid, "the name of a metric", metric, example)
+    if mode is None and re.split(r"[^a-z0-9]+", str(metric).lower())[-1] in _LARGER_IS_BETTER:
+        raise LimpetError(
+            f"{name} needs a mode for {metric!r}: the default is that smaller values are better",
+            todo='Pass mode="max", or mode="min" if smaller values are meant',
+        )
+    mode = "min" if mode is None else mode
+    require(name, mode in ("min", "max"), 'mode="min" or mode="max"', mode, example)
+    return mode
+
+
+def require(name: str, valid: bool, expected: str, found: object, example: str) -> None:
+    if not valid:
+        raise LimpetError(
+            f"Invalid argument to {name}",
+            expected=expected,
+            found=to_repr(found)[:200],
+            todo=f"For example, write {example}",
+        )
+
+
+def check_seconds(name: str, value: object, example: str) -> None:
+    valid = is_number(value) and 0 < value < inf  # type: ignore[operator]
+    require(name, valid, "a finite number of seconds above 0", value, example)
+
+
+def check_steps(name: str, steps: Any, least: int, example: str) -> tuple[int, ...]:
+    """Return the steps in ascending order, each once."""
+    listed = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else []
+    valid = bool(listed) and all(type(step) is int and step >= least for step in listed)
+    require(name, valid, f"a list of steps, each an int of {least} or more", steps, example)
+    return tuple(sorted({*listed}))
+
+
+# -- when to save ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInput:
+    """The input of a save policy: the current counts and those at the last save.
+
+    If nothing has been saved yet, the ``last_`` values are those at the start of the training.
+    Seconds are those of a monotonic clock. Epochs are completed epochs.
+    """
+
+    step: int
+    seconds: float
+    epochs: int
+    last_step: int
+    last_seconds: float
+    last_epochs: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """Base class of the policies that decide when to save.
+
+    ``a | b`` saves when ``a`` or ``b`` does. The base class never saves.
+    """
+
+    def due(self, now: PolicyInput) -> bool:
+        """Return True if the state after step ``now.step`` must be saved."""
+        return False
+
+    @property
+    def on_exception(self) -> bool:
+        """True if an exception in a step saves the state before that step."""
+        return False
+
+    @property
+    def at_end(self) -> bool:
+        """True if the last step is saved when training ends normally."""
+        return False
+
+    def __or__(self, other: SavePolicy) -> SavePolicy:
+        return _SaveUnion(self, other) if isinstance(other, SavePolicy) else NotImplemented
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveUnion(SavePolicy):
+    first: SavePolicy
+    second: SavePolicy
+
+    def __post_init__(self) -> None:
+        if isinstance(self.first, Never) or isinstance(self.second, Never):
+            raise LimpetError(
+                "Never() cannot be combined with another save policy",
+                expected="Never(), which saves only on request, or policies that save",
+                found=f"{self}",
+                todo="Use Never() alone, or remove it",
+            )
+
+    def __repr__(self) -> str:
+        return f"{self.first} | {self.second}"
+
+    def due(self, now: PolicyInput) -> bool:
+        return self.first.due(now) or self.second.due(now)
+
+    @property
+    def on_exception(self) -> bool:
+        return self.first.on_exception or self.second.on_exception
+
+    @property
+    def at_end(self) -> bool:
+        return self.first.at_end or self.second.at_end
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps(SavePolicy):
+    """Save at every multiple of ``steps``, regardless of other saves in between."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_count("EverySteps", self.steps, "steps", "EverySteps(500)")
+
+    def due(self, now: PolicyInput) -> bool:
+        return now.step // self.steps > now.last_step // self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class AtSteps(SavePolicy):
+    """Save at each of these ``steps``, or at the first step after it if it is passed over."""
+
+    steps: Sequence[int]
+
+    def __post_init__(self) -> None:
+        steps = check_steps("AtSteps", self.steps, 1, "AtSteps([100, 1000])")
+        object.__setattr__(self, "steps", steps)
+
+    def due(self, now: PolicyInput) -> bool:
+        return bisect_right(self.steps, now.step) > bisect_right(self.steps, now.last_step)
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds(SavePolicy):
+    """Save at the first step that ends at least ``seconds`` seconds after the last save."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_seconds("EverySeconds", self.seconds, "EverySeconds(600)")
+
+    def due(self, now: PolicyInput) -> bool:
+        return now.seconds - now.last_seconds >= self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class EveryEpoch(SavePolicy):
+    """Save when an epoch ends, once every ``epochs`` epochs: in a loop over
+    ``Checkpointer.epochs``, or at ``Checkpointer.end_epoch``."""
+
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("EveryEpoch", self.epochs, "epochs", "EveryEpoch()")
+
+    def due(self, now: PolicyInput) -> bool:
+        return now.epochs // self.epochs > now.last_epochs // self.epochs
+
+
+@dataclass(frozen=True, slots=True)
+class OnException(SavePolicy):
+    """Save the state before the step that raised, when an exception ends the training."""
+
+    on_exception = True
+
+
+@dataclass(frozen=True, slots=True)
+class AtEnd(SavePolicy):
+    """Save the last step when training ends normally: in ``close``, or at the end of the block."""
+
+    at_end = True
+
+
+@dataclass(frozen=True, slots=True)
+class Never(SavePolicy):
+    """Save only on request: not on a schedule, at the end, or after an exception.
+
+    It cannot be combined with other policies, which would save.
+    """
+
+
+# -- what to keep ------------------------------------------------------------------------------
+
+
+class Record(Struct, frozen=True):
+    """The input of a keep policy for one version.
+
+    ``metrics`` holds the metrics of the save, overridden by those of later evaluations.
+    ``trained_seconds``: the time spent on steps until the save, if the version records it.
+    """
+
+    version: Version
+    metrics: Mapping[str, float] = struct_field(default_factory=dict)
+    trained_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPolicy:
+    """Base class of the policies that decide which versions to keep.
+
+    ``a | b`` keeps every version that ``a`` or ``b`` keeps. The base class keeps all versions.
+    """
+
+    def keep(self, records: Sequence[Record]) -> frozenset[Version]:
+        """Return the versions to keep.
+
+        ``records`` are the committed, intact versions on the current lineage, oldest first.
+        """
+        return frozenset(r.version for r in records)
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """The names of the metrics that the policy uses."""
+        return frozenset(metric for metric, _ in self.objectives)
+
+    @property
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        """The metrics whose best versions the policy keeps, each with its mode."""
+        return frozenset()
+
+    def __or__(self, other: KeepPolicy) -> KeepPolicy:
+        return KeepUnion(self, other) if isinstance(other, KeepPolicy) else NotImplemented
+
+
+@dataclass(frozen=True, slots=True)
+class KeepUnion(KeepPolicy):
+    first: KeepPolicy
+    second: KeepPolicy
+
+    def __repr__(self) -> str:
+        return f"{self.first} | {self.second}"
+
+    def keep(self, records: Sequence[Record]) -> frozenset[Version]:
+        return self.first.keep(records) | self.second.keep(records)
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        return self.first.metrics | self.second.metrics
+
+    @property
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        return self.first.objectives | self.second.objectives
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLast(KeepPolicy):
+    """Keep the newest ``count`` versions."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        check_count("KeepLast", self.count, "versions", "KeepLast(3)")
+
+    def keep(self, records: Sequence[Record]) -> frozenset[Version]:
+        return frozenset(r.version for r in records[-self.count :])
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeepEvery(KeepPolicy):
+    """Keep the first version at or after each positive multiple of ``steps`` or of ``seconds``.
+
+    The version of step 0 is always kept: 0 is a multiple, too. ``seconds`` are those of training
+    that a version records as ``trained_seconds``, across restarts; versions that record none are
+    kept. The choice does not depend on how often retention has run before.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        example = "KeepEvery(10_000) or KeepEvery(seconds=3600)"
+        if self.seconds is None:
+            check_count("KeepEvery", self.steps, "steps", example)
+            return
+        check_seconds("KeepEvery", self.seconds, example)
+        only = "either steps or seconds, not both"
+        require("KeepEvery", self.steps is None, only, f"steps={self.steps}", example)
+
+    def __repr__(self) -> str:
+        argument = f"steps={self.steps}" if self.seconds is None else f"seconds={self.seconds}"
+        return f"KeepEvery({argument})"
+
+    def keep(self, records: Sequence[Record]) -> frozenset[Version]:
+        first: dict[float, Version] = {}
+        always = [r.version for r in records if r.version.step == 0]
+        for record in records:
+            position = self._position(record)
+            if position is None:
+                always.append(record.version)
+            else:
+                first.setdefault(position, record.version)
+        first.pop(0, None)
+        return frozenset((*first.values(), *always))
+
+    def _position(self, record: Record) -> float | None:
+        """Return the number of multiples until a version, or None if that is unknown."""
+        if self.steps is not None:
+            return record.version.step // self.steps
+        seconds = record.trained_seconds
+        return None if seconds is None or self.seconds is None else seconds // self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSteps(KeepPolicy):
+    """Keep the version of each of these ``steps``, or the first one after it if there is none."""
+
+    steps: Sequence[int]
+
+    def __post_init__(self) -> None:
+        steps = check_steps("KeepSteps", self.steps, 0, "KeepSteps([100, 1000])")
+        object.__setattr__(self, "steps", steps)
+
+    def keep(self, records: Sequence[Record]) -> frozenset[Version]:
+        positions = (
+            bisect_left(records, step, key=lambda r: r.version.step) for step in self.steps
+        )
+        return frozenset(records[p].version for p in positions if p < len(records))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeepBest(KeepPolicy):
+    """Keep the ``count`` versions with the best value of ``metric``.
+
+    The best value is the smallest with ``mode="min"`` and the largest with ``mode="max"``. The
+    default is "min", but for a metric like ``val_accuracy`` the mode must be given. Of versions
+    with equal values, the newer one is better. A version with NaN is not kept.
+
+    ``unscored``: also keep that many of the newest versions without the metric, which an evaluation
+    may still add. Otherwise, another policy must keep them until then.
+    """
+
+    count: int
+    metric: str
+    mode: Mode = None  # type: ignore[assignment]  # never None in an object
+    unscored: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        example = 'KeepBest(2, "val_loss", mode="min", unscored=2)'
+        check_count("KeepBest", self.count, "versions", example)
+        mode = check_metric("KeepBest", self.metric, self.mode, example)
+        object.__setattr__(self, "mode", mode)
+        valid = type(self.unscored) is int and self.unscored >= 0
+        expected = "a whole number of unscored versions, 0 or more"
+        require("KeepBest", valid, expected, self.unscored, example)
+
+    def __repr__(self) -> str:
+        rest = f", unscored={self.unscored}" if self.unscored else ""
+        return f"KeepBest(count={self.count}, metric={self.metric!r}, mode={self.mode!r}{rest})"
+
+    def keep(self, records: Sequence[Record]) -> frozenset[Version]:
+        best = best_first(records, self.metric, self.mode)[: self.count]
+        newest = (r.version for r in reversed(records) if self.metric not in r.metrics)
+        return frozenset((*best, *islice(newest, self.unscored)))
+
+    @property
+    def objectives(self) -> frozenset[tuple[str, Mode]]:
+        return frozenset(((self.metric, self.mode),))
+
+
+def best_first(records: Sequence[Record], metric: str, mode: Mode = "min") -> list[Version]:
+    """Return the versions that have the metric, from the best to the worst.
+
+    Versions with equal values are in order from the newest to the oldest. Versions with NaN are
+    omitted.
+    """
+    values = [
+        (r.metrics[metric], r.version)
+        for r in reversed(records)
+        if metric in r.metrics and r.metrics[metric] == r.metrics[metric]  # NaN differs from itself
+    ]
+    # sort is stable even with reverse=True, so equal values stay in order from the newest
+    values.sort(key=lambda pair: pair[0], reverse=mode == "max")
+    return [version for _, version in values]
+
+
+# -- when to stop ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StopState:
+    """The progress of a ``StopWhen``.
+
+    ``best`` is the best value so far, and ``misses`` is the number of values since then that were
+    not better. Each snapshot stores this state, so that a restart does not reset the patience.
+    """
+
+    best: float | None = None
+    misses: int = 0
+    stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StopWhen:
+    """Stop when ``patience`` values of ``metric`` in a row are not better than the best so far.
+
+    The order is that of the steps. A value is better if it is below the best value (above it with
+    ``mode="max"``) by more than ``min_delta``. NaN is never better. (Keras's ``EarlyStopping``,
+    except for NaN.) For a metric like ``val_accuracy`` the mode must be given.
+    """
+
+    metric: str
+    patience: int = 3
+    mode: Mode = None  # type: ignore[assignment]  # never None in an object
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        example = 'StopWhen("val_loss", patience=3, mode="min")'
+        mode = check_metric("StopWhen", self.metric, self.mode, example)
+        object.__setattr__(self, "mode", mode)
+        check_count("StopWhen", self.patience, "values (patience)", example)
+        valid = is_number(self.min_delta) and 0 <= self.min_delta < inf
+        require("StopWhen", valid, "a finite min_delta of 0 or more", self.min_delta, example)
+
+    def observe(self, state: StopState, value: float) -> StopState:
+        """Return the state after one more value of the metric."""
+        if state.best is None:
+            better = not isnan(value)
+        elif self.mode == "min":  # NaN is never better: a comparison with NaN is False
+            better = value < state.best - self.min_delta
+        else:
+            better = value > state.best + self.min_delta
+        if better:
+            return StopState(value)
+        misses = state.misses + 1
+        return StopState(state.best, misses, misses >= self.patience)
+
+    def to_plain(self, state: StopState) -> dict[str, Any]:
+        """Return ``state`` as plain values, together with the metric and the mode."""
+        plain = {"metric": self.metric, "mode": self.mode}
+        return {**plain, "best": state.best, "misses": state.misses}
+
+    def from_plain(self, plain: object) -> StopState:
+        """Return the state from the result of ``to_plain``, judged by this policy's patience.
+
+        For any other value, or for another metric or mode, the result is a new state.
+        """
+        stored = plain if isinstance(plain, dict) else {}
+        best, misses = stored.get("best"), stored.get("misses")
+        matches = (stored.get("metric"), stored.get("mode")) == (self.metric, self.mode)
+        if not matches or not isinstance(misses, int) or not (best is None or is_number(best)):
+            return StopState()
+        return StopState(best, misses, misses >= self.patience)

@@ -1,0 +1,303 @@
+"""What is recorded about versions after they were saved: the results and failures of evaluations,
+ends, and the objectives by which versions are compared.
+
+None of these records ever changes, and each is read only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, TypeVar
+
+from limpet import events
+from limpet.errors import (
+    AlreadyExists,
+    BrokenLink,
+    FormatError,
+    LimpetError,
+    ManifestInvalid,
+    NotFound,
+)
+from limpet.format import names
+from limpet.format.digest import digest
+from limpet.format.names import (
+    EvaluationFile,
+    Version,
+    is_objective_name,
+    objective_name,
+    parse_evaluation,
+)
+from limpet.format.records import (
+    MAX_RECORD,
+    AboutVersion,
+    Evaluation,
+    FailedEvaluation,
+    Lease,
+    Objective,
+    decode_about_version,
+    decode_objective,
+    encode_about_version,
+    encode_objective,
+)
+from limpet.format.sealed import check_length
+from limpet.run.metrics import ADDED_METRICS
+from limpet.snapshot.location import get_bounded
+from limpet.storage.store import Entry, Store, list_level
+from limpet.text import to_repr
+
+_T = TypeVar("_T", bound=AboutVersion)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionEvaluations:
+    """The records about one snapshot, oldest first."""
+
+    records: tuple[AboutVersion, ...] = ()
+
+    def of(self, kind: type[_T]) -> list[_T]:
+        """Return the records of one kind."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the results. A newer result overrides an older one."""
+        metrics: dict[str, float] = {}
+        for evaluation in self.of(Evaluation):
+            metrics.update(evaluation.decoded_metrics())
+        return metrics
+
+    def newest(self, name: str) -> Evaluation | FailedEvaluation | None:
+        """Return the newest result or failure of the evaluation ``name``, or None."""
+        outcomes = [r for r in self.outcomes() if r.name == name]
+        return outcomes[-1] if outcomes else None
+
+    def outcomes(self) -> list[Evaluation | FailedEvaluation]:
+        """Return the results and the failures of evaluations."""
+        return [r for r in self.records if isinstance(r, Evaluation | FailedEvaluation)]
+
+
+class EvaluationReader:
+    """Reads the records in the folders of versions, and keeps them.
+
+    ``entries`` lists what is in the folder of a version under a name that begins with ``eval-``.
+    For each record that is damaged or about another snapshot, ``report`` is called with the key and
+    the error, and the record is omitted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        entries: Callable[[Version], Iterable[Entry]],
+        report: Callable[[str, LimpetError], object],
+    ) -> None:
+        self._store = store
+        self._entries = entries
+        self._report = report
+        self._known: dict[Version, dict[tuple[str, str], AboutVersion | None]] = {}
+
+    def read(self, version: Version, digest: str) -> VersionEvaluations:
+        """Return the records about the snapshot whose manifest has ``digest``.
+
+        The folder of the version is listed, because a record can be added at any time.
+        """
+        records = list[AboutVersion]()
+        for entry in self._entries(version):
+            file = parse_evaluation(entry.name)
+            if file is not None and entry.kind != "folder":
+                found = self._read_cached(version, file, digest)
+                if found is not None:
+                    records.append(found)
+        return VersionEvaluations(tuple(in_order(records)))
+
+    def forget(self, version: Version) -> None:
+        """Drop what is known of a version that does not exist any more."""
+        self._known.pop(version, None)
+
+    def _read_cached(
+        self, version: Version, file: EvaluationFile, digest: str
+    ) -> AboutVersion | None:
+        """Return what is in a file, or None if it is missing or damaged, or does not belong
+        there."""
+        known, key = self._known.setdefault(version, {}), f"{version}/{file}"
+        if (key, digest) in known:
+            return known[key, digest]
+        found: AboutVersion | None = None
+        try:
+            record = decode_about_version(get_bounded(self._store, key, MAX_RECORD), key, file.kind)
+            error = _find_mismatch(record, key, version, file, digest)
+            found = record if error is None else None
+        except NotFound:
+            return None
+        except FormatError as e:
+            error = e
+        if error is not None:
+            self._report(key, error)
+        if not isinstance(error, BrokenLink):  # its target may come back
+            known[key, digest] = found
+        return found
+
+
+def _find_mismatch(
+    record: AboutVersion, key: str, version: Version, file: EvaluationFile, digest: str
+) -> FormatError | None:
+    """Return why an intact record says nothing about the snapshot, or None if it does."""
+    found = record.name, record.attempt, record.version, record.manifest_digest
+    expected = file.name, file.attempt, str(version), digest
+    if found == expected:
+        return None
+    return ManifestInvalid(
+        f"{key} is about another snapshot, or has the file name of another record",
+        expected=", ".join(expected),
+        found=", ".join(found),
+        file=key,
+    )
+
+
+def in_order(records: Iterable[AboutVersion]) -> list[AboutVersion]:
+    """Return the records from the oldest to the newest."""
+    return sorted(records, key=lambda r: (datetime.fromisoformat(r.created), r.attempt))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationStatus:
+    """The state of one evaluation of one version.
+
+    ``DONE``: ``metrics`` are those of its newest result. ``FAILED``: ``cause`` says why the newest
+    attempt failed. ``PENDING``: a live lease protects the version, and ``cause`` says who has it;
+    the version is being evaluated, or waits for that.
+    """
+
+    state: Literal["DONE", "FAILED", "PENDING"]
+    created: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    cause: str = ""
+
+
+def find_statuses(
+    version: Version, evaluations: VersionEvaluations, leases: Iterable[Lease]
+) -> dict[str, EvaluationStatus]:
+    """Return the state of each evaluation of a version, by name.
+
+    A lease of an evaluation that has a result of this version protects it for another attempt.
+    ``leases``: those of the run that are alive.
+    """
+    found: dict[str, EvaluationStatus] = {}
+    for record in evaluations.outcomes():
+        if isinstance(record, FailedEvaluation):
+            found[record.name] = EvaluationStatus("FAILED", record.created, cause=record.cause)
+        elif isinstance(record, Evaluation):
+            metrics = record.decoded_metrics()
+            found[record.name] = EvaluationStatus("DONE", record.created, metrics)
+    for lease in leases:
+        if str(version) in lease.versions:
+            holder = f"process {lease.process.partition(':')[0]} on {lease.host.partition(' ')[0]}"
+            found[lease.name] = EvaluationStatus("PENDING", lease.created, cause=holder)
+    return found
+
+
+def _next_time(record: AboutVersion) -> datetime:
+    """Return a time after that of a record: a second later, or less in the year 9999.
+
+    Raises ``LimpetError`` if there is no later time.
+    """
+    time = datetime.fromisoformat(record.created)
+    remaining = datetime.max.replace(tzinfo=UTC) - time
+    if not remaining:
+        raise LimpetError(
+            f"No record can be newer than {record.version}/{record.file_name}",
+            found=f"the time {record.created}, the last one",
+            todo="Delete that file; the clock of the machine that wrote it was wrong",
+        )
+    return time + min(timedelta(seconds=1), remaining)
+
+
+def put_about_version(
+    kind: type[AboutVersion],
+    name: str,
+    snapshot: tuple[Version, str],
+    store: Store,
+    earlier: Iterable[AboutVersion],
+    **content: Any,
+) -> None:
+    """Store a record about a snapshot that is newer than every record in ``earlier``.
+
+    Only the creation time orders records. If the clock is behind, the new time is therefore after
+    the newest earlier one. ``snapshot``: its version, and the digest of its manifest. Raises
+    ``LimpetError`` for an invalid name or a content that is too long, and ``StoreError``.
+    """
+    check_name(name)
+    file, (version, digest) = names.EvaluationFile(name, names.random_id()), snapshot
+    created = max([datetime.now(UTC).replace(microsecond=0), *map(_next_time, earlier)])
+    record = kind(name, file.attempt, str(version), digest, created.isoformat(), **content)
+    key, raw = f"{version}/{record.file_name}", encode_about_version(record)
+    check_length(key, raw, MAX_RECORD, "Store less in one record")
+    store.put_if_absent(key, raw)
+
+
+def check_name(name: object) -> str:
+    """Return the name of an evaluation or an author. Raises ``LimpetError`` if it is invalid."""
+    is_valid = isinstance(name, str) and names.parse_lease(names.lease_name(name, 1)) is not None
+    if not is_valid:
+        raise LimpetError(
+            f"{to_repr(name)[:80]} is not a valid name for an evaluation or an author",
+            expected="1 to 64 of the characters a-z, A-Z, 0-9, -, and _",
+            found=to_repr(name)[:80],
+        )
+    return str(name)
+
+
+def check_job_name(name: object) -> str:
+    """Return the name of an evaluation job, or one inside a training. Raises ``LimpetError`` if
+    it is invalid."""
+    if name == ADDED_METRICS:
+        raise LimpetError(
+            f"An evaluation cannot have the name {name}",
+            expected="another name, such as evaluation",
+            found=f"{name}, the name of metrics that the training or Run.add_metrics adds",
+        )
+    return check_name(name)
+
+
+# -- objectives --------------------------------------------------------------------------------
+#
+# A training records the metrics of its own policies in the metadata of each version. An evaluation
+# comes later, when the version cannot change any more, so it has files of its own in the run.
+
+
+def make_objective(objective: object) -> Objective:
+    """Return the objective of a metric and a mode. Raises ``LimpetError`` if it is not valid."""
+    match objective:
+        case (str(metric), "min" | "max" as mode) if metric:
+            return Objective(metric, mode)
+    raise LimpetError(
+        "Invalid value for objective= of Evaluation",
+        expected='a metric and "min" or "max", such as ("val/loss", "min")',
+        found=to_repr(objective)[:200],
+    )
+
+
+def record_objective(store: Store, objective: Objective) -> None:
+    """Record an objective in a run, unless it is recorded. Raises ``StoreError``."""
+    name = digest(f"{objective.mode} {objective.metric}".encode())
+    with suppress(AlreadyExists):
+        store.put_if_absent(objective_name(name), encode_objective(objective))
+
+
+def read_recorded_objectives(store: Store) -> list[Objective]:
+    """Return the objectives that evaluations have recorded in a run.
+
+    A damaged record is left out, and the event ``skipped`` reports it. Raises ``StoreError``.
+    """
+    found = []
+    for entry in list_level(store, "", "objective-"):
+        if entry.kind != "folder" and is_objective_name(entry.name):
+            try:
+                raw = get_bounded(store, entry.name, MAX_RECORD)
+                found.append(decode_objective(raw, entry.name))
+            except NotFound:
+                continue
+            except FormatError as e:
+                events.emit("skipped", version=entry.name, error=e)
+    return found
