@@ -16,7 +16,7 @@ import difflib
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from keyword import iskeyword
@@ -122,7 +122,7 @@ class VerbGroup(click.Group):
         # thresholds, a quarter of its time is scanning them.
         gc.set_threshold(100_000, 20, 50)
         try:
-            with events.attach(_WaitingLine(ctx)), _one_line():
+            with events.attach(_make_waiting_sink(ctx)), _one_line():
                 result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
@@ -146,22 +146,21 @@ class VerbGroup(click.Group):
         return result
 
 
-class _WaitingLine:
-    """A sink that prints one line for each server for which a command waits."""
+def _make_waiting_sink(ctx: click.Context) -> Callable[[str, dict[str, Any]], None]:
+    """Return a sink that prints one line for each server for which a command waits."""
+    shown = set[str]()
 
-    def __init__(self, ctx: click.Context) -> None:
-        self._ctx = ctx
-        self._shown: set[str] = set()
-
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+    def show(name: str, fields: dict[str, Any]) -> None:
         if name != "waiting":
             return
         from limpet.cli.output import describe_wait, wants_json
 
         store = str(fields.get("store"))
-        if store not in self._shown and not wants_json(self._ctx):
-            self._shown.add(store)
+        if store not in shown and not wants_json(ctx):
+            shown.add(store)
             click.echo(f"limpet: {describe_wait(fields)}", err=True)
+
+    return show
 
 
 @click.group(

@@ -32,7 +32,6 @@ from limpet.run.listing import (
     Listing,
     find_link_targets,
     find_links,
-    list_all_files,
     list_entries,
     list_files,
 )
@@ -174,10 +173,6 @@ class Catalog:
         """
         record = self._version_records.get(version, VersionRecord())
         return list_files(self.store, version, listing, record.files)
-
-    def all_files(self, listing: Listing) -> dict[Version, FolderFiles]:
-        """List the folders of all versions, and the folders over which shards are spread."""
-        return list_all_files(self.store, listing)
 
     def read_branch(self, number: int) -> Branch:
         """Read the record of a branch. Raises ``NotFound`` or ``FormatError``."""

@@ -47,14 +47,11 @@ class Run:
 
     def __init__(self, url: Url) -> None:
         self.store = open_store(url)
+        self.url: str = self.store.url
         self.catalog = Catalog(self.store)
 
     def __repr__(self) -> str:
         return f"<Run {self.url}>"
-
-    @property
-    def url(self) -> str:
-        return self.store.url
 
     def location(self, version: Version) -> Location:
         return Location(self.store, str(version))

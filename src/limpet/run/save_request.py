@@ -167,7 +167,7 @@ def _find_new_version(run: Run, before: frozenset[Version]) -> Version | None:
     folders = lineage_folders(run.catalog, run.listing())
     for version in reversed([v for v in folders if v not in before]):
         try:
-            if run.catalog.open(version).metadata["reason"] == "request":
+            if run.catalog.open(version).metadata.get("reason") == "request":
                 return version
         except (FormatError, NotFound):
             continue
@@ -227,15 +227,11 @@ class RequestWatcher:
         self._lock = Lock()
         # accept, mark_done, and mark_failed increase it; a poll that overlaps one has stale results
         self._generation = 0
-        self._pending: str | None = None
+        self.pending_request: str | None = None
+        """The id of the request that waits for a save, or None."""
         self._accepted: str | None = None
         self._to_remove: str | None = None  # saved, but its file could not be removed yet
         self._outage = False
-
-    @property
-    def pending_request(self) -> str | None:
-        """The id of the request that waits for a save, or None."""
-        return self._pending
 
     def start(self) -> None:
         """Start to poll.
@@ -258,7 +254,7 @@ class RequestWatcher:
         if self._pid != os.getpid():
             return None
         with self._lock:
-            request, self._pending = self._pending, None
+            request, self.pending_request = self.pending_request, None
             if request is not None:
                 self._accepted = request
             self._generation += 1
@@ -315,7 +311,7 @@ class RequestWatcher:
         with self._lock:
             if generation != self._generation:
                 return
-            self._pending = None if request_id == self._accepted else request_id
+            self.pending_request = None if request_id == self._accepted else request_id
             to_remove = self._to_remove
         if to_remove is not None:
             self._remove_file(to_remove)

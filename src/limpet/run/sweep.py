@@ -40,7 +40,7 @@ from limpet.format import names
 from limpet.format.names import MAX_STEP, Version
 from limpet.run.catalog import Catalog, VersionRecord
 from limpet.run.lineage import branches_of_unknown_origin, lineage_of
-from limpet.run.listing import FolderFiles, Listing
+from limpet.run.listing import FolderFiles, Listing, list_all_files
 from limpet.run.roots import Roots, find_roots
 from limpet.snapshot import pins
 from limpet.snapshot.location import Location
@@ -189,7 +189,7 @@ def sweep(
     """See ``Run.sweep``."""
     listing = catalog.listing()
     partials = [s for s in catalog.store.partials("") if _is_of_run(s.key)]
-    files = catalog.all_files(listing)
+    files = list_all_files(catalog.store, listing)
     # The roots are read after the listing. A save that has begun since then has none of the listed
     # files, and a save that has ended since then has a manifest. A copy that has begun since then
     # may have some of them, so the roots are read again after the notice.

@@ -67,6 +67,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         before_deletion: BeforeDeletion = lambda *_: (),
     ) -> None:
         self.group = group
+        self.url = catalog.store.url
         self.lock = WriterLock(catalog.store)
         self.retention = TrainingRetention(catalog, keep, before_deletion)
         self.newest: SnapshotReader | None = None
@@ -76,10 +77,6 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         self._full_every, self._timeout = full_every, timeout
         self._sessions = [random_id()]
         self._branch: int | None = None  # None: not in a ``with`` block
-
-    @property
-    def url(self) -> str:
-        return self._catalog.store.url
 
     # -- without a training loop ---------------------------------------------------------------
 

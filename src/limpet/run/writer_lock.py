@@ -36,13 +36,9 @@ class WriterLock:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._id: str | None = None
-        self._observed_id: str | None = None
-
-    @property
-    def id(self) -> str | None:
+        self.id: str | None = None
         """The id under which this process holds the lock, or None if it does not."""
-        return self._id
+        self._observed_id: str | None = None
 
     def observe(self) -> None:
         """Remember the owner, which is another rank of this training: ``check`` then raises if
@@ -58,8 +54,8 @@ class WriterLock:
         ``StoreError`` if the run is not writable.
         """
         store = self._store if store is None else store
-        owner = None if self._id is None else find_writer(store)
-        if owner is not None and owner.attempt == self._id:
+        owner = None if self.id is None else find_writer(store)
+        if owner is not None and owner.attempt == self.id:
             return
         lock = Pin(random_id(), None, machine.utc_now(), *machine.process_identity())
         previous = None
@@ -78,7 +74,7 @@ class WriterLock:
                     ) from None
                 store.delete(WRITER_LOCK)
             else:
-                self._id = lock.attempt
+                self.id = lock.attempt
                 if previous is not None:
                     self._release_pins_of(previous, store)
                 return
@@ -106,11 +102,11 @@ class WriterLock:
         ``store``: the run's store, or a view of it whose calls end by a deadline.
         After ``release``, the check always passes, so that a save in flight can complete.
         """
-        expected = self._id or self._observed_id
+        expected = self.id or self._observed_id
         if expected is None:
             return
         owner = find_writer(store)
-        if owner is None and self._id is None:
+        if owner is None and self.id is None:
             return  # its owner has ended
         if owner is None:  # removed by hand, or damaged: no other training holds the lock
             self.acquire(store)
@@ -121,7 +117,7 @@ class WriterLock:
         """Release the lock. Errors of the store are ignored, because the process is ending, and so
         is a store that does not answer within ``seconds``: the lock of a dead process blocks none.
         """
-        lock_id, self._id = self._id, None
+        lock_id, self.id = self.id, None
         if lock_id is None:
             return
         store = within(self._store, Deadline.after(seconds, "the release of the writer lock"))

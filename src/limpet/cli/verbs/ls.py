@@ -25,7 +25,7 @@ from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, Stor
 from limpet.format.names import Version
 from limpet.format.records import Branch, Lease
 from limpet.run.catalog import VersionRecord, make_version_record
-from limpet.run.listing import Listing
+from limpet.run.listing import Listing, list_all_files
 from limpet.run.records import VersionEvaluations, find_statuses
 from limpet.run.run import Run
 from limpet.run.sweep import find_orphans
@@ -112,7 +112,7 @@ def command(run: str, as_json: bool) -> None:
 def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) -> ListResult:
     """Open every version. A version that is deleted in the meantime is omitted."""
     lineage = set(run.line(listing))
-    files = run.catalog.all_files(listing)
+    files = list_all_files(run.store, listing)
     entries: list[VersionEntry] = []
     for version in listing.versions:
         pinned = version in listing.lasting_pins
@@ -170,7 +170,7 @@ def _read_entry(
             nbytes,
             snapshot.manifest.created,
             record,
-            {**snapshot.metadata.get("metrics", {}), **record.metrics, **evaluations.metrics()},
+            {**record.metrics, **evaluations.metrics()},
             snapshot.referred_bytes,
             snapshot.metadata.get("reason"),
             evaluations,

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -148,7 +148,7 @@ def _flush_memory(folder: Path, seconds: float) -> str:
         return saved
     from limpet.tiers.flush import flush_recorded  # it starts threads, which take signals
 
-    for result in flush_recorded(str(folder), seconds, _StoppableClock(seconds)):
+    for result in flush_recorded(str(folder), seconds, _make_stoppable_clock(seconds)):
         if isinstance(result, Exception):
             saved = ""
             _say(f"a captured state was not saved: {result}")
@@ -158,20 +158,19 @@ def _flush_memory(folder: Path, seconds: float) -> str:
     return saved
 
 
-class _StoppableClock:
-    """The time during a flush of so many seconds. At a signal to stop, all but the last
-    ``_FLUSH_SECONDS`` of them are skipped."""
+def _make_stoppable_clock(seconds: float) -> Callable[[], float]:
+    """Return a clock of a flush of so many seconds. At a signal to stop, it skips all but the last
+    ``_FLUSH_SECONDS`` of them."""
+    end, skipped = time.monotonic() + seconds, list[float]()
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-        self._skipped: float | None = None
-
-    def __call__(self) -> float:
+    def read() -> float:
         now = time.monotonic()
         # the signals are still blocked, so one that has arrived stays pending
-        if self._skipped is None and not signal.sigpending().isdisjoint(STOP_SIGNALS):
-            self._skipped = max(0.0, self._end - now - _FLUSH_SECONDS)
-        return now + (self._skipped or 0.0)
+        if not skipped and not signal.sigpending().isdisjoint(STOP_SIGNALS):
+            skipped.append(max(0.0, end - now - _FLUSH_SECONDS))
+        return now + sum(skipped)
+
+    return read
 
 
 def _read_records(folder: Path) -> list[WorkerRecord]:
