@@ -35,8 +35,7 @@ def save(folder: str, size: int, case: str, way: str) -> dict[str, list[float]]:
         str(Path(folder) / way),
         state,
         save=limpet.EverySteps(1),
-        incremental=way == "incremental",
-        full_every=None,
+        incremental=10**9 if way == "incremental" else False,
     ) as checkpointer:
         for step in range(_SAVES):
             if case == "adapter":

@@ -122,9 +122,7 @@ def train(
     training = Training()
     keep = KeepLast(3) | KeepBest(1, "loss") | KeepEvery(400)
     save = EverySteps(every) | OnException()
-    with limpet.Checkpointer(
-        root, training.state, save=save, keep=keep, incremental=True, full_every=4
-    ) as ckpt:
+    with limpet.Checkpointer(root, training.state, save=save, keep=keep, incremental=4) as ckpt:
         ckpt.resume(at=at)
 
         def step(loss: float) -> None:

@@ -67,7 +67,7 @@ def train_incrementally(store: Store, done: list[int], steps: int = 5) -> None:
     the base of another. Retention keeps the two newest versions and the versions they refer to."""
     state = initial_state_with_frozen()
     with limpet.Checkpointer(
-        store, state, save=EverySteps(1), keep=KeepLast(2), incremental=True, full_every=3
+        store, state, save=EverySteps(1), keep=KeepLast(2), incremental=3
     ) as ckpt:
         for step in range(1, steps + 1):
             trainings.train(state, ckpt, step)

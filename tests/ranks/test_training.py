@@ -586,7 +586,7 @@ def test_the_retention_of_a_group_keeps_pinned_versions() -> None:
         (lambda r: {"busy": "skip" if r == 2 else "wait"}, "busy='wait'.*'skip' on rank 2"),
         (lambda r: {"on_error": "warn" if r else "raise"}, "on_error='raise'.*rank 1"),
         (lambda r: {"incremental": r > 1}, "incremental=False.*True on rank 2"),
-        (lambda r: {"full_every": None if r else 20}, "full_every=20.*None on rank 1"),
+        (lambda r: {"incremental": 30 if r else 20}, "incremental=20.*30 on rank 1"),
         (lambda r: {"overlap": r == 1}, "overlap=False.*True on rank 1"),
     ],
 )

@@ -247,7 +247,7 @@ def test_resume_at_a_step_and_on_a_branch() -> None:
 
         def resume_on_branch(trainer: TrainingRank) -> Any:
             with trainer.make_checkpointer(save=EverySteps(5)):
-                return str(trainer.ckpt.resume(branch=0).version)  # type: ignore[union-attr]
+                return str(trainer.ckpt.resume(at="20").version)  # type: ignore[union-attr]
 
         assert job.run(resume_on_branch) == ["version_20"] * 2
         assert Run(job.inner).listing().branches == [1, 2]
@@ -756,9 +756,7 @@ def test_incremental_and_full_versions_alternate() -> None:
             return {**initial_state(trainer.rank, 3), "frozen": boxed}
 
         def work(trainer: TrainingRank) -> None:
-            trainer.train(
-                31, state=state(trainer), save=EverySteps(5), incremental=True, full_every=3
-            )
+            trainer.train(31, state=state(trainer), save=EverySteps(5), incremental=3)
 
         job.run(work)
         chains = [s.chain for s in Run(job.inner).snapshots()]

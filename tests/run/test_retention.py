@@ -732,7 +732,7 @@ def test_incremental_versions_keep_their_bases() -> None:
     state = {"frozen": np.arange(9000.0), "live": np.zeros(9)}
     seen = []
     with limpet.Checkpointer(
-        store, state, save=EverySteps(1), keep=KeepLast(1), incremental=True, full_every=3
+        store, state, save=EverySteps(1), keep=KeepLast(1), incremental=3
     ) as ckpt:
         for step in range(1, 8):
             state["live"] += 1
@@ -768,8 +768,7 @@ def test_the_number_of_versions_kept_as_bases(
         state,
         save=EverySteps(1),
         keep=KeepLast(1),
-        incremental=True,
-        full_every=full_every,
+        incremental=full_every or 10**9,
     ) as ckpt:
         for step in range(30):
             state[str(step % 3) if rotating else "live"] += 1

@@ -290,8 +290,8 @@ def test_an_existing_path_with_an_at_sign_takes_precedence(tmp_path: Path) -> No
     ("at", "branch", "message"),
     [
         (60, None, r"of step 60 on the .*lineage.*version_60 on another branch\. Name the branch as"
-                   r" well: branch=0 in Python, 60\.0 in a command"),
-        (60, 1, r"version_60 on another branch.*branch=0 in Python"),
+                   r" well: \"60\.0\""),
+        (60, 1, r"version_60 on another branch.*\"60\.0\""),
         (30, None, r"found version_20, version_40\.1 \(and 2 on other branches\)\. `limpet"),
         (-5, None, r"no version of step -5 .*found version_20, version_40\.1 \(and 2 on"),
     ],

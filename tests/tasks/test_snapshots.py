@@ -111,7 +111,7 @@ def test_a_training_can_go_on_from_each_of_its_versions() -> None:
         queue, consumed = Queue(), Consumed()
         state = {"queue": queue, "consumed": consumed, "progress": limpet.Progress()}
         with limpet.Checkpointer(store, state, save=limpet.Never()) as ckpt:
-            ckpt.resume(at=at, branch=0)
+            ckpt.resume(at=str(at))
         while (task := queue.training.get()) is not None:
             assert task.stop is not None
             rest = range(task.position, task.stop)

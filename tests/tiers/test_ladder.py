@@ -128,7 +128,7 @@ def test_three_restarts_then_one_version_back_three_times_then_93(
     (message, left) = job.skipped
     assert "3 restarts have made no progress beyond step 20" in message
     assert "This is restart 1 of 3 on this rung of the restore ladder" in message
-    assert "call resume(at=20, branch=0) once" in message
+    assert 'call resume(at="20.0") once' in message
     assert message.count("from version_20") == 3
     assert left == "version_20 is skipped. 3 restarts made no progress."
     assert job.run.branch() == 1
@@ -574,7 +574,7 @@ def test_to_return_to_the_version_that_was_left_behind(
     assert job.run.line() == [Version(10), Version(20, 1)]
     if not under:
         monkeypatch.delenv("LIMPET_STATUS")
-    ckpt = job.start(at=20, branch=0)
+    ckpt = job.start(at="20.0")
     assert job.began == 20
     assert job.records == []
     ckpt._release()

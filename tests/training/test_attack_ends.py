@@ -200,9 +200,9 @@ def test_a_run_with_versions_only_on_another_branch_is_not_empty() -> None:
         for stat in list(store.list(folder)):
             store.delete(stat.key)
     with training(store, EverySteps(5)) as (state, ckpt):
-        with pytest.raises(NoSnapshot, match=r"version_20.*resume\(branch="):
+        with pytest.raises(NoSnapshot, match=r"version_20.*resume\(at="):
             ckpt.resume()
-        assert ckpt.resume(branch=0).step == 20  # type: ignore[union-attr]
+        assert ckpt.resume(at="20").step == 20  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])

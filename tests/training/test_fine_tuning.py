@@ -86,12 +86,12 @@ def test_a_start_with_cast_is_complete(
     start, old = pretrained
     with (
         Checkpointer(tmp_path / "refused", training(1000, torch.bfloat16)) as ckpt,
-        pytest.raises(DTypeMismatch, match=r"as needed: cast=True\."),
+        pytest.raises(DTypeMismatch, match=r"as needed: mismatched=\"cast\"\."),
     ):
         ckpt.resume(start=start)
     state = training(1000, torch.bfloat16)
     with Checkpointer(tmp_path / "cast", state) as ckpt:
-        ckpt.resume(start=start, cast=True)
+        ckpt.resume(start=start, mismatched="cast")
         assert ckpt.start_report is not None
         assert ckpt.start_report.is_complete
         assert ckpt.start_report.cast["model/0.weight"] == "float32 to bfloat16"
@@ -106,11 +106,11 @@ def test_a_start_with_cast_is_complete(
         ckpt.save()
     own = {"t": torch.ones(2).double()}
     with Checkpointer(tmp_path / "new", own) as ckpt:
-        ckpt.resume(start=f"{tmp_path}/old@1", cast=True)
+        ckpt.resume(start=f"{tmp_path}/old@1", mismatched="cast")
         assert ckpt.current_step == 1
 
 
-@pytest.mark.parametrize("option", [{"mismatched": "keep"}, {"cast": True}])
+@pytest.mark.parametrize("option", [{"mismatched": "keep"}, {"mismatched": "cast"}])
 def test_the_options_need_a_start(tmp_path: Any, option: dict[str, Any]) -> None:
     with (
         Checkpointer(tmp_path / "run", {"a": 1}) as ckpt,

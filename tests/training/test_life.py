@@ -240,9 +240,9 @@ def test_a_read_only_local_folder_raises_at_the_first_step(tmp_path: Any) -> Non
     [
         ({"busy": "drop"}, "busy"),
         ({"on_error": "ignore"}, "on_error"),
-        ({"full_every": 0}, "full_every"),
-        ({"full_every": True}, "full_every"),
-        ({"full_every": 2.5}, "full_every"),
+        ({"incremental": 0}, "incremental"),
+        ({"incremental": None}, "incremental"),
+        ({"incremental": 2.5}, "incremental"),
     ],
 )
 def test_invalid_choices(arguments: dict[str, Any], message: str) -> None:
@@ -365,9 +365,9 @@ def test_a_save_right_after_a_step_has_its_metrics() -> None:
 
 def test_a_resume_at_an_invalid_step() -> None:
     with training(MemoryStore(), EverySteps(1)) as (_, ckpt):
-        for wrong in ({"at": "8"}, {"at": 8.0}, {"branch": True}):
-            with pytest.raises(LimpetError, match="whole numbers"):
-                ckpt.resume(**wrong)  # type: ignore[arg-type]
+        for wrong in ("x", "8.0.1", "-8", 8.0, True, "version_", ""):
+            with pytest.raises(LimpetError, match="at= must be a step, or the name of a version"):
+                ckpt.resume(at=wrong)  # type: ignore[arg-type]
 
 
 def test_events_of_the_start_and_of_unsaved_steps() -> None:
@@ -797,14 +797,14 @@ def test_resume_from_an_abandoned_branch() -> None:
         ckpt.resume(at=20)
         train(state, ckpt, 30)
     with training(store, EverySteps(10)) as (state, ckpt):
-        snapshot = ckpt.resume(branch=0)
+        snapshot = ckpt.resume(at="version_40")
         assert snapshot is not None
         assert snapshot.version == Version(40)
         assert states_equal(state, state_after(40))
         train(state, ckpt, 50)
     assert Run(store).line() == [*map(Version, (10, 20, 30, 40)), Version(50, 2)]
     with training(store, EverySteps(10)) as (state, ckpt):
-        snapshot = ckpt.resume(at=30, branch=1)
+        snapshot = ckpt.resume(at="30.1")
         assert snapshot is not None
         assert snapshot.version == Version(30, 1)
 
@@ -873,14 +873,14 @@ def test_a_warm_start_loads_matching_keys_and_counts_from_zero() -> None:
         assert ckpt.run.line() == [Version(1)]
 
 
-@pytest.mark.parametrize("position", [{"at": 20}, {"branch": 0}, {"at": 0, "branch": 1}])
-def test_start_cannot_be_combined_with_at_or_branch(position: dict[str, int]) -> None:
+@pytest.mark.parametrize("at", [20, 0, "20", "20.1"])
+def test_start_cannot_be_combined_with_at(at: Any) -> None:
     for store in (MemoryStore(), trained_run()):
         with (
             training(store, EverySteps(1)) as (state, ckpt),
             pytest.raises(LimpetError, match=r"start=.*RUN@120"),
         ):
-            ckpt.resume(start="memory://elsewhere@latest", **position)
+            ckpt.resume(at, start="memory://elsewhere@latest")
         assert states_equal(state, initial_state())
 
 

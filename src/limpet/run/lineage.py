@@ -333,7 +333,7 @@ def _no_version_error(
             expected=f"an intact {wanted}",
             found=format_list([f"{v}: {e.what}" for v, e in failed.items()], _MAX_LISTED, "; "),
             todo="`limpet ls RUN` lists all versions, including those of other branches"
-            " (resume(branch=...)). `limpet verify RUN` shows what is damaged. Copy an intact"
+            ' (resume(at="STEP.BRANCH")). `limpet verify RUN` shows what is damaged. Copy an intact'
             " version back, or start again in another folder",
             skipped=tuple(map(str, failed)),
             **({"live_state": "not valid"} if state_invalid else {}),
@@ -368,13 +368,11 @@ def alternatives(
         branch = on_other_branches[-1].branch
         return (
             f"{', '.join(map(str, on_other_branches))} on another branch",
-            f"Name the branch as well: branch={branch} in Python, {step}.{branch} in a command or"
-            " an address",
+            f'Name the branch as well: "{step}.{branch}"',
         )
     if step is None:
-        branch = versions[-1].branch
         newest = format_list(versions[-3:], 3, total=len(versions))
-        return newest, f"resume(branch={branch}) continues from there"
+        return newest, f'resume(at="{versions[-1]}") continues from there'
     nearest = sorted(lineage, key=lambda v: abs(v.step - step))[:_MAX_LISTED]
     others = len(versions) - len(lineage)
     return (

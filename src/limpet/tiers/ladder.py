@@ -130,7 +130,7 @@ class Ladder:
     ``check`` for each version that it is about to load, and ``record`` once it has loaded one. The
     record is removed by ``end`` or ``leave``, if the training ends well.
 
-    Outside ``limpet run``, and with ``at=`` or ``branch=``, a person has decided what to resume
+    Outside ``limpet run``, and with ``at=``, a person has decided what to resume
     from. Then nothing is left out. ``at=`` and ``branch=`` also delete all records, because this
     person has seen to it. Without ``saves``, progress would not be visible, so nothing is counted.
     """
@@ -324,7 +324,7 @@ class Ladder:
         return (
             f"{self._describe_restarts()} Training has left {left} behind, and continues from the"
             f" version before it, on a new branch. {count}; then it exits with code 93. To return"
-            f" to {left}, call resume(at={left.step}, branch={left.branch}) once"
+            f' to {left}, call resume(at="{left.step}.{left.branch}") once'
         )
 
     def _describe_end(self, has_version: bool) -> str:

@@ -35,8 +35,7 @@ class Options:
     busy: Literal["wait", "skip"]
     save_timeout: float | None
     on_error: Literal["raise", "warn"]
-    full_every: int | None
-    incremental: bool
+    incremental: bool | int
     overlap: bool
     tiers: Sequence[Tier]
     preemption: Preemption | None
@@ -49,8 +48,8 @@ def check_arguments(options: Options) -> dict[str, str]:
     The text has no memory addresses. Raises ``LimpetError`` for an invalid argument.
     """
     values: dict[str, Any] = vars(options)
-    full_every = values["full_every"]
-    full_every_valid = full_every is None or (type(full_every) is int and full_every >= 1)
+    incremental = values["incremental"]
+    incremental_valid = type(incremental) is bool or (type(incremental) is int and incremental >= 1)
     timeout = values["save_timeout"]
     timeout_valid = timeout is None or (type(timeout) in (int, float) and timeout > 0)
     expected_values = {
@@ -65,9 +64,9 @@ def check_arguments(options: Options) -> dict[str, str]:
         "on_error": (values["on_error"] in ("raise", "warn"), '"raise" or "warn"'),
         "busy": (values["busy"] in ("wait", "skip"), '"wait" or "skip"'),
         "save_timeout": (timeout_valid, "a number of seconds greater than 0, or None"),
-        "full_every": (full_every_valid, "a number of versions, 1 or more, or None"),
+        "incremental": (incremental_valid, "True, False, or a number of versions"),
     }
-    for name in ("incremental", "overlap", "quiet"):
+    for name in ("overlap", "quiet"):
         expected_values[name] = type(values[name]) is bool, "True or False"
     for name, (is_valid, expected) in expected_values.items():
         if not is_valid:
@@ -316,10 +315,13 @@ def suggest_start(url: str, state: dict[str, Any], error: PlanError) -> str:
         for name, choice in (("missing", "keep"), ("unexpected", "ignore"))
         if any(not misfits or key.partition("/")[0] in chosen for key in left[name])
     ]
-    if any(key.partition("/")[0] not in excluded for key in resized):
-        arguments.append('mismatched="keep"')
-    if any(key.partition("/")[0] not in excluded for key in dtypes):
-        arguments.append("cast=True")
+    is_resized, is_cast = (
+        any(key.partition("/")[0] not in excluded for key in keys) for keys in (resized, dtypes)
+    )
+    if is_resized or is_cast:
+        arguments.append('mismatched="keep"' if is_resized else 'mismatched="cast"')
+    if is_resized and is_cast:
+        hint += ". Convert the tensors of another dtype to that of the version first"
     return f"resume({', '.join(arguments)}){hint}"
 
 

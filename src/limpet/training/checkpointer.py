@@ -38,8 +38,8 @@ class Checkpointer(CheckpointerBase):
     ``save`` says when to save (default: every ten minutes and at the end), ``keep`` which versions
     to keep (default: all), and ``stop`` when training should end (see ``should_stop``).
 
-    With ``incremental=True``, a version refers to the chunks that an earlier version holds. Every
-    ``full_every``-th version is written in full; with ``full_every=None``, none has to be.
+    With ``incremental=20``, a version refers to the chunks that an earlier version holds, and the
+    first of every 20 versions is written in full. True means 20.
 
     ``overlap=True`` copies the parameters and slots of the optimizers during the next forward and
     backward pass, which suits states on an accelerator. ``optimizer.step`` waits for the
@@ -78,8 +78,7 @@ class Checkpointer(CheckpointerBase):
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         stop: StopWhen | None = None,
-        incremental: bool = False,
-        full_every: int | None = 20,
+        incremental: bool | int = False,
         overlap: bool = False,
         tiers: Sequence[Tier] = (),
         preemption: Preemption | None = DEFAULT,
@@ -95,7 +94,6 @@ class Checkpointer(CheckpointerBase):
             keep=KeepPolicy() if keep is None else keep,
             stop=stop,
             incremental=incremental,
-            full_every=full_every,
             overlap=overlap,
             tiers=tiers,
             preemption=preemption,
@@ -123,34 +121,32 @@ class Checkpointer(CheckpointerBase):
     # -- resuming ------------------------------------------------------------------------------
 
     @exclusive
-    def resume(  # noqa: PLR0913  (public interface: the user decides each of them)
+    def resume(
         self,
-        at: int | None = None,
+        at: int | str | None = None,
         *,
-        branch: int | None = None,
         start: Url | None = None,
         keys: str | Sequence[str] | None = None,
         missing: Literal["error", "keep"] = "error",
         unexpected: Literal["error", "ignore"] = "error",
         rename: Mapping[str, str] | None = None,
-        mismatched: Literal["error", "keep"] = "error",
-        cast: bool = False,
+        mismatched: Literal["error", "keep", "cast"] = "error",
         check: bool = False,
     ) -> Snapshot | None:
         """Load the newest intact version into the state and return it, or None if the run is empty.
 
-        ``at`` selects the version of that step instead, and ``branch`` the lineage of that branch.
-        If training does not continue from the newest version, a branch is durably started first.
+        ``at`` selects the version of that step instead, or one by its name, such as ``"91.1"`` for
+        step 91 of branch 1, or ``"91"`` for step 91 of the first branch. If training does not
+        continue from the newest version, a branch is durably started first.
         ``SkippedVersion`` warnings name the damaged versions that were skipped.
 
         ``start`` is the snapshot from which an empty run begins: ``"runs/a@120"``,
         ``"runs/a@best"``, a URL, or a ``Store`` with the snapshot at its root. ``keys``,
-        ``missing``, ``unexpected``, ``rename``, ``mismatched``, and ``cast`` (as for
-        ``limpet.load``) determine how much of it is loaded; ``start_report`` then says what was.
-        A run that has versions ignores these arguments and loads its own completely.
-
-        ``missing="keep"`` without ``start`` keeps the live values that the version of the run
-        lacks. An event names them.
+        ``missing``, ``unexpected``, ``rename``, and ``mismatched`` (as for ``limpet.load``, and
+        ``"cast"`` for its ``cast=True``) determine how much of it is loaded; ``start_report`` then
+        says what was. A run that has versions ignores these arguments and loads its own completely.
+        ``missing="keep"`` without ``start`` keeps the live values that its version lacks. An event
+        names them.
 
         The next batch of an ``ElasticSampler`` is compared with the recorded one. With
         ``check=True``, all of the version is read again and compared with the live state, which
@@ -161,12 +157,14 @@ class Checkpointer(CheckpointerBase):
         arguments. Restarts under ``limpet run`` without progress end with ``NoProgress``.
         """
         self._lifecycle.check_open()
+        request = ResumeRequest.parse(at)
         self._preemption.watch()
         self._saver.wait_on_all_ranks()
-        leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
-        check_start(start, keys, leniency, goes_back=(at, branch) != (None, None))
+        keep, cast = ("error" if mismatched == "cast" else mismatched), mismatched == "cast"
+        leniency = Leniency(missing, unexpected, cast, rename or {}, keep)
+        check_start(start, keys, leniency, goes_back=at is not None)
         self._savepoint.discard()
-        own, request = leniency if start is None else STRICT, ResumeRequest(at, branch)
+        own = leniency if start is None else STRICT
         try:
             parts = self._acquire_lock, self._tiers, self._ending.ladder
             point = resume_run(self.run, self.state, self._group, request, *parts, own)

@@ -88,7 +88,7 @@ class CheckpointerBase:
     def _make_saver(self, options: Options) -> Saver:
         checks = VersionChecks(self.run, options.keep, self._early_stop)
         parts = self.run, self._tiers, options.keep, self._goodput, checks
-        full_every = options.full_every if options.incremental else 1
+        full_every = 20 if options.incremental is True else int(options.incremental) or 1
         return Saver(*parts, full_every, options.overlap, options.save_timeout)
 
     def _make_ending(self, options: Options) -> tuple[StepSavepoint, Ending]:

@@ -71,7 +71,7 @@ def resume_run(
     ranks fall back to an older one together. ``ladder`` leaves out states from which restarts made
     no progress. When it has nothing left, all ranks raise ``NoProgress``.
     """
-    _check_arguments(request)
+    _refuse_in_block()
     tiers.open(run.store, state, is_resumed=True)
     collective = group.collective(f"the resume of {run.url}")
     loader = StateLoader(state, group, tiers, leniency)
@@ -125,18 +125,7 @@ def _require_valid_state(loader: StateLoader, collective: Collective, ladder: La
         )
 
 
-def _check_arguments(request: ResumeRequest) -> None:
-    at, branch = request
-    if not all(
-        n is None or (hasattr(n, "__index__") and type(n) is not bool) for n in (at, branch)
-    ):
-        raise LimpetError(
-            "Invalid value for at= or branch= of resume()",
-            expected="whole numbers",
-            found=f"{at=}, {branch=}",
-            todo="resume() continues from the newest version, and resume(at=120) from the version"
-            ' of step 120. resume(start="RUN@120") starts from a version of another run',
-        )
+def _refuse_in_block() -> None:
     if open_block() is not None:
         raise LimpetError(
             "resume() was called inside a block of isolated_rng()",

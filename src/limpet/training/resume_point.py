@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,11 +23,14 @@ from limpet.loading.report import LoadReport
 from limpet.ranks.group import Group
 from limpet.run.catalog import read_sessions, read_training_metadata
 from limpet.snapshot.reader import SnapshotReader
-from limpet.text import format_list
+from limpet.text import format_list, to_repr
 from limpet.tiers.inventory import Candidate, Sources, TierName
 from limpet.tiers.tiers import Tiers
 
 _MAX_NAMES = 9
+
+_NAME = re.compile(r"(?:version_)?([0-9]{1,18})(?:\.([0-9]{1,9}))?")
+"""The name of a version, as people write it: ``91``, ``91.1``, or ``version_91.1``."""
 
 
 class ResumeRequest(NamedTuple):
@@ -34,6 +38,21 @@ class ResumeRequest(NamedTuple):
 
     at: int | None
     branch: int | None
+
+    @classmethod
+    def parse(cls, at: int | str | None) -> ResumeRequest:
+        """Return the request for a step, or for a version by its name. Raises ``LimpetError``."""
+        if at is None:
+            return cls(None, None)
+        if not isinstance(at, str | bool) and hasattr(at, "__index__"):
+            return cls(at, None)
+        match = _NAME.fullmatch(at) if isinstance(at, str) else None
+        if match is None:
+            raise LimpetError(
+                'at= must be a step, or the name of a version such as "91.1",'
+                f" not {to_repr(at)[:100]}"
+            )
+        return cls(int(match[1]), int(match[2] or 0))
 
     @property
     def is_specific(self) -> bool:

@@ -20,6 +20,10 @@ KEEP_MISSING = Leniency(missing="keep")
 """What may be tolerated in versions of the run itself."""
 
 
+CAST = 'mismatched="cast"'
+"""How ``resume`` requests what ``limpet.load`` does with ``cast=True``."""
+
+
 def check_start(
     start: object, keys: str | Sequence[str] | None, leniency: Leniency, goes_back: bool
 ) -> None:
@@ -39,15 +43,15 @@ def check_start(
         )
     if start is not None and goes_back:
         raise LimpetError(
-            "resume() cannot combine start= with at= or branch=",
-            expected="start= for an empty run, or at= and branch= for a run with versions",
-            found=f"{start=} and at= or branch=",
+            "resume() cannot combine start= with at=",
+            expected="start= for an empty run, or at= for a run with versions",
+            found=f"{start=} and at=",
             todo='Write the step in the address: resume(start="RUN@120")',
         )
     if start is None and (keys is not None or leniency not in (STRICT, KEEP_MISSING)):
         raise LimpetError(
             "A run always resumes all of its own versions",
-            expected="keys=, unexpected=, rename=, mismatched=, or cast= only together with start=."
+            expected="keys=, unexpected=, rename=, or mismatched= only together with start=."
             ' missing="keep" keeps new members of the state',
             found="no start=",
             todo="Pass start=, or load the snapshot with limpet.load",
@@ -73,7 +77,7 @@ def start_from(
         if "match" not in e.fields:
             raise
         # the error of a load, whose into= is the state of a Checkpointer
-        todo = (e.todo or "").replace("into={", "the state {")
+        todo = (e.todo or "").replace("into={", "the state {").replace("cast=True", CAST)
         raise type(e)(e.what, todo=todo, **e.fields) from e.__cause__
     # a conversion of dtypes leaves nothing out
     is_complete = keys is None and replace(leniency, cast=False) == STRICT
