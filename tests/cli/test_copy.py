@@ -45,7 +45,7 @@ def test_a_snapshot(run: str, empty_url: str) -> None:
 def test_json_keys_are_stable(run: str, empty_url: str) -> None:
     report = run_cli("copy", run, empty_url, "--json").json
     assert list(report) == [
-        "from", "to", "copied", "present", "damaged", "branches", "evaluations", "pins", "stray",
+        "from", "to", "copied", "present", "damaged", "branches", "evaluations", "pins",
         "bytes", "seconds",
     ]  # fmt: skip
     assert [list(c) for c in report["copied"]] == [["snapshot", "step", "bytes"]] * 3

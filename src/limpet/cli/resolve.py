@@ -126,7 +126,7 @@ def is_same_run(url: str, other: str) -> bool:
 def resolve_run_or_snapshot(url: str) -> tuple[Run, Listing] | SnapshotReader:
     """Return the run or the snapshot at ``url``.
 
-    If both are there, return the run; ``stray_snapshot_warning`` then warns about the snapshot.
+    If both are there, return the run.
     Raises as ``resolve_run`` and ``resolve_snapshot`` do.
     """
     is_run = not _is_address(url) and (
@@ -176,20 +176,6 @@ def refuse_address(url: str) -> None:
             f"{url} is the address of a version, not of a folder; nothing was changed",
             todo=f"Give the run, {run}, or a folder in it: {os.path.join(run, 'version_N')}",
         )
-
-
-def stray_snapshot_warning(run: Run) -> str | None:
-    """Return a warning if a snapshot lies directly in the folder of the run, else None.
-
-    ``save`` refuses to write into the folder of a run, but the snapshot may have been there first.
-    """
-    if not _is_snapshot(run.store):
-        return None
-    return (
-        f"{run.url} is a run, but its folder also contains a snapshot that is not a version. This"
-        f" command ignores that snapshot. If you do not need it, delete {names.MANIFEST} in the"
-        " folder, then the shard-* files there"
-    )
 
 
 def _is_address(url: str) -> bool:

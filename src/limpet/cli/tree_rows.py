@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from limpet.format import torch_types, tree
 from limpet.format.names import join_key
+from limpet.layout.select import make_key_filter
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import LongRepr
 from limpet.types import DTYPES
@@ -65,6 +66,25 @@ def format_short(value: Any) -> str:
 def iter_tree_rows(snapshot: SnapshotReader) -> Iterator[TreeRow]:
     """Yield all rows below the root, in the order of the tree."""
     return (row for row in _walk(snapshot, snapshot.manifest.tree, "", -1) if row.depth >= 0)
+
+
+def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:
+    """Return the rows whose key matches, without containers; all rows if there are no patterns."""
+    if not keys:
+        return rows
+    selected = make_key_filter(keys)
+    return (
+        r
+        for r in rows
+        if (r.kind not in CONTAINER_KINDS and selected(r.key))
+        or (r.kind == "value" and _matches_element(r, selected))
+    )
+
+
+def _matches_element(row: TreeRow, selected: Callable[[str], bool]) -> bool:
+    """Return True if a pattern matches an element of a list that is shown as one value."""
+    is_list = type(row.node) is dict and next(iter(row.node)) in ("list", "tuple")
+    return is_list and any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
 
 
 def _walk(snapshot: SnapshotReader, node: Any, key: str, depth: int) -> Iterator[TreeRow]:

@@ -45,8 +45,8 @@ BeforeDeletion = Callable[
 read. Returns the versions that must not be deleted yet."""
 
 
-class TrainingRetention:
-    """Applies a keep policy after the saves of a training.
+class Retention:
+    """Applies a keep policy after the saves of a writer.
 
     In a run of ``n`` versions, retention follows every ``n // 50``-th save. At most 2 % more
     versions than the policy keeps therefore exist in the meantime, and none after ``finish``.

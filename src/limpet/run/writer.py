@@ -26,7 +26,7 @@ from limpet.run.catalog import Catalog
 from limpet.run.listing import STEP, to_int
 from limpet.run.metrics import check_metrics, to_numbers
 from limpet.run.policy import KeepPolicy
-from limpet.run.retention import BeforeDeletion, TrainingRetention, undeleted_error
+from limpet.run.retention import BeforeDeletion, Retention, undeleted_error
 from limpet.run.writer_lock import WriterLock
 from limpet.saving.job import SaveJob, VersionMetadata
 from limpet.saving.save import begin_save, finish_save
@@ -69,7 +69,7 @@ class VersionWriter(AbstractContextManager["VersionWriter"]):
         self.group = group
         self.url = catalog.store.url
         self.lock = WriterLock(catalog.store)
-        self.retention = TrainingRetention(catalog, keep, before_deletion)
+        self.retention = Retention(catalog, keep, before_deletion)
         self.newest: SnapshotReader | None = None
         self.attempt = ""
         """The attempt of the last save; empty if there is none since the last resume."""

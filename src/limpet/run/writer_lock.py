@@ -32,7 +32,7 @@ from limpet.storage.store import Store, within
 
 
 class WriterLock:
-    """The exclusive right of one Checkpointer to save into a run."""
+    """The exclusive right of one writer to save into a run."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

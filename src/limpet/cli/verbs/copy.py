@@ -18,7 +18,6 @@ from limpet.cli.resolve import (
     check_version_name,
     remove_folder_if_empty,
     resolve_run_or_snapshot,
-    stray_snapshot_warning,
 )
 from limpet.cli.verbs.verify import bytes_to_read
 from limpet.convert.copy import Advance, attempt_of_copy, copy_snapshot
@@ -82,7 +81,6 @@ class CopyResult:
     branches: int = 0
     evaluations: int = 0
     pins: int = 0
-    stray_warning: str | None = None
 
 
 @click.command("copy", short_help="Copy a snapshot or a run, and check every byte.")
@@ -132,7 +130,6 @@ def _copy_run(run: Run, listing: Listing, destination: Run, quiet: bool) -> Copy
         run.url,
         destination.url,
         branches=len(listing.branches),
-        stray_warning=stray_snapshot_warning(run),
     )
     digests: dict[Version, str] = {}  # of the versions in ``result.present``
     remaining: dict[Version, int] = {}  # the bytes to read
@@ -310,7 +307,6 @@ def _build_document(result: CopyResult, seconds: float) -> dict[str, Any]:
         "branches": result.branches,
         "evaluations": result.evaluations,
         "pins": result.pins,
-        "stray": result.stray_warning is not None,
         "bytes": sum(copy.nbytes_checked for copy in result.copied),
         "seconds": round(seconds, 6),
     }
@@ -329,8 +325,6 @@ def render(result: CopyResult, seconds: float) -> None:
         print_line(console, f"copied           {copy.url}")
     for version, error in result.damaged:
         print_line(console, f"NOT copied       {version}: {format_error_line(error)}", "red")
-    if result.stray_warning is not None:
-        print_line(console, result.stray_warning, "yellow")
     nbytes = sum(copy.nbytes_checked for copy in result.copied)
     count = format_count(len(result.copied), "snapshot")
     summary = f"{count} copied, {format_size(nbytes)}, all checked{format_speed(nbytes, seconds)}"

@@ -20,8 +20,7 @@ from limpet.cli.console import (
 from limpet.cli.exit_codes import DIFFERS
 from limpet.cli.output import json_option, keys_option, print_result
 from limpet.cli.resolve import resolve_snapshot
-from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
-from limpet.cli.verbs.show import filter_rows
+from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.format import tree
 from limpet.format.names import join_key
 from limpet.snapshot.compare import LeafPair, compare_bytes, find_equal_by_digest

@@ -20,7 +20,7 @@ from limpet.cli.console import (
     styled_text,
 )
 from limpet.cli.output import describe_error, json_option, print_result
-from limpet.cli.resolve import resolve_run, stray_snapshot_warning
+from limpet.cli.resolve import resolve_run
 from limpet.errors import FormatError, FormatTooNew, LimpetError, NotFound, StoreError
 from limpet.format.names import Version
 from limpet.format.records import Branch, Lease
@@ -85,7 +85,6 @@ class ListResult:
     branch: int
     branches: dict[int, Branch | LimpetError]
     orphans: list[Stat]
-    stray_warning: str | None = None
     leases: Sequence[Lease] = ()
 
     @property
@@ -142,7 +141,6 @@ def list_versions(run: Run, listing: Listing, advance: Any = lambda step: None) 
         run.branch(listing),
         branches,
         [*(stat for _, stat in orphans), *run.store.partials("")],
-        stray_snapshot_warning(run),
         [*run.catalog.leases.live(listing.leases).values()],
     )
 
@@ -200,7 +198,6 @@ def _build_document(result: ListResult) -> dict[str, Any]:
             for number, b in result.branches.items()
         ],
         "orphans": {"files": len(result.orphans), "bytes": sum(s.length for s in result.orphans)},
-        "stray": result.stray_warning is not None,
         "bytes_checked": False,
     }
 
@@ -306,6 +303,4 @@ def _footnotes(result: ListResult) -> Iterator[tuple[str, str]]:
             f" {result.run.url}",
             "yellow",
         )
-    if result.stray_warning is not None:
-        yield result.stray_warning, "yellow"
     yield f"File contents were not checked; to check them: limpet verify {result.run.url}", "dim"

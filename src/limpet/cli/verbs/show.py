@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,12 +24,11 @@ from limpet.cli.output import (
     print_json,
 )
 from limpet.cli.resolve import resolve_newest
-from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, format_short, iter_tree_rows
+from limpet.cli.tree_rows import CONTAINER_KINDS, TreeRow, filter_rows, format_short, iter_tree_rows
 from limpet.errors import FormatError, MissingLeaf
 from limpet.format.index_columns import IndexBox
 from limpet.format.names import parse_version
 from limpet.format.records import InexactEvaluation
-from limpet.layout.select import make_key_filter
 from limpet.run.records import EvaluationStatus, VersionEvaluations, find_statuses
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
@@ -80,31 +79,12 @@ def command(
         render(opened, rows, layouts, depth, may_limit=not everything and not keys)
 
 
-def filter_rows(rows: Iterable[TreeRow], keys: Sequence[str]) -> Iterable[TreeRow]:
-    """Return the rows whose key matches, without containers; all rows if there are no patterns."""
-    if not keys:
-        return rows
-    selected = make_key_filter(keys)
-    return (
-        r
-        for r in rows
-        if (r.kind not in CONTAINER_KINDS and selected(r.key))
-        or (r.kind == "value" and _matches_element(r, selected))
-    )
-
-
 def _container_name(row: TreeRow) -> str:
     """Return what a container is: the name of its class, for a tensor subclass."""
     if row.kind != "subclass":
         return row.kind
     name: str = row.node["subclass"]["class"]
     return name.rpartition(".")[2]
-
-
-def _matches_element(row: TreeRow, selected: Callable[[str], bool]) -> bool:
-    """Return True if a pattern matches an element of a list that is shown as one value."""
-    is_list = type(row.node) is dict and next(iter(row.node)) in ("list", "tuple")
-    return is_list and any(selected(f"{row.key}/{i}") for i in range(len(row.value())))
 
 
 def fitting_depth(rows: Sequence[TreeRow]) -> int | None:

@@ -22,7 +22,7 @@ from limpet.cli.console import (
 )
 from limpet.cli.exit_codes import exit_on_errors
 from limpet.cli.output import describe_error, json_option, print_result
-from limpet.cli.resolve import resolve_run_or_snapshot, stray_snapshot_warning
+from limpet.cli.resolve import resolve_run_or_snapshot
 from limpet.convert.export_record import check_export
 from limpet.convert.stored_files import size_of_foreign
 from limpet.errors import (
@@ -87,15 +87,15 @@ def command(ctx: click.Context, run_or_snapshot: str, as_json: bool) -> None:
     began = perf_counter()
     target = _find_target(run_or_snapshot, as_json)
     if isinstance(target, list):
-        url, results, stray, danger = run_or_snapshot, target, None, None
+        url, results, danger = run_or_snapshot, target, None
     elif isinstance(target, SnapshotReader):
         url = target.url
-        results, stray, danger = [_verify_snapshot(target, as_json)], None, None
+        results, danger = [_verify_snapshot(target, as_json)], None
     else:
-        url, stray = target[0].url, stray_snapshot_warning(target[0])
+        url = target[0].url
         results, danger = _verify_run(*target, as_json)
     build_document = partial(_build_document, url)
-    print_result(as_json, build_document, render, results, perf_counter() - began, danger, stray)
+    print_result(as_json, build_document, render, results, perf_counter() - began, danger)
     exit_on_errors(ctx, (p.error for result in results for p in result.problems))
 
 
@@ -238,7 +238,7 @@ def bytes_to_read(snapshot: SnapshotReader) -> int:
 
 
 def _build_document(
-    url: str, results: list[VerifyResult], seconds: float, danger: str | None, stray: str | None
+    url: str, results: list[VerifyResult], seconds: float, danger: str | None
 ) -> dict[str, Any]:
     return {
         "place": url,
@@ -264,7 +264,6 @@ def _build_document(
             for r in results
         ],
         "danger": danger,
-        "stray": stray is not None,
     }
 
 
@@ -285,9 +284,7 @@ def _group_problems(results: list[VerifyResult]) -> list[tuple[Problem, list[str
     return [(p, others) for p, _, others in groups.values()]
 
 
-def render(
-    results: list[VerifyResult], seconds: float, danger: str | None, stray: str | None
-) -> None:
+def render(results: list[VerifyResult], seconds: float, danger: str | None) -> None:
     """Print one line for each version, then each problem, a summary, and the warnings."""
     console = make_console()
     versions = make_table(
@@ -322,6 +319,5 @@ def render(
     compared = f"{format_size(nbytes)} read and compared{format_speed(nbytes, seconds)}"
     console.print()
     console.print(styled_text(f"{verdict}; {compared}", "red" if failures else "green"))
-    for warning in (danger, stray):
-        if warning is not None:
-            print_line(console, warning, "yellow")
+    if danger is not None:
+        print_line(console, danger, "yellow")
