@@ -22,7 +22,7 @@ _SETTLED = 4
 
 _SERVER = """
 import sys
-from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.tiers.peers.server import PeerLimits, PeerServer
 store = TmpfsStore(sys.argv[1])
 server = PeerServer(store, "127.0.0.1", "secret", PeerLimits(1 << 40, 1 << 40, 1 << 40))
@@ -61,7 +61,7 @@ def measure_capture(folder: str, size: int, spare_files: int) -> dict[str, list[
     from limpet.saving.save import begin_save, finish_save
     from limpet.settings import read_settings
     from limpet.snapshot.location import Location
-    from limpet.storage.tmpfs.store import TmpfsStore
+    from limpet.storage.local.tmpfs import TmpfsStore
 
     state, threads = states.large_state(size), read_settings().threads
     memcpy = states.memcpy_of(state)
@@ -84,7 +84,7 @@ def measure_capture(folder: str, size: int, spare_files: int) -> dict[str, list[
 def measure_transfer(folder: str, size: int) -> dict[str, list[float]]:
     """Alternate between a bare socket and the copy of a file to a peer, over loopback; return the
     seconds of each. Runs in a child process; the servers are other processes."""
-    from limpet.storage.tmpfs.store import TmpfsStore
+    from limpet.storage.local.tmpfs import TmpfsStore
     from limpet.tiers.peers.addresses import PeerAddress
     from limpet.tiers.peers.client import PeerConnection
 

@@ -24,7 +24,7 @@ from limpet.run.run import Run
 from limpet.run.save_request import RequestWatcher, put_request, request_and_wait
 from limpet.run.writer_lock import WriterLock
 from limpet.storage.checks import MAX_PUTS
-from limpet.storage.local import files as local_files
+from limpet.storage.local import store as local_store
 from limpet.storage.local.os_calls import Fs
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
@@ -309,7 +309,7 @@ def is_handled(name: str, kind: str, call: Callable[[Path], None]) -> bool:
 def test_what_is_in_the_way_is_named_and_kept(
     template: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    monkeypatch.setattr(local_files, "Fs", UnreadableFs)
+    monkeypatch.setattr(local_store, "Fs", UnreadableFs)
     monkeypatch.setattr("limpet.snapshot.reader.MAX_MANIFEST", MAX_FILE)
     problems = []
     for call in CALLS:

@@ -16,7 +16,7 @@ from limpet.errors import AlreadyExists, NoSpace, RankFailed
 from limpet.saving import save as saving
 from limpet.saving.job import VersionMetadata
 from limpet.snapshot.location import Location
-from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from tests.fakegroup import FakeGroup
 
 

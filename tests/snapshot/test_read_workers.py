@@ -11,8 +11,8 @@ import pytest
 from limpet.snapshot.location import Location
 from limpet.snapshot.read import read_workers
 from limpet.storage.local.store import LocalStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.tiers.inventory import Sources
 from limpet.tiers.recovery_store import Peers, RecoveryStore
 

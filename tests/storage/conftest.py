@@ -10,4 +10,4 @@ from tests.storage.fake_s3 import s3  # noqa: F401  (a fixture)
 
 @pytest.fixture(autouse=True)
 def use_direct_io_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("limpet.storage.local.files.DIRECT_MIN_BYTES", 1)
+    monkeypatch.setattr("limpet.storage.local.store.DIRECT_MIN_BYTES", 1)

@@ -16,8 +16,8 @@ import pytest
 
 from limpet.errors import AlreadyExists, NoSpace, NotFound, StoreError
 from limpet.storage.local.store import LocalStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.store import put_mapped
-from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.testing.contract import partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 
@@ -177,7 +177,7 @@ def test_the_memory_of_an_object_that_another_process_deletes_is_released(folder
     stage(store, "v1/a", random_bytes(SIZE, 1))
     LocalStore(folder).delete("v1/a")
     stage(store, "v2/a", random_bytes(SIZE, 2))
-    assert list(store._spares._committed) == [str(folder / "v2/a")]
+    assert list(store._committed) == [str(folder / "v2/a")]
 
 
 def test_an_object_that_another_process_replaced_is_deleted_and_not_reused(folder):
@@ -206,7 +206,7 @@ def test_without_spare_files_a_delete_releases_the_memory(folder):
     store = TmpfsStore(folder, spare_files=0)
     stage(store, "a", random_bytes(SIZE))
     store.delete("a")
-    assert store._spares._committed == {}
+    assert store._committed == {}
     assert blocks(folder) == 0
 
 
@@ -284,7 +284,8 @@ def test_a_small_tmpfs(tmp_path):
 def test_a_file_that_cannot_be_kept_is_deleted(folder, call):
     store = TmpfsStore(folder)
     stage(store, "v/a", random_bytes(SIZE))
-    store._spares._fs = FaultFs(None, Fault(call, 1, errno.EIO))
+    number = 2 if call == "stat" else 1  # the first one is for the folder
+    store.fs = FaultFs(None, Fault(call, number, errno.EIO))
     store.delete("v/a")
     assert blocks(folder) == 0
 
@@ -332,7 +333,7 @@ def _target(fd):
 
 WRITER = """
 import sys, signal, os
-from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.storage.local.tmpfs import TmpfsStore
 store = TmpfsStore(sys.argv[1])
 with store.put_mapped("v1/a", 1 << 21) as upload:
     upload.write_at(0, memoryview(bytes(1 << 21)))
@@ -341,7 +342,7 @@ with store.put_mapped("v0/a", 1 << 21) as upload:
     upload.write_at(0, memoryview(bytes(1 << 21)))
     upload.commit()
 store.delete("v0/a")
-store._spares._max_files = 2
+store._max_spares = 2
 store.preallocate(1 << 21)
 upload = store.put_mapped("v2/a", 1 << 21)
 print("ready", flush=True)

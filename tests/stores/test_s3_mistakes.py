@@ -68,7 +68,7 @@ def test_a_mistyped_url_lists_no_other_folder(s3, monkeypatch):
     store = limpet.open_store(s3)
     client = boto3.client("s3")
     for number in range(20):
-        client.put_object(Bucket=store.bucket, Key=f"data/{number % 5}/{number}", Body=b"")
+        client.put_object(Bucket=store.remote.bucket, Key=f"data/{number % 5}/{number}", Body=b"")
     before = store.statistics().requests
     check_message(run_cli("ls", s3), "There is no run")
     check_message(run_cli("ls", f"{s3}/nothing"), "There is no run")

@@ -12,8 +12,8 @@ from pathlib import Path
 from threading import Thread
 
 from limpet.ranks.wire import make_secret
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.tiers.peers.addresses import PeerAddress
 from limpet.tiers.peers.client import PeerConnection
 from limpet.tiers.peers.server import PeerLimits, PeerServer

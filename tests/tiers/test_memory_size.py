@@ -17,7 +17,7 @@ import torch
 import limpet
 from limpet.errors import NoSpace
 from limpet.run.policy import EverySteps
-from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.tiers import host_tier, local_versions
 from limpet.tiers.memory_check import MemoryLimit
 from limpet.tiers.settings import LocalTier, MemoryTier

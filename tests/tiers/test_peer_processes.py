@@ -13,8 +13,8 @@ import pytest
 from limpet.errors import LimpetError, Unavailable
 from limpet.ranks.wire import HandshakeLimits
 from limpet.storage.local.store import LocalStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from tests.tiers.peers import (
     LIMITS,
@@ -34,7 +34,7 @@ SHORT_LIMITS = replace(
 
 SERVER = """
 import sys
-from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.tiers.peers.server import PeerLimits, PeerServer
 limits = PeerLimits(1 << 30, 1 << 30, 1 << 30)
 server = PeerServer(TmpfsStore(sys.argv[1]), "127.0.0.1", sys.argv[2], limits)
@@ -44,7 +44,7 @@ sys.stdin.read()
 
 SENDER = """
 import sys
-from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.tiers.peers.addresses import PeerAddress
 from limpet.tiers.peers.client import PeerConnection
 address = PeerAddress(1, "127.0.0.1", int(sys.argv[3]))

@@ -35,8 +35,8 @@ from limpet.ranks.wire import (
     make_secret,
 )
 from limpet.storage.local.store import LocalStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
-from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.testing.contract import keys, partial_keys, put, random_bytes
 from limpet.testing.faults import Fault, FaultFs
 from limpet.tiers.peers import files

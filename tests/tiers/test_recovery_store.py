@@ -18,9 +18,9 @@ from limpet.loading.load import load_snapshot
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import Snapshot, reader_of
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.memory import MemoryStore
 from limpet.storage.store import Store
-from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.tiers.inventory import Holder, Sources
 from limpet.tiers.recovery_store import Peers, RecoveryStore
 from tests.tiers.peers import LIMITS, ask, connect, eventually, memory_folder, serving

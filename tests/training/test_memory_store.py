@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import limpet
-from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.storage.local.tmpfs import TmpfsStore
 
 
 @pytest.fixture

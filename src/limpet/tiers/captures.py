@@ -22,8 +22,7 @@ from limpet.saving.pending import Pending
 from limpet.saving.save import begin_save, finish_in_background, finish_save
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
-from limpet.storage.tmpfs.spare_files import MIN_SPARE_BYTES
-from limpet.storage.tmpfs.store import TmpfsStore
+from limpet.storage.local.tmpfs import MIN_SPARE_BYTES, TmpfsStore
 from limpet.text import warn_user
 from limpet.threads import start_thread
 from limpet.tiers.host_tier import (

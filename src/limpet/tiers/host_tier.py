@@ -25,8 +25,8 @@ from limpet.settings import status_folder
 from limpet.snapshot.location import Location
 from limpet.state.flatten import flatten
 from limpet.storage.local.store import LocalStore
+from limpet.storage.local.tmpfs import TmpfsStore
 from limpet.storage.store import Store
-from limpet.storage.tmpfs.store import TmpfsStore
 from limpet.tiers.flush import MemoryRecord, lasting_url, record_memory
 from limpet.tiers.hosts import Hosts, RankFacts, shorten_names
 from limpet.tiers.inventory import (

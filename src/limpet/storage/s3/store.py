@@ -244,7 +244,7 @@ class S3Folder(Remote):
         )
         if not reply.get("UploadId"):
             raise no_tag_error(key, self.url)
-        # a server that does not know this checksum gets another one, unless TLS protects the bytes
+        # a server that does not know this checksum also gets an MD5, unless TLS protects the bytes
         has_crc = "ChecksumAlgorithm" in reply or self.server.url.startswith("https:")
         return S3Parts(key, name, str(reply["UploadId"]), head, part, length, has_crc)
 
@@ -342,7 +342,7 @@ class _S3Reply(Reply):
 class S3Parts:
     """A multipart upload. Part ``n`` is a fixed range of the object.
 
-    ``has_crc``: the parts have a CRC-32C, otherwise an MD5. The server checks them on arrival.
+    The server checks the CRC-32C of each part on arrival, or without ``has_crc`` its MD5.
     """
 
     def __init__(
@@ -365,9 +365,8 @@ class S3Parts:
 
     def write(self, folder: S3Folder, offset: int, views: Sequence[memoryview]) -> None:
         number = max(0, offset - self._head) // self._part + 1
-        sums: dict[str, Any] = (
-            {"ChecksumCRC32C": crc32c(views)} if self.has_crc else {"ContentMD5": md5(views)}
-        )
+        crc: dict[str, Any] = {"ChecksumCRC32C": crc32c(views)}
+        other: dict[str, Any] = {} if self.has_crc else {"ContentMD5": md5(views)}
         body = PartBody(views, folder.deadline)
         fields: dict[str, Any] = {
             "Key": self._name,
@@ -376,7 +375,7 @@ class S3Parts:
             "Body": body,
         }
         try:
-            reply = folder.send("upload_part", "write", self._key, **fields, **sums)
+            reply = folder.send("upload_part", "write", self._key, **fields, **crc, **other)
         except NotFound as e:
             raise self._aborted_error(folder) from e
         finally:
@@ -384,8 +383,8 @@ class S3Parts:
         if not reply.get("ETag"):
             raise no_tag_error(self._key, folder.url)
         part = {"PartNumber": number, "ETag": reply["ETag"]}
-        if self.has_crc and "ChecksumCRC32C" in reply:
-            part |= sums
+        if "ChecksumCRC32C" in reply:
+            part |= crc
         with self._lock:
             self._parts[number] = part
 
