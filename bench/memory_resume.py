@@ -50,7 +50,7 @@ def measure_training(folder: str, memory: str, size: int, blocks: int) -> dict[s
                     name = "blocked" if is_capture else "between"
                     found[name].append(time.perf_counter() - start)
             found["with" if has_tier else "without"].append(time.perf_counter() - began)
-            if block == 1:  # the files of three generations are allocated now
+            if block == 1:  # the files of three snapshots are allocated now
                 for values in found.values():
                     values.clear()
     return found

@@ -18,7 +18,7 @@ from bench.report import Options, Section, judge
 
 _REPEATS = 10
 _SETTLED = 4
-"""The captures after which the files of three generations exist."""
+"""The saves after which the files of three snapshots exist."""
 
 _SERVER = """
 import sys
@@ -134,7 +134,7 @@ def sections(options: Options) -> list[Section]:
     text = (
         "A snapshot is staged into the file in /dev/shm itself. The baseline is one copy of the"
         " same state into touched memory by as many threads. With spare files, the files of"
-        " deleted generations are used again; without, each file is new. The copy to a peer goes"
+        " deleted snapshots are used again; without, each file is new. The copy to a peer goes"
         " over loopback, with digests on both sides; the baseline is a bare socket. Both sides"
         " share the cores of this machine."
     )

@@ -260,7 +260,7 @@ class Supervisor:
                     Kind.FLIP_LOCAL,
                 )
                 if is_error and not is_expected:
-                    self.failures.append(f"a captured state was not saved: {result!r}")
+                    self.failures.append(f"a snapshot in a tier was not saved: {result!r}")
             return ",".join(found)
 
         with ThreadPoolExecutor() as pool:

@@ -76,7 +76,7 @@ def test_the_newest_complete_state_in_memory_is_saved_and_the_live_ranks_leave_i
     newest = Run(str(tmp_path / "run")).latest()
     assert newest is not None
     assert newest.step in (6, 7), logs(tmp_path)  # a capture may be skipped
-    assert newest.metadata["reason"] == "capture"
+    assert newest.metadata["reason"] == "memory"
     assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
     if fault == signal.SIGKILL:  # the error that ended the training may have another cause
         assert "RuntimeError: " in logs(tmp_path)
@@ -152,7 +152,7 @@ def test_the_newest_captured_state_is_saved_if_the_live_ranks_have_no_savepoint(
     newest = Run(str(tmp_path / "run")).latest()
     assert newest is not None
     assert newest.step in (6, 7), logs(tmp_path)  # a capture may be skipped
-    assert newest.metadata["reason"] == "capture"
+    assert newest.metadata["reason"] == "memory"
     assert newest.verify().ok
     assert set(codes) <= {76, 75 if newest.step == 7 else 76}, logs(tmp_path)
 

@@ -73,7 +73,7 @@ def test_the_newest_state_becomes_a_version(host: Host) -> None:
     assert flushed.step == 70
     assert flushed.verify().ok
     assert Run(host.run).line() == [Version(50), Version(70)]
-    assert Run(host.run).latest().metadata["reason"] == "capture"
+    assert Run(host.run).latest().metadata["reason"] == "memory"
     assert not [s.key for s in host.run.list("") if "pin-" in s.key]
     state = initial_state()
     with Checkpointer(host.run, state, save=EverySteps(1000)) as ckpt:
@@ -106,7 +106,7 @@ def test_if_the_last_save_fails_the_newest_captured_state_is_saved(host: Host) -
     assert (left.value.code, left.value.step, left.value.saved_step) == (76, 13, 10)
     assert "The disk is full" in left.value.reason
     (flushed,) = Run(store.inner).snapshots()
-    assert (flushed.step, flushed.metadata["reason"]) == (10, "capture")
+    assert (flushed.step, flushed.metadata["reason"]) == (10, "memory")
     assert flushed["weights"][:].tobytes() == state_after(10)["weights"].tobytes()
 
 
@@ -305,7 +305,7 @@ def test_limpet_run_flushes_what_a_killed_training_has_left(
             [*command, str(run), memory, number], capture_output=True, text=True, check=False
         )
         assert done.returncode == code, done.stderr
-        assert "the captured state of step 10 was saved" in done.stderr
+        assert "the snapshot of step 10 was saved" in done.stderr
         snapshot = Run(run).latest()
         assert snapshot is not None
         assert snapshot.step == 10
@@ -358,4 +358,4 @@ def test_an_older_version_that_was_saved_does_not_count_if_the_newest_state_was_
     monkeypatch.setattr(flush_module, "flush_recorded", lambda *_: iter(results))
     assert run_verb._flush_memory(tmp_path, 1) == ""
     results.reverse()
-    assert run_verb._flush_memory(tmp_path, 1) == "the captured state of step 20 was saved"
+    assert run_verb._flush_memory(tmp_path, 1) == "the snapshot of step 20 was saved"

@@ -13,11 +13,11 @@ from limpet.format.manifest import FileEntry, Manifest, Shard, encode_manifest
 from limpet.format.names import MANIFEST, index_name, shard_name
 from limpet.storage.memory import MemoryStore
 from limpet.tiers.inventory import (
-    HostState,
+    HostFiles,
     Sources,
-    describe_state,
+    describe_files,
     files_of,
-    find_candidates,
+    find_snapshots,
     find_unclear,
     take_inventory,
 )
@@ -47,7 +47,7 @@ def lengths_of(manifest: Manifest, ranks: Iterable[int]) -> dict[str, int]:
     return dict(pair for rank in ranks for pair in files[2 * rank : 2 * rank + 2])
 
 
-def states_of_hosts(hosts: int, per_host: int) -> list[HostState]:
+def states_of_hosts(hosts: int, per_host: int) -> list[HostFiles]:
     """Return what hosts hold: each the files of its ranks, and copies of those of another host."""
     count = hosts * per_host
     manifest = make_manifest(count)
@@ -56,7 +56,7 @@ def states_of_hosts(hosts: int, per_host: int) -> list[HostState]:
     for host in range(hosts):
         held = [r for h in (host, host ^ 1) for r in range(h * per_host, (h + 1) * per_host)]
         lengths = lengths_of(manifest, (r for r in held if r < count))
-        states.append(describe_state(host * per_host, FOLDER, raw, lengths))
+        states.append(describe_files(host * per_host, FOLDER, raw, lengths))
     return states
 
 
@@ -71,7 +71,7 @@ def test_what_a_host_sends_does_not_grow_with_the_hosts(per_host: int) -> None:
 
 
 def test_what_rank_0_sends_back_grows_by_a_few_bytes_per_host() -> None:
-    (found,) = find_candidates(states_of_hosts(256, 8), "memory")
+    (found,) = find_snapshots(states_of_hosts(256, 8), "memory")
     assert found.is_whole
     assert len(msgspec.msgpack.encode(found.sources)) < 256 * 16
 
@@ -81,7 +81,7 @@ def test_the_work_of_rank_0_grows_with_the_hosts() -> None:
         states = states_of_hosts(hosts, 2)
 
         def find() -> None:
-            (found,) = find_candidates(states, "memory")
+            (found,) = find_snapshots(states, "memory")
             assert found.is_whole
             assert not find_unclear(states, [found])
             assert len(found.sources.by_file()) == 4 * hosts
@@ -92,7 +92,7 @@ def test_the_work_of_rank_0_grows_with_the_hosts() -> None:
 
 
 def test_the_holders_of_each_file() -> None:
-    (found,) = find_candidates(states_of_hosts(4, 2), "local")
+    (found,) = find_snapshots(states_of_hosts(4, 2), "local")
     assert (found.folder, found.branch, found.tier) == (FOLDER, 0, "local")
     assert found.digest == encode_manifest(make_manifest(8))[1]
     assert found.sources.with_manifest == [0, 2, 4, 6]
@@ -113,8 +113,8 @@ def test_the_holders_of_each_file() -> None:
     ],
 )
 def test_the_first_file_that_nobody_has(held: Sequence[list[int]], missing: int | None) -> None:
-    states = [HostState(rank, FOLDER, "d", count=8, held=h) for rank, h in enumerate(held)]
-    (found,) = find_candidates(states, "memory")
+    states = [HostFiles(rank, FOLDER, "d", count=8, held=h) for rank, h in enumerate(held)]
+    (found,) = find_snapshots(states, "memory")
     assert found.sources.first_missing == missing
     assert found.is_whole == (missing is None)
 
@@ -123,9 +123,9 @@ def test_a_file_of_another_length_does_not_count() -> None:
     manifest = make_manifest(2)
     raw, _ = encode_manifest(manifest)
     lengths = lengths_of(manifest, [0, 1])
-    assert describe_state(0, FOLDER, raw, lengths).held == [0, 4]
+    assert describe_files(0, FOLDER, raw, lengths).held == [0, 4]
     lengths[manifest.shards[1].name] += 1
-    assert describe_state(0, FOLDER, raw, lengths).held == [0, 2, 3, 4]
+    assert describe_files(0, FOLDER, raw, lengths).held == [0, 2, 3, 4]
 
 
 def store_of(manifest: bytes | None) -> MemoryStore:
@@ -153,12 +153,12 @@ def test_the_manifest_that_most_hosts_have_counts() -> None:
         "",
         "",
     ]
-    (found,) = find_candidates(states, "memory")
+    (found,) = find_snapshots(states, "memory")
     assert found.digest == digests[1]
     assert found.sources.with_manifest == [0, 4]
     assert find_unclear(states, [found]) == [found]
-    more = HostState(3, FOLDER, digests[1], 0, None, 4, [0, 4], has_manifest=False)
-    (found,) = find_candidates([*states, more], "memory")
+    more = HostFiles(3, FOLDER, digests[1], 0, None, 4, [0, 4], has_manifest=False)
+    (found,) = find_snapshots([*states, more], "memory")
     assert found.is_whole
     assert found.sources.with_manifest == [0, 4]
     assert found.sources.by_file() == [[3]] * 4
@@ -167,8 +167,8 @@ def test_the_manifest_that_most_hosts_have_counts() -> None:
 
 def test_a_state_without_an_intact_manifest() -> None:
     take = partial(take_inventory, rank=0)
-    assert find_candidates(take(store_of(None)), "memory") == []
-    (found,) = find_candidates(take(store_of(b"damaged")), "memory")
+    assert find_snapshots(take(store_of(None)), "memory") == []
+    (found,) = find_snapshots(take(store_of(b"damaged")), "memory")
     assert (found.digest, found.sources, found.is_whole) == ("", Sources(), False)
     assert MANIFEST in found.problem
     assert not find_unclear([], [found])

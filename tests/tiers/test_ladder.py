@@ -163,7 +163,7 @@ def test_the_states_in_memory_are_set_aside_first(statuses: Status, host: Host) 
     for number in (1, 2, 3):
         host.train_and_die(137)
         assert host.resumed.step == 100
-        assert "The captured states are left out" in host.warnings[0]
+        assert "The snapshots in tiers are left out" in host.warnings[0]
         assert f"This is restart {number} of 3" in host.warnings[0]
         assert Run(host.run).branch() == number, "newer states in memory were left out"
     for number in (1, 2, 3):
@@ -277,7 +277,7 @@ def test_without_any_version_it_begins_from_scratch_and_then_gives_up(
     for _ in range(3):
         host.train_and_die(7)
         assert host.resumed is None
-        assert "The captured states are left out" in host.warnings[0]
+        assert "The snapshots in tiers are left out" in host.warnings[0]
     assert "There is no version to go back to" in why_it_gives_up(host)
 
 

@@ -37,7 +37,7 @@ from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.tiers import flush, local_versions
+from limpet.tiers import flush, local_snapshots
 from limpet.tiers.flush import flush_recorded
 from limpet.tiers.restarts import read_restarts
 from limpet.tiers.settings import LocalTier, MemoryTier
@@ -461,8 +461,8 @@ def test_a_disk_that_is_too_small_raises_before_the_training(
     class Small:
         f_bavail, f_frsize = 1, 4096
 
-    monkeypatch.setattr(local_versions.os, "statvfs", lambda path: Small)
-    with pytest.raises(NoSpace, match=r"does not fit on its disk.*3 generations|2 generations"):
+    monkeypatch.setattr(local_snapshots.os, "statvfs", lambda path: Small)
+    with pytest.raises(NoSpace, match=r"does not fit on its disk.*3 snapshots|2 snapshots"):
         disk.start()
 
 
@@ -603,7 +603,7 @@ def test_a_training_that_was_taken_over_saves_nothing_more_when_it_must_leave(
     disk.durable.delete(WRITER_LOCK)
     disk.durable.put_if_absent(WRITER_LOCK, encode_pin(elsewhere))
     with pytest.raises(LimpetError, match="has taken this run over"):
-        ckpt._saver.flush_captured(Deadline.after(20, "the flush of a test"))
+        ckpt._saver.flush_tiers(Deadline.after(20, "the flush of a test"))
     assert disk.promoted == []
     disk.die(ckpt)
 
@@ -853,7 +853,7 @@ def test_a_training_that_goes_back_without_a_restart_begins_a_branch(
         ckpt.resume(at=10)
         ckpt._tiers.memory.wait()
         assert states_equal(state, state_after(10))
-        assert ckpt._tiers.memory._generations == []
+        assert ckpt._tiers.memory._snapshots == []
         if is_blocked:
             disk.is_reachable.clear()
         train_and_capture(state, ckpt, 27)

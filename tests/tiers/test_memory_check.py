@@ -61,9 +61,9 @@ class Host:
         return check_memory(folder, TierCost(held, **cost), root=self.root, statvfs=statvfs)
 
 
-def test_the_cost_is_every_generation_and_the_staged_one():
+def test_the_cost_is_every_snapshot_and_the_staged_one():
     assert TierCost(GIB).total == 3 * GIB
-    assert TierCost(GIB, generations=1).total == 2 * GIB
+    assert TierCost(GIB, snapshots=1).total == 2 * GIB
 
 
 def test_enough_memory(tmp_path):
@@ -82,7 +82,7 @@ def test_the_default_size_of_a_container(tmp_path):
     with pytest.raises(NoSpace) as caught:
         Host(tmp_path, shm=64 * MIB).check(4 * GIB)
     message = str(caught.value)
-    assert "12.0 GiB (2 generations of 4.0 GiB, and one more while it is staged)" in message
+    assert "12.0 GiB (2 snapshots of 4.0 GiB, and one more while it is staged)" in message
     assert "found 64 MiB in the file system at /dev/shm." in message
     assert "docker run --shm-size=12g" in message
     assert "emptyDir: {medium: Memory, sizeLimit: 12Gi} mounted at /dev/shm" in message

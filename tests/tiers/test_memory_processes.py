@@ -64,14 +64,14 @@ import sys, threading, time
 import numpy as np, limpet
 from limpet.errors import RankFailed
 from limpet.notices.notice import Notice
-from limpet.tiers import captures
+from limpet.tiers import memory_snapshots
 
 class Source:
     name, interval, noticed = "a test", 0.05, False
     def poll(self):
         return Notice(self.name, 6.0) if self.noticed else None
 
-captures.finish_save = lambda job: threading.Event().wait(50)  # as for a rank that is dead
+memory_snapshots.finish_save = lambda job: threading.Event().wait(50)  # as for a rank that is dead
 source = Source()
 state = {"x": np.zeros(9), "progress": limpet.Progress()}
 tier = limpet.MemoryTier(every=limpet.EverySteps(5), copies=1, path=sys.argv[2])

@@ -26,7 +26,7 @@ from limpet.saving import commit
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.memory import MemoryStore
-from limpet.tiers import captures, host_tier
+from limpet.tiers import host_tier, memory_snapshots
 from limpet.tiers.flush import MemoryRecord, flush_states
 from limpet.tiers.peers.client import PeerConnection
 from limpet.tiers.settings import MemoryTier
@@ -365,15 +365,15 @@ def test_the_newest_state_of_which_all_copies_exist_stays(
 ) -> None:
     """States without copies must not replace those that survive the loss of a host. ``refused``:
     the captures during which the copies of one rank fail."""
-    copy = captures.Captures._copy
+    copy = memory_snapshots.MemorySnapshots._copy
 
-    def fail(tier: captures.Captures, version: Version, *rest: Any) -> None:
+    def fail(tier: memory_snapshots.MemorySnapshots, version: Version, *rest: Any) -> None:
         if version.step in refused and tier.group.rank == 0:
             refuse_connections(monkeypatch)
         copy(tier, version, *rest)
         monkeypatch.setattr(host_tier, "PeerConnection", PeerConnection)
 
-    monkeypatch.setattr(captures.Captures, "_copy", fail)
+    monkeypatch.setattr(memory_snapshots.MemorySnapshots, "_copy", fail)
     cluster.train_and_die("ab", 17)
     copied = max({5, 10} - refused)
     assert cluster.captured("a") == cluster.captured("b") == [f"version_{copied}", "version_15"]
@@ -401,7 +401,7 @@ def test_a_copy_to_a_slow_peer_does_not_hold_a_training_that_ends(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """The peer takes the parts of a large file one after the other, for hours."""
-    monkeypatch.setattr(captures, "COPY_SECONDS", 0.5 if how == "close" else 60.0)
+    monkeypatch.setattr(memory_snapshots, "COPY_SECONDS", 0.5 if how == "close" else 60.0)
     monkeypatch.setattr(host_tier, "COPY_SECONDS", 0.5 if how == "exit" else 60.0)
     began = time.monotonic()
 
@@ -511,7 +511,7 @@ def test_a_rank_that_is_ended_because_another_one_has_failed_saves_the_newest_ca
     assert ends == [1]
     (flushed,) = Run(cluster.run).snapshots()
     assert flushed.verify().ok
-    assert flushed.metadata["reason"] == "capture"
+    assert flushed.metadata["reason"] == "memory"
 
 
 def test_fewer_hosts_than_copies_are_reported_once(cluster: Cluster) -> None:

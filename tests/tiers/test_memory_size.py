@@ -18,7 +18,7 @@ import limpet
 from limpet.errors import NoSpace
 from limpet.run.policy import EverySteps
 from limpet.storage.local.tmpfs import TmpfsStore
-from limpet.tiers import host_tier, local_versions
+from limpet.tiers import host_tier, local_snapshots
 from limpet.tiers.memory_check import MemoryLimit
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.tiers.tiers import Tier
@@ -121,7 +121,7 @@ def test_a_local_disk_is_checked_for_the_slots(host: Host, monkeypatch: pytest.M
         f_bavail, f_frsize = 6, MIB  # 4 versions of 1 MiB fit, and 4 of 3 MiB do not
 
     training = AdamTraining(host, LocalTier(host.path), save=2)
-    monkeypatch.setattr(local_versions.os, "statvfs", lambda _: Small)
+    monkeypatch.setattr(local_snapshots.os, "statvfs", lambda _: Small)
     training.ckpt.resume()
     with pytest.raises(NoSpace, match="does not fit on its disk"):
         training.train(1)

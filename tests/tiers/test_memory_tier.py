@@ -20,7 +20,7 @@ from limpet.run.run import Run
 from limpet.snapshot.snapshot import reader_of
 from limpet.storage.local.store import LocalStore
 from limpet.storage.memory import MemoryStore
-from limpet.tiers import captures
+from limpet.tiers import memory_snapshots
 from limpet.tiers.memory_check import MemoryLimit
 from limpet.tiers.run_id import read_or_create_run_id
 from limpet.tiers.settings import MemoryTier
@@ -219,13 +219,13 @@ def test_a_capture_is_skipped_while_the_one_before_is_in_progress(
 ) -> None:
     """The training never waits for a slow peer."""
     released, skipped = threading.Event(), list[str]()
-    monkeypatch.setattr(captures.Captures, "_copy", lambda *_: released.wait(20))
+    monkeypatch.setattr(memory_snapshots.MemorySnapshots, "_copy", lambda *_: released.wait(20))
     _, ckpt = host.start(every=5)
     with ckpt, limpet.attach(lambda name, _: skipped.append(name)):
         for _ in range(12):
             ckpt.step()
         assert not released.is_set()
-        assert skipped.count("capture_skipped") == 1
+        assert skipped.count("memory_save_skipped") == 1
         assert host.captured == []
         released.set()
         ckpt._tiers.memory.wait()
@@ -255,7 +255,7 @@ def test_resume_waits_for_the_capture_in_progress(
     """As in a notebook, if the cell that trains is interrupted, and run again."""
     go = threading.Event()
 
-    def copy(tier: captures.Captures, version: Version, *_: Any) -> None:
+    def copy(tier: memory_snapshots.MemorySnapshots, version: Version, *_: Any) -> None:
         if version.step == 30 and not go.is_set():
             go.wait(20)
             if fails:
@@ -263,7 +263,7 @@ def test_resume_waits_for_the_capture_in_progress(
 
     state, ckpt = host.start()
     train(state, ckpt, 29)
-    monkeypatch.setattr(captures.Captures, "_copy", copy)
+    monkeypatch.setattr(memory_snapshots.MemorySnapshots, "_copy", copy)
     while state["progress"].step < 33:
         ckpt.step({"loss": train_step(state)})
     timer = threading.Timer(0.3, go.set)
@@ -289,7 +289,7 @@ def test_a_wait_that_is_interrupted_leaves_the_capture_in_progress(
 ) -> None:
     state, ckpt = host.start(every=5)
     go = threading.Event()
-    monkeypatch.setattr(captures.Captures, "_copy", lambda *_: go.wait(20))
+    monkeypatch.setattr(memory_snapshots.MemorySnapshots, "_copy", lambda *_: go.wait(20))
     while state["progress"].step < 5:
         ckpt.step({"loss": train_step(state)})
     pending = ckpt._tiers.memory._pending
@@ -386,7 +386,7 @@ def test_a_failed_capture_is_raised_and_leaves_no_files(
     with pytest.raises(NoSpace, match="The memory is full"), ckpt:
         train(state, ckpt, 5)
         ckpt._tiers.memory.wait()
-        monkeypatch.setattr(captures.Captures, "_copy", fail)
+        monkeypatch.setattr(memory_snapshots.MemorySnapshots, "_copy", fail)
         train(state, ckpt, 15)
     assert host.captured == ["version_5"]
     left = [p for p in host.folder.rglob("*.safetensors") if "version_10" in str(p)]

@@ -160,7 +160,7 @@ def test_damage_that_has_overwritten_a_part_of_the_state_raises_if_nothing_else_
         with pytest.raises(LimpetError, match="only state to resume from is damaged"):
             ckpt.resume()
         return
-    with pytest.warns(SkippedVersion, match="The captured states are left out"):
+    with pytest.warns(SkippedVersion, match="The snapshots in tiers are left out"):
         assert ckpt.resume() is None
     ckpt.step()
     assert state["b"][0] == 0.5

@@ -371,7 +371,7 @@ def test_without_a_savepoint_the_newest_captured_state_is_saved_and_the_step_may
         ends_at = timer._calls["exit"][0]
         end = time.monotonic() + 7.5
         while not Run(tmp_path / "run").snapshots():  # the step takes longer than that
-            assert time.monotonic() < end, "the captured state was not saved"
+            assert time.monotonic() < end, "the snapshot in memory was not saved"
             time.sleep(0.01)
         training.ckpt._preemption._savepoint_saver._ended.wait(5)
         assert timer._calls["exit"][0] == ends_at

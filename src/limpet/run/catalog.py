@@ -332,9 +332,9 @@ def read_training_metadata(snapshot: SnapshotReader) -> Mapping[str, Any]:
     return training if isinstance(training, dict) else {}
 
 
-def read_captured_with(snapshot: SnapshotReader) -> str:
-    """Return the attempt of the save that saved the same state as this capture, or nothing."""
-    return str(read_training_metadata(snapshot).get("captured_with", ""))
+def read_saved_with(snapshot: SnapshotReader) -> str:
+    """Return the attempt of the save of the same state as this snapshot in memory, or nothing."""
+    return str(read_training_metadata(snapshot).get("saved_with", ""))
 
 
 def read_sessions(snapshot: SnapshotReader) -> list[str]:

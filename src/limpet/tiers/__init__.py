@@ -1,13 +1,12 @@
 """Snapshots in memory and on local disks: what they cost, where they are, how they get there.
 
 Terms: a *tier* is a store with a speed (memory, local, durable). A *copy* is a rank's shard on one
-host; ``copies`` counts the local one. A state in a tier is *captured*; a *promotion* commits one to
-the run. A *generation* is all copies of one version. A *domain* is
+host; ``copies`` counts the local one. A *snapshot* in a tier is all copies of one state. It is no
+version of the run until a *promotion*, or a *flush* at the end, commits it there. A *domain* is
 what fails as a whole: a host, or what a label names. A *peer* is a rank that holds a copy of
 another rank. A *restart* is one start of a training under ``limpet run`` that has resumed. It
 counts until it has ended well, or a state newer than its *goal* exists. The *restore ladder*
 decides what a resume leaves out after restarts without progress. A *rung* is one step of it.
-May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``,
-``state``, ``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, ``notices``,
-and ``tiers``.
+May import: the root modules, ``format``, ``storage``, ``layout``, ``ranks``, ``state``,
+``snapshot``, ``saving``, ``loading``, ``convert``, ``run``, ``notices``, and ``tiers``.
 """

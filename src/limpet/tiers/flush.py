@@ -1,5 +1,5 @@
-"""Saves the newest captured state to the run, after its training has ended or cannot save anymore,
-and before it the versions on local disks.
+"""Saves the newest snapshot in memory to the run, and before it those on local disks, after their
+training has ended or cannot save anymore.
 
 Each host copies the shards that it has. The host that finds all files there commits the
 manifest, which all hosts have. So the hosts need no connection to one another.
@@ -40,7 +40,7 @@ from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store, exists
-from limpet.tiers.inventory import CurrentLine, find_candidates, take_inventory
+from limpet.tiers.inventory import CurrentLine, find_snapshots, take_inventory
 from limpet.tiers.run_id import local_folder
 
 _POLL_SECONDS = 0.1
@@ -65,7 +65,7 @@ _RECORD = msgspec.json.Decoder(MemoryRecord)
 
 
 def record_memory(status_folder: str, record: MemoryRecord, tier: str) -> None:
-    """Tell ``limpet run`` where the captured states are. It never raises ``OSError``: without
+    """Tell ``limpet run`` where its snapshots are. It never raises ``OSError``: without
     the record, they stay there for the next start."""
     with suppress(OSError):
         Path(status_folder, f"{os.getpid()}-{tier}{MEMORY_SUFFIX}").write_bytes(
@@ -127,10 +127,10 @@ def flush_states(
             check(run.store)
         copies: list[_Copy | LimpetError | OSError] = []
         limit = deadline
-        for captured in reversed(newer):
-            location = run.location(captured.version).limit("flush", None, limit)
+        for reader in reversed(newer):
+            location = run.location(reader.version).limit("flush", None, limit)
             try:
-                copies.append(held.enter_context(_copy(captured, location)))
+                copies.append(held.enter_context(_copy(reader, location)))
             except (LimpetError, OSError) as e:
                 copies.append(e)
             else:
@@ -167,12 +167,12 @@ def _find_states(records: Iterable[MemoryRecord], line: CurrentLine) -> list[Sna
 
 def _find_newer(folder: str, line: CurrentLine) -> list[SnapshotReader]:
     store, found = LocalStore(folder, direct=False), []
-    for candidate in find_candidates(take_inventory(store, 0), "memory"):
-        if candidate.digest and line.is_newer(candidate.version):
-            location = Location(store, candidate.folder, is_per_host=True)
-            captured = SnapshotReader(location, None, candidate.digest)
-            if line.is_continued_by(candidate, captured):
-                found.append(captured)
+    for snapshot in find_snapshots(take_inventory(store, 0), "memory"):
+        if snapshot.digest and line.is_newer(snapshot.version):
+            location = Location(store, snapshot.folder, is_per_host=True)
+            reader = SnapshotReader(location, None, snapshot.digest)
+            if line.is_continued_by(snapshot, reader):
+                found.append(reader)
     return found[::-1]
 
 
@@ -199,13 +199,13 @@ class _Copy:
 
 
 @contextmanager
-def _copy(captured: SnapshotReader, location: Location) -> Iterator[_Copy]:
+def _copy(reader: SnapshotReader, location: Location) -> Iterator[_Copy]:
     """Copy the files of a state that are on this host, and pin them during a ``with`` block.
 
     Raises ``Unavailable`` at the deadline, also if the store is a local folder, whose calls do not
     end by then.
     """
-    source = captured.location
+    source = reader.location
     key = source.key(MANIFEST)
     raw = source.store.get(key, MAX_MANIFEST)
     manifest, digest = decode_manifest(raw, key)
@@ -214,7 +214,7 @@ def _copy(captured: SnapshotReader, location: Location) -> Iterator[_Copy]:
         for shard in manifest.shards
         if all(exists(source.store, source.key(f.name)) for f in (shard, shard.index))
     ]
-    with pins.hold_pin(location, manifest.attempt, captured.version):
+    with pins.hold_pin(location, manifest.attempt, reader.version):
         copy_shards(source, location, held, lambda _: location.check_time())
         yield _Copy(SnapshotReader(location, manifest, digest), raw)
 
@@ -230,7 +230,7 @@ def _await_files(location: Location, manifest: Manifest, deadline: Deadline) -> 
                     del missing[path]
         if missing and not deadline.seconds_left:
             raise DeadlinePassed(
-                f"A captured state was not saved to {location.url}",
+                f"A snapshot in a tier was not saved to {location.url}",
                 expected=f"{min(missing)} from the host that has it",
                 found="no such file when the time was over",
                 todo="A host that comes later commits the version. Otherwise, the next training"
@@ -249,19 +249,19 @@ def _require_no_writer(
     writer = find_writer(store)
     if writer is not None and pins.is_holder_alive(writer) is not False:
         raise LimpetError(
-            f"A captured state was not saved to {run.url}",
+            f"A snapshot in a tier was not saved to {run.url}",
             expected="a training that has ended",
             found=f"process {writer.process.partition(':')[0]} on {writer.host.split()[0]}, which"
             " may still write to the run",
             todo="Nothing, if that is the next training of this run",
         )
     newest = newest_version(run.catalog, run.listing())
-    if newest is None or newest in (before, *(captured.version for captured in newer)):
+    if newest is None or newest in (before, *(reader.version for reader in newer)):
         return
     session = next(iter(read_sessions(run.catalog.open(newest))), "")
     if session not in read_sessions(newer[-1]):  # otherwise, another host has saved it
         raise LimpetError(
-            f"A captured state was not saved to {run.url}",
+            f"A snapshot in a tier was not saved to {run.url}",
             expected="no version of another training",
             found=str(newest),
             todo="Nothing, if the next training of this run has saved it",

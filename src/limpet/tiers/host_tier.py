@@ -30,14 +30,14 @@ from limpet.storage.store import Store
 from limpet.tiers.flush import MemoryRecord, lasting_url, record_memory
 from limpet.tiers.hosts import Hosts, RankFacts, shorten_names
 from limpet.tiers.inventory import (
-    Candidate,
-    HostState,
+    HostFiles,
     Sources,
     TierName,
-    describe_state,
-    find_candidates,
+    TierSnapshot,
+    describe_files,
+    find_snapshots,
     find_unclear,
-    gather_states,
+    gather_files,
     take_inventory,
 )
 from limpet.tiers.memory_check import TierCost
@@ -49,8 +49,8 @@ from limpet.tiers.run_id import read_or_create_run_id
 from limpet.tiers.settings import LocalTier, MemoryTier
 from limpet.types import MIB
 
-GENERATIONS = 2
-"""The captured states that stay on a host."""
+KEPT_SNAPSHOTS = 2
+"""The snapshots that stay on a host."""
 
 COPY_SECONDS = 120.0
 """The longest time for an answer of a peer, and for each 256 MiB of a file that it gets. Also that
@@ -62,23 +62,23 @@ FETCH_SECONDS = 30.0
 
 _COMMIT_SECONDS = 2.0
 """After a notice, the ranks soon stop to wait for one another. Copies end so much earlier, so that
-the capture to which they belong can still complete."""
+the snapshot to which they belong can still complete."""
 
 
-class Generation(NamedTuple):
-    """A captured state. ``keys``: the files besides the manifest that this rank deletes."""
+class HostSnapshot(NamedTuple):
+    """A snapshot on this host. ``keys``: the files besides the manifest that this rank deletes."""
 
     version: Version
     keys: Sequence[str]
 
     @classmethod
-    def of_files(cls, version: Version, keys: Sequence[str]) -> Generation:
+    def of_files(cls, version: Version, keys: Sequence[str]) -> HostSnapshot:
         """Return a state of which this rank deletes all files."""
         return cls(version, [key for key in keys if not key.endswith(f"/{MANIFEST}")])
 
 
 class HostTier:
-    """The captured states of one training in a folder of each host.
+    """The snapshots of one training in a folder of each host.
 
     All ranks call ``open`` and ``find`` together. The newest two states stay; older ones are
     deleted once a newer one is complete. A subclass says which store it is, and what it costs.
@@ -99,7 +99,7 @@ class HostTier:
         self.group = group
         self._copies = copies
         self._domain = domain
-        self._generations: list[Generation] = []
+        self._snapshots: list[HostSnapshot] = []
         self._unpromoted, self._uncopied = set[Version](), set[Version]()
         self._closing = ExitStack()
         self._prefix = self._secret = ""
@@ -111,7 +111,7 @@ class HostTier:
         self._copies_end = inf
         """The time on ``time.monotonic`` by which the copies in progress end."""
 
-    _most_generations = GENERATIONS + 1
+    _most_snapshots = KEPT_SNAPSHOTS + 1
     """The states that are on a host at the same time, with the one that is being written."""
 
     store: LocalStore | TmpfsStore
@@ -190,7 +190,7 @@ class HostTier:
 
     def _check_host(self, present_bytes: int) -> None:
         """Raise ``NoSpace`` if this host is too small. ``present_bytes``: those of the tier."""
-        cost = TierCost(self._hosts.held_bytes, self._most_generations - 1, present_bytes)
+        cost = TierCost(self._hosts.held_bytes, self._most_snapshots - 1, present_bytes)
         self._check_space(self.store.url, cost)
 
     def _make_folder(self, path: str, run_id: str, run_url: str) -> str:
@@ -242,8 +242,8 @@ class HostTier:
         longest = max([*self._hosts.held_by_rank, 0]) + 64 * MIB
         return PeerLimits(
             file_bytes=longest,
-            peer_bytes=(GENERATIONS + 2) * longest,
-            total_bytes=(GENERATIONS + 2) * longest * max(1, len(self._hosts.held)),
+            peer_bytes=(KEPT_SNAPSHOTS + 2) * longest,
+            total_bytes=(KEPT_SNAPSHOTS + 2) * longest * max(1, len(self._hosts.held)),
         )
 
     def _connect(self, rank: int, seconds: float = COPY_SECONDS) -> PeerConnection:
@@ -278,27 +278,27 @@ class HostTier:
             for name in (shard_name, index_name)
         ]
 
-    def _keep(self, generation: Generation) -> None:
+    def _keep(self, snapshot: HostSnapshot) -> None:
         """Count a complete state. Keep one before it, the newest of which all copies exist, if
         there is one, and those that are still to be promoted. Delete the others."""
-        earlier = self._generations
+        earlier = self._snapshots
         copied = [g for g in earlier if g.version not in self._uncopied]
         kept = [*(copied or earlier)[-1:], *(g for g in earlier if g.version in self._unpromoted)]
-        self._generations = [*(g for g in earlier if g in kept), generation]
+        self._snapshots = [*(g for g in earlier if g in kept), snapshot]
         for old in earlier:
             if old not in kept:
                 self._delete(old)
 
-    def _delete(self, generation: Generation) -> None:
-        self._uncopied.discard(generation.version)
+    def _delete(self, snapshot: HostSnapshot) -> None:
+        self._uncopied.discard(snapshot.version)
         # the manifest first: each rank of a host does the same
-        self.store.delete(f"{generation.version}/{MANIFEST}")
-        for key in generation.keys:
+        self.store.delete(f"{snapshot.version}/{MANIFEST}")
+        for key in snapshot.keys:
             self.store.delete(key)
 
     # -- resuming ----------------------------------------------------------------------------------
 
-    def find(self, collective: Collective) -> list[Candidate]:
+    def find(self, collective: Collective) -> list[TierSnapshot]:
         """Return the states on the hosts, newest first, on rank 0. All ranks call this. On the
         other ranks, the list is empty.
 
@@ -308,26 +308,26 @@ class HostTier:
         if not self.is_open:
             return []
         own = take_inventory(self.store, self.group.rank) if self._hosts.is_first else []
-        states = gather_states(collective, own)
-        found = find_candidates(states, self.name)
-        unclear = collective.broadcast(find_unclear(states, found), list[Candidate])
+        states = gather_files(collective, own)
+        found = find_snapshots(states, self.name)
+        unclear = collective.broadcast(find_unclear(states, found), list[TierSnapshot])
         if unclear:
-            states += gather_states(collective, list(self._look_again(own, unclear)))
-            found = find_candidates(states, self.name)
+            states += gather_files(collective, list(self._look_again(own, unclear)))
+            found = find_snapshots(states, self.name)
         return found
 
     def _look_again(
-        self, own: Sequence[HostState], unclear: Sequence[Candidate]
-    ) -> Iterator[HostState]:
+        self, own: Sequence[HostFiles], unclear: Sequence[TierSnapshot]
+    ) -> Iterator[HostFiles]:
         """Yield what this host has of states whose manifest it lacks, and reads from others."""
-        for candidate in unclear:
-            folder, digest = candidate.folder, candidate.digest
+        for snapshot in unclear:
+            folder, digest = snapshot.folder, snapshot.digest
             if any(s.folder == folder and s.digest != digest for s in own):
                 with suppress(LimpetError):  # then its files do not count
-                    key, source = f"{folder}/{MANIFEST}", self.locate(folder, candidate.sources)
+                    key, source = f"{folder}/{MANIFEST}", self.locate(folder, snapshot.sources)
                     raw = source.store.get(key, MAX_MANIFEST)
                     lengths = {s.key.rpartition("/")[2]: s.length for s in self.store.list(folder)}
-                    state = describe_state(self.group.rank, folder, raw, lengths)
+                    state = describe_files(self.group.rank, folder, raw, lengths)
                     if state.digest == digest:
                         yield replace(state, has_manifest=False)
 
@@ -345,7 +345,7 @@ class HostTier:
     def keep_only(self, kept: Version | None, unpromoted: Collection[Version] = ()) -> None:
         """Delete all states but ``kept``, the newest one before it, and those that are still to be
         promoted. None: all others."""
-        self._generations.clear()
+        self._snapshots.clear()
         self._unpromoted, self._uncopied = {*unpromoted}, set()
         if not self.is_open or not self._hosts.is_first:
             return
@@ -355,11 +355,11 @@ class HostTier:
             if version is not None:
                 files.setdefault(version, []).append(stat.key)
         for version in sorted(files):
-            generation = Generation.of_files(version, files[version])
+            snapshot = HostSnapshot.of_files(version, files[version])
             if kept is not None and (version == kept or version.step < kept.step):
-                self._keep(generation)
+                self._keep(snapshot)
             elif version not in self._unpromoted:
-                self._delete(generation)
+                self._delete(snapshot)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -372,9 +372,9 @@ class HostTier:
         self._wait_at_end()
         self._closing.close()
         if is_complete:
-            for generation in self._generations:
-                self._delete(generation)
-            self._generations.clear()
+            for snapshot in self._snapshots:
+                self._delete(snapshot)
+            self._snapshots.clear()
         self._release()
         with suppress(OSError):  # it is not empty, or another rank has removed it
             os.rmdir(self.store.url)

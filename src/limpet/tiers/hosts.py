@@ -192,7 +192,7 @@ class Hosts:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes of one generation on this host: of its ranks, and of the copies they hold."""
+        """The bytes of one snapshot on this host: of its ranks, and of the copies they hold."""
         held = [
             r
             for local in self.local_ranks

@@ -1,4 +1,4 @@
-"""What the hosts hold in memory, and which captured states all ranks could load from there."""
+"""What the hosts hold in a tier, and which snapshots all ranks could load from there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from limpet.errors import FormatError, NotFound, StoreError
 from limpet.format.manifest import MAX_MANIFEST, Manifest, Parent, decode_manifest
 from limpet.format.names import MANIFEST, Version, parse_version
 from limpet.ranks.collective import Collective
-from limpet.run.catalog import read_captured_with, read_sessions
+from limpet.run.catalog import read_saved_with, read_sessions
 from limpet.run.lineage import branch_origin, newest_version
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
@@ -27,8 +27,8 @@ WHERE: dict[TierName, str] = {"memory": "in memory", "local": "on the local disk
 """Where a tier has its states, by its name."""
 
 
-class HostState(msgspec.Struct, frozen=True, array_like=True):
-    """What one host has of a captured state.
+class HostFiles(msgspec.Struct, frozen=True, array_like=True):
+    """What one host has of a snapshot.
 
     ``rank``: the first rank of the host. ``digest``: that of the manifest, or "" if the host has
     none that is intact; ``problem`` says why it is damaged. ``branch`` and ``parent``: what the
@@ -51,7 +51,7 @@ class HostState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Holder(msgspec.Struct, frozen=True, array_like=True):
-    """The ``rank``, ``held``, and ``has_manifest`` of a ``HostState``."""
+    """The ``rank``, ``held``, and ``has_manifest`` of a ``HostFiles``."""
 
     rank: int
     held: list[int]
@@ -91,8 +91,8 @@ class Sources(msgspec.Struct, frozen=True, array_like=True):
         return end if end < self.count else None
 
 
-class Candidate(msgspec.Struct, frozen=True):
-    """A captured state on the hosts.
+class TierSnapshot(msgspec.Struct, frozen=True):
+    """A snapshot in a tier.
 
     ``digest``: that of its manifest; ``parent``: the newest durable version before it; ``sources``:
     where its files are. ``tier``: the name of the tier that has it. ``problem`` says why its
@@ -119,18 +119,18 @@ class Candidate(msgspec.Struct, frozen=True):
         """True if its manifest is intact, and every file is on some host in full length."""
         return not self.problem and self.sources.first_missing is None
 
-    def check_whole(self, captured: SnapshotReader) -> None:
-        """Raise ``NotFound`` if it is not whole. ``captured``: the same state, to name the file.
+    def check_whole(self, reader: SnapshotReader) -> None:
+        """Raise ``NotFound`` if it is not whole. ``reader``: the same state, to name the file.
         Raises the errors of its manifest."""
         problem, missing = self.problem, self.sources.first_missing
         if not problem and missing is not None:
-            name = [*files_of(captured.manifest)][missing]
+            name = [*files_of(reader.manifest)][missing]
             problem = f"No host has {self.folder}/{name} in full length"
         if problem:
             raise NotFound(problem)
 
 
-def take_inventory(store: Store, rank: int) -> list[HostState]:
+def take_inventory(store: Store, rank: int) -> list[HostFiles]:
     """Return what is on this host, of which ``rank`` is the first rank."""
     folders: dict[str, dict[str, int]] = {}
     for stat in store.list(""):
@@ -139,35 +139,35 @@ def take_inventory(store: Store, rank: int) -> list[HostState]:
             folders.setdefault(folder, {})[name] = stat.length
     states = []
     for folder, lengths in folders.items():
-        state = HostState(rank, folder)
+        state = HostFiles(rank, folder)
         if lengths.get(MANIFEST, 1 + MAX_MANIFEST) <= MAX_MANIFEST:
             with suppress(StoreError):
                 raw = store.get(f"{folder}/{MANIFEST}", MAX_MANIFEST)
-                state = describe_state(rank, folder, raw, lengths)
+                state = describe_files(rank, folder, raw, lengths)
         states.append(state)
     return states
 
 
-def describe_state(rank: int, folder: str, raw: bytes, lengths: Mapping[str, int]) -> HostState:
+def describe_files(rank: int, folder: str, raw: bytes, lengths: Mapping[str, int]) -> HostFiles:
     """Return what a host has of a state. ``raw``: the bytes of its manifest; ``lengths``: those of
     the files on the host, by name."""
     try:
         manifest, digest = decode_manifest(raw, f"{folder}/{MANIFEST}")
     except FormatError as e:
-        return HostState(rank, folder, problem=str(e))
+        return HostFiles(rank, folder, problem=str(e))
     files = files_of(manifest)
     held = _find_held(files, lengths)
-    return HostState(rank, folder, digest, manifest.branch, manifest.parent, len(files), held)
+    return HostFiles(rank, folder, digest, manifest.branch, manifest.parent, len(files), held)
 
 
-def gather_states(collective: Collective, own: list[HostState]) -> list[HostState]:
+def gather_files(collective: Collective, own: list[HostFiles]) -> list[HostFiles]:
     """Return the states of all ranks on rank 0, and none on the others."""
-    gathered = collective.gather(own, list[HostState])
+    gathered = collective.gather(own, list[HostFiles])
     return [] if gathered is None else [*chain.from_iterable(gathered)]
 
 
 def _find_held(files: Mapping[str, int], lengths: Mapping[str, int]) -> list[int]:
-    """Return which ``files`` are there in full length (see ``HostState.held``)."""
+    """Return which ``files`` are there in full length (see ``HostFiles.held``)."""
     held: list[int] = []
     for number, (name, length) in enumerate(files.items()):
         if lengths.get(name) == length:
@@ -178,41 +178,41 @@ def _find_held(files: Mapping[str, int], lengths: Mapping[str, int]) -> list[int
     return held
 
 
-def find_candidates(states: Iterable[HostState], tier: TierName) -> list[Candidate]:
-    """Return the captured states of a tier, newest first, also those that cannot be loaded.
+def find_snapshots(states: Iterable[HostFiles], tier: TierName) -> list[TierSnapshot]:
+    """Return the snapshots of a tier, newest first, also those that cannot be loaded.
 
     If the hosts have different manifests of one version, the one that most hosts have counts: a
     training that was cut off may have left another one on a host that was away.
     """
-    by_folder: dict[str, list[HostState]] = {}
+    by_folder: dict[str, list[HostFiles]] = {}
     for state in states:
         by_folder.setdefault(state.folder, []).append(state)
     found = [
-        candidate
+        snapshot
         for folder, of_folder in by_folder.items()
-        if (candidate := _make_candidate(folder, of_folder, tier)) is not None
+        if (snapshot := _make_snapshot(folder, of_folder, tier)) is not None
     ]
     return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)
 
 
-def _make_candidate(folder: str, states: Sequence[HostState], tier: TierName) -> Candidate | None:
-    """Return a candidate, or None if no host has its manifest."""
+def _make_snapshot(folder: str, states: Sequence[HostFiles], tier: TierName) -> TierSnapshot | None:
+    """Return a snapshot, or None if no host has its manifest."""
     counts = Counter(state.digest for state in states if state.digest)
     if not counts:
         problem = next((state.problem for state in states if state.problem), "")
         version = parse_version(folder)
         branch = 0 if version is None else version.branch
-        return Candidate(folder, "", branch, None, Sources(), tier, problem) if problem else None
+        return TierSnapshot(folder, "", branch, None, Sources(), tier, problem) if problem else None
     digest = max(sorted(counts), key=counts.__getitem__)
     equal = sorted((s for s in states if s.digest == digest), key=lambda s: s.rank)
     holders = [Holder(s.rank, s.held, s.has_manifest) for s in equal]
     first = equal[0]
     sources = Sources(first.count, holders)
-    return Candidate(folder, digest, first.branch, first.parent, sources, tier)
+    return TierSnapshot(folder, digest, first.branch, first.parent, sources, tier)
 
 
-def find_unclear(states: Iterable[HostState], found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that lack files which a host without their manifest may have: the
+def find_unclear(states: Iterable[HostFiles], found: Sequence[TierSnapshot]) -> list[TierSnapshot]:
+    """Return the snapshots that lack files which a host without their manifest may have: the
     training was killed while the hosts stored it."""
     others = {(state.folder, state.digest) for state in states}
     folders = Counter(folder for folder, _ in others)
@@ -261,32 +261,33 @@ class CurrentLine:
         is_later = self.newest is None or version.step > self.newest.step
         return is_later and version.step <= self._last_steps.get(version.branch, -1)
 
-    def is_same(self, candidate: Candidate, captured: SnapshotReader) -> bool:
-        """Return True if a captured state of the same step is that of the newest version.
+    def is_same(self, snapshot: TierSnapshot, reader: SnapshotReader) -> bool:
+        """Return True if a snapshot of the same step is that of the newest version.
 
-        A copy on a local disk has the same manifest. A capture names the save of the same call of
-        ``step``: a later save of this step may have another state, and another training may have
-        captured the step. If the manifest of the newest version is damaged, this cannot be told,
-        and the state counts. Reads the manifest of ``captured``; raises ``FormatError``.
+        A copy on a local disk has the same manifest. A snapshot in memory names the save of the
+        same call of ``step``: a later save of this step may have another state, and so may a
+        snapshot that another training has made. If the manifest of the newest version is damaged,
+        this cannot be told, and the snapshot counts. Reads the manifest of ``reader``; raises
+        ``FormatError``.
         """
         if self.durable is None:
             return True
-        if candidate.tier == "local":
-            return candidate.digest == self.durable.digest
-        return read_captured_with(captured) == self.durable.manifest.attempt
+        if snapshot.tier == "local":
+            return snapshot.digest == self.durable.digest
+        return read_saved_with(reader) == self.durable.manifest.attempt
 
-    def is_continued_by(self, candidate: Candidate, captured: SnapshotReader) -> bool:
-        """Return True if a captured state continues from the newest version of the run, or from
+    def is_continued_by(self, snapshot: TierSnapshot, reader: SnapshotReader) -> bool:
+        """Return True if a snapshot continues from the newest version of the run, or from
         none.
 
         It names that version as its parent, or the same training, or one that it has resumed from,
-        captured it before the version was committed. A host that was away for a while may have a
+        made it before the version was committed. A host that was away for a while may have a
         state from before. If the manifest of the newest version is damaged, this cannot be told,
-        and the state counts. Reads the manifest of ``captured``; raises ``FormatError``.
+        and the state counts. Reads the manifest of ``reader``; raises ``FormatError``.
         """
         if self._is_damaged:
             return True
-        parent = None if candidate.parent is None else candidate.parent.digest
+        parent = None if snapshot.parent is None else snapshot.parent.digest
         if parent == (None if self.durable is None else self.durable.digest):
             return True
-        return self._session != "" and self._session in read_sessions(captured)
+        return self._session != "" and self._session in read_sessions(reader)

@@ -28,7 +28,7 @@ from limpet.settings import status_folder
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import within
 from limpet.text import format_list
-from limpet.tiers.inventory import Candidate, TierName
+from limpet.tiers.inventory import TierName, TierSnapshot
 from limpet.tiers.restarts import Restart, delete_restarts, read_restarts, write_restart
 
 PATIENCE = 3
@@ -42,7 +42,7 @@ class Rung(IntEnum):
     """Nothing: it loads the newest state."""
 
     DURABLE = 1
-    """The captured states, which are in tiers."""
+    """The snapshots in tiers."""
 
     OLDER = 2
     """The newest version of the run."""
@@ -143,7 +143,7 @@ class Ladder:
         self._watched: Restart | None = None
         self._watched_until = -1
         self.leaves_newer = False
-        """True if the newest captured state is left out, which is newer than all versions."""
+        """True if the newest snapshot in a tier is left out, which is newer than all versions."""
 
         self.warnings: list[tuple[str, type[Warning]]] = []
         """What is left out, and why, and what could not be recorded."""
@@ -160,8 +160,10 @@ class Ladder:
 
     # -- resuming ----------------------------------------------------------------------------------
 
-    def choose(self, found: Sequence[Candidate], *, is_requested: bool) -> Sequence[Candidate]:
-        """Return the captured states that may be loaded: all that were ``found``, or none.
+    def choose(
+        self, found: Sequence[TierSnapshot], *, is_requested: bool
+    ) -> Sequence[TierSnapshot]:
+        """Return the snapshots that may be loaded: all that were ``found``, or none.
 
         ``is_requested``: a person has named what to resume from. Raises ``LadderExhausted``.
         """
@@ -174,8 +176,8 @@ class Ladder:
         lineage = lineage_folders(catalog, listing)
         versions = [*islice(filter(listing.exists, reversed(lineage)), 2)]
         branch, durable_step = self._run.branch(listing), versions[0].step if versions else -1
-        captured = [c.version.step for c in found if c.is_whole and c.branch == branch]
-        newest_step = max([durable_step, *captured])
+        in_tiers = [c.version.step for c in found if c.is_whole and c.branch == branch]
+        newest_step = max([durable_step, *in_tiers])
         void = [key for key, r in restarts.items() if has_progress(r, newest_step)]
         delete_restarts(self._run.store, void)
         own = restarts.pop(self._key, None)
@@ -318,7 +320,7 @@ class Ladder:
         left = plan.skipped
         if left is None:
             return (
-                f"{self._describe_restarts()} The captured states are left out. Training resumes"
+                f"{self._describe_restarts()} The snapshots in tiers are left out. Training resumes"
                 f" from the run itself. {count}; then it goes back one version"
             )
         return (

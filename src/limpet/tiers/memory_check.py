@@ -39,22 +39,22 @@ class FileSystemSize(Protocol):
 class TierCost:
     """What a tier needs on one host, in bytes.
 
-    ``held_bytes``: the size of one generation: the shards of the ranks of this host, and the copies
-    that they hold for other hosts. ``generations``: how many are kept; one more is staged while
+    ``held_bytes``: the size of one snapshot: the shards of the ranks of this host, and the copies
+    that they hold for other hosts. ``snapshots``: how many are kept; one more is staged while
     they exist. ``present_bytes``: what earlier processes left in the folder; the tier replaces it.
     """
 
     held_bytes: int
-    generations: int = 2
+    snapshots: int = 2
     present_bytes: int = 0
 
     @property
     def total(self) -> int:
-        return self.held_bytes * (self.generations + 1)
+        return self.held_bytes * (self.snapshots + 1)
 
     def __str__(self) -> str:
         return (
-            f"{_show(self.total)} ({self.generations} generations of {_show(self.held_bytes)},"
+            f"{_show(self.total)} ({self.snapshots} snapshots of {_show(self.held_bytes)},"
             " and one more while it is staged)"
         )
 

@@ -1,4 +1,4 @@
-"""The store from which a captured state is loaded: that of this host, and those of its peers."""
+"""The store from which a snapshot of a tier is loaded: of this host, and those of its peers."""
 
 from __future__ import annotations
 

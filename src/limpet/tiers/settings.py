@@ -16,14 +16,14 @@ from limpet.text import to_repr
 class MemoryTier:
     """Keeps the newest two states in memory, from which a training resumes in seconds.
 
-    ``every`` says when a state is captured: ``EverySteps(10)``. ``copies`` is the number of hosts
-    that hold each part of it, including the one on which it was captured. ``path`` is a folder on
+    ``every`` says when a snapshot is made: ``EverySteps(10)``. ``copies`` is the number of hosts
+    that hold each part of it, including the one on which it was made. ``path`` is a folder on
     tmpfs, which outlives the process. ``interface`` is the network interface, or the IP address,
     through which copies go to other hosts; by default, the one that reaches the job's store.
     ``domain`` is the label of what fails as a whole with this host, such as its rack; by default,
     the host itself.
 
-    A captured state is not a committed version: it is lost with its host and its peers. Raises
+    A snapshot in memory is not a version of the run: it is lost with its host and its peers. Raises
     ``LimpetError`` for an invalid argument.
     """
 
@@ -67,8 +67,8 @@ class LocalTier:
     is the network interface, or the IP address, through which ranks of other hosts read when a
     training resumes; by default, the one that reaches the job's store.
 
-    What is only on a local disk is captured, not committed: ``wait()``, retention, and ``Run`` know
-    a version once it is in the run. Raises ``LimpetError`` for an invalid argument.
+    What is only on a local disk is not a version of the run yet: ``wait()``, retention, and
+    ``Run`` know it once it is in the run. Raises ``LimpetError`` for an invalid argument.
     """
 
     path: str | os.PathLike[str]

@@ -19,11 +19,11 @@ from limpet.saving.pending import Pending
 from limpet.snapshot.location import Location
 from limpet.snapshot.reader import SnapshotReader
 from limpet.storage.store import Store
-from limpet.tiers.captures import Captures
 from limpet.tiers.flush import MemoryRecord, flush_states
 from limpet.tiers.host_tier import state_bytes
-from limpet.tiers.inventory import Candidate, Sources, TierName
-from limpet.tiers.local_versions import LocalVersions, Promotion
+from limpet.tiers.inventory import Sources, TierName, TierSnapshot
+from limpet.tiers.local_snapshots import LocalSnapshots, Promotion
+from limpet.tiers.memory_snapshots import MemorySnapshots
 from limpet.tiers.settings import LocalTier, MemoryTier
 
 Tier = MemoryTier | LocalTier
@@ -39,19 +39,19 @@ class Tiers:
     def __init__(self, settings: Sequence[Tier], group: Group) -> None:
         memory = next((t for t in settings if isinstance(t, MemoryTier)), None)
         local = next((t for t in settings if isinstance(t, LocalTier)), None)
-        self.memory = Captures(memory, group)
-        self.local = LocalVersions(local, group)
+        self.memory = MemorySnapshots(memory, group)
+        self.local = LocalSnapshots(local, group)
         self._all = self.memory, self.local
         self.group = group
         self.can_flush = bool(settings)
         """True if there may be states that ``flush`` saves."""
 
         self._resumed: tuple[TierName | None, Version | None] = None, None
-        self._leftovers: Sequence[Candidate] = ()
+        self._leftovers: Sequence[TierSnapshot] = ()
 
     def open(self, run_store: Store, state: Any, *, is_resumed: bool) -> None:
         """Check the space on all hosts, and serve the files of this one (see ``HostTier``).
-        A second call only waits for the capture in progress.
+        A second call only waits for the save in progress.
 
         Without a resume, the tiers must be empty: otherwise, states of two trainings would mix.
         Raises ``LimpetError`` on all ranks if they are not.
@@ -73,9 +73,9 @@ class Tiers:
                 )
             collective.broadcast(True if collective.rank == 0 else None, bool)
 
-    def find(self, collective: Collective) -> list[Candidate]:
-        """Return the captured states, newest first, on rank 0; of two of one step, the save on a
-        local disk first: the capture may be older. On the other ranks, the list is empty."""
+    def find(self, collective: Collective) -> list[TierSnapshot]:
+        """Return the snapshots, newest first, on rank 0; of two of one step, the save on a
+        local disk first: that in memory may be older. On the other ranks, the list is empty."""
         found = [c for tier in (self.local, self.memory) for c in tier.find(collective)]
         return sorted(found, key=lambda c: (c.version.step, c.branch), reverse=True)  # it is stable
 
@@ -85,7 +85,7 @@ class Tiers:
         return found.locate(folder, sources)
 
     def resume_from(
-        self, tier: TierName | None, kept: Version | None, leftovers: Sequence[Candidate]
+        self, tier: TierName | None, kept: Version | None, leftovers: Sequence[TierSnapshot]
     ) -> None:
         """Note what the training has loaded. Nothing is deleted before ``start``.
 
@@ -114,13 +114,13 @@ class Tiers:
     def promote_leftovers(
         self, run: Run, check_writer: Callable[[Store], object]
     ) -> tuple[Pending, Promotion] | None:
-        """Promote what an earlier training has left (see ``LocalVersions``)."""
+        """Promote what an earlier training has left (see ``LocalSnapshots``)."""
         return self.local.promote_leftovers(run, self._leftovers, self._resumed[1], check_writer)
 
     def flush(
         self, run: Run, deadline: Deadline, check_writer: Callable[[Store], object]
     ) -> SnapshotReader | None:
-        """Save the newest captured state of this host if it is newer than all versions of the run,
+        """Save the newest snapshot of this host if it is newer than all versions of the run,
         and before it the versions on local disks. Return the newest version then, which another
         rank may have saved, or None.
 

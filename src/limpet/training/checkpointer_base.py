@@ -185,9 +185,9 @@ class CheckpointerBase:
             self._raise_or_warn(lambda: self._saver.wait_before_save(self._step_counter.step))
             self._raise_or_warn(lambda: self._start_save(reason))
         if self._tiers.memory.is_due(self._step_counter.step, self._step_counter.epoch):
-            spec = self._make_spec("capture")
-            capture = self.state, spec.version, self._saver.make_metadata(spec)
-            self._raise_or_warn(lambda: self._tiers.memory.capture(*capture))
+            spec = self._make_spec("memory")
+            snapshot = self.state, spec.version, self._saver.make_metadata(spec)
+            self._raise_or_warn(lambda: self._tiers.memory.save(*snapshot))
 
     def _make_spec(self, reason: str, metrics: Mapping[str, Any] | None = None) -> SaveSpec:
         version, note, last_metrics, stop = self._make_label()

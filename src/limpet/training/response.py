@@ -51,7 +51,7 @@ STUCK_SECONDS = 30.0
 """Without a notice, the time that a rank gets to raise the error of another one."""
 
 _FLUSH_SECONDS = 10.0
-"""Without a notice, the time to save the newest captured state before the process ends."""
+"""Without a notice, the time to save the newest snapshot in a tier before the process ends."""
 
 _NOTE_SECONDS = 0.5
 """The time to note that this restart has ended well, before the process ends."""

@@ -27,7 +27,7 @@ from limpet.run.lineage import find_newest, find_sessions, newest_version, start
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import warn_user
-from limpet.tiers.inventory import Candidate, CurrentLine
+from limpet.tiers.inventory import CurrentLine, TierSnapshot
 from limpet.tiers.ladder import Ladder, LadderExhausted
 from limpet.tiers.tiers import Tiers
 from limpet.training.arguments import check_not_snapshot, suggest_new_run
@@ -87,7 +87,7 @@ def resume_run(
                 _require_valid_state(loader, collective, ladder)
             if tiers.local.is_open and not isinstance(point, str):
                 own = loader.leftovers if collective.rank == 0 else None
-                loader.leftovers = collective.broadcast(own, list[Candidate])
+                loader.leftovers = collective.broadcast(own, list[TierSnapshot])
         if isinstance(point, str):
             raise ladder.give_up(point)
         tier, kept = (None, None) if point is None else (point.tier, point.snapshot.version)
@@ -139,7 +139,7 @@ def _choose(
     run: Run,
     loader: StateLoader,
     collective: Collective,
-    found: Sequence[Candidate],
+    found: Sequence[TierSnapshot],
     ladder: Ladder,
     request: ResumeRequest,
     acquire_lock: Callable[[], object],

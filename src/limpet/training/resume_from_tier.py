@@ -21,7 +21,7 @@ from limpet.ranks.collective import Collective
 from limpet.run.lineage import start_branch
 from limpet.run.run import Run
 from limpet.snapshot.reader import SnapshotReader
-from limpet.tiers.inventory import WHERE, Candidate, CurrentLine, Sources
+from limpet.tiers.inventory import WHERE, CurrentLine, Sources, TierSnapshot
 from limpet.tiers.ladder import Ladder
 from limpet.training.resume_point import (
     ResumeInstruction,
@@ -34,23 +34,23 @@ from limpet.training.resume_point import (
 
 
 def find_leftovers(
-    line: CurrentLine, loader: StateLoader, found: Sequence[Candidate]
-) -> list[Candidate]:
+    line: CurrentLine, loader: StateLoader, found: Sequence[TierSnapshot]
+) -> list[TierSnapshot]:
     """Return the versions on local disks that the run lacks, oldest first: an earlier training
     ended before they were promoted."""
     leftovers = []
-    for candidate in reversed(found):
-        is_whole = candidate.tier == "local" and candidate.is_whole
-        if is_whole and line.is_newer(candidate.version):
+    for in_tier in reversed(found):
+        is_whole = in_tier.tier == "local" and in_tier.is_whole
+        if is_whole and line.is_newer(in_tier.version):
             with suppress(FormatError, StoreError):  # it is skipped below, with a warning
-                if line.is_continued_by(candidate, loader.open_in_tier(_instruct(candidate, 0))):
-                    leftovers.append(candidate)
+                if line.is_continued_by(in_tier, loader.open_in_tier(_instruct(in_tier, 0))):
+                    leftovers.append(in_tier)
     return leftovers
 
 
-def _instruct(candidate: Candidate, branch: int) -> ResumeInstruction:
+def _instruct(in_tier: TierSnapshot, branch: int) -> ResumeInstruction:
     return ResumeInstruction(
-        False, candidate.folder, candidate.digest, branch, candidate.tier, candidate.sources
+        False, in_tier.folder, in_tier.digest, branch, in_tier.tier, in_tier.sources
     )
 
 
@@ -59,7 +59,7 @@ def resume_from_tier(
     line: CurrentLine,
     loader: StateLoader,
     collective: Collective,
-    found: Sequence[Candidate],
+    found: Sequence[TierSnapshot],
     acquire_lock: Callable[[], object],
     ladder: Ladder,
 ) -> tuple[ResumePoint | None, list[Skipped]]:
@@ -70,37 +70,37 @@ def resume_from_tier(
     """
     problems: list[Skipped] = []
     damaged: dict[Version, LimpetError] = {}
-    for candidate in found:
-        is_newest = candidate.version == line.newest
-        if not (is_newest or line.is_newer(candidate.version)):
+    for in_tier in found:
+        is_newest = in_tier.version == line.newest
+        if not (is_newest or line.is_newer(in_tier.version)):
             continue
-        instruction = _instruct(candidate, line.branch)
+        instruction = _instruct(in_tier, line.branch)
         try:
-            captured = loader.open_in_tier(instruction)
+            reader = loader.open_in_tier(instruction)
             # a state of another history is no problem, damaged or not
             belongs = line.is_same if is_newest else line.is_continued_by
-            if candidate.digest and not belongs(candidate, captured):
+            if in_tier.digest and not belongs(in_tier, reader):
                 continue
-            candidate.check_whole(captured)
+            in_tier.check_whole(reader)
             collective.broadcast(instruction, ResumeInstruction)
             snapshot = loader.load_from_tier(instruction)
         except (FormatError, StoreError, RankFailed) as e:
             if is_newest:  # the run has it, too
-                events.emit("skipped", version=candidate.folder, error=e)
+                events.emit("skipped", version=in_tier.folder, error=e)
                 continue
-            problems.append(Skipped(f"{candidate.folder} {WHERE[candidate.tier]}", e))
-            damaged[candidate.version] = e
+            problems.append(Skipped(f"{in_tier.folder} {WHERE[in_tier.tier]}", e))
+            damaged[in_tier.version] = e
             continue
-        damaged.pop(candidate.version, None)  # another tier has had the state of this step
+        damaged.pop(in_tier.version, None)  # another tier has had the state of this step
         durable = line.durable
         reference = None if durable is None else Parent(str(line.newest), durable.digest)
         number = line.branch
         if damaged:  # a newer state that was lost must not come back
             acquire_lock()
-        ladder.record(snapshot, None if is_newest else candidate.tier)
+        ladder.record(snapshot, None if is_newest else in_tier.tier)
         if damaged:
             reason = count_skipped(damaged)
-            number = start_branch(run.catalog, snapshot, candidate.version, reason)
+            number = start_branch(run.catalog, snapshot, in_tier.version, reason)
         done = structs.replace(
             instruction, done=True, branch=number, sources=Sources(), durable=reference
         )

@@ -24,7 +24,7 @@ from limpet.ranks.group import Group
 from limpet.run.catalog import read_sessions, read_training_metadata
 from limpet.snapshot.reader import SnapshotReader
 from limpet.text import format_list, to_repr
-from limpet.tiers.inventory import Candidate, Sources, TierName
+from limpet.tiers.inventory import Sources, TierName, TierSnapshot
 from limpet.tiers.tiers import Tiers
 
 _MAX_NAMES = 9
@@ -150,7 +150,7 @@ class StateLoader:
     error: LimpetError | None = None
     partially_loaded: bool = False
     first_from_tier: tuple[SnapshotReader, TierName | None] | None = None
-    leftovers: list[Candidate] = field(default_factory=list)
+    leftovers: list[TierSnapshot] = field(default_factory=list)
     problems: Sequence[Skipped] = ()
     goes_below: bool = False
 

@@ -130,7 +130,7 @@ class SavepointSaver:
 
         def save() -> None:
             try:
-                self._saves.flush_captured(deadline)
+                self._saves.flush_tiers(deadline)
             except Exception as e:  # noqa: BLE001  (the state stays where it is)
                 events.emit("flush_failed", error=e)
 

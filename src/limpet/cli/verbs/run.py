@@ -151,9 +151,9 @@ def _flush_memory(folder: Path, seconds: float) -> str:
     for result in flush_recorded(str(folder), seconds, _make_stoppable_clock(seconds)):
         if isinstance(result, Exception):
             saved = ""
-            _say(f"a captured state was not saved: {result}")
+            _say(f"a snapshot in a tier was not saved: {result}")
         else:
-            saved = f"the captured state of step {result.step} was saved"
+            saved = f"the snapshot of step {result.step} was saved"
             _say(f"{saved} as {result.url}")
     return saved
 

@@ -10,7 +10,7 @@ from limpet.run.writer import VersionWriter
 from limpet.saving.pending import Pending
 from limpet.snapshot.reader import SnapshotReader
 from limpet.snapshot.snapshot import reader_of
-from limpet.tiers.local_versions import Promotion
+from limpet.tiers.local_snapshots import Promotion
 from limpet.training.saves.save_spec import version_of
 
 
@@ -121,7 +121,7 @@ class SavesInFlight:
 
         def wait() -> None:
             for pending, promotion in list(self._saves):
-                has_ended = pending.wait_ended if promotion is None else promotion.is_captured.wait
+                has_ended = pending.wait_ended if promotion is None else promotion.is_local.wait
                 if not has_ended(deadline.seconds_left):
                     raise TimeoutError(f"{self._operation} did not come in time")
             self.raise_failure()

@@ -27,7 +27,7 @@ from limpet.snapshot.snapshot import Snapshot
 from limpet.state.flatten import FlatState
 from limpet.state.step_hooks import StepPreHook
 from limpet.state.walk import optimizers_in
-from limpet.tiers.local_versions import Promotion
+from limpet.tiers.local_snapshots import Promotion
 from limpet.tiers.tiers import Tiers
 from limpet.training.saves.goodput import Goodput
 from limpet.training.saves.in_flight import SavesInFlight
@@ -182,8 +182,8 @@ class Saver:
 
     def make_metadata(self, spec: SaveSpec) -> VersionMetadata:
         training = {**spec.training_metadata, **self.evaluated, **self._goodput.to_metadata()}
-        if spec.reason == "capture" and self.begun_step == spec.version.step:
-            training["captured_with"] = self.writer.attempt  # both are of this call of step()
+        if spec.reason == "memory" and self.begun_step == spec.version.step:
+            training["saved_with"] = self.writer.attempt  # both are of this call of step()
         return self.writer.make_metadata(
             spec.version,
             spec.reason,
@@ -244,8 +244,8 @@ class Saver:
             with suppress(LimpetError):
                 self.writer_lock.observe()
 
-    def flush_captured(self, deadline: Deadline) -> None:
-        """Save the newest captured state of this host if it is newer than all versions."""
+    def flush_tiers(self, deadline: Deadline) -> None:
+        """Save the newest snapshot of this host in a tier if it is newer than all versions."""
         newest = self._tiers.flush(self.run, deadline, self.writer_lock.check)
         if newest is not None:
             self.in_flight.take(newest)

@@ -1,4 +1,4 @@
-"""Captures the state of a training in memory every few steps, with copies on other hosts."""
+"""Snapshots of the state of a training in memory, every few steps, with copies on other hosts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from limpet.text import warn_user
 from limpet.threads import start_thread
 from limpet.tiers.host_tier import (
     COPY_SECONDS,
-    GENERATIONS,
-    Generation,
+    KEPT_SNAPSHOTS,
+    HostSnapshot,
     HostTier,
     state_bytes,
 )
@@ -37,14 +37,14 @@ from limpet.tiers.memory_check import TierCost, check_memory
 from limpet.tiers.settings import MemoryTier
 
 _COMPLETE, _UNCOPIED, _FAILED, _BUSY = range(4)
-"""How a capture has ended on a rank. Of those of all ranks, the largest counts."""
+"""How a save in memory has ended on a rank. Of those of all ranks, the largest counts."""
 
 
-class Captures(HostTier):
+class MemorySnapshots(HostTier):
     """The states of one training in memory, and the copies of other ranks that this one holds.
 
-    All ranks call ``open``, ``find``, ``is_due``, and ``capture`` together. Without a ``tier``,
-    nothing is captured.
+    All ranks call ``open``, ``find``, ``is_due``, and ``save`` together. Without a ``tier``,
+    nothing is saved.
     """
 
     store: TmpfsStore
@@ -60,7 +60,7 @@ class Captures(HostTier):
         self._allocation: Thread | None = None
         self._has_enough = True
         self._must_stop = False
-        self._has_captured = False
+        self._has_saved = False
         self._copy_failure = ""
         self._has_warned = False
         self._failure: Exception | None = None
@@ -72,7 +72,7 @@ class Captures(HostTier):
         self._has_enough = self._nbytes < MIN_SPARE_BYTES
 
     def _make_store(self, folder: str, hosts: Hosts) -> TmpfsStore:
-        return TmpfsStore(folder, spare_files=(GENERATIONS + 1) * (1 + len(hosts.held)))
+        return TmpfsStore(folder, spare_files=(KEPT_SNAPSHOTS + 1) * (1 + len(hosts.held)))
 
     def _remove_leftovers(self) -> None:
         self.store.remove_leftovers()
@@ -91,8 +91,8 @@ class Captures(HostTier):
             )
 
     def _preallocate(self) -> None:
-        """Allocate files for the next captures on a thread: new memory takes ten times as long as a
-        copy. Not before the first step, because a resume needs the processors."""
+        """Allocate files for the next snapshots on a thread: new memory takes ten times as long as
+        a copy. Not before the first step, because a resume needs the processors."""
         is_running = self._allocation is not None and self._allocation.is_alive()
         if not self._has_enough and not is_running:
             self._has_enough, self._must_stop = True, False
@@ -102,14 +102,14 @@ class Captures(HostTier):
 
     def _allocate(self) -> None:
         nbytes = self._nbytes
-        with suppress(LimpetError):  # the capture that needs the memory raises
-            for _ in range(GENERATIONS + 1):
-                if self.is_open and not self._must_stop and self._count_states() <= GENERATIONS:
+        with suppress(LimpetError):  # the save that needs the memory raises
+            for _ in range(KEPT_SNAPSHOTS + 1):
+                if self.is_open and not self._must_stop and self._count_states() <= KEPT_SNAPSHOTS:
                     self.store.preallocate(nbytes)
 
     def _count_states(self) -> int:
         """Return how many states of this rank the memory in use is for: those on this host, also of
-        an earlier training, the one that is being captured, and spare files."""
+        an earlier training, the one that is being written, and spare files."""
         names = {stat.key.partition("/")[0] for stat in self.store.list("")}
         if self._is_busy:
             names.add(str(self._newest))
@@ -117,7 +117,7 @@ class Captures(HostTier):
         return spare + sum(parse_version(name) is not None for name in names)
 
     def _end_allocation(self) -> None:
-        """Wait for the file that is being allocated. A capture that did not wait would allocate one
+        """Wait for the file that is being allocated. A save that did not wait would allocate one
         more, and the sum would exceed what ``check_memory`` allows."""
         thread, self._allocation = self._allocation, None
         if thread is not None:
@@ -127,13 +127,13 @@ class Captures(HostTier):
     # -- during the training ---------------------------------------------------------------------
 
     def is_due(self, step: int, epochs: int) -> bool:
-        """Return True if the state after a step must be captured. All ranks get the same result.
+        """Return True if the state after a step must be saved. All ranks get the same result.
 
-        It is also True if the capture before has failed on a rank. Then, ``capture`` raises on all.
+        It is also True if the save before has failed on a rank. Then, ``save`` raises on all.
         """
         last = self._last
         now = PolicyInput(step, 0.0, epochs, last.step, 0.0, last.epochs)
-        is_new = step != last.step  # ``end_epoch`` may follow a step whose state is captured
+        is_new = step != last.step  # ``end_epoch`` may follow a step whose state is saved
         if not is_new:
             self._last = now
         if self._tier is None or not is_new or not self._tier.every.due(now):
@@ -147,10 +147,10 @@ class Captures(HostTier):
         return self._pending is not None and not self._pending.done
 
     def _must_skip(self) -> bool:
-        """Return True if the capture before has not ended on all ranks. If it has, and has failed
-        on one of them, all note the error: the others would wait in the next capture for this one.
+        """Return True if the save before has not ended on all ranks. If it has, and has failed
+        on one of them, all note the error: the others would wait in the next save for this one.
         """
-        collective = self.group.collective("the decision to skip a capture")
+        collective = self.group.collective("the decision to skip a save in memory")
         with closing(collective):
             with collective:
                 self._warn_of_copies()
@@ -161,12 +161,12 @@ class Captures(HostTier):
                     with collective:
                         self.wait()
                         await_all(collective)
-                except Exception as e:  # noqa: BLE001  (``capture`` raises it)
+                except Exception as e:  # noqa: BLE001  (``save`` raises it)
                     self._failure = e
             if end == _UNCOPIED and self._newest is not None:
                 self._uncopied.add(self._newest)
         if end == _BUSY and self.group.rank == 0:
-            events.emit("capture_skipped", folder=self.store.url)
+            events.emit("memory_save_skipped", folder=self.store.url)
         return end == _BUSY
 
     def _last_end(self) -> int:
@@ -189,10 +189,10 @@ class Captures(HostTier):
         """Count from now on: training resumes at a step."""
         self._last, self._newest = PolicyInput(step, 0.0, epochs, 0, 0.0, 0), None
 
-    def capture(self, state: Any, version: Version, metadata: VersionMetadata) -> None:
+    def save(self, state: Any, version: Version, metadata: VersionMetadata) -> None:
         """Copy the state into memory. The copies go to the other hosts in the background.
 
-        The state may change when this returns. Raises the error of the capture before, on all ranks
+        The state may change when this returns. Raises the error of the save before, on all ranks
         if it has failed on one, ``NoSpace``, or ``RankFailed``.
         """
         failure, self._failure = self._failure, None
@@ -200,7 +200,7 @@ class Captures(HostTier):
             raise failure
         self.wait()
         self._end_allocation()
-        if not self._has_captured:  # the training may have started before the first step
+        if not self._has_saved:  # the training may have started before the first step
             self.measure(lambda: state_bytes(state, self.group))
         location = Location(self.store, str(version), is_per_host=True)
         try:
@@ -220,16 +220,16 @@ class Captures(HostTier):
     def _measure_first(self, job: SaveJob) -> None:
         """Check the space for what each rank really writes of the first state. That differs from
         what ``measure`` expects if some values exist only on some ranks."""
-        if not self._has_captured:
+        if not self._has_saved:
             try:
                 self.measure(lambda: job.image.length)
             except BaseException:
                 with job, job.collective:
                     raise
-            self._has_captured = True
+            self._has_saved = True
 
     def wait(self) -> None:
-        """Wait for the capture in progress. Raises its error."""
+        """Wait for the save in progress. Raises its error."""
         pending = self._pending
         if pending is not None:
             try:
@@ -238,23 +238,23 @@ class Captures(HostTier):
                 self._pending = None if pending.done else pending
 
     def wait_ended(self) -> None:
-        """Wait for the capture in progress, whether it fails or not. Its copies get 120 s."""
+        """Wait for the save in progress, whether it fails or not. Its copies get 120 s."""
         self._copies_end = time.monotonic() + COPY_SECONDS
         try:
-            with suppress(Exception):  # ``capture`` or ``wait`` has raised it, or it is irrelevant
+            with suppress(Exception):  # ``save`` or ``wait`` has raised it, or it is irrelevant
                 self.wait()
         finally:
             self._copies_end = inf
 
     def _finish(self, job: SaveJob, version: Version) -> SnapshotReader:
-        generation = Generation(version, self._keys_of(version, job.partition.attempt))
+        own = HostSnapshot(version, self._keys_of(version, job.partition.attempt))
         try:
             snapshot = finish_save(job)
         except BaseException:
             with suppress(LimpetError):  # what is left is deleted when the next training starts
-                self._delete(generation)
+                self._delete(own)
             raise
-        self._keep(generation)
+        self._keep(own)
         self._has_enough = self._nbytes < MIN_SPARE_BYTES  # the files of old states are not reused
         return snapshot
 

@@ -42,9 +42,9 @@ from limpet.snapshot.snapshot import Snapshot
 from limpet.storage.local.store import LocalStore
 from limpet.storage.store import Store
 from limpet.threads import Latch, no_op
-from limpet.tiers.host_tier import GENERATIONS, Generation, HostTier
+from limpet.tiers.host_tier import KEPT_SNAPSHOTS, HostSnapshot, HostTier
 from limpet.tiers.hosts import Hosts
-from limpet.tiers.inventory import Candidate
+from limpet.tiers.inventory import TierSnapshot
 from limpet.tiers.memory_check import GIB, TierCost
 from limpet.tiers.settings import LocalTier
 
@@ -52,7 +52,7 @@ LEFTOVER_SECONDS = 3600.0
 """The longest time for the promotion of what an earlier training has left."""
 
 
-class LocalVersions(HostTier):
+class LocalSnapshots(HostTier):
     """The newest versions of one training on the local disks of its hosts.
 
     A save writes to ``location`` first. Then its ``Promotion`` copies the files of each rank to the
@@ -60,7 +60,7 @@ class LocalVersions(HostTier):
     """
 
     store: LocalStore
-    _most_generations = GENERATIONS + 2  # one more may wait for its promotion after a restart
+    _most_snapshots = KEPT_SNAPSHOTS + 2  # one more may wait for its promotion after a restart
 
     def __init__(self, tier: LocalTier | None, group: Group) -> None:
         super().__init__("local", tier, group)
@@ -96,7 +96,7 @@ class LocalVersions(HostTier):
 
     # -- the start of the training ---------------------------------------------------------------
 
-    def start(self, kept: Version | None, leftovers: Sequence[Candidate]) -> None:
+    def start(self, kept: Version | None, leftovers: Sequence[TierSnapshot]) -> None:
         """Delete what the training does not need, once it is the writer of the run."""
         if self.is_open:
             self.keep_only(kept, [leftover.version for leftover in leftovers])
@@ -106,7 +106,7 @@ class LocalVersions(HostTier):
     def promote_leftovers(
         self,
         run: Run,
-        leftovers: Sequence[Candidate],
+        leftovers: Sequence[TierSnapshot],
         kept: Version | None,
         check_writer: Callable[[Store], object],
     ) -> tuple[Pending, Promotion] | None:
@@ -115,7 +115,7 @@ class LocalVersions(HostTier):
 
         A version that is damaged is skipped: the training has resumed without it. The result is the
         newest one from which it continues: ``kept``, or one before. If there is none, the result is
-        a captured state.
+        a snapshot of the tier.
         """
         if not leftovers:
             return None
@@ -124,7 +124,7 @@ class LocalVersions(HostTier):
             deadline = Deadline.after(LEFTOVER_SECONDS, f"the promotion of {leftover.folder}")
             location = run.location(leftover.version).limit("promotion", None, deadline)
             promotions.append(self.begin_promotion(location, None))
-            promotions[-1].is_captured.set()
+            promotions[-1].is_local.set()
             promotions[-1].has_begun.set()
 
         def promote() -> SnapshotReader:
@@ -151,7 +151,7 @@ class LocalVersions(HostTier):
 
     def _delete_version(self, version: Version) -> None:
         keys = [stat.key for stat in self.store.list(str(version))]
-        self._delete(Generation.of_files(version, keys))
+        self._delete(HostSnapshot.of_files(version, keys))
 
     # -- during the training -----------------------------------------------------------------------
 
@@ -169,27 +169,27 @@ class LocalVersions(HostTier):
         )
         return Promotion(self, location, collective, previous)
 
-    def keep_captured(self, version: Version, attempt: str) -> None:
+    def keep(self, version: Version, attempt: str) -> None:
         """Count a version that is complete on this host, and delete those before the newest two.
         They have been promoted, or a call has raised why not."""
-        self._keep(Generation(version, self._keys_of(version, attempt)))
+        self._keep(HostSnapshot(version, self._keys_of(version, attempt)))
 
-    def discard_captured(self, version: Version, attempt: str) -> None:
+    def discard(self, version: Version, attempt: str) -> None:
         """Delete what a save that failed has left."""
-        self._delete(Generation(version, self._keys_of(version, attempt)))
+        self._delete(HostSnapshot(version, self._keys_of(version, attempt)))
 
 
 class Promotion:
     """The second half of a save to a local disk: complete it there, then commit it to the run.
 
-    ``is_captured`` is set once the version is complete on the local disk, and ``has_begun`` once
+    ``is_local`` is set once the version is complete on the local disk, and ``has_begun`` once
     the one before it is committed, too; then the next save may begin. Both are set when the save
     fails.
     """
 
     def __init__(
         self,
-        tier: LocalVersions,
+        tier: LocalSnapshots,
         location: Location,
         collective: Collective,
         previous: Pending | None,
@@ -198,7 +198,7 @@ class Promotion:
         self._location = location
         self.collective = collective
         self._previous = previous
-        self.is_captured, self.has_begun = Latch(), Latch()
+        self.is_local, self.has_begun = Latch(), Latch()
 
     def finish(
         self,
@@ -212,17 +212,17 @@ class Promotion:
         """
         try:
             with closing(self.collective), self.collective:
-                captured = self._finish_local(job)
-                self.is_captured.set()
+                local = self._finish_local(job)
+                self.is_local.set()
                 while self._previous is not None and not self._previous.wait_ended(1.0):
                     self.collective.advance()  # raises if the deadline has passed
                 self.has_begun.set()
                 rank, size = self.collective.rank, self.collective.size
-                own = shard_name(rank, size, captured.manifest.attempt)
-                shards = [shard for shard in captured.manifest.shards if shard.name == own]
-                return self._promote(captured, shards, check_writer)
+                own = shard_name(rank, size, local.manifest.attempt)
+                shards = [shard for shard in local.manifest.shards if shard.name == own]
+                return self._promote(local, shards, check_writer)
         finally:
-            self.is_captured.set()
+            self.is_local.set()
             self.has_begun.set()
 
     def _finish_local(self, job: SaveJob) -> SnapshotReader:
@@ -230,31 +230,31 @@ class Promotion:
         if version is None:
             raise ValueError(f"{job.location.folder} is not a version")
         try:
-            captured = finish_save(job)
+            local = finish_save(job)
         except BaseException:
             with suppress(LimpetError):  # the error of the save counts
-                self._tier.discard_captured(version, job.partition.attempt)
+                self._tier.discard(version, job.partition.attempt)
             raise
-        self._tier.keep_captured(version, job.partition.attempt)
-        return captured
+        self._tier.keep(version, job.partition.attempt)
+        return local
 
     def finish_leftover(
-        self, leftover: Candidate, check_writer: Callable[[Store], object]
+        self, leftover: TierSnapshot, check_writer: Callable[[Store], object]
     ) -> SnapshotReader | None:
         """Promote a version that an earlier training has left. None: it is damaged or gone, or the
         run has other files of its name. All ranks call this."""
         rank = self.collective.rank
         source = self._tier.locate(leftover.folder, leftover.sources)
-        captured = SnapshotReader(source, None, leftover.digest)
+        local = SnapshotReader(source, None, leftover.digest)
         try:
             with closing(self.collective), self.collective:
                 ranks = leftover.sources.by_file()[::2]  # of the shards, without their indexes
                 shards = [
                     shard
-                    for shard, having in zip(captured.manifest.shards, ranks, strict=True)
+                    for shard, having in zip(local.manifest.shards, ranks, strict=True)
                     if having[0] == rank
                 ]
-                return self._promote(captured, shards, check_writer, is_leftover=True)
+                return self._promote(local, shards, check_writer, is_leftover=True)
         except LimpetError as e:
             cause = e.__cause__ if isinstance(e, RankFailed) else e
             if not isinstance(cause, FormatError | AlreadyExists | NotFound):
@@ -264,30 +264,30 @@ class Promotion:
 
     def _promote(
         self,
-        captured: SnapshotReader,
+        local: SnapshotReader,
         shards: Sequence[Shard],
         check_writer: Callable[[Store], object],
         *,
         is_leftover: bool = False,
     ) -> SnapshotReader:
         """Copy shards on this rank, of which every byte is checked. Rank 0 commits."""
-        manifest, location, collective = captured.manifest, self._location, self.collective
+        manifest, location, collective = local.manifest, self._location, self.collective
         with pinned_base(location, manifest.attempt, None, collective):
             with before_commit():
-                copy_shards(captured.location, location, shards, lambda n: collective.advance())
+                copy_shards(local.location, location, shards, lambda n: collective.advance())
             is_own = bool(shards) and not is_leftover
             receipt = Receipt(collective.rank, shards[0] if is_own else None)
 
             def commit(receipts: list[Receipt]) -> SnapshotReader:
                 with before_commit():
                     if is_leftover:  # a rank may have copied shards of several others
-                        SnapshotReader(location, manifest, captured.digest).read_indexes()
+                        SnapshotReader(location, manifest, local.digest).read_indexes()
                     else:
                         check_receipts(location, receipts, collective.size)
                     check_writer(location.store)
                 collective.advance()  # raises if the deadline has passed
                 collective.begin_commit()  # raises if another rank failed before
-                return _put_manifest(location, manifest, captured.digest)
+                return _put_manifest(location, manifest, local.digest)
 
             promoted, result = commit_collectively(
                 location, manifest.attempt, collective, receipt, commit
