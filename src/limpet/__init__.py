@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from limpet.evaluation.evaluation import Evaluation
     from limpet.events import attach
     from limpet.generators import isolated_rng
-    from limpet.loading.report import LoadReport
+    from limpet.loading.differences import LoadReport
     from limpet.run.address import load
     from limpet.run.address import open_version as open
     from limpet.run.policy import (
@@ -116,7 +116,7 @@ _LAZY_NAMES = {
     "KeepLast": "run.policy",
     "KeepSteps": "run.policy",
     "LeafView": "snapshot.leaf",
-    "LoadReport": "loading.report",
+    "LoadReport": "loading.differences",
     "LocalTier": "tiers.settings",
     "MemoryTier": "tiers.settings",
     "Never": "run.policy",

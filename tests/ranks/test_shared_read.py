@@ -724,22 +724,6 @@ def test_all_ranks_read_alone_when_there_is_no_memory_for_windows(allocation):
     assert any("No space left" in reason for reason in events)
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_share_is_deprecated_and_has_no_effect(share):
-    store = save(*[replicated() for _ in range(2)])
-    live_states = [zeroed(replicated()) for _ in range(2)]
-    stores = [CountingStore(store) for _ in range(2)]
-
-    def load(rank):
-        options = {"share": share} if rank else {}
-        limpet.load(stores[rank], into=live_states[rank], **options)
-
-    with FakeGroup(2) as group, pytest.warns(DeprecationWarning, match="share=") as caught:
-        group.run(load)
-    assert [w.filename for w in caught] == [__file__]
-    assert sum(s.bytes_read(".safetensors") for s in stores) == stored_bytes(store)[0]
-
-
 def test_a_small_snapshot_is_not_shared():
     store = save(*[replicated() for _ in range(2)])
     live_states = [zeroed(replicated()) for _ in range(2)]

@@ -9,7 +9,6 @@ from typing import Any
 from limpet.format.names import escape_level, join_key
 from limpet.layout.select import ABSENT
 from limpet.lazy_torch import dtype_name
-from limpet.loading.bind_subclass import bind_subclass
 from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize
 from limpet.state import modules, sharding, subclasses
@@ -46,7 +45,7 @@ def bind_module(binding: Binding, module: Any, node: Any, key: str) -> Finalize:
             absent[k] = value if name in live and _is_dense(value) else None
         elif name in live and subclasses.is_subclass(live[name]):
             # the member itself: its alias in the state dict may have copies of inner tensors
-            bind_subclass(binding, live[name], child, k)
+            binding.bind_subclass(live[name], child, k)
         elif not _is_dense(value) or name.rpartition(".")[2] == modules.EXTRA_STATE:
             fresh[name] = binding.targets.add_fresh(child, k)
         elif _is_resized_by_load(binding, module, name, value, child, k):

@@ -22,13 +22,12 @@ from limpet.layout.select import ABSENT
 from limpet.lazy_torch import dtype_name
 from limpet.loading.bind_module import bind_module
 from limpet.loading.bind_optimizer import bind_optimizer
-from limpet.loading.bind_ranks import bind_per_rank, bind_wrapped
 from limpet.loading.bind_stateful import bind_stateful
-from limpet.loading.bind_subclass import bind_subclass
-from limpet.loading.binding import Binding
+from limpet.loading.binding import STATE_INVALID, Binding
 from limpet.loading.targets import Finalize, tag_of
 from limpet.state import modules, optimizers, subclasses
-from limpet.state.replication import Replicated, keeps_per_rank
+from limpet.state.modules import calling
+from limpet.state.replication import PerRank, Replicated, keeps_per_rank
 from limpet.state.sharding import Boxed
 
 _NON_VALUE_TAGS = frozenset(
@@ -36,174 +35,237 @@ _NON_VALUE_TAGS = frozenset(
 )
 
 
-class Binder(Binding):
-    """Binds a live state to the nodes of a snapshot's tree.
+_Bind = Callable[[Binding, Any, Any, str], Finalize]
 
-    Every binding method returns a function to call after the bytes are read. That function returns
-    the value for the live state: the live object itself, if it could be filled in place.
+
+def bind(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    """Bind a live value to a node of the snapshot's tree.
+
+    Returns a function to call after the bytes are read, which returns the value for the live state:
+    the live object itself, if it could be filled in place.
     """
+    # tensors first: there are many of them, and attribute lookups on tensors are slow
+    if binding.torch is not None and isinstance(value, binding.torch.Tensor):
+        return _bind_leaf(binding, _bind_tensor, value, node, key)
+    if isinstance(value, np.ndarray):
+        return _bind_leaf(binding, _bind_array, value, node, key)
+    if isinstance(value, dict) and (type(value) is dict or not modules.is_stateful(value)):
+        return _bind_nested(binding, _bind_dict, value, node, key)
+    if type(value) in (list, tuple):
+        return _bind_nested(binding, _bind_sequence, value, node, key)
+    if isinstance(value, Boxed):
+        return _bind_leaf(binding, _bind_boxed, value, node, key)
+    if isinstance(value, Replicated):
+        return _bind_wrapped(binding, value, node, key)
+    if keeps_per_rank(value) and not binding.inside_wrapper:
+        return _bind_per_rank(binding, value, node, key)
+    if modules.is_module(value):
+        return bind_module(binding, value, node, key)
+    if optimizers.is_standard_optimizer(value):
+        return bind_optimizer(binding, value, node, key)
+    if modules.is_stateful(value):
+        return bind_stateful(binding, value, node, key)
+    return _bind_leaf(binding, _bind_value, value, node, key)
 
-    def bind(self, value: Any, node: Any, key: str) -> Finalize:
-        # tensors first: there are many of them, and attribute lookups on tensors are slow
-        if self.torch is not None and isinstance(value, self.torch.Tensor):
-            return self._bind_leaf(self._bind_tensor, value, node, key)
-        if isinstance(value, np.ndarray):
-            return self._bind_leaf(self._bind_array, value, node, key)
-        if isinstance(value, dict) and (type(value) is dict or not modules.is_stateful(value)):
-            return self._bind_nested(self._bind_dict, value, node, key)
-        if type(value) in (list, tuple):
-            return self._bind_nested(self._bind_sequence, value, node, key)
-        if isinstance(value, Boxed):
-            return self._bind_leaf(self._bind_boxed, value, node, key)
-        if isinstance(value, Replicated):
-            return bind_wrapped(self, self.bind, value, node, key)
-        if keeps_per_rank(value) and not self.inside_wrapper:
-            return bind_per_rank(self, self.bind, value, node, key)
-        if modules.is_module(value):
-            return bind_module(self, value, node, key)
-        if optimizers.is_standard_optimizer(value):
-            return bind_optimizer(self, value, node, key)
-        if modules.is_stateful(value):
-            return bind_stateful(self, value, node, key)
-        return self._bind_leaf(self._bind_value, value, node, key)
 
-    def _bind_leaf(
-        self, bind: Callable[[Any, Any, str], Finalize], value: Any, node: Any, key: str
-    ) -> Finalize:
-        """Bind one leaf or plain value if it is selected and the snapshot has it."""
-        if node is ABSENT:
-            self.note_missing(key)
-        elif self.selected(key):
-            return bind(value, node, key)
+def _bind_leaf(binding: Binding, bind_kind: _Bind, value: Any, node: Any, key: str) -> Finalize:
+    """Bind one leaf or plain value if it is selected and the snapshot has it."""
+    if node is ABSENT:
+        binding.note_missing(key)
+    elif binding.selected(key):
+        return bind_kind(binding, value, node, key)
+    return lambda: value
+
+
+def _bind_value(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    """Replace a plain value by the saved plain value. A live None accepts a saved value of any
+    kind."""
+    if value is not None and tag_of(node) in _NON_VALUE_TAGS:
+        binding.note_other_kind(type(value).__name__, node, key)
         return lambda: value
+    return binding.targets.add_fresh(node, key)
 
-    def _bind_value(self, value: Any, node: Any, key: str) -> Finalize:
-        """Replace a plain value by the saved plain value. A live None accepts a saved value of any
-        kind."""
-        if value is not None and tag_of(node) in _NON_VALUE_TAGS:
-            self.note_other_kind(type(value).__name__, node, key)
-            return lambda: value
-        return self.targets.add_fresh(node, key)
 
-    # -- containers ----------------------------------------------------------------------------
+# -- containers --------------------------------------------------------------------------------
 
-    def _bind_nested(
-        self, bind: Callable[[Any, Any, str], Finalize], value: Any, node: Any, key: str
-    ) -> Finalize:
-        """Bind a container. Raises ``Unsupported`` if no save accepts one that is so deep."""
-        self.depth += 1
-        if self.depth > tree.MAX_DEPTH + 1:
-            why = f"it is nested deeper than {tree.MAX_DEPTH} levels, or contains itself"
-            raise nested_too_deeply(value, key, why)
-        try:
-            return bind(value, node, key)
-        finally:
-            self.depth -= 1
 
-    def _bind_dict(self, value: Any, node: Any, key: str) -> Finalize:
-        members = self.dict_members(value, node, key)
-        if members is None:
-            return lambda: value
-        try:
-            live_keys = tree.child_keys(list(value), key)
-        except ValueError as e:
-            raise unsupported(value, key, f"a key cannot be converted to text: {e}") from e
-        finalizers = {
-            # prefer the snapshot's key, which is unique even if two names have the same text
-            name: self.bind(value[name], *members.pop(name, (ABSENT, live_key)))
-            for name, live_key in zip(value, live_keys, strict=True)
-        }
-        self.note_unexpected(members.values())
+def _bind_nested(binding: Binding, bind_kind: _Bind, value: Any, node: Any, key: str) -> Finalize:
+    """Bind a container. Raises ``Unsupported`` if no save accepts one that is so deep."""
+    binding.depth += 1
+    if binding.depth > tree.MAX_DEPTH + 1:
+        why = f"it is nested deeper than {tree.MAX_DEPTH} levels, or contains itself"
+        raise nested_too_deeply(value, key, why)
+    try:
+        return bind_kind(binding, value, node, key)
+    finally:
+        binding.depth -= 1
 
-        def finalize() -> Any:
-            for name, finalize_member in finalizers.items():
-                value[name] = finalize_member()
-            return value
 
-        return finalize
-
-    def _bind_sequence(self, value: Any, node: Any, key: str) -> Finalize:
-        tag = tag_of(node)
-        if tag not in ("list", "tuple") and node is not ABSENT:
-            self.note_other_kind(type(value).__name__, node, key)
-            return lambda: value
-        nodes = () if node is ABSENT else node[tag]
-        if (
-            node is not ABSENT
-            and len(nodes) != len(value)
-            and not any(map(_is_filled_in_place, value))
-        ):
-            # a list of plain values, such as a history, takes its saved length
-            if not self.is_any_selected(node, key):
-                return lambda: value
-            finalize_fresh = self.targets.add_fresh(node, key)
-            return lambda: _assign_elements(value, finalize_fresh())
-        finalizers = [
-            self.bind(v, nodes[i] if i < len(nodes) else ABSENT, join_key(key, str(i)))
-            for i, v in enumerate(value)
-        ]
-        surplus = enumerate(nodes[len(value) :], len(value))
-        self.note_unexpected((n, join_key(key, str(i))) for i, n in surplus)
-        return lambda: _assign_elements(value, type(value)(f() for f in finalizers))
-
-    # -- leaves --------------------------------------------------------------------------------
-
-    def _bind_tensor(self, value: Any, node: Any, key: str) -> Finalize:
-        if subclasses.is_subclass(value) or tag_of(node) == "subclass":
-            return bind_subclass(self, value, node, key)
-        if type(node) is dict and "sparse" in node:
-            return self._bind_sparse(value, node, key)
-        source = self.tensor_source(value, node, key)
-        if source is not None:
-            self.add_tensor(value, source, key)
+def _bind_dict(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    members = binding.dict_members(value, node, key)
+    if members is None:
         return lambda: value
+    try:
+        live_keys = tree.child_keys(list(value), key)
+    except ValueError as e:
+        raise unsupported(value, key, f"a key cannot be converted to text: {e}") from e
+    finalizers = {
+        # prefer the snapshot's key, which is unique even if two names have the same text
+        name: bind(binding, value[name], *members.pop(name, (ABSENT, live_key)))
+        for name, live_key in zip(value, live_keys, strict=True)
+    }
+    binding.note_unexpected(members.values())
 
-    def _bind_boxed(self, value: Boxed, node: Any, key: str) -> Finalize:
-        kind = "array" if isinstance(value.tensor, np.ndarray) else "tensor"
-        source = self.leaf_source(node, key, kind)
-        if source is None:
-            self.note_other_kind(kind, node, key)
-        elif self.check_fits(value.tensor, source, key, value.shape):
-            self.add_tensor(value, source, key)
+    def finalize() -> Any:
+        for name, finalize_member in finalizers.items():
+            value[name] = finalize_member()
+        return value
+
+    return finalize
+
+
+def _bind_sequence(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    tag = tag_of(node)
+    if tag not in ("list", "tuple") and node is not ABSENT:
+        binding.note_other_kind(type(value).__name__, node, key)
         return lambda: value
+    nodes = () if node is ABSENT else node[tag]
+    if node is not ABSENT and len(nodes) != len(value) and not any(map(_is_filled_in_place, value)):
+        # a list of plain values, such as a history, takes its saved length
+        if not binding.is_any_selected(node, key):
+            return lambda: value
+        finalize_fresh = binding.targets.add_fresh(node, key)
+        return lambda: _assign_elements(value, finalize_fresh())
+    finalizers = [
+        bind(binding, v, nodes[i] if i < len(nodes) else ABSENT, join_key(key, str(i)))
+        for i, v in enumerate(value)
+    ]
+    surplus = enumerate(nodes[len(value) :], len(value))
+    binding.note_unexpected((n, join_key(key, str(i))) for i, n in surplus)
+    return lambda: _assign_elements(value, type(value)(f() for f in finalizers))
 
-    def _bind_sparse(self, value: Any, node: Any, key: str) -> Finalize:
-        """Replace a sparse tensor, because the saved one may have another number of elements."""
-        body = node["sparse"]
-        shape, layout = list(value.shape), str(value.layout).removeprefix("torch.")
-        source = self.targets.resolve_leaf(body["parts"]["values"], join_key(key, "values"))[0]
-        stored, live_dtype = self.targets.snapshot.leaves[source][0], dtype_name(value.dtype)
-        if layout != body["layout"]:
-            self.note_other_kind(f"tensor {layout}", node, key)
-        elif shape != body["shape"] or key in self.resized:
-            self.note_resized(None, key, body["shape"], shape)
-            return lambda: value
-        elif stored != live_dtype:
-            self.note_other_dtype(key, stored, live_dtype, can_cast=False)
-        return self.targets.add_fresh(node, key, value.device)
 
-    def _bind_array(self, value: np.ndarray[Any, Any], node: Any, key: str) -> Finalize:
-        source = self.leaf_source(node, key, "array")
-        if source is None:
-            self.note_other_kind("array", node, key)
-            return lambda: value
-        name, shape, *descr = self.targets.resolve_leaf(node, key)[1]["array"]
-        dtype = from_descr(descr[0]) if descr else np.dtype(name)
-        shape = shape[:-1] if descr else shape
-        if list(value.shape) != shape or key in self.resized:
-            self.note_resized(value, key, shape, value.shape)
-            return lambda: value
-        can_cast = _can_cast_array(dtype, value.dtype)
-        if value.dtype != dtype and self.cast and can_cast:
-            self.differences.casts[key] = f"{dtype} to {value.dtype}"
-        elif value.dtype != dtype:
-            self.note_other_dtype(key, dtype, value.dtype, can_cast)
-            return lambda: value
-        if value.flags.writeable and not descr:
-            self.targets.add(source, value)
-            return lambda: value
-        finalize = self.targets.add_fresh(node, key)
-        return lambda: _assign_array(value, finalize())
+# -- leaves ------------------------------------------------------------------------------------
+
+
+def _bind_tensor(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    if subclasses.is_subclass(value) or tag_of(node) == "subclass":
+        return binding.bind_subclass(value, node, key)
+    if type(node) is dict and "sparse" in node:
+        return _bind_sparse(binding, value, node, key)
+    source = binding.tensor_source(value, node, key)
+    if source is not None:
+        binding.add_tensor(value, source, key)
+    return lambda: value
+
+
+def _bind_boxed(binding: Binding, value: Boxed, node: Any, key: str) -> Finalize:
+    kind = "array" if isinstance(value.tensor, np.ndarray) else "tensor"
+    source = binding.leaf_source(node, key, kind)
+    if source is None:
+        binding.note_other_kind(kind, node, key)
+    elif binding.check_fits(value.tensor, source, key, value.shape):
+        binding.add_tensor(value, source, key)
+    return lambda: value
+
+
+def _bind_sparse(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    """Replace a sparse tensor, because the saved one may have another number of elements."""
+    body = node["sparse"]
+    shape, layout = list(value.shape), str(value.layout).removeprefix("torch.")
+    source = binding.targets.resolve_leaf(body["parts"]["values"], join_key(key, "values"))[0]
+    stored, live_dtype = binding.targets.snapshot.leaves[source][0], dtype_name(value.dtype)
+    if layout != body["layout"]:
+        binding.note_other_kind(f"tensor {layout}", node, key)
+    elif shape != body["shape"] or key in binding.resized:
+        binding.note_resized(None, key, body["shape"], shape)
+        return lambda: value
+    elif stored != live_dtype:
+        binding.note_other_dtype(key, stored, live_dtype, can_cast=False)
+    return binding.targets.add_fresh(node, key, value.device)
+
+
+def _bind_array(binding: Binding, value: np.ndarray[Any, Any], node: Any, key: str) -> Finalize:
+    source = binding.leaf_source(node, key, "array")
+    if source is None:
+        binding.note_other_kind("array", node, key)
+        return lambda: value
+    name, shape, *descr = binding.targets.resolve_leaf(node, key)[1]["array"]
+    dtype = from_descr(descr[0]) if descr else np.dtype(name)
+    shape = shape[:-1] if descr else shape
+    if list(value.shape) != shape or key in binding.resized:
+        binding.note_resized(value, key, shape, value.shape)
+        return lambda: value
+    can_cast = _can_cast_array(dtype, value.dtype)
+    if value.dtype != dtype and binding.cast and can_cast:
+        binding.differences.casts[key] = f"{dtype} to {value.dtype}"
+    elif value.dtype != dtype:
+        binding.note_other_dtype(key, dtype, value.dtype, can_cast)
+        return lambda: value
+    if value.flags.writeable and not descr:
+        binding.targets.add(source, value)
+        return lambda: value
+    finalize = binding.targets.add_fresh(node, key)
+    return lambda: _assign_array(value, finalize())
+
+
+# -- values of ranks ---------------------------------------------------------------------------
+
+
+def _bind_wrapped(
+    binding: Binding, value: PerRank[Any] | Replicated[Any], node: Any, key: str
+) -> Finalize:
+    """Bind the wrapped value. Values within a wrapper are not treated as per-rank again."""
+    outer, binding.inside_wrapper = binding.inside_wrapper, True
+    try:
+        finalize_inner = bind(binding, value.value, node, key)
+    finally:
+        binding.inside_wrapper = outer
+
+    def finalize() -> Any:
+        value.value = finalize_inner()
+        return value
+
+    return finalize
+
+
+def _bind_per_rank(binding: Binding, value: Any, node: Any, key: str) -> Finalize:
+    """Bind this rank's own saved value.
+
+    If the snapshot has no value of this rank, the rank keeps its current value. If the value has a
+    ``derive`` method, the rank instead loads the value of the lowest saved rank and derives its own
+    value from it.
+    """
+    saved = _nodes_by_rank(binding, node, key)
+    if not saved:
+        return bind_stateful(binding, value, ABSENT, key)
+    has_own, can_derive = binding.rank in saved, hasattr(value, "derive")
+    if not can_derive and binding.is_any_selected(node, key):
+        binding.differences.saved_ranks[key] = sorted(saved)
+    if not has_own and not can_derive:
+        return lambda: value
+    child, child_key = saved[binding.rank if has_own else min(saved)]
+    if isinstance(value, PerRank):
+        finalize_child = _bind_wrapped(binding, value, child, child_key)
+    else:
+        finalize_child = bind_stateful(binding, value, child, child_key)
+
+    def derive() -> Any:
+        finalize_child()
+        with calling(value, key, "derive", STATE_INVALID, live_state="not valid"):
+            value.derive(binding.rank)
+        return value
+
+    return finalize_child if has_own else derive
+
+
+def _nodes_by_rank(binding: Binding, node: Any, key: str) -> dict[int, tuple[Any, str]]:
+    """Return the node of each rank, with its key. A value that was saved without ranks counts as
+    the value of rank 0."""
+    members = binding.dict_members({}, node, key) or {}
+    if members and all(type(name) is str and name.isdecimal() for name in members):
+        return {int(name): member for name, member in members.items()}
+    return {0: (node, key)} if members else {}
 
 
 def _can_cast_array(stored: np.dtype[Any], dtype: np.dtype[Any]) -> bool:

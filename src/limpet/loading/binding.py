@@ -16,10 +16,9 @@ from limpet.format.names import to_dotted
 from limpet.layout.select import ABSENT, KeyFilter
 from limpet.lazy_torch import dtype_name
 from limpet.loading.differences import SLOT_OF, Differences
-from limpet.loading.targets import LoadTargets, is_leaf, tag_of
-from limpet.state import sharding
+from limpet.loading.targets import Finalize, LoadTargets, is_leaf, tag_of
+from limpet.state import sharding, subclasses
 from limpet.state.loadable import shares_elements
-from limpet.text import warn_user
 from limpet.types import Box
 
 
@@ -59,16 +58,6 @@ STATE_INVALID = (
     " before training continues"
 )
 """The advice after a load that failed once it had begun to write."""
-
-
-def warn_of_share(share: bool | None) -> None:
-    """Warn of the deprecated option ``share=``."""
-    if share is not None:
-        warn_user(
-            "share= has no effect: the ranks of a host share reads of large snapshots. Remove the"
-            " argument",
-            DeprecationWarning,
-        )
 
 
 @dataclass
@@ -198,6 +187,34 @@ class Binding:
                 todo="Untie the tensors in the live state, or exclude one of them with keys=",
                 leaf=key,
             )
+
+    def bind_subclass(self, value: Any, node: Any, key: str) -> Finalize:
+        """Bind a live tensor and a node, of which at least one is of another class than ``Tensor``.
+
+        The names of the class and of the inner tensors, the dtype, the shape, and the context must
+        be those that were saved. No class is looked up by its name.
+        """
+        if tag_of(node) != "subclass" or not subclasses.is_subclass(value):
+            saved = node["subclass"]["class"] if tag_of(node) == "subclass" else tag_of(node)
+            self.differences.kinds[key] = f"{saved}, live {subclasses.class_name(value)}"
+            return lambda: value
+        body, inner = node["subclass"], subclasses.inner_tensors(value, key)
+        live = {**subclasses.describe(value, key), "parts": list(inner)}
+        for name, found in live.items():
+            expected = list(body[name]) if name == "parts" else body[name]
+            if repr(expected) != repr(found):  # 1 and True are different
+                self.differences.kinds[key] = f"{name} {expected}, live {found}"
+                return lambda: value
+        for (part, k), tensor in zip(tree.parts(node, key), inner.values(), strict=True):
+            if subclasses.is_subclass(tensor) or tag_of(part) == "subclass":
+                self.bind_subclass(tensor, part, k)
+            elif (source := self.tensor_source(tensor, part, k)) is not None:
+                stored = self.targets.snapshot.leaves[source][0]
+                if stored == dtype_name(tensor.dtype):
+                    self.add_tensor(tensor, source, k)
+                else:  # cast=True would change the meaning of the elements
+                    self.differences.dtypes[k] = f"{stored}, live {dtype_name(tensor.dtype)}"
+        return lambda: value
 
     def is_filled(self, value: Any) -> bool:
         """Return True if a live tensor shares its memory with another one that gets a leaf."""

@@ -1,11 +1,13 @@
 """The load recipe. Read it from top to bottom; it calls every step, and each step returns to it.
 
-1. Open the manifest, which is validated completely.
-2. Bind: match the snapshot's tree with the live state. This raises an error that lists all
-   differences, or gives every leaf a target.
-3. Plan the reads, read, check the digests, and copy.
-4. Finalize: set plain values and options, and call ``load_state_dict``. Restore the random
-   generators last.
+1. The caller is ``limpet.load``, or a resume, which loads versions until one is intact.
+2. The caller has found the snapshot: ``run/address.py``, or ``run/lineage.py`` and the tiers.
+3. Manifest and indexes: ``SnapshotReader`` reads them, and validates them completely.
+4. Bind: match the tree with the live state. This raises an error that lists all differences, or
+   gives every leaf a target. The read plan says which chunks have the bytes.
+5. Read merged ranges of the shards, under a byte budget.
+6. Check the digests, and copy into the targets. Then finalize: set plain values and options, call
+   ``load_state_dict``, and restore the random generators last.
 """
 
 from __future__ import annotations
@@ -20,13 +22,11 @@ from limpet.errors import LimpetError, PlanError, RankFailed, RanksChanged
 from limpet.format.tree import walk
 from limpet.generators import Isolation
 from limpet.layout.select import ABSENT, make_key_filter, prune, rename
-from limpet.loading.binder import Binder
-from limpet.loading.binding import STATE_INVALID, STRICT, Leniency
-from limpet.loading.devices import device_chooser
-from limpet.loading.differences import no_match_error
-from limpet.loading.report import LoadReport
+from limpet.loading.binder import bind
+from limpet.loading.binding import STATE_INVALID, STRICT, Binding, Leniency
+from limpet.loading.differences import LoadReport, no_match_error
 from limpet.loading.shared_read import SharedReader, is_worth_sharing, open_shared_reader
-from limpet.loading.targets import Finalize, LoadTargets
+from limpet.loading.targets import Finalize, LoadTargets, device_chooser
 from limpet.ranks.collective import Collective, await_all
 from limpet.ranks.group import (
     Group,
@@ -78,9 +78,9 @@ def _load(
     leniency: Leniency,
     collective: Collective,
 ) -> Any:
-    # before any memory is allocated: the indexes prove that the bytes for the shapes exist
+    # step 3, before any memory is allocated: the indexes prove that the bytes for the shapes exist
     reader.indexes()
-    try:
+    try:  # step 4
         finalize, report, reassigned = _bind(targets, into, keys, leniency, collective)
     except RankFailed as e:
         if e.is_state_invalid or isinstance(e.__cause__, LimpetError):
@@ -94,7 +94,7 @@ def _load(
             " ranks.",
             RanksChanged,
         )
-    try:
+    try:  # steps 5 and 6
         reader.read(targets.requests, targets.targets, collective.advance)
         with Isolation("load"):
             loaded = gc_paused(finalize)()
@@ -150,18 +150,18 @@ def _bind(
         )
     targets.is_live = True
     names = modules.parameter_names(into)
-    binder = Binder(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
-    finalize = binder.bind(into, tree, "")
-    binder.differences.combine_ranks(collective)
-    if resized := binder.differences.resized:
+    binding = Binding(targets, selected, names, collective.rank, leniency.cast, leniency.rename)
+    finalize = bind(binding, into, tree, "")
+    binding.differences.combine_ranks(collective)
+    if resized := binding.differences.resized:
         # again, because the slots of resized parameters are kept, and a parameter may come after
         # its optimizer. What one rank keeps, all ranks keep.
         del finalize
         targets.clear()
-        binder = binder.with_resized(resized)
-        finalize = binder.bind(into, tree, "")
-        binder.differences.combine_ranks(collective)
-    binder.differences.raise_if_any(
+        binding = binding.with_resized(resized)
+        finalize = bind(binding, into, tree, "")
+        binding.differences.combine_ranks(collective)
+    binding.differences.raise_if_any(
         snapshot.url,
         tree,
         selected,
@@ -172,6 +172,6 @@ def _bind(
     if keys is not None and not targets.requests and not any(map(selected, snapshot.nodes())):
         raise no_match_error(snapshot, keys)
     saved = [key for key, _ in walk(tree) if selected(key)]
-    report = LoadReport.from_differences(snapshot.url, saved, binder.differences, leniency.rename)
+    report = LoadReport.from_differences(snapshot.url, saved, binding.differences, leniency.rename)
     report = replace(report, ignored=(*report.ignored, *snapshot.left_out))
-    return finalize, report, binder.differences.describe_reassigned()
+    return finalize, report, binding.differences.describe_reassigned()

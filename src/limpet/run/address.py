@@ -17,7 +17,7 @@ from msgspec import Struct
 from limpet.deadline import Deadline
 from limpet.errors import NotFound, StoreError
 from limpet.format.names import Version, split_address
-from limpet.loading.binding import Leniency, warn_of_share
+from limpet.loading.binding import Leniency
 from limpet.loading.load import load_snapshot
 from limpet.ranks.group import (
     Group,
@@ -291,7 +291,6 @@ def load(  # noqa: PLR0913  (the public face)
     rename: Mapping[str, str] | None = None,
     mismatched: Literal["error", "keep"] = "error",
     group: GroupSpec = None,
-    share: bool | None = None,
     timeout: float | None = None,
 ) -> Any:
     """Load the snapshot at ``url`` and check every byte that is read.
@@ -319,11 +318,10 @@ def load(  # noqa: PLR0913  (the public face)
     Under torch.distributed, all ranks load ``into`` their live states together, whatever layout the
     snapshot was saved with, or all raise. If several ranks of a host need the same data of a large
     snapshot, one reads it and passes it on through shared memory (64 MiB per host). A load without
-    ``into`` or with ``group="alone"`` concerns this process only. ``share`` is deprecated. Raises
-    ``NotFound``, ``FormatError``, ``StoreError``, or a ``PlanError`` that lists all differences,
-    after which ``into`` is unchanged.
+    ``into`` or with ``group="alone"`` concerns this process only. Raises ``NotFound``,
+    ``FormatError``, ``StoreError``, or a ``PlanError`` that lists all differences, after which
+    ``into`` is unchanged.
     """
-    warn_of_share(share)
     leniency = Leniency(missing, unexpected, cast, rename or {}, mismatched)
     ranks = LocalGroup() if into is None else current_group(group)
     if isinstance(url, str | os.PathLike) and split_address(os.fspath(url))[1] is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from limpet import events
 from limpet.deadline import Deadline
 from limpet.format.names import Version
-from limpet.loading.report import LoadReport
+from limpet.loading.differences import LoadReport
 from limpet.ranks.agreement import make_agreement
 from limpet.ranks.group import GroupSpec, LocalGroup, saving_group
 from limpet.run.catalog import read_training_metadata

@@ -18,8 +18,8 @@ from limpet.errors import (
 )
 from limpet.format.manifest import Parent
 from limpet.loading.binding import STRICT, Leniency
+from limpet.loading.differences import LoadReport
 from limpet.loading.load import load_snapshot
-from limpet.loading.report import LoadReport
 from limpet.ranks.group import Group
 from limpet.run.catalog import read_sessions, read_training_metadata
 from limpet.snapshot.reader import SnapshotReader
