@@ -245,39 +245,49 @@ class NoProgress(SystemExit):
 
 
 class SkippedVersion(UserWarning):
-    """``resume`` skipped a version or a state in memory: because it is damaged, or because
-    restarts from it made no progress. The message names it and why."""
+    """``resume`` skipped a newer version, or a newer state in a tier.
+
+    Exactly if it is damaged, or if three restarts under ``limpet run`` made no progress from it.
+    The message names it and why. Unfinished saves, and what a person skips by ``at=``, cause none.
+    """
 
 
 class SaveFailed(UserWarning):
-    """A save failed, and no error reports it.
+    """A save, or the retention after it, failed, and no error reports it.
 
-    Training continues because the user chose ``on_error="warn"``, or training has ended.
+    Exactly if a store failure meets ``on_error="warn"``, if a failure follows the exception that
+    has ended the training, or if the last save of a replaced Checkpointer failed.
     """
 
 
 class UnsavedSteps(UserWarning):
-    """Training has ended, and its last steps are in no version; the message lists them."""
+    """A training has ended, and its last steps are in no version; the message lists them.
+
+    Exactly if the newest version does not have the last step, the policy is not ``Never()``, and
+    the training ended normally, with exit code 0, or without ``close``, or was replaced by a newer
+    Checkpointer. Another exception reports itself, unless ``close`` is called while it is handled.
+    """
 
 
 class MetricMissing(UserWarning):
-    """A policy uses a metric that no version has; the message lists the available metrics."""
+    """A training has ended, and a metric that ``KeepBest`` or ``StopWhen`` uses was never given.
+
+    Exactly if the training has saved a version, neither a version of the run nor an exact or
+    inexact evaluation has the metric, and no evaluation is in progress. The message lists the
+    metrics that exist.
+    """
 
 
 class InexactResume(UserWarning):
-    """The state lacks something that changes during the training, such as the random generators.
+    """A resume is not exact, or would not be. The message lists why, and what to add.
 
-    The message lists what it is, and what to add. A resumed training would continue differently.
+    Exactly if two looks at the state, after the first two steps of a training, prove that it lacks
+    something: modules draw random numbers and there is no ``RNG``, an optimizer changes parameters
+    that the state lacks, or the buffers of a module that saves nothing change; or if a load keeps
+    or ignores ``PerRank`` values, because other ranks have saved them.
     """
 
 
 class SinkFailed(UserWarning):
-    """An event sink raised an error and was detached; the message names the sink and the cause."""
-
-
-class RanksChanged(UserWarning):
-    """The per-rank state was saved by a different set of ranks than the one that loads it.
-
-    The message lists the ranks that keep their current values, and the saved ranks whose values
-    are ignored.
-    """
+    """An event sink was detached, exactly if it has raised an ``Exception``. The message names the
+    sink and the cause. If warnings are errors, it goes to ``threading.excepthook``."""

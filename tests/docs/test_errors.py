@@ -13,14 +13,13 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import limpet
 from limpet import errors
@@ -336,22 +335,6 @@ def SinkFailed() -> None:
 
     with limpet.attach(to_dashboard):
         save_snapshot()
-
-
-@causes
-def RanksChanged() -> None:
-    FakeGroup(2).run(lambda rank: limpet.save("snap", {"seen": limpet.PerRank({"n": rank})}))
-    FakeGroup(3).run(lambda rank: limpet.load("snap", into={"seen": limpet.PerRank({"n": rank})}))
-
-
-def sampler_steps(**state: Any) -> Iterator[tuple[int, Any]]:
-    sampler = limpet.ElasticSampler(8, batch_size=2, seed=0)
-    loader = DataLoader(range(8), batch_sampler=sampler)
-    save = limpet.EverySteps(100) | limpet.AtEnd()
-    with limpet.Checkpointer("runs/a", {"sampler": sampler, **state}, save=save) as ckpt:
-        for _ in range(3):
-            for number, _ in enumerate(loader):
-                yield number, ckpt
 
 
 # -- the page --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet.data.rng import RNG
-from limpet.errors import DTypeMismatch, PlanError, RanksChanged, ShapeMismatch, Unsupported
+from limpet.errors import DTypeMismatch, InexactResume, PlanError, ShapeMismatch, Unsupported
 from limpet.state.replication import PerRank, Replicated
 from limpet.state.sharding import Boxed
 from limpet.storage.memory import MemoryStore
@@ -65,7 +65,7 @@ def unwrapped(state):
 def warns_if_ranks_changed(saving_ranks, loading_ranks, match=None):
     """Expect a warning if the number of ranks that load differs from the number that saved."""
     unchanged = saving_ranks == loading_ranks
-    return nullcontext() if unchanged else pytest.warns(RanksChanged, match=match)
+    return nullcontext() if unchanged else pytest.warns(InexactResume, match=match)
 
 
 @pytest.mark.parametrize("saving_ranks", [1, 2, 3, 5])
@@ -126,7 +126,7 @@ def load_warnings(store, *live_states, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_on_ranks(store, *live_states, **options)
-    assert {w.category for w in caught} <= {RanksChanged}
+    assert {w.category for w in caught} <= {InexactResume}
     # the warning points to the line that calls load
     assert {w.filename for w in caught} <= {rank_threads.__file__}
     return [
@@ -183,7 +183,7 @@ def test_no_warning_if_the_ranks_with_a_per_rank_value_are_the_same():
 def test_nothing_is_changed_if_the_warning_is_an_error():
     store = save_on_ranks(*for_each_rank(2, lambda r: {"a": PerRank(floats(r)), "w": floats(1, 2)}))
     live = {"a": PerRank(floats(9)), "w": floats(0, 0)}
-    with pytest.raises(RanksChanged):
+    with pytest.raises(InexactResume):
         load_on_ranks(store, live)
     assert_same({"a": floats(9), "w": floats(0, 0)}, {"a": live["a"].value, "w": live["w"]})
 

@@ -84,7 +84,7 @@ def test_an_error_of_one_rank_is_reported_and_ends_no_resume(
     assert fields["differing"] == ["the state of rank 1, which cannot be compared: OSError: boom"]
 
 
-@pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
+@pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")
 def test_other_ranks_compare_what_they_can() -> None:
     """With fewer ranks, per-rank values of the others are not loaded, and so not compared."""
     with TrainingJob(3) as job:

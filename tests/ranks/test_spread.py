@@ -12,7 +12,7 @@ from tests.ranks.trainings import TrainingJob, matches_uninterrupted
 from tests.spread_stores import shards_in, spread_over
 
 
-@pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
+@pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")
 def test_the_shards_of_all_ranks_are_spread() -> None:
     with TrainingJob(4, inner=spread_over(MemoryStore(), 16)) as job:
         options = {"save": EverySteps(1), "keep": KeepLast(2)}

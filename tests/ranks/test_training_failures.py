@@ -224,7 +224,7 @@ def test_no_rank_can_train_after_a_resume_that_failed_halfway(rank: int) -> None
         assert job.run(work) == [True] * 3
 
 
-@pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
+@pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")
 def test_resume_at_a_step_and_on_a_branch() -> None:
     job = trained_job(last_step=22)
     with TrainingJob(2, job.inner) as job:
@@ -260,7 +260,7 @@ def test_resume_at_a_step_and_on_a_branch() -> None:
         assert {type(o) for o in outcomes} == {NoSnapshot}
 
 
-@pytest.mark.filterwarnings("ignore::limpet.errors.RanksChanged")
+@pytest.mark.filterwarnings("ignore::limpet.errors.InexactResume")
 def test_resume_starts_from_another_run(tmp_path: Any) -> None:
     other, own = str(tmp_path / "other"), str(tmp_path / "own")
     with TrainingJob(3) as job:

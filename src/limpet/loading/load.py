@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from limpet import events
-from limpet.errors import LimpetError, PlanError, RankFailed, RanksChanged
+from limpet.errors import InexactResume, LimpetError, PlanError, RankFailed
 from limpet.format.tree import walk
 from limpet.generators import Isolation
 from limpet.layout.select import ABSENT, make_key_filter, prune, rename
@@ -92,7 +92,7 @@ def _load(
             f" {reassigned}. If a value counts the data that one rank has seen, some samples will"
             " be repeated and some skipped; limpet.ElasticSampler continues with any number of"
             " ranks.",
-            RanksChanged,
+            InexactResume,
         )
     try:  # steps 5 and 6
         reader.read(targets.requests, targets.targets, collective.advance)

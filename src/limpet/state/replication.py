@@ -95,7 +95,7 @@ class PerRank(Generic[T]):
 
     The value of each rank is stored under the rank's number (``loader/3/...``). If a load uses more
     ranks than the save, each new rank keeps its current value. If it uses fewer, the values of the
-    missing ranks are ignored. In both cases, rank 0 issues a ``RanksChanged`` warning. A load
+    missing ranks are ignored. In both cases, rank 0 issues an ``InexactResume`` warning. A load
     without a live state returns a dict that maps rank numbers, as strings, to values.
     """
 

@@ -1,0 +1,231 @@
+"""Correct programs that come close to the condition of each warning, with warnings as errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import limpet
+from limpet import errors
+from limpet.run.policy import AtEnd, EveryEpoch, EverySteps, KeepBest, KeepLast, Never, StopWhen
+from limpet.storage.memory import MemoryStore
+from tests.fakegroup import FakeGroup
+from tests.trainings import initial_state, train, trained_run
+from tests.unreliable_stores import HookedStore
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+Program = Callable[[], object]
+PROGRAMS: dict[type[Warning], list[Program]] = {}
+
+
+def close_to(category: type[Warning]) -> Callable[[Program], Program]:
+    def register(program: Program) -> Program:
+        PROGRAMS.setdefault(category, []).append(program)
+        return program
+
+    return register
+
+
+def run_steps(store: Any, last: int, save: Any, **options: Any) -> limpet.Checkpointer:
+    state = initial_state()
+    with limpet.Checkpointer(store, state, save=save, **options) as ckpt:
+        ckpt.resume()
+        train(state, ckpt, last)
+    return ckpt
+
+
+# -- SkippedVersion ------------------------------------------------------------------------------
+
+
+@close_to(errors.SkippedVersion)
+def an_unfinished_save_is_newer() -> None:
+    store = trained_run()
+    for name in [key.key for key in store.list("version_60") if "manifest" in key.key]:
+        store.delete(name)
+    run_steps(store, 45, EverySteps(5))
+
+
+@close_to(errors.SkippedVersion)
+def a_person_goes_back() -> None:
+    with limpet.Checkpointer(trained_run(), initial_state(), save=Never()) as ckpt:
+        assert ckpt.resume(at=20)
+
+
+# -- SaveFailed ----------------------------------------------------------------------------------
+
+
+@close_to(errors.SaveFailed)
+def due_saves_are_skipped_while_one_is_in_flight() -> None:
+    gate, store = threading.Event(), HookedStore(MemoryStore())
+    store.before = lambda method, key: gate.wait(0.05) and None
+    run_steps(store, 9, EverySteps(1) | AtEnd(), busy="skip", on_error="warn")
+
+
+@close_to(errors.SaveFailed)
+def the_last_save_after_an_exception_succeeds() -> None:
+    state = initial_state()
+    with (
+        pytest.raises(ZeroDivisionError),
+        limpet.Checkpointer(MemoryStore(), state, save=limpet.OnException()) as ckpt,
+    ):
+        train(state, ckpt, 3)
+        raise ZeroDivisionError
+
+
+# -- UnsavedSteps --------------------------------------------------------------------------------
+
+
+@close_to(errors.UnsavedSteps)
+def the_last_step_is_due_by_the_policy() -> None:
+    run_steps(MemoryStore(), 6, EverySteps(3))
+
+
+@close_to(errors.UnsavedSteps)
+def the_last_step_is_saved_at_the_end() -> None:
+    run_steps(MemoryStore(), 7, EverySteps(3) | AtEnd()).close()
+
+
+@close_to(errors.UnsavedSteps)
+def nothing_is_to_be_saved() -> None:
+    run_steps(MemoryStore(), 7, Never())
+
+
+@close_to(errors.UnsavedSteps)
+def a_finished_training_starts_again() -> None:
+    store = MemoryStore()
+    for _ in range(2):
+        with limpet.Checkpointer(store, initial_state(), save=EveryEpoch()) as ckpt:
+            for _ in ckpt.epochs(2):
+                ckpt.step()
+
+
+@close_to(errors.UnsavedSteps)
+def an_idle_checkpointer_is_replaced() -> None:
+    store, state = MemoryStore(), initial_state()
+    first = limpet.Checkpointer(store, state, save=EverySteps(2))
+    train(state, first, 2)
+    limpet.Checkpointer(store, initial_state()).close()
+
+
+# -- MetricMissing -------------------------------------------------------------------------------
+
+BEST = {"keep": KeepLast(1) | KeepBest(1, "val"), "stop": StopWhen("val", patience=9)}
+
+
+@close_to(errors.MetricMissing)
+def the_metric_comes_with_one_epoch_only() -> None:
+    with limpet.Checkpointer(
+        MemoryStore(), initial_state(), save=EverySteps(1) | EveryEpoch(), **BEST
+    ) as ckpt:
+        for epoch in ckpt.epochs(3):
+            ckpt.step({"loss": 1.0})
+            ckpt.metrics({"val": 1.0} if epoch == 1 else {})
+
+
+@close_to(errors.MetricMissing)
+def the_metric_is_added_to_a_version() -> None:
+    store = MemoryStore()
+    with limpet.Checkpointer(store, initial_state(), save=EverySteps(1), **BEST) as ckpt:
+        ckpt.step()
+        ckpt.wait()
+        limpet.Run(store).add_metrics(1, {"val": 1.0})
+
+
+@close_to(errors.MetricMissing)
+def the_metric_is_that_of_an_earlier_process() -> None:
+    store = MemoryStore()
+    run_steps(store, 1, EverySteps(1))
+    limpet.Run(store).add_metrics(1, {"val": 1.0})
+    run_steps(store, 2, EverySteps(1), keep=KeepBest(2, "val"))
+
+
+@close_to(errors.MetricMissing)
+def nothing_was_saved() -> None:
+    with limpet.Checkpointer(MemoryStore(), initial_state(), save=Never(), **BEST) as ckpt:
+        ckpt.step()
+
+
+# -- InexactResume -------------------------------------------------------------------------------
+
+
+def train_network(dropout: float = 0.0, is_training: bool = True, **members: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(dropout))
+    model.train(is_training)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer, **members}
+    with limpet.Checkpointer(MemoryStore(), state, save=EverySteps(4)) as ckpt:
+        for _ in range(4):
+            torch.rand(3)  # of something else, such as an evaluation
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+
+
+@close_to(errors.InexactResume)
+def modules_that_could_draw_random_numbers_do_not() -> None:
+    train_network(dropout=0.0)
+    train_network(dropout=0.5, is_training=False)
+
+
+@close_to(errors.InexactResume)
+def random_numbers_are_saved() -> None:
+    train_network(dropout=0.5, rng=limpet.RNG())
+
+
+@close_to(errors.InexactResume)
+def a_buffer_that_is_not_saved_does_not_change() -> None:
+    table = torch.nn.Module()
+    table.register_buffer("positions", torch.arange(9), persistent=False)
+    train_network(table=table)
+
+
+@close_to(errors.InexactResume)
+def values_per_rank_have_their_ranks_and_generators_may_have_others() -> None:
+    store = MemoryStore()
+
+    def make_state(rank: int) -> dict[str, Any]:
+        return {"seen": limpet.PerRank(np.full(3, rank)), "rng": limpet.RNG()}
+
+    with FakeGroup(2) as group:
+        group.run(lambda rank: limpet.save(store.at("a"), make_state(rank)))
+        group.run(lambda rank: limpet.load(store.at("a"), into=make_state(rank)))
+        group.run(lambda rank: limpet.save(store.at("b"), {"rng": limpet.RNG()}))
+    with FakeGroup(3) as group:
+        group.run(lambda rank: limpet.load(store.at("b"), into={"rng": limpet.RNG()}))
+
+
+# -- SinkFailed ----------------------------------------------------------------------------------
+
+
+@close_to(errors.SinkFailed)
+def a_sink_catches_its_own_errors_and_another_is_detached_by_its_owner() -> None:
+    def catches(name: str, fields: dict[str, Any]) -> None:
+        try:
+            raise ConnectionError(name)
+        except ConnectionError:
+            fields.clear()
+
+    with limpet.attach(catches), limpet.attach(lambda name, fields: detach.close()) as detach:
+        run_steps(MemoryStore(), 3, EverySteps(1))
+
+
+@pytest.mark.parametrize(
+    ("category", "program"),
+    [(category, program) for category, found in PROGRAMS.items() for program in found],
+    ids=lambda value: value.__name__,
+)
+def test_a_correct_program_causes_no_warning(category: type[Warning], program: Program) -> None:
+    program()
+
+
+def test_each_warning_has_a_program() -> None:
+    found = {c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, UserWarning)}
+    assert found == PROGRAMS.keys()
+    assert len(found) <= 6
